@@ -15,8 +15,8 @@ from pathlib import Path
 import click
 
 import rotation_merge  # noqa: F401  (registers the method)
+from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.polish import PolishConfig
-from rotation_merge.averaging.refit_method import RefitConfig
 from rotation_merge.cli.app import COMMANDS, app
 from rotation_merge.config import Config
 from rotation_merge.matching.fit_records import FitConfig
@@ -64,7 +64,7 @@ MEANINGS = {
     "`refit`; also for donors that are carried (`carry`, `scale: auto`) or matched on activations (`match_on`).",
     "samples": "Number of samples.",
     "targets": "`own`: each model answers its own samples. `mean`: all models answer all samples.",
-    "start": "Weights before solving: the average, or the anchor's.",
+    "start": "Weights before solving: the average, the anchor's, or a merge of the task vectors.",
     "spill": "Folder for hidden states, instead of memory.",
     "heads_of": "`each`: also write the merged body under every donor's head.",
     "preset": "Options for near or far models. `auto`: decided by the weights.",

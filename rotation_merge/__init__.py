@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from rotation_merge.api import align, average, barrier, evaluate, measure, merge, polish, refit, transfer
+    from rotation_merge.averaging.config import RefitConfig
     from rotation_merge.averaging.polish import PolishConfig
-    from rotation_merge.averaging.refit_method import RefitConfig
     from rotation_merge.carrying.config import TransferConfig
     from rotation_merge.carrying.delta import Delta
     from rotation_merge.errors import RotationMergeError
@@ -38,7 +38,7 @@ _PUBLIC = {
     "MeasureConfig": "rotation_merge.run.measure",
     "MergeConfig": "rotation_merge.search.config",
     "PolishConfig": "rotation_merge.averaging.polish",
-    "RefitConfig": "rotation_merge.averaging.refit_method",
+    "RefitConfig": "rotation_merge.averaging.config",
     "RotationMergeError": "rotation_merge.errors",
     "Statistics": "rotation_merge.run.statistics_file",
     "Delta": "rotation_merge.carrying.delta",

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
+from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.low_rank import with_lora
 from rotation_merge.averaging.methods import BLOCK, MODEL, plan_of
 from rotation_merge.averaging.polish import TOGETHER, PolishConfig, PolishOptions
 from rotation_merge.averaging.polish import polish as distil
-from rotation_merge.averaging.refit_method import RefitConfig
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, RecipeError, not_written
@@ -281,9 +281,11 @@ def refit(
         RotationMergeError: models or samples are of no use.
     """
     config = config or RefitConfig()
-    options = {name: getattr(config, name) for name in ("targets", "spill") if getattr(config, name) is not None}
-    more = {"ridge": config.ridge, "start": config.start, **options}
-    return average(models, "refit", weights=weights, samples=samples, limit=config.samples, seed=config.seed, **more)
+    values = {name: getattr(config, name) for name in config.options() if name not in ("samples", "seed")}
+    parameters = {name: value for name, value in values.items() if value is not None}
+    return average(
+        models, "refit", weights=weights, samples=samples, limit=config.samples, seed=config.seed, **parameters
+    )
 
 
 def polish(

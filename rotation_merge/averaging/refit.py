@@ -13,14 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
-from rotation_merge.architecture.model import Architecture, Block
-from rotation_merge.linalg.ridge import RidgeSums
+from rotation_merge.architecture.model import Architecture, Block, Norm
+from rotation_merge.linalg.ridge import ChannelSums, RidgeSums
 from rotation_merge.model.fingerprint import compared_config
 from rotation_merge.run.maps import linear_map, same_map
 from rotation_merge.run.runner import Runner
@@ -31,6 +32,8 @@ from rotation_merge.workers.progress import Progress
 
 ROUNDED = 1e-3
 """The least ridge that products may be rounded under: from here on they are computed in the inputs' own precision."""
+
+Sums = TypeVar("Sums", RidgeSums, ChannelSums)
 
 Answer = dict[str, Tensor]
 """What is wanted of one batch, by key of a map (its output) or name of a place (the stream there)."""
@@ -91,9 +94,9 @@ class Teachers:
         return True
 
     @torch.no_grad()
-    def by_own_maps(self, batch: int, key: str, inputs: Tensor) -> Tensor:
-        """What the donors' own map makes of the merge's inputs of one batch, (positions, out)."""
-        parts = [share * self._taps[donor].modules[key](inputs) for donor, _, share in self.batch_teachers[batch]]
+    def by_own_modules(self, batch: int, key: str, inputs: Tensor) -> Tensor:
+        """What the donors' own map or norm makes of inputs of one batch, (positions, out)."""
+        parts = [share * self._taps[donor].module(key)(inputs) for donor, _, share in self.batch_teachers[batch]]
         return torch.stack(parts).sum(0)
 
     def are_of(self, merge: Runner, names: Collection[str]) -> bool:
@@ -124,7 +127,7 @@ def computes_the_same(first: Runner, second: Runner, names: Collection[str]) -> 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What became of one map: how far it was from what is wanted, relative, before and after."""
+    """What became of one map or norm: how far it was from what is wanted, relative, before and after."""
 
     name: str
     before: float
@@ -137,6 +140,7 @@ class Refitted:
 
     Attributes:
         maps: the maps that were solved.
+        norms: the norms whose gains and shifts were.
         kept: by reason, names of weights of linear maps that keep what they were.
         whole: whether the models were held whole.
         alike: whether all models compute the same, bit for bit, so that no map was changed.
@@ -144,6 +148,7 @@ class Refitted:
     """
 
     maps: list[Fitted] = field(default_factory=list)
+    norms: list[Fitted] = field(default_factory=list)
     kept: dict[str, list[str]] = field(default_factory=dict)
     whole: bool = False
     alike: bool = False
@@ -182,8 +187,11 @@ class Refit:
         skip: says which tensors keep what they are.
         watch: told about every block, and about the part of it that is done: what, how many, of how many.
         shape: what a solved change (out, in [+ 1 for a bias]) is brought to, given the Gram of the inputs and a one.
-        alpha: how much of what is wanted is the answers; the rest is what `by_own_maps` gives for a batch, the key of
-            a map and the merge's inputs of it (FeatCal, 2026).
+        alpha: how much of what is wanted is the answers; the rest is what `by_own_modules` gives for a batch, the key
+            of a map and the merge's inputs of it (FeatCal, 2026).
+        groups: of every batch that counts the number of its group: each group's Gram is divided by its norm. None: all
+            positions count alike.
+        norms: whether gains and shifts of the stream's norms are solved, too, channel by channel.
         alike: whether all that ran before is the same in the merge and where the answers come from. While it is, no
             output lacks anything: maps are written as they are, without arithmetic that would round them.
     """
@@ -199,7 +207,9 @@ class Refit:
     shape: Callable[[Tensor, Tensor], Tensor] | None = None
     alike: bool = True
     alpha: float = 1.0
-    by_own_maps: Callable[[int, str, Tensor], Tensor] | None = None
+    by_own_modules: Callable[[int, str, Tensor], Tensor] | None = None
+    groups: Sequence[int] = ()
+    norms: bool = False
     _fused: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def run(self) -> Refitted:
@@ -225,17 +235,21 @@ class Refit:
 
     def _block(self, block: Block, taps: Taps, result: Refitted, opened: Collection[str]) -> None:
         places = self._places(block, taps, result)
-        chosen = stages(taps, set(places))
+        norms = self._norms(block, taps)
+        chosen = stages(taps, set(places), set(norms))
         solved = {key for stage in chosen for key in stage.keys}
         _keep(result, UNSEEN, [slot.name for key, slots in places.items() if key not in solved for slot in slots])
         answer_keys: frozenset[str] = frozenset().union(*(stage.wanted for stage in chosen))
-        taps.settled.pending.update(key for stage in chosen for key in stage.keys)
+        taps.settled.pending.update(solved & taps.modules.keys())
         learned = self.answers.learn(block, answer_keys)
         self.alike = self.alike and learned and self.answers.are_of(self.merge, opened)
         if learned:
             for number, stage in enumerate(chosen, 1):
-                result.maps += self._solve(taps, stage, places)
-                taps.settled.settle(stage.keys)
+                if stage.keys[0] in norms:
+                    result.norms += self._solve_norm(taps, stage, norms[stage.keys[0]])
+                else:
+                    result.maps += self._solve(taps, stage, places)
+                    taps.settled.settle(stage.keys)
                 self.answers.keep(frozenset().union(*(later.wanted for later in chosen[number:])))
 
     def _places(self, block: Block, taps: Taps, result: Refitted) -> dict[str, list[_Written]]:
@@ -268,31 +282,96 @@ class Refit:
             for key in stage.keys:
                 self._set(key, taps, None, places[key])
             return [Fitted(places[key][0].name, 0.0, 0.0) for key in stage.keys]
-        sums: RidgeSums | None = None
+        total: RidgeSums | None = None
+        for batches in self._counting():
+            sums: RidgeSums | None = None
+            for batch in batches:
+                activations, answer = taps.see(batch, stage.until), self.answers(batch)
+                keys = [key for key in stage.keys if stage.aims(key) <= answer.keys()]
+                if not keys:
+                    return []
+                inputs = activations.inputs[keys[0]]
+                sums = sums or RidgeSums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
+                lacks = {
+                    key: (self._lack(batch, key, stage, activations, answer), activations.outputs[key]) for key in keys
+                }
+                sums.add(inputs, lacks, self.weights[batch])
+            assert sums is not None
+            sums.flush()
+            total = self._added(total, sums, self.weights[batches[0]])
+        return [] if total is None else [self._fit(key, taps, total, places[key]) for key in total.cross]
+
+    def _counting(self) -> list[list[int]]:
+        """The batches that count, by group."""
+        batches: dict[int, list[int]] = {}
         for batch, weight in enumerate(self.weights):
-            if weight == 0:
-                continue
-            activations, answer = taps.see(batch, stage.until), self.answers(batch)
-            keys = [key for key in stage.keys if stage.aims(key) <= answer.keys()]
-            if not keys:
-                return []
-            inputs = activations.inputs[keys[0]]
-            sums = sums or RidgeSums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
-            lacks = {
-                key: (self._lack(batch, key, stage, activations, answer), activations.outputs[key]) for key in keys
-            }
-            sums.add(inputs, lacks, weight)
-        if sums is None:
+            if weight != 0:
+                batches.setdefault(self.groups[batch] if self.groups else 0, []).append(batch)
+        return list(batches.values())
+
+    def _added(self, total: Sums | None, sums: Sums, weight: float) -> Sums:
+        """Products of one more group, whose rows have this weight."""
+        if self.groups and sums.norm:
+            sums.scale(weight / sums.norm)
+        if total is None:
+            return sums
+        total.merge(sums)
+        return total
+
+    def _norms(self, block: Block, taps: Taps) -> dict[str, tuple[Norm, dict[str, str]]]:
+        """By key of a gain that can be solved: the norm, and names in the checkpoint by the module's own names."""
+        stored = next((other for other in self.stored_architecture.blocks if same_place(other, block)), None)
+        if not self.norms or stored is None:
+            return {}
+        names = {info.key: info.name for info in stored.tensors if not info.stacked}
+        norms = {}
+        for norm in block.norms:
+            keys = [key for key in (norm.gain, norm.shift) if key is not None]
+            parts = {key.rpartition(".")[2]: names[key] for key in keys if key in names}
+            held = dict(taps.places[norm.gain].named_parameters()) if norm.gain in taps.places else {}
+            if held and held.keys() == parts.keys() and not any(map(self.skip, parts.values())):
+                norms[norm.gain] = norm, parts
+        return norms
+
+    @torch.no_grad()
+    def _solve_norm(self, taps: Taps, stage: Stage, place: tuple[Norm, dict[str, str]]) -> list[Fitted]:
+        """Gain and shift of one norm, towards what the donors' norms give."""
+        if self.alike or self.by_own_modules is None:
             return []
-        sums.flush()
-        return [self._fit(key, taps, sums, places[key]) for key in sums.cross]
+        (norm, names), (key,) = place, stage.keys
+        module, gain, *shift = taps.places[key], *names
+        plain = {gain: torch.full_like(module.get_parameter(gain), 1 - norm.offset)}
+        plain |= {name: torch.zeros_like(module.get_parameter(name)) for name in shift}
+        total: ChannelSums | None = None
+        for batches in self._counting():
+            sums = ChannelSums(bool(shift))
+            for batch in batches:
+                answer, inputs = self.answers(batch), taps.see(batch, stage.until).stream[key]
+                if key not in answer:
+                    return []
+                output = module(inputs)
+                target = self.alpha * self.by_own_modules(batch, key, answer[key])
+                if self.alpha < 1:
+                    target += (1 - self.alpha) * self.by_own_modules(batch, key, inputs)
+                normed = functional_call(module, plain, inputs)
+                sums.add(rows(normed), rows(target - output), rows(output), self.weights[batch])
+            total = self._added(total, sums, self.weights[batches[0]])
+        if total is None:
+            return []
+        changes = total.change(self.ridge)
+        fitted = Fitted(names[gain], *total.errors(*changes))
+        prefix = taps.names[key].removesuffix(gain)
+        for name, change in zip(names, changes, strict=False):
+            moved = self.write(names[name], module.get_parameter(name).double() + change)
+            self.merge.set(f"{prefix}{name}", moved)
+        return [fitted]
 
     def _lack(self, batch: int, key: str, stage: Stage, activations: BlockActivations, answer: Answer) -> Tensor:
         """What the output of a map lacks, (positions, out)."""
         lack = lacking(key, stage, activations, answer)
-        if self.alpha == 1.0 or self.by_own_maps is None:
+        if self.alpha == 1.0 or self.by_own_modules is None:
             return lack
-        own_lack = rows(self.by_own_maps(batch, key, activations.inputs[key])) - rows(activations.outputs[key])
+        own_lack = rows(self.by_own_modules(batch, key, activations.inputs[key])) - rows(activations.outputs[key])
         return self.alpha * lack + (1 - self.alpha) * own_lack
 
     def _fit(self, key: str, taps: Taps, sums: RidgeSums, places: Sequence[_Written]) -> Fitted:

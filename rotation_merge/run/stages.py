@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +60,7 @@ class Taps:
     Attributes:
         maps: the linear maps that are modules of their own, by key.
         modules: those modules.
+        names: of all tensors of the block, by key.
         places: where the stream can be looked at: keys of norms, and LAYER.
         settled: what is not run again.
     """
@@ -73,8 +74,8 @@ class Taps:
             module = None if linear is None or linear.stacked else _submodule(runner, info.name)
             if linear is not None and isinstance(module, nn.Linear | Conv1D) and info.name.endswith(".weight"):
                 self.maps[info.key], self.modules[info.key] = linear, module
-        names = {info.key: info.name for info in block.tensors}
-        norms = {norm.gain: _submodule(runner, names.get(norm.gain, "")) for norm in block.norms}
+        self.names = {info.key: info.name for info in block.tensors}
+        norms = {norm.gain: _submodule(runner, self.names.get(norm.gain, "")) for norm in block.norms}
         self.places: dict[str, nn.Module] = {key: module for key, module in norms.items() if module is not None}
         self.layer = runner.module_of(block)
         self.settled = SettledOutputs(runner.store, runner.prefix, self.modules, self.layer)
@@ -156,6 +157,10 @@ class Taps:
         with self.runner.recording():
             return self.see(batch, also=also)
 
+    def module(self, key: str) -> nn.Module:
+        """The map, or the norm, of this key."""
+        return self.modules[key] if key in self.modules else self.places[key]
+
     def forget(self) -> None:
         """Forget the cached outputs of solved modules."""
         self.settled.forget()
@@ -186,7 +191,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Stage:
-    """Maps that read one and the same input, which are solved together."""
+    """Maps that read one and the same input, which are solved together; or one norm."""
 
     keys: tuple[str, ...]
     branches: dict[str, Branch]
@@ -211,21 +216,23 @@ LINEAR = 1e-2
 """A place follows a map's output if all but this share of its answer is the output times a gain for each coordinate."""
 
 
-def stages(taps: Taps, keys: set[str]) -> list[Stage]:
-    """The stages of a block in the order of its forward; a map that runs twice, or not at all, is in none.
+def stages(taps: Taps, keys: set[str], norms: Collection[str] = ()) -> list[Stage]:
+    """The stages of a block in the order of its forward; what runs twice, or not at all, is in none.
 
     Args:
         keys: of the maps to be solved.
+        norms: places of the norms to be solved.
     """
-    if not keys:
+    if not keys and not norms:
         return []
     activations = taps.first()
-    once = [key for key in activations.order if key in keys and activations.order.count(key) == 1]
+    solved = keys.union(norms)
+    once = [key for key in activations.order if key in solved and activations.order.count(key) == 1]
     groups: dict[Any, list[str]] = {}
     for key in once:
-        x = activations.inputs[key]
-        groups.setdefault((x.data_ptr(), tuple(x.shape), x.stride()), []).append(key)
-    writers = [key for key in once if _writes(taps.maps[key])]
+        x = activations.inputs.get(key)
+        groups.setdefault(key if x is None else (x.data_ptr(), tuple(x.shape), x.stride()), []).append(key)
+    writers = [key for key in once if key in keys and _writes(taps.maps[key])]
     gains = {key: _places(taps, key, activations) for key in writers}
     branches = {key: _branch(key, gains, activations) for key in writers if gains[key]}
     return [Stage(tuple(g), {key: branches[key] for key in g if key in branches}) for g in groups.values()]

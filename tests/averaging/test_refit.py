@@ -51,7 +51,12 @@ class Few:
         return Runner(self.config, of, self.architecture, batches, store, name, torch.float64)
 
     def refit(
-        self, ridge: float = 0.01, mean: bool = False, batches: list[Any] | None = None, store: Store | None = None
+        self,
+        ridge: float = 0.01,
+        mean: bool = False,
+        batches: list[Any] | None = None,
+        store: Store | None = None,
+        norms: bool = False,
     ) -> tuple[State, Refitted]:
         """Each model answers to its own samples, or all to all (`batches`)."""
         store = store or Store()
@@ -71,9 +76,12 @@ class Few:
             return tensor
 
         merge = self.runner(start, given, store, "merge")
+        answers = Teachers(teachers, who, store)
         with exactly():
             done = Refit(
-                merge, self.architecture, Teachers(teachers, who, store), [1.0] * len(given), ridge, write
+                *(merge, self.architecture, answers, [1.0] * len(given), ridge, write),
+                by_own_modules=answers.by_own_modules,
+                norms=norms,
             ).run()
         return {**start, **out}, done
 
@@ -91,7 +99,7 @@ def test_refit_of_planted_twins_is_the_anchor(case: Case, tmp_path: Path) -> Non
     there = transform_state(few.architecture, anchor, maps)
     back = transform_state(few.architecture, there, {name: t.inverse() for name, t in maps.items()})
     few.states, few.given = [anchor, back], [few.given[0], inputs(case, make(case), seed=7)]
-    found, done = few.refit(ridge=1e-3)
+    found, done = few.refit(ridge=1e-3, norms=True)
     assert max(float((found[name] - anchor[name]).abs().max()) for name in anchor) <= 1e-6
     maps_kept = [name for names in done.kept.values() for name in names]
     assert len(done.maps) > len(maps_kept) or EXPERTS in done.kept or UNSEEN in done.kept

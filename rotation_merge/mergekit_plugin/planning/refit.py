@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, MergeConfiguration
@@ -58,6 +59,8 @@ class Lesson:
         pooled: whether all models answer to all samples, and their mean counts; else each answers to its own.
         ridge: of the solves.
         alpha: share of the targets from the models' own inputs.
+        divided: whether each model's Grams are divided by their norms.
+        norms: whether gains and shifts of norms are solved.
         start: `average`, `anchor`, or the delegate that merges the task vectors.
         scale: what the start's difference to the anchor is multiplied by.
         spill: folder for hidden states and results; None: memory and the system's own folder for temporary files.
@@ -68,6 +71,8 @@ class Lesson:
     pooled: bool
     ridge: float
     alpha: float
+    divided: bool
+    norms: bool
     start: str
     scale: float
     spill: str | None
@@ -86,15 +91,15 @@ def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, opti
         RotationMergeError: models or data that nothing can be refitted to.
     """
     readers = _readers(config)
-    weights = {model: _number("weight", reader, model, 1.0) for model, reader in readers.items()}
+    weights = {model: _value("weight", reader, model, 1.0) for model, reader in readers.items()}
     total = sum(weights.values())
     if min(weights.values()) < 0 or total <= 0:
         remedy = "none may be negative, and one must be above 0"
         raise RecipeError("weights are shares of the models among the answers", where="models", remedy=remedy)
     first = next(iter(readers.values()))
     defaults = {spec.name: spec.default for spec in recipe.delegate.spec.parameters if spec.name != "weight"}
-    numbers = {name: _number(name, first, None, default) for name, default in defaults.items()}
-    recipe.delegate.check(numbers)
+    parameters = {name: _value(name, first, None, default) for name, default in defaults.items()}
+    recipe.delegate.check(parameters)
     teachers = []
     for model, reader in readers.items():
         if weights[model] > 0:
@@ -110,8 +115,18 @@ def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, opti
         raise RecipeError(
             f"'start: {start}' merges task vectors, and there are none", where="parameters", remedy=remedy
         )
-    ridge, alpha, scale = numbers["ridge"], numbers["alpha"], numbers["lambda"]
-    return Lesson(read(teachers, donors, seed), pooled, ridge, alpha, start, scale, spill, seed)
+    return Lesson(
+        read(teachers, donors, seed),
+        pooled,
+        parameters["ridge"],
+        parameters["alpha"],
+        parameters["gram_norm"] == "norm",
+        parameters["norms"] == "solve",
+        start,
+        parameters["lambda"],
+        spill,
+        seed,
+    )
 
 
 def _readers(config: MergeConfiguration) -> dict[ModelReference, ConfigReader]:
@@ -125,15 +140,17 @@ def _readers(config: MergeConfiguration) -> dict[ModelReference, ConfigReader]:
     return readers
 
 
-def _number(name: str, reader: ConfigReader, model: ModelReference | None, default: float) -> float:
+def _value(name: str, reader: ConfigReader, model: ModelReference | None, default: Any) -> Any:
     """A parameter of the delegate that holds for a whole model."""
     value = next((s[name] for s in reader.parameter_sources(model) if s and name in s), default)
-    if isinstance(value, int | float):
+    if isinstance(default, float) and isinstance(value, int | float):
         return float(value)
+    if isinstance(default, str) and isinstance(value, str):
+        return value
     raise RecipeError(
         f"parameter '{name}' holds for whole models with delegate refit, lists and filters do not fit it",
         where=str(model or "parameters"),
-        remedy="give one number",
+        remedy=f"give one {'word' if isinstance(default, str) else 'number'}",
     )
 
 

@@ -84,6 +84,8 @@ class RefitModels:
             f"from the {lesson.start_in_words}; samples: {sources}). The error of their outputs fell "
             f"from {before:.3f} to {after:.3f} of the target, on average over these samples."
         )
+        if result.norms:
+            run.note(f"Refit solved the gains and shifts of {len(result.norms)} norms.")
         if result.losses is not None:
             before, after = result.losses
             count = sum(t.held_out.examples for t in lesson.teachers if t.held_out is not None)
@@ -125,6 +127,7 @@ class _Work:
         lesson, architecture = self.lesson, self.base.architecture
         parts = [first_apart(self._samples(number)) for number in range(len(lesson.teachers))]
         batches = [batch for part in parts for batch in part]
+        groups = [k for k, part in enumerate(parts) for _ in part]
         shares = [t.share for t in lesson.teachers]
         if lesson.pooled:
             inputs = [batches for _ in parts]
@@ -150,7 +153,9 @@ class _Work:
             *(self.merge, architecture, answers, [*weights, *(0.0 for _ in beside)], lesson.ridge, self._write),
             *(self.recipe.excluded, progress),
             alpha=lesson.alpha,
-            by_own_maps=answers.by_own_maps,
+            by_own_modules=answers.by_own_modules,
+            groups=groups if lesson.divided else (),
+            norms=lesson.norms,
         ).run()
         if judged and not result.alike:
             result.losses = self._losses(judged, len(batches))

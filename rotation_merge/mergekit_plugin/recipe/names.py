@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.carrying.config import AUTO, TransferConfig
 from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.matching.options import CHOICES, AlignConfig, by_stream
@@ -137,8 +138,10 @@ def _of_transfer(field: str, scope: str = DONOR_ONLY, *values: Any) -> Key:
     return Key(option.key or field, scope, values, option.help, default)
 
 
-REFIT = ("refit",)
-STARTS = ("average", "anchor", "task_arithmetic", "wudi", "tsv", "iso")
+def _of_refit(field: str, scope: str = RECIPE, *values: Any) -> Key:
+    """A parameter of delegate refit, as `RefitConfig` describes it."""
+    described, default = RefitConfig.options()[field], getattr(RefitConfig, field)
+    return Key(field, scope, values or described.choices or _KINDS[described.kind], described.help, default, ("refit",))
 
 
 def _aligning(name: str, scope: str, *kinds: Kind) -> Key:
@@ -183,10 +186,9 @@ KEYS = (
         "donors that are carried ('carry', 'scale: auto') or matched on activations ('match_on') theirs",
         delegates=("ot_fusion", "refit"),
     ),
-    Key("samples", EACH, (COUNT,), "how many", 64, REFIT),
-    Key("targets", RECIPE, ("own", "mean"), "own: each sample is answered by the model it belongs to", None, REFIT),
-    Key("start", RECIPE, STARTS, "what the maps are before they are solved", "average", REFIT),
-    Key("spill", RECIPE, (FOLDER,), "where hidden states wait instead of in memory", None, REFIT),
+    _of_refit("samples", EACH),
+    *map(_of_refit, ("targets", "start")),
+    _of_refit("spill", RECIPE, FOLDER),
     Key("delegate", RECIPE, (METHOD_NAME,), "the merge method that does the averaging", "linear"),
     Key("unsupported", RECIPE, ("error", "merge"), "merge: merge without alignment what cannot be aligned", "error"),
     Key("exclude", RECIPE, (NAMES,), "comma-separated parts of tensor names: such tensors are copied from base_model"),

@@ -1,0 +1,36 @@
+"""How a merge is refitted: one config, of which recipe keys, the delegate's parameters and documentation are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rotation_merge.config import Config, option
+
+
+@dataclass(frozen=True)
+class RefitConfig(Config):
+    """How to refit a merge."""
+
+    ridge: float = option(0.01, "strength of the pull of each map towards its start", low=0)
+    alpha: float = option(1.0, "share of targets from the models' own inputs, not the merge's", low=0, high=1)
+    lambda_: float = option(1.0, "factor of the start's difference to base_model", key="lambda")
+    gram_norm: str = option(
+        "none", "norm: the Gram of each model's samples is divided by its norm", choices=("none", "norm")
+    )
+    norms: str = option(
+        "keep", "solve: gains and shifts of norms are solved too, channel by channel", choices=("keep", "solve")
+    )
+    targets: str | None = option(
+        None,
+        "own: each sample's target is its own model's output; mean: the mean of all outputs",
+        str,
+        choices=("own", "mean"),
+    )
+    start: str = option(
+        "average",
+        "start of the maps before they are solved",
+        choices=("average", "anchor", "task_arithmetic", "wudi", "tsv", "iso"),
+    )
+    spill: str | None = option(None, "folder for hidden states; None: in memory", str)
+    samples: int = option(64, "number of samples of each model, if a source is named", low=1)
+    seed: int = option(0, "seed of written samples")
