@@ -186,6 +186,8 @@ def merged(
     recipe: dict[str, Any] = ours(bench.root / "base", entries, {"delegate": method, **NOT_ALIGNED, **of_recipe})
     if not settings.get("ours"):
         recipe = {**recipe, "merge_method": method, "parameters": of_recipe}
+    if method == "linear":
+        del recipe["base_model"]
     if method == "slerp":
         recipe["base_model"] = str(models[0])
     steps.append(by_recipe(recipe, out))
