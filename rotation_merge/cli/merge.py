@@ -90,7 +90,7 @@ def command(
     *names, out = models
     from rotation_merge.model.naming import anywhere, check_different
 
-    names = list(map(anywhere, names))
+    names, base = list(map(anywhere, names)), base and anywhere(base)
     check_different(names)
     if subsets and len(names) < 3:
         raise click.UsageError("--subsets is for three or more models")
@@ -102,10 +102,14 @@ def command(
     note("loading libraries ...")
 
     from rotation_merge.mergekit_plugin.recipe.names import DTYPES
+    from rotation_merge.model.adapter_base import on_base
     from rotation_merge.search.clock import Clock
     from rotation_merge.search.config import SearchConfig, usual_data
     from rotation_merge.search.run import Search
 
+    bare, names = names, [on_base(name, base) for name in names]
+    if all(adapter != model for adapter, model in zip(bare, names, strict=True)):
+        note("Merging full models out of adapters; 'rotation-merge lora' merges them into one adapter.")
     if dtype is not None and dtype not in DTYPES:
         raise RotationMergeError(f"--dtype is '{dtype}'", remedy=nearest(dtype, DTYPES))
     if gguf is not None:
@@ -121,7 +125,7 @@ def command(
         length=length,
         batch_size=batch_size,
         dtype=dtype,
-        base=base and anywhere(base),
+        base=base,
         subsets=subsets or 0,
     )
     line = StatusLine()

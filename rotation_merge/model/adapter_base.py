@@ -10,7 +10,7 @@ from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.checkpoint import Model, open_model
 from rotation_merge.model.gguf.place import in_cache, is_folder, is_gguf
-from rotation_merge.model.headers import read_json
+from rotation_merge.model.headers import ADAPTER_CONFIG, read_json
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.record import REPORT_FILE
@@ -55,6 +55,33 @@ def check_base(adapter: Adapter, bases: Iterable[Model], label: str, remedy: str
         raise CheckpointError(problem, where=label, remedy=remedy)
     if mark is None and not any(_is_called(base, str(name)) for base in bases):
         raise CheckpointError(f"is an adapter of {name}, not of {base_names}", where=label, remedy=remedy)
+
+
+def on_base(name: str, base: str | None = None) -> str:
+    """An adapter's folder that is named without its base, as `BASE+ADAPTER`; any other name as it is.
+
+    Args:
+        base: it stands on this one; None: on the one that its config names, a folder, a model in the hub's cache, or a
+            folder of that name beside the adapter.
+
+    Raises:
+        CheckpointError: that base is not here.
+    """
+    config = os.path.join(name, ADAPTER_CONFIG)
+    if not os.path.isfile(config) or os.path.isfile(os.path.join(name, "config.json")):
+        return name
+    if base is not None:
+        return f"{base}+{name}"
+    stated = str(read_json(config).get("base_model_name_or_path") or "")
+    beside = os.path.join(os.path.dirname(os.path.abspath(name)), os.path.basename(stated))
+    for folder in (stated, beside) if stated else ():
+        if os.path.isfile(os.path.join(folder, "config.json")):
+            return f"{os.path.abspath(folder)}+{name}"
+    if is_hub_name(stated) and in_cache(stated, None) is not None:
+        return f"{stated}+{name}"
+    problem = f"is an adapter of {stated or 'a base that it does not name'}, which is not on this machine"
+    remedy = "name its folder ('--base'), or merge adapters without a base ('rotation-merge lora')"
+    raise CheckpointError(problem, where=name, remedy=remedy)
 
 
 def _is_called(base: Model, name: str) -> bool:

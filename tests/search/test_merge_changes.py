@@ -14,8 +14,10 @@ import torch
 import yaml
 from cli_support import run
 from plugin_support import mergekit_yaml, one_error, state, write_state
+from safetensors.torch import load_file, save_file
 from test_merge_command import planner
 
+from rotation_merge.model.adapter_base import on_base
 from rotation_merge.run.demo import CHECKPOINTS
 from rotation_merge.run.functions import load
 from rotation_merge.search.base import TaskVectorBase, find_base
@@ -74,6 +76,35 @@ def test_an_adapter_stands_on_its_base() -> None:
     assert base is not None
     assert base.name == BASE
     assert "adapter" in base.why
+
+
+def test_adapters_without_their_base_are_merged_as_models(tmp_path: Path, only: Callable[..., None]) -> None:
+    """Their base is the folder that their configs name, beside them, and the base of their changes."""
+    only("wudi")
+    copied(BASE, tmp_path / "llama-0")
+    lora = CHECKPOINTS / "llama-0-lora-english"
+    adapters = [copied(str(lora), tmp_path / name) for name in ("one", "two")]
+    factors = {name: 2 * x for name, x in load_file(lora / "adapter_model.safetensors").items()}
+    save_file(factors, Path(adapters[1]) / "adapter_model.safetensors")
+    done = run("merge", *adapters, tmp_path / "out", *TINY, "--data", "demo:english")
+    assert done.exit_code == 0, done.output
+    assert "rotation-merge lora" in done.stderr
+    recipe = yaml.safe_load((tmp_path / "out" / "recipe.yml").read_text())
+    base = str(tmp_path / "llama-0")
+    assert recipe["base_model"] == base
+    assert [entry["model"] for entry in recipe["models"]] == [f"{base}+{adapter}" for adapter in adapters]
+
+
+def test_adapters_of_a_base_that_is_not_here_are_one_line(tmp_path: Path) -> None:
+    adapters = [copied(str(CHECKPOINTS / "llama-0-lora-english"), tmp_path / name) for name in ("one", "two")]
+    done = run("merge", *adapters, tmp_path / "out", *TINY)
+    assert done.exit_code == 2
+    assert "is an adapter of llama-0, which is not on this machine; name its folder ('--base')" in one_error(
+        done.stderr
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+    assert on_base(adapters[0], BASE) == f"{BASE}+{adapters[0]}"
+    assert on_base(BASE) == BASE
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from rotation_merge.search.run import Search
 
 ENGLISH, C = (str(CHECKPOINTS / f"llama-0-{domain}") for domain in ("english", "c"))
 TINY = ("--samples", "8", "--length", "16", "--batch-size", "2")
-OTHERS = {"V": "vit-0", "W": "vit-1", "L": "llama-0-lora-english"}
+OTHERS = {"V": "vit-0", "W": "vit-1"}
 SMALL = ("--samples", "16", "--length", "48", "--batch-size", "4")
 
 
@@ -178,7 +178,6 @@ def test_parts_do_not_overlap_and_files_are_read_back(tmp_path: Path):
         (["A", "B", "/proc/nothing/out"], "cannot be written"),
         (["A", "B", "A", "--force"], "is one of the inputs"),
         (["A", "A/", "OUT"], "is named twice"),
-        (["A", "L", "OUT"], "is an adapter, no model; write llama-0+"),
         (["V", "W", "OUT", "--data", __file__], "takes images, no text"),
         (["A", "B", "OUT", "--dtype", "float31"], "did you mean 'float32'"),
     ],
