@@ -17,61 +17,20 @@ import click
 import rotation_merge  # noqa: F401  (registers the method)
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.polish import PolishConfig
+from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.cli.app import COMMANDS, app
 from rotation_merge.config import Config
 from rotation_merge.matching.fit_records import FitConfig
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.recipe.delegates import delegates, options
 from rotation_merge.mergekit_plugin.recipe.names import BLOCK, DONOR_ONLY, EACH, PLACES, RECIPE
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig
 from rotation_merge.run.measure import MeasureConfig
+from rotation_merge.search.config import MergeConfig
 
 FOLDER = Path(__file__).resolve().parent
 VERSION = f"mergekit {version('mergekit')}:"
 PART = re.compile(r"(<!-- generated: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-MEANINGS = {
-    "attention": "Maps inside attention heads. `permutation`: orders of coordinates. `rotation`: the largest compact "
-    "group that the layer admits. `invertible`: any invertible map, where the layer admits it.",
-    "heads": "Order of attention heads. `permutation`: the joint optimum of the order and the maps inside heads. "
-    "`spectral`: by singular values, as TransFusion does (here of all four matrices and biases), for "
-    "comparison.",
-    "ffn": "Order of FFN neurons and of experts.",
-    "rescale": "Rescaling, with a sign where the layer admits it. `sequential`: after the rotation, as in the ICML "
-    "2025 paper, instead of jointly.",
-    "residual": "Group of the residual stream, one map for the whole model. See [Merge independent "
-    "models](merge-independent.md#why-the-residual-stream-matters).",
-    "layers": "Layers to match; ranges such as `0-5,11`.",
-    "match_on": "What chooses the maps. `activations`: inputs and outputs of both models' linear maps on the same "
-    "samples (`data`, `samples`; by default each model writes half of the text), centred and partly "
-    "whitened; experts, mixers, latents and scales still by weights. `both`: weights and activations. The"
-    " donor's outputs stay the same in any case. Both models need one vocabulary. Default: `weights`; "
-    "with `carry: activations`, `both`.",
-    "finetuned_from": "The base that the donor was fine-tuned from. It is aligned to the anchor, and the delegate "
-    "receives anchor + map(donor - base).",
-    "alignment": "A file of transforms, written by `rotation-merge align --alignment` or `rotation-merge fit`, to "
-    "apply instead of matching: a path, or `org/repo/file@revision` on the hub. Options of matching "
-    "beside it are an error.",
-    "delegate": "The merge method that averages. See [Delegates](delegates.md).",
-    "unsupported": "`merge`: tensors that cannot be aligned are merged as they are; the report names them.",
-    "exclude": "Comma-separated parts of tensor names. These tensors are copied from `base_model`.",
-    "untie": "Give a tied output head its own tensor; a residual rotation needs it.",
-    "anchor": "`mean`: align all models to their running mean, in the coordinates of `base_model`.",
-    "save_alignment": "Store the transforms for `alignment:`. `true`: as `alignment.safetensors` beside the model. "
-    "Further donors: `NAME-2`, `NAME-3`.",
-    "report": "Also write the report as an HTML page, `report.html`.",
-    "statistics": "File written by `rotation-merge measure`. Default: the one beside the model.",
-    "data": "Samples: one pool for all models with `ot_fusion` (default: weights alone), each model's own with "
-    "`refit`; also for donors that are carried (`carry`, `scale: auto`) or matched on activations (`match_on`).",
-    "samples": "Number of samples.",
-    "targets": "`own`: each model answers its own samples. `mean`: all models answer all samples.",
-    "start": "Weights before solving: the average, the anchor's, or a merge of the task vectors.",
-    "spill": "Folder for hidden states, instead of memory.",
-    "heads_of": "`each`: also write the merged body under every donor's head.",
-    "preset": "Options for near or far models. `auto`: decided by the weights.",
-    "prove": "`true`: check that donors moved by alignment files keep their outputs.",
-    "shift_head": "`true`: an untied head's rows move by one vector. Logits change, probabilities do not.",
-}
-"""Longer words than the code's own; a parameter that is not here gets those."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -94,10 +53,8 @@ def parameters(*places: str) -> str:
     rows = []
     for option in options():
         if option.where in places:
-            values = option.values
-            if "," in values and " or " not in values:
-                values = ", ".join(code(word) for word in values.split(", "))
-            text = MEANINGS.get(option.name, option.text)
+            values = ", ".join(map(code, option.values)) if len(option.values) > 1 else option.values[0]
+            text = option.detail
             if option.where == PLACES[EACH]:
                 text += " Under the recipe's `parameters`: for every model."
             rows.append((code(option.name), values, code(option.default), text))
@@ -144,10 +101,15 @@ def config_table(config: type[Config]) -> str:
 
 def python_configs() -> str:
     """The configs of Python's calls."""
-    configs = (MeasureConfig, EvaluateConfig, BarrierConfig, RefitConfig, PolishConfig)
-    return "\n\n".join(
-        f"`{config.__name__}`: {(config.__doc__ or '').strip()}\n\n{config_table(config)}" for config in configs
+    configs = (
+        *(AlignConfig, TransferConfig, MergeConfig),
+        *(MeasureConfig, EvaluateConfig, BarrierConfig, RefitConfig, PolishConfig),
     )
+    parts = []
+    for config in configs:
+        summary = (config.__doc__ or "").partition("\n")[0]
+        parts.append(f"`{config.__name__}`: {summary}\n\n{config_table(config)}")
+    return "\n\n".join(parts)
 
 
 def commands() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,8 @@ from rotation_merge.run.samples import Samples, for_each, read_samples
 from rotation_merge.run.statistics_file import Statistics
 from rotation_merge.run.written import SELF
 from rotation_merge.search.clock import Clock
-from rotation_merge.search.config import MergeConfig, SearchConfig, usual_data
+from rotation_merge.search.config import MergeConfig
+from rotation_merge.search.job import SearchConfig, usual_data
 from rotation_merge.search.outcome import Outcome
 from rotation_merge.search.run import Search
 
@@ -385,11 +386,9 @@ def merge(
     check_different(names)
     config = config or MergeConfig()
     sources = tuple(data) or (usual_data(names[0]),)
-    search_config = SearchConfig(
-        tuple(names), place, sources, **{f.name: getattr(config, f.name) for f in fields(MergeConfig)}
-    )
+    search_config = SearchConfig(tuple(names), place, sources, **asdict(config))
     check_outputs([Output(place, "out", FOLDER)], [Input(name, "model") for name in names])
-    with Clock(config.budget, watch or LOG.info, lambda _: None) as clock:
+    with Clock(config.seconds, watch or LOG.info, lambda _: None) as clock:
         search = Search(search_config, clock)
         outcome = search.outcome_of()
         written = outcome.verdict.worth_it or anyway

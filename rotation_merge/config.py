@@ -4,25 +4,64 @@ the documentation are made from them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rotation_merge.errors import RecipeError, nearest
+from rotation_merge.errors import RecipeError, nearest, short
 
 C = TypeVar("C", bound="Config")
 
+READ, WRITTEN, NEITHER = "read", "written", "neither"
+"""Whether a value names what is read, what is written, or neither."""
 
-KINDS: dict[type, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a word",
-    tuple: "some of its words",
-    Path: "a file",
+
+def is_text(value: Any) -> bool:
+    """Whether a value is text that is not blank."""
+    return isinstance(value, str) and bool(value.strip())
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value.
+
+    Attributes:
+        words: what it is called, after "it must be".
+        holds: whether a value is of the kind.
+        role: whether it names what is read, what is written, or neither.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+    role: str = NEITHER
+
+
+FILE, MODEL = Kind("a file", is_text, READ), Kind("a model", is_text, READ)
+FOLDER, NEW_FILE = Kind("a folder", is_text, WRITTEN), Kind("a file to write", is_text, WRITTEN)
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+"""Types that weights may be stored in."""
+
+KINDS: dict[type, Kind] = {
+    int: Kind("a whole number", lambda value: type(value) is int),
+    float: Kind("a number", lambda value: type(value) in (int, float) and math.isfinite(value)),
+    bool: Kind("true or false", lambda value: type(value) is bool),
+    str: Kind("a word", is_text),
+    tuple: Kind("a tuple", lambda value: isinstance(value, tuple) and bool(value)),
+    Path: Kind("a file", lambda value: isinstance(value, Path)),
 }
-"""Kinds of values, in words."""
+"""Kinds of values by type."""
+
+BLOCK, WHOLE = "block", "whole"
+"""Options of matching, which recipes may say anywhere. BLOCK: with filters and per-layer lists, resolved once a block.
+WHOLE: one value for a whole donor."""
+EACH = "each"
+"""One value for a model; under it, or for all models under the recipe's parameters."""
+DONOR_ONLY = "donor"
+"""Only under one donor."""
+RECIPE = "recipe"
+"""Only under the recipe's parameters: holds for the merge."""
 
 
 @dataclass(frozen=True)
@@ -31,80 +70,99 @@ class Option:
 
     Attributes:
         help: what it does, a short sentence without its name.
-        kind: of its values: int, float, str, bool, or tuple of words.
-        choices: the values that it may have; of a tuple, its words.
+        kind: of its values: int, float, str, bool, tuple of words, or a `Kind`.
+        choices: the only values that it may have; of a tuple, its words.
         low, high: the range of a number.
         above: whether the lower end itself is outside.
         optional: whether it may be None.
         words: values that it may have beside those of its kind.
         key: what recipes and commands call it, if not by its field's name.
         command: whether the command line has it.
+        scope: where recipes may have it; empty: nowhere.
+        delegates: our own delegates that read it in recipes; empty: it holds whatever the delegate.
+        detail: what recipes' documentation says instead of `help`, in Markdown.
     """
 
     help: str
-    kind: type
+    kind: type | Kind
     choices: tuple[Any, ...] = ()
     low: float = -math.inf
     high: float = math.inf
     above: bool = False
     optional: bool = False
-    words: tuple[str, ...] = ()
+    words: tuple[Any, ...] = ()
     key: str = ""
     command: bool = True
+    scope: str = ""
+    delegates: tuple[str, ...] = ()
+    detail: str = ""
+
+    @property
+    def literals(self) -> list[str]:
+        """Values that it may have, as they are written."""
+        return [str(value).lower() for value in (*self.choices, *self.words)]
+
+    @property
+    def values(self) -> list[str]:
+        """All that it may be: its values as they are written, and the kind of the others."""
+        if self.choices:
+            return self.literals
+        words = self._kind.words
+        if math.isfinite(self.low) and math.isfinite(self.high):
+            words = f"{words} from {self.low:g} to {self.high:g}"
+        elif math.isfinite(self.low):
+            words = f"{words} {'above' if self.above else 'of at least'} {self.low:g}"
+        return [*self.literals, words]
 
     @property
     def allowed(self) -> str:
         """What it may be, in words."""
-        if self.choices:
-            words = ", ".join(str(choice).lower() for choice in self.choices)
-            return f"some of: {words}" if self.kind is tuple else f"one of: {words}"
-        if self.words:
-            return f"one of: {', '.join(self.words)}, {replace(self, words=()).allowed}"
-        words = KINDS[self.kind]
-        if math.isfinite(self.low) and math.isfinite(self.high):
-            return f"{words} from {self.low:g} to {self.high:g}"
-        if math.isfinite(self.low):
-            return f"{words} {'above' if self.above else 'of at least'} {self.low:g}"
-        return words
+        if len(self.values) == 1 and not self.choices:
+            return self.values[0]
+        return f"{'some' if self.kind is tuple else 'one'} of: {', '.join(self.values)}"
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: Any, noun: str = "option") -> None:
         """
+        Args:
+            noun: what an option is called where the user wrote it.
+
         Raises:
             RecipeError: the value is none that the option may have; names the option, its range and the nearest value.
         """
         if self._holds(value):
             return
-        remedy = f"it must be {self.allowed}"
-        if self.kind is tuple and isinstance(value, tuple) and (odd := [v for v in value if v not in self.choices]):
-            raise RecipeError(f"option '{name}' holds {odd[0]!r}", remedy=nearest(str(odd[0]), self.choices))
-        near = nearest(value, [str(choice).lower() for choice in self.choices]) if isinstance(value, str) else ""
-        if "did you mean" in near:
-            remedy = near
-        raise RecipeError(f"option '{name}' is {value!r}", remedy=remedy)
+        problem, word = f"{noun} '{name}' is {short(repr(value))}", value
+        if self.kind is tuple and isinstance(value, tuple) and value:
+            word = next(word for word in value if word not in self.choices)
+            problem = f"{noun} '{name}' holds {short(repr(word))}"
+        close = nearest(word, self.literals) if isinstance(word, str) else ""
+        if "did you mean" in close:
+            raise RecipeError(problem, remedy=f"{close} {self.allowed}")
+        raise RecipeError(problem, remedy=f"it must be {self.allowed}")
+
+    @property
+    def _kind(self) -> Kind:
+        return self.kind if isinstance(self.kind, Kind) else KINDS[self.kind]
 
     def _holds(self, value: Any) -> bool:
-        if value is None or value in self.words:
-            return self.optional or value is not None
+        if value is None:
+            return self.optional
         if self.kind is tuple:
-            return isinstance(value, tuple) and bool(value) and all(v in self.choices for v in value if self.choices)
-        if self.choices:
-            return any(value == choice and type(value) is type(choice) for choice in self.choices)
-        if self.kind not in (int, float, str, bool):
-            return isinstance(value, self.kind)
-        if self.kind is float:
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        else:
-            number = type(value) is self.kind
-        if not number or self.kind in (str, bool):
-            return number
+            return self._kind.holds(value) and all(word in self.choices for word in value if self.choices)
+        if any(value == known and type(value) is type(known) for known in (*self.choices, *self.words)):
+            return True
+        if self.choices or not self._kind.holds(value):
+            return False
+        if self.kind not in (int, float):
+            return True
         return self.low <= value <= self.high and not (self.above and value == self.low)
 
 
-def option(default: Any, help: str, kind: type | None = None, **more: Any) -> Any:
+def option(default: Any, help: str, kind: type | Kind | None = None, **more: Any) -> Any:
     """A field of a config.
 
     Args:
-        kind: of its values, where the default is None; it is optional then.
+        kind: of its values, if not the default's type. An option whose default is None is optional.
         **more: of `Option`.
     """
     described = Option(help, kind or type(default), optional=default is None, **more)

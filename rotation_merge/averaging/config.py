@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rotation_merge.config import Config, option
+from rotation_merge.config import EACH, FOLDER, RECIPE, Config, option
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,32 @@ class RefitConfig(Config):
         "own: each sample's target is its own model's output; mean: the mean of all outputs",
         str,
         choices=("own", "mean"),
+        scope=RECIPE,
+        delegates=("refit",),
+        detail="`own`: each model answers its own samples. `mean`: all models answer all samples.",
     )
     start: str = option(
         "average",
         "start of the maps before they are solved",
         choices=("average", "anchor", "task_arithmetic", "wudi", "tsv", "iso"),
+        scope=RECIPE,
+        delegates=("refit",),
+        detail="Weights before solving: the average, the anchor's, or a merge of the task vectors.",
     )
-    spill: str | None = option(None, "folder for hidden states; None: in memory", str)
-    samples: int = option(64, "number of samples of each model, if a source is named", low=1)
+    spill: str | None = option(
+        None,
+        "folder for hidden states; None: in memory",
+        FOLDER,
+        scope=RECIPE,
+        delegates=("refit",),
+        detail="Folder for hidden states, instead of memory.",
+    )
+    samples: int = option(
+        64,
+        "number of samples of each model, if a source is named",
+        low=1,
+        scope=EACH,
+        delegates=("refit",),
+        detail="Number of samples.",
+    )
     seed: int = option(0, "seed of written samples")

@@ -41,4 +41,4 @@ class RefitMethod(OwnMethod):
 
     def check(self, parameters: Mapping[str, Any]) -> None:
         for described, name in ((RefitConfig.options()[field], _key(field)) for field in SOLVING):
-            described.check(name, parameters[name])
+            described.check(name, parameters[name], "parameter")

@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from rotation_merge.config import Config, option
+from rotation_merge.config import DONOR_ONLY, EACH, FILE, Config, Kind, is_text, option
 from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.matching.options import BOTH, MATCH_ON, WEIGHTS, AlignConfig
 
 METHODS = ("weights", "activations", "refit", "distil")
 AUTO = "auto"
+PAIRS = Kind("OLD:NEW,... or ranges (0-3:0-3,4:6)", is_text)
 PLAIN, NONE = "plain addition", "none"
 """What samples may prefer to a method: the change as it stands, and the new base as it is."""
 
 
 @dataclass(frozen=True)
 class TransferConfig(Config):
-    """How a change is carried from one base to another. Every option is described at its field, and nowhere else.
+    """How a change is carried from one base to another.
 
     Attributes:
         match: which groups the bases are matched by; the largest of the residual stream, if not given.
@@ -32,6 +33,7 @@ class TransferConfig(Config):
         "linear map; refit solves the new base's linear maps for it; distil trains on from the refit",
         choices=METHODS,
         key="carry",
+        scope=DONOR_ONLY,
     )
     scale: float | str | None = option(
         None,
@@ -39,25 +41,32 @@ class TransferConfig(Config):
         "block",
         float,
         words=(AUTO,),
+        scope=DONOR_ONLY,
     )
-    steps: int = option(50, "training steps of distil", low=1)
+    steps: int = option(50, "training steps of distil", low=1, scope=DONOR_ONLY)
     data: str = option("self", "samples: a file, or self, text written by the fine-tune")
     samples: int = option(64, "number of samples", low=1)
     judge: str | None = option(
-        None, "samples that choose scales and judge the result, instead of a quarter of the other samples", str
+        None,
+        "samples that choose scales and judge the result, instead of a quarter of the other samples",
+        FILE,
+        scope=DONOR_ONLY,
     )
     controls: bool = option(
-        False, "compare the result with ten random changes of the same singular values and with the negated change"
+        False,
+        "compare the result with ten random changes of the same singular values and with the negated change",
+        scope=DONOR_ONLY,
     )
     length: int = option(128, "tokens in a sample", low=2, command=False)
     seed: int = option(0, "seed of all random numbers")
     rank: int = option(0, "write a fine-tune's change as an adapter of this rank; 0: as a model", low=0, key="lora")
-    widths: bool = option(False, "the old base may have other sizes than the new one")
+    widths: bool = option(False, "the old base may have other sizes than the new one", scope=DONOR_ONLY)
     layers_map: str | None = option(
         None,
         "pairs of layers OLD:NEW,... of bases with different depths; auto: by similarity",
-        str,
+        PAIRS,
         words=(AUTO,),
+        scope=DONOR_ONLY,
     )
     match_on: str | None = option(
         None,
@@ -65,6 +74,12 @@ class TransferConfig(Config):
         "both for 'carry: activations')",
         str,
         choices=MATCH_ON,
+        scope=EACH,
+        detail="What chooses the maps. `activations`: inputs and outputs of both models' linear maps on the same "
+        "samples (`data`, `samples`; by default each model writes half of the text), centred and partly whitened; "
+        "experts, mixers, latents and scales still by weights. `both`: weights and activations. The donor's outputs "
+        "stay the same in any case. Both models need one vocabulary. Default: `weights`; with `carry: activations`, "
+        "`both`.",
     )
     alignment: Any = None
     match: AlignConfig = field(default_factory=lambda: AlignConfig(residual="largest"))

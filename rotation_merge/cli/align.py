@@ -9,10 +9,10 @@ import click
 
 from rotation_merge.cli.gguf import check_gguf, gguf_option, write_gguf
 from rotation_merge.cli.options import (
+    config_of,
     device_option,
     devices,
     match_on_option,
-    match_options,
     matcher,
     matching_options,
     ray_option,
@@ -20,7 +20,7 @@ from rotation_merge.cli.options import (
 from rotation_merge.cli.paths import MODEL, NEW_ALIGNMENT, NEW_MODEL, SAMPLE_SOURCE, WORD, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.matching.options import WEIGHTS
+from rotation_merge.matching.options import WEIGHTS, AlignConfig
 
 
 @click.command(epilog="Example: rotation-merge align org/anchor org/donor ./aligned --heads permutation")
@@ -111,7 +111,7 @@ def command(
     shard_bytes = parse_size(shard_size)
     if gguf is not None:
         check_gguf(donor, gguf_type)
-    options = match_options(values)
+    options = config_of(AlignConfig, values)
     device, worker_device = devices(device, ray)
     pair = open_pair(anchor, donor, options, untie, device, widths=widths)
     progress = Progress()

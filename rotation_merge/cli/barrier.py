@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rotation_merge.cli.options import config_of, config_options, match_on_option, match_options, matching_options
+from rotation_merge.cli.options import config_of, config_options, match_on_option, matching_options
 from rotation_merge.cli.paths import (
     ALIGNMENT,
     MODELS_OR_RECIPE,
@@ -157,7 +157,7 @@ def command(
     from rotation_merge.diagnose.paths import Paths
     from rotation_merge.files.ledger import kept_beside
 
-    config, options = config_of(BarrierConfig, values), match_options(values)
+    config, options = config_of(BarrierConfig, values), config_of(AlignConfig, values)
     chosen = matchings(compare)
     if plot is not None:
         check_plot(plot)

@@ -11,10 +11,9 @@ from click.core import ParameterSource
 
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.cli.options import (
+    config_of,
     config_options,
-    config_values,
     device_option,
-    match_options,
     matching_options,
     usable_device,
 )
@@ -22,7 +21,7 @@ from rotation_merge.cli.paths import ALIGNMENT, MODEL, NEW_MODEL, SAMPLE_SOURCE,
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.outputs import FOLDER, Output, check_outputs
-from rotation_merge.matching.options import WEIGHTS
+from rotation_merge.matching.options import WEIGHTS, AlignConfig
 
 
 @click.command(
@@ -85,11 +84,9 @@ def command(
     check_dtype(dtype)
     storage = Storage(parse_size(shard_size), dtype, untie)
     device = usable_device(device)
-    match = match_options(values)
+    match = config_of(AlignConfig, values)
     match = match if "residual" in given_options else replace(match, residual="largest")
-    config = TransferConfig(
-        **config_values(TransferConfig, values), alignment=values["alignment"], match=match, untie=untie
-    )
+    config = config_of(TransferConfig, values, alignment=values.pop("alignment"), match=match, untie=untie)
     if "steps" in given_options and "method" not in given_options:
         config = replace(config, method="distil")
     _check_use(config, given_options)

@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
-from rotation_merge.cli.options import match_options, matching_options
+from rotation_merge.cli.options import config_of, matching_options
 from rotation_merge.cli.paths import MODEL
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown, table
+from rotation_merge.matching.options import AlignConfig
 
 
 @click.command(epilog="Example: rotation-merge compare org/anchor org/donor --residual rotation")
@@ -31,7 +32,7 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     from rotation_merge.matching.written import match_pair
     from rotation_merge.report.compare import gaps, parted
 
-    options = match_options(values)
+    options = config_of(AlignConfig, values)
     pair = open_pair(anchor, donor, options, untie)
     progress = Progress()
     alignment, _ = match_pair(pair, progress)

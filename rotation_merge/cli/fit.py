@@ -16,7 +16,6 @@ from rotation_merge.cli.options import (
     config_options,
     device_option,
     match_on_option,
-    match_options,
     matching_options,
     usable_device,
 )
@@ -154,7 +153,7 @@ def _learn(
 
 def _what(models: tuple[str, ...], values: dict[str, Any], untie: bool) -> tuple[list[str], AlignConfig, bool]:
     """Anchor and donors, what to match, and whether to untie: of a recipe, or as the command line says."""
-    options = match_options(values)
+    options = config_of(AlignConfig, values)
     if len(models) > 1:
         return list(models), options, untie
     if not is_document(models[0]):

@@ -13,11 +13,11 @@ import click
 from click.core import ParameterSource
 
 from rotation_merge.cli.check import read
-from rotation_merge.cli.options import match_options, matching_options
+from rotation_merge.cli.options import config_of, matching_options
 from rotation_merge.cli.paths import MODELS_OR_RECIPE, PAGE, WORD, Reads, is_document, writes
 from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, seconds_text, shown, table
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.matching.options import CHOICES, NOTHING, AlignConfig
+from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor
 from rotation_merge.model.member import Member
@@ -83,7 +83,7 @@ def command(
         remedy = "name a model, a recipe or a file, or ask for --methods, --architectures or --prove FILE"
         raise RotationMergeError("no model, recipe or file is given", remedy=remedy)
     of_model = not question and not is_document(target)
-    names = (*CHOICES, "layers", "untie")
+    names = (*AlignConfig.options(), "untie")
     options = [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     if options and not of_model:
         option = options[0].replace("_", "-")
@@ -92,7 +92,7 @@ def command(
         return ABOUT[question](target, value, as_json)
     if not of_model and is_ours(target):
         return _show_file(described(target), as_json)
-    return _costs(target, match_options(values), untie, as_json)
+    return _costs(target, config_of(AlignConfig, values), untie, as_json)
 
 
 def _costs(target: str, options: AlignConfig, untie: bool, as_json: bool) -> int:
@@ -359,7 +359,7 @@ def _methods(as_json: bool) -> int:
     rows = [(d.name, d.models, d.base, ", ".join(d.required), ", ".join(d.optional)) for d in known]
     table("Delegates", ("delegate", "models", "base_model", "must be given", "may be given"), rows)
     say("")
-    rows = [(o.name, o.where, o.values, o.default, o.text) for o in options()]
+    rows = [(o.name, o.where, ", ".join(o.values), o.default, o.text) for o in options()]
     table("rotation_merge's own parameters", ("parameter", "stands", "values", "default", "meaning"), rows)
     return 0
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from rotation_merge.cli.gguf import check_gguf, gguf_option, write_gguf
-from rotation_merge.cli.paths import MODEL, MODELS_AND_OUT, NEW_MODEL, SAMPLE_SOURCE, WORD, outputs_of, writing
+from rotation_merge.cli.options import config_of, config_options
+from rotation_merge.cli.paths import MODEL, MODELS_AND_OUT, NEW_MODEL, SAMPLE_SOURCE, outputs_of, writing
 from rotation_merge.cli.show import StatusLine, json_option, note, print_json, say, shown, table
-from rotation_merge.errors import RotationMergeError, nearest
+from rotation_merge.errors import RotationMergeError
 from rotation_merge.run.kinds import KINDS
+from rotation_merge.search.config import MergeConfig
 
 if TYPE_CHECKING:
     from rotation_merge.search.outcome import Outcome
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
 
 POLISHED = "-polished"
 """What is added to OUT for the trained model."""
-
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @click.command(
@@ -37,21 +37,7 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     help=f"Samples to merge with and to judge by: {KINDS}; once for all models or once for each. If not given: text "
     "that the models write themselves (self), or images made of noise (synthetic).",
 )
-@click.option(
-    "--samples", default=64, show_default=True, type=click.IntRange(min=8), help="Samples of each set to merge with."
-)
-@click.option("--budget", type=WORD, default="10m", show_default=True, help="Time for the search: 90s, 10m, 2h.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("--batch-size", default=8, show_default=True, type=click.IntRange(min=1))
-@click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text window.")
-@click.option("--base", type=MODEL, help="Common base of the models (default: found from adapters, cards or weights).")
-@click.option("--dtype", type=WORD, help="Store weights in this type (default: as the models).")
-@click.option(
-    "--subsets",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Merge N random subsets of three or more models, too: how often does the merge beat the best model?",
-)
+@config_options(MergeConfig, types={"base": MODEL})
 @click.option("--anyway", is_flag=True, help="Write the best merge even if one parent alone is better.")
 @click.option("--polish", is_flag=True, help="Then train the merge for a few steps, into OUT-polished.")
 @gguf_option
@@ -61,20 +47,13 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 def command(
     models: tuple[str, ...],
     data: tuple[str, ...],
-    samples: int,
-    budget: str,
-    seed: int,
-    batch_size: int,
-    length: int,
-    base: str | None,
-    dtype: str | None,
-    subsets: int | None,
     anyway: bool,
     polish: bool,
     gguf: str | None,
     gguf_type: str,
     force: bool,
     as_json: bool,
+    **values: Any,
 ) -> int:
     """Find the best merge of A, B, ... and write it to OUT with its recipe.
 
@@ -90,46 +69,31 @@ def command(
     *names, out = models
     from rotation_merge.model.naming import anywhere, check_different
 
-    names, base = list(map(anywhere, names)), base and anywhere(base)
+    options = config_of(MergeConfig, values)
+    names, base = list(map(anywhere, names)), options.base and anywhere(options.base)
     check_different(names)
-    if subsets and len(names) < 3:
+    if options.subsets and len(names) < 3:
         raise click.UsageError("--subsets is for three or more models")
     out = out.rstrip(os.sep) or os.sep  # what lies beside it has its name and more
-    time_limit = seconds(budget)
     context = click.get_current_context()
     written_too = NEW_MODEL.outputs(f"{out}{POLISHED}", "--polish") if polish else []
     context.with_resource(writing([*outputs_of(context), *written_too], os.path.isdir(f"{out}.unfinished")))
     note("loading libraries ...")
 
-    from rotation_merge.mergekit_plugin.recipe.names import DTYPES
     from rotation_merge.model.adapter_base import on_base
     from rotation_merge.search.clock import Clock
-    from rotation_merge.search.config import SearchConfig, usual_data
+    from rotation_merge.search.job import SearchConfig, usual_data
     from rotation_merge.search.run import Search
 
     bare, names = names, [on_base(name, base) for name in names]
     if all(adapter != model for adapter, model in zip(bare, names, strict=True)):
         note("Merging full models out of adapters; 'rotation-merge lora' merges them into one adapter.")
-    if dtype is not None and dtype not in DTYPES:
-        raise RotationMergeError(f"--dtype is '{dtype}'", remedy=nearest(dtype, DTYPES))
     if gguf is not None:
         check_gguf(names[0], gguf_type)
     sources = data or (usual_data(names[0]),)
-    config = SearchConfig(
-        tuple(names),
-        out,
-        sources,
-        samples=samples,
-        budget=time_limit,
-        seed=seed,
-        length=length,
-        batch_size=batch_size,
-        dtype=dtype,
-        base=base,
-        subsets=subsets or 0,
-    )
+    config = SearchConfig(tuple(names), out, sources, **{**asdict(options), "base": base})
     line = StatusLine()
-    with Clock(time_limit, line.say, line.status, began) as clock:
+    with Clock(config.seconds, line.say, line.status, began) as clock:
         search = Search(config, clock)
         outcome = search.outcome_of(force)
         written = outcome.verdict.worth_it or anyway
@@ -170,18 +134,6 @@ def _polished(search: Search, out: str) -> dict[str, Any]:
     figures = search.worth(place) if report.gained else None
     words = "" if figures is None else f"; {figures.score:.4f} {search.reporting.unit} on samples that nothing has seen"
     return {**report.to_dict(), "out": place if report.gained else None, "verdict": report.verdict() + words}
-
-
-def seconds(text: str) -> float:
-    """A time such as 90s, 10m or 2h in seconds.
-
-    Raises:
-        RotationMergeError: it is none.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
-    if match is None or float(match[1]) == 0:
-        raise RotationMergeError(f"'{text}' is not a time", remedy="write 90s, 10m or 2h")
-    return float(match[1]) * UNITS[match[2]]
 
 
 def _show(outcome: Outcome, out: str | None) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
-from rotation_merge.cli.paths import WORD
+from rotation_merge.cli.paths import WORD, Word
 from rotation_merge.config import Config, Option
-from rotation_merge.errors import RotationMergeError
-from rotation_merge.matching.options import CHOICES, MATCH_ON, AlignConfig, by_stream
+from rotation_merge.errors import RecipeError, RotationMergeError
 
 if TYPE_CHECKING:
     from rotation_merge.matching.match import Match
@@ -21,18 +21,43 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=Config)
 
 
-class Groups(click.Choice):
-    """A group, or groups by stream."""
+class Described(Word):
+    """Text that an option of a config takes: read and judged as its description says."""
+
+    def __init__(self, flag: str, described: Option) -> None:
+        self.flag, self.described = flag, described
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value if by_stream(value) is not None else super().convert(value, param, ctx)
+        described = self.described
+        if described.kind is tuple and isinstance(value, str):
+            value = tuple(dict.fromkeys(word.strip() for word in value.split(",") if word.strip()))
+        elif described.kind is float and isinstance(value, str):
+            value = _number(value)
+        else:
+            value = next((choice for choice in described.choices if str(choice).lower() == value), value)
+        try:
+            described.check(self.flag, value)
+        except RecipeError as error:
+            raise click.UsageError(str(error), ctx) from error
+        return value
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(word) for word in self.described.literals if word.startswith(incomplete)]
+
+
+def _number(text: str) -> float | str:
+    """The number that a text is, or the text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def config_options(
     config: type[Config], *names: str, types: Mapping[str, click.ParamType] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add an option for every field of a config that the command line has, or for these; the command hands its values
-    to `config_of`, or to `config_values`.
+    to `config_of`.
 
     Args:
         types: of options that name what is read, by field.
@@ -53,26 +78,25 @@ def _option(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     flag = f"--{(described.key or name).replace('_', '-')}"
     text = sentence(described.help, described.choices)
-    if described.kind is bool:
+    if described.kind is bool and not described.choices:
         return click.option(flag, name, is_flag=True, help=text)
     more: dict[str, Any] = {"help": text, "show_default": default is not None}
-    if described.kind is tuple:
-        more["help"] = sentence(f"{described.help}, of {', '.join(described.choices)}")
-        return click.option(flag, name, type=WORD, default=",".join(default), **more)
     low, high = (end if math.isfinite(end) else None for end in (described.low, described.high))
-    if kind is not None or described.words:
-        more["type"] = kind or WORD
-    elif described.choices:
-        more["type"] = click.Choice(list(described.choices))
+    if kind is not None:
+        more["type"] = kind
     elif described.kind is int and low is None and high is None:
         more["type"] = int
     elif described.kind is int:
         more["type"] = click.IntRange(None if low is None else int(low), None if high is None else int(high))
-    elif described.kind is float:
+    elif described.kind is float and not described.words:
         more["type"] = click.FloatRange(low, high, min_open=described.above)
     else:
-        more["type"] = WORD
-    return click.option(flag, name, default=default, **more)
+        more["type"] = Described(flag, described)
+        if described.literals and described.kind is not tuple:
+            more["metavar"] = f"[{'|'.join(described.literals)}{'' if described.choices else '|...'}]"
+    if described.kind is tuple:
+        default, more["help"] = ",".join(default), sentence(f"{described.help}, of {', '.join(described.choices)}")
+    return click.option(flag, name, default=str(default).lower() if type(default) is bool else default, **more)
 
 
 def sentence(words: str, choices: Collection[Any] = ()) -> str:
@@ -81,58 +105,24 @@ def sentence(words: str, choices: Collection[Any] = ()) -> str:
 
 
 def config_of(config: type[C], values: dict[str, Any], **more: Any) -> C:
-    """A config out of a command's keyword arguments, which its fields are taken from.
-
-    Raises:
-        RecipeError: a list of words holds one that is not known.
-    """
-    chosen = dict(more)
-    for name, described in config.options().items():
-        if name in values:
-            value = values.pop(name)
-            if described.kind is tuple and isinstance(value, str):
-                value = tuple(dict.fromkeys(word.strip() for word in value.split(",") if word.strip()))
-            chosen[name] = value
-    return config(**chosen)
-
-
-def config_values(config: type[Config], values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a command's options say to a config: those that are given, numbers as numbers."""
-    known = config.options()
-    options = {name: value for name, value in values.items() if name in known and value not in (None, "")}
-    return {name: _number(value) if known[name].kind is float else value for name, value in options.items()}
-
-
-def _number(text: str) -> float | str:
-    """The number that a text is, or the text."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    """A config out of a command's keyword arguments, which its fields are taken from."""
+    return config(**{name: values.pop(name) for name in config.options() if name in values}, **more)
 
 
 def matching_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --attention, --heads, --ffn, --rescale, --residual, --shift-head, --layers and --untie."""
+    """Add the options of `AlignConfig`, and --untie; the command hands its values to `config_of`."""
+    from rotation_merge.matching.options import AlignConfig
+
     function = click.option("--untie", is_flag=True, help="Give a tied head its own tensor (for --residual rotation).")(
         function
     )
-    function = _option("layers", AlignConfig.described("layers"), AlignConfig.layers)(function)
-    for name, choices in reversed(CHOICES.items()):
-        words = [str(choice).lower() for choice in choices]
-        text = AlignConfig.described(name).help
-        option = click.option(
-            f"--{name.replace('_', '-')}",
-            type=(Groups if name == "residual" else click.Choice)(words),
-            default=words[0],
-            show_default=True,
-            help=sentence(text),
-        )
-        function = option(function)
-    return function
+    return config_options(AlignConfig)(function)
 
 
 def match_on_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add --match-on; the command hands its value to `matcher`."""
+    from rotation_merge.matching.options import MATCH_ON
+
     return click.option(
         "--match-on",
         type=click.Choice(MATCH_ON),
@@ -209,12 +199,3 @@ def usable_device(name: str) -> str:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise RotationMergeError(f"device '{name}' cannot be used", remedy="use --device cpu, or auto") from error
     return str(torch_device)
-
-
-def match_options(values: dict[str, Any]) -> AlignConfig:
-    """The options out of a command's keyword arguments, which they are taken from."""
-    chosen: dict[str, Any] = {}
-    for name, choices in CHOICES.items():
-        word = values.pop(name)
-        chosen[name] = next((choice for choice in choices if str(choice).lower() == word), word)
-    return AlignConfig(layers=values.pop("layers"), **chosen)

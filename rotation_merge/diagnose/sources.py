@@ -12,6 +12,7 @@ from mergekit.options import MergeOptions
 from pydantic import ValidationError
 
 from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.config import FILE
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files.outputs import check_outputs, check_replaced
 from rotation_merge.matching.alignment import load_alignment
@@ -22,7 +23,7 @@ from rotation_merge.mergekit_plugin.planning.files import check_pulled, recipe_i
 from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
 from rotation_merge.mergekit_plugin.recipe.document import Document, Path
 from rotation_merge.mergekit_plugin.recipe.donor import says_unlike
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, FILE
+from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
 from rotation_merge.mergekit_plugin.recipe.places import at, items, scopes
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.mergekit_plugin.recipe.settings import explain
@@ -138,7 +139,7 @@ def files(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     for path, _ in scopes(value):
         for name, setting in items(at(value, path)):
             key = BY_NAME.get(name)
-            words = () if key is None or FILE not in key.values else (*key.values, "none")
+            words = () if key is None or key.option.kind is not FILE else (*key.option.words, "none")
             if words and isinstance(setting, str) and setting not in words and not setting.startswith("demo:"):
                 yield (*path, name), setting
 

@@ -15,12 +15,13 @@ from rotation_merge.architecture.model import Architecture, Block, Norm, Space, 
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, short
 from rotation_merge.matching.block import wanted_spaces
-from rotation_merge.matching.options import AlignConfig, by_stream
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.labels import Rows, label_rows, rows_note
 from rotation_merge.model.member import Member
 from rotation_merge.symmetry import SpaceTransform, StreamTransform
+from rotation_merge.symmetry.admitted import by_stream
 
 UNLIKE = (
     "only models of equal sizes and symmetries can be averaged; widen a model with 'rotation-merge align --widths', or "

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.matching.options import AlignConfig, by_stream
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.spanning import held, led, whole_spans
 from rotation_merge.symmetry import HeadTransform, SpaceTransform
-from rotation_merge.symmetry.admitted import admitted
+from rotation_merge.symmetry.admitted import admitted, by_stream
 
 
 def random_gauge(

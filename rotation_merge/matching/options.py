@@ -4,72 +4,44 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rotation_merge.config import Option, option
-from rotation_merge.errors import RecipeError, nearest, short
+from rotation_merge.config import WHOLE, Kind, option
+from rotation_merge.errors import RecipeError
 from rotation_merge.symmetry.admitted import GroupOptions
 
 if TYPE_CHECKING:
     from rotation_merge.architecture.model import Architecture, Block
 
-CHOICES: dict[str, tuple[Any, ...]] = {
-    field.name: field.metadata["option"].choices for field in fields(GroupOptions) if "option" in field.metadata
-}
-"""Values each option may take, the default first."""
-
-
 WEIGHTS, ACTIVATIONS, BOTH = MATCH_ON = ("weights", "activations", "both")
 """What chooses the elements; both: weights and activations together, starting the streams from activations."""
-
-"""Of a change that weights carry. auto: a layer has a map of its own where weights (or samples) say so; shared: none
-has; own: every one."""
 
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
-def by_stream(text: object) -> dict[str, str] | None:
-    """Residual groups by stream, as `decoder=rotation,encoder=permutation` says; None where the text does not."""
-    pairs = [piece.partition("=") for piece in text.split(",")] if isinstance(text, str) and "=" in text else []
-    by_stream = {stream.strip(): group.strip() for stream, _, group in pairs}
-    return by_stream if by_stream and all(by_stream) and set(by_stream.values()) <= set(CHOICES["residual"]) else None
+def _are_ranges(value: object) -> bool:
+    """Whether a value is `all`, or ranges of layers' numbers."""
+    pieces = [_RANGE.fullmatch(piece.strip()) for piece in str(value).split(",")]
+    return str(value).strip() == "all" or all(
+        match is not None and int(match[1]) <= int(match[2] or match[1]) for match in pieces
+    )
+
+
+RANGES = Kind("all, or ranges such as 0-5,11", _are_ranges)
 
 
 @dataclass(frozen=True)
 class AlignConfig(GroupOptions):
-    """Which groups matching may use (`GroupOptions`), and where."""
+    """Which groups matching may use, and in which layers."""
 
-    layers: str = option("all", "all, or ranges such as 0-5,11: match only these layers")
-
-    @classmethod
-    def described(cls, name: str) -> Option:
-        """The option that a field describes."""
-        described: Option = cls.__dataclass_fields__[name].metadata["option"]
-        return described
-
-    def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            named = name == "residual" and by_stream(value) is not None
-            if not named and not any(value == choice and type(value) is type(choice) for choice in choices):
-                words = ", ".join(str(choice).lower() for choice in choices)
-                raise RecipeError(
-                    f"parameter '{name}' is {value!r}",
-                    remedy=nearest(str(value), [str(choice).lower() for choice in choices])
-                    if isinstance(value, str) and "did you" in nearest(value, map(str, choices))
-                    else f"it must be one of: {words}",
-                )
-        self.layer_ranges()
-
-    @classmethod
-    def from_values(cls, values: dict[str, Any]) -> AlignConfig:
-        """Build from a mapping; unknown names are errors."""
-        known = [field.name for field in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise RecipeError(f"there is no option '{name}'", remedy=nearest(name, known))
-        return cls(**values)
+    layers: str = option(
+        "all",
+        "all, or ranges such as 0-5,11: match only these layers",
+        RANGES,
+        scope=WHOLE,
+        detail="Layers to match; ranges such as `0-5,11`.",
+    )
 
     @classmethod
     def of(cls, config: AlignConfig | None, options: Mapping[str, Any]) -> AlignConfig:
@@ -86,25 +58,12 @@ class AlignConfig(GroupOptions):
         return cls.from_values({**({} if config is None else asdict(config)), **options})
 
     def layer_ranges(self) -> tuple[range, ...] | None:
-        """Layers to match, as ranges of numbers; None for all.
-
-        Raises:
-            RecipeError: the ranges cannot be read.
-        """
+        """Layers to match, as ranges of numbers; None for all."""
         text = str(self.layers).strip()
         if text == "all":
             return None
-        result = []
-        for piece in text.split(","):
-            match = _RANGE.fullmatch(piece.strip())
-            first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
-            if last < first:
-                raise RecipeError(
-                    f"parameter 'layers' is {short(repr(self.layers))}",
-                    remedy="write 'all', or ranges such as '0-5,11'",
-                )
-            result.append(range(first, last + 1))
-        return tuple(result)
+        ends = [piece.partition("-")[::2] for piece in text.split(",")]
+        return tuple(range(int(first), int(last or first) + 1) for first, last in ends)
 
     def matches_layer(self, index: int | None) -> bool:
         """Whether the block of this layer number (None: outside the layers) is to be matched."""

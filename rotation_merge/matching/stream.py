@@ -27,9 +27,9 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import AlignmentError, RecipeError, nearest
 from rotation_merge.matching.measured import Product, TensorMeasurement, measured
-from rotation_merge.matching.options import by_stream
 from rotation_merge.matching.sides import Tensors
 from rotation_merge.symmetry import SpaceTransform, StreamTransform
+from rotation_merge.symmetry.admitted import by_stream
 
 FLOOR = 1e-2
 """Relative squared distance below which a tensor's agreement no longer raises its weight."""

@@ -1,19 +1,26 @@
-"""What a search is asked for, and what tells one search from another."""
+"""How the best merge is looked for: one config, from which command options and documentation are made."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import dataclass
+from typing import Any
 
-from rotation_merge.config import Config, option
-from rotation_merge.errors import RotationMergeError
-from rotation_merge.mergekit_plugin.recipe.names import DTYPES
-from rotation_merge.model.checkpoint import parse_reference
-from rotation_merge.model.gguf.place import weight_files
-from rotation_merge.run.functions import local_path, read_config
-from rotation_merge.run.written import SELF, SYNTHETIC
+from rotation_merge.config import DTYPES, KINDS, Config, Kind, option
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)([smh])")
+
+
+def seconds(time: Any) -> float:
+    """A time such as 90s, 10m or 2h in seconds, which a number already is; 0: it is none."""
+    match = _TIME.fullmatch(time.strip()) if isinstance(time, str) else None
+    if match is not None:
+        return float(match[1]) * UNITS[match[2]]
+    return float(time) if KINDS[float].holds(time) else 0.0
+
+
+TIME = Kind("seconds, or a time such as 90s, 10m or 2h", lambda value: seconds(value) > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,56 +28,20 @@ class MergeConfig(Config):
     """How the best merge is looked for."""
 
     samples: int = option(64, "samples of each set to merge with", low=8)
-    budget: float = option(600.0, "seconds for the search", low=0, above=True)
+    budget: float | str = option("10m", "time for the search: 90s, 10m, 2h", TIME)
     seed: int = option(0, "seed of all random numbers")
     length: int = option(128, "tokens in a window of text", low=2)
     batch_size: int = option(8, "examples in a batch", low=1)
     dtype: str | None = option(None, "store weights in this type (not given: as the models)", str, choices=DTYPES)
     base: str | None = option(None, "common base of the models (not given: found from adapters, cards or weights)", str)
-    subsets: int = option(0, "number of random subsets of three or more models to merge by the best way", low=0)
+    subsets: int = option(
+        0,
+        "number of random subsets of three or more models to merge by the best way, too: how often does the merge beat "
+        "the best model?",
+        low=0,
+    )
 
-
-@dataclass(frozen=True)
-class SearchConfig(MergeConfig):
-    """A search: what is merged to where, and how.
-
-    Attributes:
-        models: the first is the anchor.
-        data: one source for all, or one for each model.
-    """
-
-    models: tuple[str, ...]
-    out: str
-    data: tuple[str, ...]
-
-    def key(self) -> str:
-        """Stands for what is merged with what: the models, the samples, and their files as they are."""
-        options = {name: value for name, value in asdict(self).items() if name not in ("budget", "out", "subsets")}
-        models = [*self.models, *([self.base] if self.base else [])]
-        files = [path for model in models for path in _weights(model)] + list(filter(os.path.exists, self.data))
-        stamps = [os.stat(path).st_mtime_ns for path in files]
-        return hashlib.blake2b(json.dumps([options, stamps]).encode(), digest_size=4).hexdigest()
-
-
-def usual_data(model: str) -> str:
-    """What stands in for data: text of the models' own, or made images.
-
-    Raises:
-        RotationMergeError: the model can make up neither.
-    """
-    config = read_config(local_path(model))
-    name = str((config.get("architectures") or [""])[0])
-    if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return SELF
-    if "image_size" in config or "vision_config" in config:
-        return SYNTHETIC
-    raise RotationMergeError(f"{name or 'the model'} cannot make up samples", where=model, remedy="give --data")
-
-
-def _weights(model: str) -> list[str]:
-    """The weight files of a model that lies here, and of its adapter."""
-    reference = parse_reference(model)
-    folders = [part.path for part in (reference.model, reference.lora) if part is not None and os.path.isdir(part.path)]
-    ends = (".safetensors", ".bin")
-    files = [os.path.join(folder, n) for folder in folders for n in sorted(os.listdir(folder)) if n.endswith(ends)]
-    return [*files, *weight_files(reference.model.path)]
+    @property
+    def seconds(self) -> float:
+        """Time for trying."""
+        return seconds(self.budget)

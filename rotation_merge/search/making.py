@@ -17,7 +17,7 @@ from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.measuring import checkpoint_of, record
 from rotation_merge.run.written import SOURCES
 from rotation_merge.search.candidates import Candidate
-from rotation_merge.search.config import SearchConfig
+from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.readers import Reader
 from rotation_merge.workers.progress import listener
 

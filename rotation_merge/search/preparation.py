@@ -28,10 +28,10 @@ from rotation_merge.run.written import SELF, SOURCES, writes_text
 from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.candidates import FAR, NEAR, SHARED
 from rotation_merge.search.clock import Clock
-from rotation_merge.search.config import SearchConfig
 from rotation_merge.search.costs import WRITING, Costs
 from rotation_merge.search.forgetting import Forgetting
 from rotation_merge.search.held_out import Sets, split, tokens_in, with_batches, write_data
+from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures, Judge
 from rotation_merge.search.readers import Reader, readers_of, texts
 

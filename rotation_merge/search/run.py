@@ -32,8 +32,8 @@ from rotation_merge.run.measuring import keep_figures
 from rotation_merge.run.written import SELF, SYNTHETIC
 from rotation_merge.search.candidates import FIRST_PART, Candidate, Planner, with_models
 from rotation_merge.search.clock import Clock, OutOfTime
-from rotation_merge.search.config import SearchConfig
 from rotation_merge.search.forgetting import Forgetting, sentences
+from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures
 from rotation_merge.search.making import Maker
 from rotation_merge.search.outcome import Outcome, Tried
@@ -185,7 +185,7 @@ class Search:
             members = [models[i] for i in places]
             candidate = replace(with_models(way, members), name=f"subset {number + 1} of {len(chosen)}")
             with self.clock.step(candidate.name):
-                ready = self.maker.ready(candidate, self.config.budget / len(chosen) / 2)
+                ready = self.maker.ready(candidate, self.config.seconds / len(chosen) / 2)
                 self._make(ready, ready.recipe(self.config.dtype))
                 figures = self.reporting.measure(self._load(self._place(ready)), ready.anchor)
             shutil.rmtree(self._place(ready))

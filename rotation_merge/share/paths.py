@@ -6,16 +6,17 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from rotation_merge.config import FILE, FOLDER, MODEL, NEW_FILE
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.mergekit_plugin.recipe.document import Path, documents, dotted
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, FILE, FOLDER, MODEL, NEW_FILE
+from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
 from rotation_merge.share.contents import PART
 
 MODELS = (
     *("base_model", "model", "lora", "path", "source", "tokenizer_source", "name"),
-    *(name for name, key in BY_NAME.items() if MODEL in key.values),
+    *(name for name, key in BY_NAME.items() if key.option.kind is MODEL),
 )
-FILES = tuple(name for name, key in BY_NAME.items() if {FILE, NEW_FILE, FOLDER} & set(key.values))
+FILES = tuple(name for name, key in BY_NAME.items() if key.option.kind in (FILE, NEW_FILE, FOLDER))
 """Keys of recipes whose values name models (`name`: one that mergekit-multi writes), and files or folders to read or to
 write."""
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from rotation_merge.config import option
+from rotation_merge.config import BLOCK, WHOLE, Config, Kind, option
 from rotation_merge.errors import ArchitectureError, nearest
 from rotation_merge.symmetry.convolution import ConvolutionGroup
 from rotation_merge.symmetry.direct_sum import Split
@@ -33,30 +33,65 @@ from rotation_merge.symmetry.space import SpaceGroup
 from rotation_merge.symmetry.stream import STREAM_GROUPS
 from rotation_merge.symmetry.translation import TranslationGroup
 
+RESIDUAL = (*STREAM_GROUPS, "largest")
+"""What may be asked for of a residual stream."""
+
+
+def by_stream(text: Any) -> dict[str, str] | None:
+    """Residual groups by stream, as `decoder=rotation,encoder=permutation` says; None where the text does not."""
+    pairs = [piece.partition("=") for piece in text.split(",")] if isinstance(text, str) and "=" in text else []
+    by_stream = {stream.strip(): group.strip() for stream, _, group in pairs}
+    return by_stream if by_stream and all(by_stream) and set(by_stream.values()) <= set(RESIDUAL) else None
+
+
+STREAMS = Kind("groups by stream (decoder=rotation,encoder=permutation)", lambda value: by_stream(value) is not None)
+
 
 @dataclass(frozen=True)
-class GroupOptions:
+class GroupOptions(Config):
     """Which groups may be used: the names and values of recipes and of the command line."""
 
     attention: str = option(
-        "rotation", "maps inside attention heads", choices=("rotation", "none", "permutation", "invertible")
+        "rotation",
+        "maps inside attention heads",
+        choices=("rotation", "none", "permutation", "invertible"),
+        scope=BLOCK,
+        detail="Maps inside attention heads. `permutation`: orders of coordinates. `rotation`: the largest compact "
+        "group that the layer admits. `invertible`: any invertible map, where the layer admits it.",
     )
-    heads: str = option("none", "order of attention heads", choices=("none", "permutation", "spectral"))
-    ffn: str = option("permutation", "order of FFN neurons and of experts", choices=("permutation", "none"))
+    heads: str = option(
+        "none",
+        "order of attention heads",
+        choices=("none", "permutation", "spectral"),
+        scope=BLOCK,
+        detail="Order of attention heads. `permutation`: the joint optimum of the order and the maps inside heads. "
+        "`spectral`: by singular values, as TransFusion does (here of all four matrices and biases), for comparison.",
+    )
+    ffn: str = option(
+        "permutation", "order of FFN neurons and of experts", choices=("permutation", "none"), scope=BLOCK
+    )
     rescale: bool | str = option(
         True,
         "rescaling, positive or (where allowed) signed; sequential: after the rotation",
         choices=(True, False, "sequential"),
+        scope=BLOCK,
+        detail="Rescaling, with a sign where the layer admits it. `sequential`: after the rotation, as in the ICML "
+        "2025 paper, instead of jointly.",
     )
     residual: str = option(
         "none",
         "group of the residual stream; or by stream, as decoder=rotation,encoder=permutation",
-        choices=(*STREAM_GROUPS, "largest"),
+        STREAMS,
+        words=RESIDUAL,
+        scope=WHOLE,
+        detail="Group of the residual stream, one map for the whole model. See [Merge independent "
+        "models](merge-independent.md#why-the-residual-stream-matters).",
     )
     shift_head: bool = option(
         False,
         "let an untied head's rows move by one vector: logits change, probabilities do not",
         choices=(False, True),
+        scope=BLOCK,
     )
 
 

@@ -1,62 +1,116 @@
-"""One config a job: the command line has its options with its defaults, and a wrong value is one line everywhere."""
+"""One config a job: options of commands, parameters of recipes and errors are made of it, in one way everywhere."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 import rotation_merge as rm
-from rotation_merge.cli import barrier, evaluate, fit, measure, polish
-from rotation_merge.config import Config
+from rotation_merge.cli import align, barrier, carry, compare, evaluate, fit, inspect, measure, merge, polish
+from rotation_merge.config import NEITHER, Config, Kind, Option
+from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, CONFIGS, RecipeConfig
+from rotation_merge.mergekit_plugin.recipe.settings import check_value
 
-COMMANDS: dict[type[Config], click.Command] = {
-    rm.MeasureConfig: measure.command,
-    rm.EvaluateConfig: evaluate.command,
-    rm.BarrierConfig: barrier.command,
-    rm.FitConfig: fit.command,
-    rm.PolishConfig: polish.command,
+COMMANDS: dict[type[Config], list[click.Command]] = {
+    rm.AlignConfig: [each.command for each in (align, barrier, carry, compare, fit, inspect)],
+    rm.MeasureConfig: [measure.command],
+    rm.EvaluateConfig: [evaluate.command],
+    rm.BarrierConfig: [barrier.command],
+    rm.FitConfig: [fit.command],
+    rm.MergeConfig: [merge.command],
+    rm.PolishConfig: [polish.command],
+    rm.TransferConfig: [carry.command],
 }
-CONFIGS = [*COMMANDS, rm.RefitConfig]
+ALL = [*COMMANDS, rm.RefitConfig, RecipeConfig]
+FIELDS = [(config, name) for config in ALL for name in config.options()]
+SETTINGS = ("alignment", "match", "untie")
+"""Fields of `TransferConfig` that are values, no options."""
+
+WRONG: dict[type, Any] = {int: "many", float: "much", bool: "yes", str: 3, tuple: ("nothing",)}
+
+
+def flag(described: Option, name: str) -> str:
+    return f"--{(described.key or name).replace('_', '-')}"
+
+
+def wrong_values(described: Option) -> list[Any]:
+    """Values that an option cannot have: of another type, outside its range, a misspelt word."""
+    if described.kind is tuple and not described.choices:
+        return []
+    values = [[]] if isinstance(described.kind, Kind) else [WRONG.get(described.kind, 3)]
+    if described.kind in (int, float) and described.low > -1e9:
+        values.append(described.low - 1)
+    if described.choices and described.kind is not tuple:
+        values += [f"{choice}x" for choice in described.choices if isinstance(choice, str)]
+    return values
+
+
+@pytest.mark.parametrize(("config", "name"), FIELDS, ids=lambda x: x if isinstance(x, str) else x.__name__)
+def test_a_wrong_value_names_the_option_what_it_may_be_and_the_nearest(config: type[Config], name: str) -> None:
+    described = config.options()[name]
+    key = BY_NAME.get(described.key or name)
+    for value in wrong_values(described):
+        messages = []
+        with pytest.raises(rm.RotationMergeError, match=f"option '{name}'") as error:
+            config(**{name: value})
+        messages.append(str(error.value))
+        if described.scope and key is not None and config in CONFIGS and key.name != "delegate":
+            with pytest.raises(rm.RotationMergeError, match=f"parameter '{key.name}' is") as error:
+                check_value(key.name, value)
+            messages.append(str(error.value))
+        for message in messages:
+            assert described.allowed in message
+            assert "\n" not in message
+            if isinstance(value, str) and value.endswith("x"):
+                assert f"did you mean '{value[:-1]}'" in message
 
 
 @pytest.mark.parametrize("config", COMMANDS, ids=lambda c: c.__name__)
-def test_the_command_has_every_option_with_its_default(config: type[Config]) -> None:
-    options = {p.name: p for p in COMMANDS[config].params if isinstance(p, click.Option)}
-    for field in fields(config):
-        described = config.options()[field.name]
-        if not described.command:
-            continue
-        default = ",".join(field.default) if described.kind is tuple else field.default
-        assert described.kind is bool or options[field.name].default == default, field.name
-        assert described.help[1:] in str(options[field.name].help)
+def test_commands_have_every_option_and_judge_it_alike(config: type[Config]) -> None:
+    for command in COMMANDS[config]:
+        options = {p.name: p for p in command.params if isinstance(p, click.Option)}
+        for name, described in config.options().items():
+            if not described.command:
+                continue
+            assert described.help[1:] in str(options[name].help)
+            assert flag(described, name) in options[name].opts
+            context = click.Context(command)
+            assert options[name].get_default(context) in (None, False) or (
+                options[name].type_cast_value(context, options[name].get_default(context)) == getattr(config, name)
+            )
+            for choice in described.choices if described.kind is not tuple else ():
+                result = CliRunner().invoke(command, [flag(described, name), f"{choice}x"])
+                assert result.exit_code == 2
+                assert f"did you mean '{str(choice).lower()}'" in result.output, result.output
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.__name__)
 def test_every_field_is_described(config: type[Config]) -> None:
-    assert set(config.options()) == {field.name for field in fields(config)}
+    others = SETTINGS if config is rm.TransferConfig else ()
+    assert {*config.options(), *others} == {field.name for field in fields(config)}
     assert all(described.help and described.allowed for described in config.options().values())
+    assert all(re.match(r"^[a-z0-9_]+$", name) for name in config.options())
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.__name__)
-def test_a_wrong_value_names_the_option_and_what_it_may_be(config: type[Config]) -> None:
-    wrong: dict[type, Any] = {int: "many", float: "much", bool: "yes", str: 3, tuple: ("nothing",)}
-    for name, described in config.options().items():
-        values = [wrong.get(described.kind, 3)]
-        values += [described.low - 1] if described.kind in (int, float) and described.low > -1e9 else []
-        for value in values if described.kind is not tuple or described.choices else []:
-            with pytest.raises(rm.RotationMergeError, match=f"option '{name}'") as error:
-                config(**{name: value})
-            assert error.value.remedy
-            assert "\n" not in str(error.value)
+def test_every_default_is_one_that_the_option_may_have() -> None:
+    for config in ALL:
+        for name, described in config.options().items():
+            described.check(name, getattr(config, name))
 
 
-def test_the_nearest_value_and_the_nearest_name_are_told() -> None:
-    with pytest.raises(rm.RotationMergeError, match="did you mean 'sampled'"):
-        rm.MeasureConfig(labels="sample")
+def test_every_exported_config_is_tried() -> None:
+    exported = {value for value in (getattr(rm, name) for name in rm.__all__) if isinstance(value, type)}
+    assert {value for value in exported if issubclass(value, Config)} == {*ALL} - {RecipeConfig}
+
+
+def test_the_nearest_name_and_a_nearest_word_of_several_are_told() -> None:
     with pytest.raises(rm.RotationMergeError, match="holds 'gramm'; did you mean 'gram'"):
         rm.MeasureConfig(kinds=("fisher", "gramm"))
     with pytest.raises(rm.RotationMergeError, match="did you mean 'points'"):
         rm.BarrierConfig.from_values({"point": 3})
+    assert BY_NAME["delegate"].option.kind.role == NEITHER

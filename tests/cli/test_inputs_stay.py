@@ -17,9 +17,10 @@ from plugin_support import one_error, recipe_for, twin, write_recipe
 
 from rotation_merge.cli.app import COMMANDS, app
 from rotation_merge.cli.paths import MODEL, Reads, ReadsModelsAndWrites, Word, Writes
+from rotation_merge.config import NEITHER, READ, WRITTEN, Kind
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.outputs import FILE, FOLDER
-from rotation_merge.mergekit_plugin.recipe.names import KEYS, NEITHER, READ, WRITTEN, Kind
+from rotation_merge.mergekit_plugin.recipe.names import KEYS
 from rotation_merge.record import MANIFEST_FILE
 
 
@@ -65,9 +66,9 @@ def test_every_parameter_is_known_to_read_to_write_or_neither(name: str) -> None
 
 
 def test_every_kind_of_value_is_known_to_be_read_written_or_neither() -> None:
-    kinds = {kind for key in KEYS for kind in key.values if isinstance(kind, Kind)}
+    kinds = {key.option.kind for key in KEYS if isinstance(key.option.kind, Kind)}
     assert {kind.role for kind in kinds} <= {READ, WRITTEN, NEITHER}
-    assert {key.name for key in KEYS if True in key.values} == {
+    assert {key.name for key in KEYS if key.option.kind is bool or "true" in key.option.literals} == {
         *("save_alignment", "report"),  # write beside the model
         *("rescale", "shift_head", "widths", "controls", "untie", "prove"),  # do not
     }
@@ -252,9 +253,9 @@ PLACES = {
 
 
 def test_every_key_that_reads_or_writes_is_tried() -> None:
-    role = {key.name: {kind.role for kind in key.values if isinstance(kind, Kind)} for key in KEYS}
-    assert {name for name, roles in role.items() if READ in roles} <= set(NAMED)
-    assert {name for name, roles in role.items() if WRITTEN in roles} == {"save_alignment", "spill"}
+    role = {key.name: key.option.kind.role for key in KEYS if isinstance(key.option.kind, Kind)}
+    assert {name for name in role if role[name] == READ} <= set(NAMED)
+    assert {name for name in role if role[name] == WRITTEN} == {"save_alignment", "spill"}
 
 
 @pytest.mark.parametrize("named", NAMED)

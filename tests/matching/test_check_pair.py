@@ -263,7 +263,7 @@ def test_residual_by_stream_and_the_largest() -> None:
     assert alone.streams == {first: "permutation"}
     with pytest.raises(RecipeError, match=r"no stream 'nosuch'; "):
         both(model, AlignConfig(residual="nosuch=permutation"))
-    with pytest.raises(RecipeError, match="parameter 'residual'"):
+    with pytest.raises(RecipeError, match="option 'residual'"):
         AlignConfig(residual=f"{first}=turning")
 
 

@@ -16,9 +16,10 @@ from mergekit.config import MergeConfiguration
 from plugin_support import mergekit_yaml, one_error, recipe_for, write_recipe
 
 from rotation_merge.cli.app import app
+from rotation_merge.config import EACH, FILE, Option
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.recipe.document import Document, documents
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, COUNT, EACH, FILE, KEYS, NUMBER, Key
+from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, KEYS, Key
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe, read
 from rotation_merge.mergekit_plugin.recipe.settings import check_settings
 
@@ -80,8 +81,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "unknown group": ("delegate: linear", "attention: rotate", "did you mean 'rotation'?"),
     "group of another kind": ("delegate: linear", "ffn: rotation", "permutation"),
     "a list in the place of a word": ("delegate: linear", "delegate: [linear]", "no merge method"),
-    "layers upside down": ("delegate: linear", "layers: 5-2", "write 'all', or ranges"),
-    "report is a word": ("delegate: linear", "report: maybe", "one of: false, true"),
+    "layers upside down": ("delegate: linear", "layers: 5-2", "all, or ranges"),
+    "report is a word": ("delegate: linear", "report: maybe", "true or false"),
     "donor's option in the wrong place": ("delegate: linear", "finetuned_from: x", "one donor's 'parameters'"),
     "unknown dtype": ("dtype: float32", "dtype: float31", "did you mean 'float32'?"),
     "no models": ("models:", "modells:", "did you mean 'models'?"),
@@ -237,7 +238,7 @@ def test_a_stock_recipe_with_broken_yaml_ends_as_without_us(tmp_path: Path) -> N
 
 def test_a_parameter_is_one_line_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key added to the table is read, checked and placed with no further code."""
-    each = Key("samples", EACH, (COUNT,), "how many", 64, delegates=("linear",))
+    each = Key("samples", Option("how many", int, low=1, scope=EACH, delegates=("linear",)), 64)
     monkeypatch.setitem(BY_NAME, "samples", each)
     monkeypatch.setattr("rotation_merge.mergekit_plugin.recipe.names.KEYS", (*KEYS, each))
     (document,) = documents(recipe("{weight: 0.5}\np", "{weight: 0.5, samples: 8}\np"))
@@ -249,15 +250,15 @@ def test_a_parameter_is_one_line_of_data(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("values", "good", "bad"),
+    ("option", "good", "bad"),
     [
-        ((FILE, True), ["a.st", True], [3, False, " ", None]),
-        ((NUMBER, "auto"), [0.5, 1, "auto"], ["half", float("inf"), True]),
-        (("own", "mean"), ["own"], ["owm", 1]),
+        (Option("", FILE, words=(True,)), ["a.st", True], [3, 1, False, " ", None]),
+        (Option("", float, words=("auto",)), [0.5, 1, "auto"], ["half", float("inf"), True]),
+        (Option("", str, choices=("own", "mean")), ["own"], ["owm", 1]),
     ],
 )
-def test_values_of_a_key(values: tuple[Any, ...], good: list[Any], bad: list[Any]) -> None:
-    key = Key("key", EACH, values, "", default=0)
+def test_values_of_a_key(option: Option, good: list[Any], bad: list[Any]) -> None:
+    key = Key("key", option, default=0)
     for value in good:
         assert key.check(value) == value
     for value in bad:

@@ -26,9 +26,9 @@ from rotation_merge.run.functions import load
 from rotation_merge.run.measuring import checkpoint_of
 from rotation_merge.search.candidates import FAR, NEAR, SHARED, Candidate, Planner
 from rotation_merge.search.clock import Clock
-from rotation_merge.search.config import SearchConfig
 from rotation_merge.search.costs import Costs
 from rotation_merge.search.held_out import split, write_data
+from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures, Judge
 from rotation_merge.search.outcome import Outcome, Tried
 from rotation_merge.search.run import Search
@@ -170,7 +170,7 @@ def test_parts_do_not_overlap_and_files_are_read_back(tmp_path: Path):
     ("arguments", "said"),
     [
         (["A", "OUT"], "two or more models"),
-        (["A", "B", "OUT", "--budget", "soon"], "'soon' is not a time"),
+        (["A", "B", "OUT", "--budget", "soon"], "a time such as 90s, 10m or 2h"),
         (["A", "nowhere", "OUT"], "no such directory"),
         (["A", "B", "OUT", "--data", "one.txt", "--data", "demo:python", "--data", "demo:c"], "3 data for 2 models"),
         (["A", "V", "OUT"], "llama"),

@@ -12,8 +12,9 @@ from cli_support import run
 from hub_support import Hub, publish_as_push_does
 from plugin_support import one_error
 
+from rotation_merge.config import FILE, FOLDER, MODEL, NEW_FILE
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, FILE, FOLDER, MODEL, NEW_FILE
+from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
 from rotation_merge.share.paths import check_paths
 
 REPO = "org/evil"
@@ -70,14 +71,14 @@ OUT = {
     "backslash": "..\\x",
     "control": "x\x1b]0;x\x07",
 }
-KEYS = [name for name, key in BY_NAME.items() if {FILE, NEW_FILE, FOLDER, MODEL} & set(key.values)]
+KEYS = [name for name, key in BY_NAME.items() if key.option.kind in (FILE, NEW_FILE, FOLDER, MODEL)]
 
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("what", OUT)
 def test_no_key_leads_out(what: str, key: str) -> None:
     """Every parameter that names a file, a folder or a model: under the recipe or a model, in a list or a filter."""
-    if what == "beside" and MODEL in BY_NAME[key].values:
+    if what == "beside" and BY_NAME[key].option.kind is MODEL:
         pytest.skip("org/name")
     name = OUT[what]
     for value in (name, [name], [{"filter": "mlp", "value": name}]):

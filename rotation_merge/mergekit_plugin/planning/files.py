@@ -13,11 +13,12 @@ from mergekit.config import MergeConfiguration
 from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 
+from rotation_merge.config import MODEL, READ, WRITTEN, Kind
 from rotation_merge.errors import RecipeError
 from rotation_merge.files.outputs import FOLDER, MATCHING_UNFINISHED, ROOM, WORK, Input, Output
 from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.donor import entries
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, MODEL, READ, WRITTEN
+from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
 from rotation_merge.mergekit_plugin.recipe.ours import recipe_file
 from rotation_merge.mergekit_plugin.recipe.places import items, leaves
 from rotation_merge.mergekit_plugin.recipe.settings import check_settings
@@ -35,7 +36,7 @@ def recipe_inputs(config: MergeConfiguration) -> list[Input]:
     inputs = [Input(str(reference), "model") for reference in _references(config)]
     for name, value in _parameters(config):
         if _names(name, value, READ):
-            inputs.append(Input(value, "model" if MODEL in BY_NAME[name].values else name))
+            inputs.append(Input(value, "model" if BY_NAME[name].option.kind is MODEL else name))
     return list(dict.fromkeys(inputs))
 
 
@@ -119,10 +120,10 @@ def was_kept_by_a_recipe(path: str, config: MergeConfiguration) -> bool:
 
 def _names(name: str, value: Any, role: str) -> bool:
     """Whether a value of one of our parameters is the name of something that is read, or written."""
-    key = BY_NAME.get(name)
-    literals = () if key is None else key.values
-    kinds = [kind for kind in literals if getattr(kind, "role", None) == role]
-    return bool(kinds) and isinstance(value, str) and value not in (*literals, "none")
+    if name not in BY_NAME or not isinstance(value, str):
+        return False
+    described = BY_NAME[name].option
+    return isinstance(described.kind, Kind) and described.kind.role == role and value not in (*described.words, "none")
 
 
 def _references(value: Any) -> Iterator[ModelReference]:

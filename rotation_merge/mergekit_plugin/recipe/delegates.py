@@ -11,7 +11,7 @@ from rotation_merge.averaging.methods import METHODS
 from rotation_merge.averaging.ot_fusion import OtFusion
 from rotation_merge.averaging.refit_method import RefitMethod
 from rotation_merge.averaging.task_vectors import TASK_VECTORS
-from rotation_merge.mergekit_plugin.recipe.names import KEYS, METHOD, PLACES, Kind
+from rotation_merge.mergekit_plugin.recipe.names import KEYS, METHOD, PLACES
 
 _METHODS: tuple[MergeMethod, ...] = (*METHODS, *TASK_VECTORS, OtFusion(), RefitMethod())
 
@@ -67,13 +67,18 @@ class Delegate:
 
 @dataclass(frozen=True)
 class DelegateOption:
-    """One parameter of rotation_merge."""
+    """One parameter of rotation_merge.
+
+    Attributes:
+        detail: what the documentation says of it, in Markdown.
+    """
 
     name: str
     where: str
-    values: str
+    values: list[str]
     default: str
     text: str
+    detail: str
 
 
 def delegates() -> list[Delegate]:
@@ -109,10 +114,11 @@ def options() -> list[DelegateOption]:
     return [
         DelegateOption(
             key.name,
-            PLACES[key.scope],
-            ", ".join(value.words if isinstance(value, Kind) else str(value).lower() for value in key.values),
+            PLACES[key.option.scope],
+            key.option.values,
             str(key.default).lower(),
-            key.words + (f" (delegate {', '.join(key.delegates)})" if key.delegates else ""),
+            key.option.help + (f" (delegate {', '.join(key.option.delegates)})" if key.option.delegates else ""),
+            key.option.detail or f"{key.option.help[:1].upper()}{key.option.help[1:]}.",
         )
         for key in KEYS
     ]

@@ -1,16 +1,28 @@
-"""What a recipe may say to rotation_merge: one line of data for each parameter. What is not here is no parameter."""
+"""What a recipe may say to rotation_merge: fields of configs that recipes have. What is not here is no parameter."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from rotation_merge.averaging.config import RefitConfig
-from rotation_merge.carrying.config import AUTO, TransferConfig
-from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.options import CHOICES, AlignConfig, by_stream
+from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.config import (
+    BLOCK,
+    DONOR_ONLY,
+    EACH,
+    FILE,
+    MODEL,
+    NEW_FILE,
+    RECIPE,
+    WHOLE,
+    Config,
+    Kind,
+    Option,
+    is_text,
+    option,
+)
+from rotation_merge.matching.options import AlignConfig
 
 METHOD = "rotation_merge"
 """The merge method's name."""
@@ -18,58 +30,11 @@ METHOD = "rotation_merge"
 LEGACY = ("int8_mask",)
 """Parameters that mergekit-evolve writes into every recipe although no method reads them any more."""
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")
-
 SHARES = ("t", "density")
 """Parameters of delegates that are shares of something, which mergekit takes beyond it, too."""
 
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of value.
-
-    Attributes:
-        words: what it is called, after "it must be".
-        holds: whether a value is of the kind.
-        role: whether it names what is read, what is written, or neither.
-    """
-
-    words: str
-    holds: Callable[[Any], bool]
-    role: str
-
-
-READ, WRITTEN, NEITHER = "read", "written", "neither"
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-FILE, MODEL = Kind("a file", _text, READ), Kind("a model", _text, READ)
-FOLDER, NEW_FILE = Kind("a folder", _text, WRITTEN), Kind("a file to write", _text, WRITTEN)
-NAMES, RANGES = Kind("names", _text, NEITHER), Kind("all, or ranges", _text, NEITHER)
-STREAMS = Kind(
-    "groups by stream (decoder=rotation,encoder=permutation)", lambda value: by_stream(value) is not None, NEITHER
-)
-PAIRS = Kind("OLD:NEW,... or ranges (0-3:0-3,4:6)", _text, NEITHER)
-METHOD_NAME = Kind("a merge method", _text, NEITHER)
-NUMBER = Kind("a number", _number, NEITHER)
-COUNT = Kind("a whole number above 0", lambda value: type(value) is int and value > 0, NEITHER)
-
-BLOCK, WHOLE = "block", "whole"
-"""Options of matching, allowed anywhere. BLOCK: with filters and per-layer lists, resolved once a block. WHOLE: one
-value for a whole donor."""
-EACH = "each"
-"""One value for a model; under it, or for all models under the recipe's parameters."""
-DONOR_ONLY = "donor"
-"""Only under one donor."""
-RECIPE = "recipe"
-"""Only under the recipe's parameters: holds for the merge."""
+NAMES = Kind("names", is_text)
+METHOD_NAME = Kind("a merge method", is_text)
 
 PLACES = {
     BLOCK: "anywhere",
@@ -82,23 +47,129 @@ PLACES = {
 
 
 @dataclass(frozen=True)
+class RecipeConfig(Config):
+    """What recipes say beside the options of aligning, carrying and refitting."""
+
+    finetuned_from: str | None = option(
+        None,
+        "the donor is a fine-tune of this model: its task vector is carried",
+        MODEL,
+        scope=DONOR_ONLY,
+        detail="The base that the donor was fine-tuned from. It is aligned to the anchor, and the delegate receives "
+        "anchor + map(donor - base).",
+    )
+    alignment: str | None = option(
+        None,
+        "file of transforms to apply instead of matching",
+        FILE,
+        scope=DONOR_ONLY,
+        detail="A file of transforms, written by `rotation-merge align --alignment` or `rotation-merge fit`, to apply "
+        "instead of matching: a path, or `org/repo/file@revision` on the hub. Options of matching beside it are an "
+        "error.",
+    )
+    statistics: str | None = option(
+        None,
+        "what 'rotation-merge measure' wrote of the model; by itself or beside the model. Not given: beside the model",
+        FILE,
+        scope=EACH,
+        delegates=("regmean", "fisher", "kfac"),
+        detail="File written by `rotation-merge measure`. Default: the one beside the model.",
+    )
+    data: str | None = option(
+        None,
+        "samples; for ot_fusion one pool for all models (not given: weights alone), for refit each model's own, for "
+        "donors that are carried ('carry', 'scale: auto') or matched on activations ('match_on') theirs",
+        FILE,
+        words=("self", "synthetic"),
+        scope=EACH,
+        delegates=("ot_fusion", "refit"),
+        detail="Samples: one pool for all models with `ot_fusion` (default: weights alone), each model's own with "
+        "`refit`; also for donors that are carried (`carry`, `scale: auto`) or matched on activations (`match_on`).",
+    )
+    delegate: str = option(
+        "linear",
+        "the merge method that does the averaging",
+        METHOD_NAME,
+        scope=RECIPE,
+        detail="The merge method that averages. See [Delegates](delegates.md).",
+    )
+    unsupported: str = option(
+        "error",
+        "merge: merge without alignment what cannot be aligned",
+        choices=("error", "merge"),
+        scope=RECIPE,
+        detail="`merge`: tensors that cannot be aligned are merged as they are; the report names them.",
+    )
+    exclude: str | None = option(
+        None,
+        "comma-separated parts of tensor names: such tensors are copied from base_model",
+        NAMES,
+        scope=RECIPE,
+        detail="Comma-separated parts of tensor names. These tensors are copied from `base_model`.",
+    )
+    heads_of: str = option(
+        "base",
+        "each: the merged body is also written under every donor's head",
+        choices=("base", "each"),
+        scope=RECIPE,
+        detail="`each`: also write the merged body under every donor's head.",
+    )
+    untie: bool = option(
+        False,
+        "true: give the output its own head where residual rotation needs it",
+        scope=RECIPE,
+        detail="Give a tied output head its own tensor; a residual rotation needs it.",
+    )
+    anchor: str = option(
+        "base",
+        "mean: align all models to their running mean",
+        choices=("base", "mean"),
+        scope=RECIPE,
+        detail="`mean`: align all models to their running mean, in the coordinates of `base_model`.",
+    )
+    save_alignment: bool | str | None = option(
+        None,
+        "keep the transforms used, in this file or beside the model",
+        NEW_FILE,
+        words=(False, True),
+        scope=RECIPE,
+        detail="Store the transforms for `alignment:`. `true`: as `alignment.safetensors` beside the model. Further "
+        "donors: `NAME-2`, `NAME-3`.",
+    )
+    preset: str | None = option(
+        None,
+        "options for near or far models; auto: as the weights say",
+        str,
+        choices=("near", "far", "auto"),
+        scope=RECIPE,
+        detail="Options for near or far models. `auto`: decided by the weights.",
+    )
+    prove: bool = option(
+        False,
+        "true: compare outputs of donors moved by alignment files with the donors'",
+        scope=RECIPE,
+        detail="`true`: check that donors moved by alignment files keep their outputs.",
+    )
+    report: bool = option(
+        False,
+        "true: also write the report as an HTML page",
+        scope=RECIPE,
+        detail="Also write the report as an HTML page, `report.html`.",
+    )
+
+
+@dataclass(frozen=True)
 class Key:
-    """One parameter.
+    """A recipe's parameter.
 
     Attributes:
-        scope: where it may stand.
-        values: what it may be: words, numbers, true and false as they stand, and kinds of values.
-        words: what it does.
+        option: what there is to say of it.
         default: what holds where it is not given.
-        delegates: our own delegates that read it (empty: it holds whatever the delegate).
     """
 
     name: str
-    scope: str
-    values: tuple[Any, ...]
-    words: str
+    option: Option
     default: Any = None
-    delegates: tuple[str, ...] = ()
 
     def check(self, value: Any) -> Any:
         """The value, if it is one that the parameter may have; YAML reads off and no as false, which here is none.
@@ -106,109 +177,23 @@ class Key:
         Raises:
             RecipeError: it is none of them.
         """
-        if value is False and self.default is None and False not in self.values:
+        if value is False and self.default is None and False not in self.option.words:
             return None
-        literals = [v for v in self.values if not isinstance(v, Kind)]
-        if any(value == known and type(value) is type(known) for known in literals):
-            return value
-        if any(kind.holds(value) for kind in self.values if isinstance(kind, Kind)):
-            return None if value == "none" and self.default is None else value
-        close = nearest(str(value), [str(word).lower() for word in literals]) if isinstance(value, str) else ""
-        remedy = close if "did you mean" in close else f"it must be {self.allowed}"
-        raise RecipeError(f"parameter '{self.name}' is {value!r}", remedy=remedy)
-
-    @property
-    def allowed(self) -> str:
-        """What it may be, in words."""
-        words = [v.words if isinstance(v, Kind) else str(v).lower() for v in self.values]
-        return words[0] if len(words) == 1 else f"one of: {', '.join(words)}"
+        self.option.check(self.name, value, "parameter")
+        return None if value == "none" and self.default is None else value
 
 
-_KINDS: dict[type, tuple[Any, ...]] = {int: (COUNT,), float: (NUMBER,), bool: (False, True)}
+CONFIGS: tuple[type[Config], ...] = (AlignConfig, TransferConfig, RefitConfig, RecipeConfig)
+"""Configs with fields that recipes have. A field with a `scope` is a parameter: `Recipe.value` and `Recipe.of_model`
+read it."""
 
-
-def _of_transfer(field: str, scope: str = DONOR_ONLY, *values: Any) -> Key:
-    """A parameter of carried donors, as `TransferConfig` describes it.
-
-    Args:
-        values: what it may be, where its kind does not say it.
-    """
-    option, default = TransferConfig.options()[field], getattr(TransferConfig, field)
-    values = values or option.choices or (*option.words, *_KINDS[option.kind])
-    return Key(option.key or field, scope, values, option.help, default)
-
-
-def _of_refit(field: str, scope: str = RECIPE, *values: Any) -> Key:
-    """A parameter of delegate refit, as `RefitConfig` describes it."""
-    described, default = RefitConfig.options()[field], getattr(RefitConfig, field)
-    return Key(field, scope, values or described.choices or _KINDS[described.kind], described.help, default, ("refit",))
-
-
-def _aligning(name: str, scope: str, *kinds: Kind) -> Key:
-    """An option of matching, as its field in `AlignConfig` says."""
-    described = AlignConfig.described(name)
-    return Key(name, scope, (*described.choices, *kinds), described.help, getattr(AlignConfig, name))
-
-
-KEYS = (
-    _aligning("attention", BLOCK),
-    _aligning("heads", BLOCK),
-    _aligning("ffn", BLOCK),
-    _aligning("rescale", BLOCK),
-    _aligning("residual", WHOLE, STREAMS),
-    _aligning("shift_head", BLOCK),
-    _aligning("layers", WHOLE, RANGES),
-    _of_transfer("match_on", EACH),
-    Key("finetuned_from", DONOR_ONLY, (MODEL,), "the donor is a fine-tune of this model: its task vector is carried"),
-    *map(_of_transfer, ("method", "scale", "widths")),
-    _of_transfer("layers_map", DONOR_ONLY, AUTO, PAIRS),
-    _of_transfer("steps"),
-    _of_transfer("judge", DONOR_ONLY, FILE),
-    _of_transfer("controls"),
-    Key(
-        "alignment",
-        DONOR_ONLY,
-        (FILE,),
-        "file of transforms to apply instead of matching",
-    ),
-    Key(
-        "statistics",
-        EACH,
-        (FILE,),
-        "what 'rotation-merge measure' wrote of the model; by itself or beside the model. Not given: beside the model",
-        delegates=("regmean", "fisher", "kfac"),
-    ),
-    Key(
-        "data",
-        EACH,
-        ("self", "synthetic", FILE),
-        "samples; for ot_fusion one pool for all models (not given: weights alone), for refit each model's own, for "
-        "donors that are carried ('carry', 'scale: auto') or matched on activations ('match_on') theirs",
-        delegates=("ot_fusion", "refit"),
-    ),
-    _of_refit("samples", EACH),
-    *map(_of_refit, ("targets", "start")),
-    _of_refit("spill", RECIPE, FOLDER),
-    Key("delegate", RECIPE, (METHOD_NAME,), "the merge method that does the averaging", "linear"),
-    Key("unsupported", RECIPE, ("error", "merge"), "merge: merge without alignment what cannot be aligned", "error"),
-    Key("exclude", RECIPE, (NAMES,), "comma-separated parts of tensor names: such tensors are copied from base_model"),
-    Key("heads_of", RECIPE, ("base", "each"), "each: the merged body is also written under every donor's head", "base"),
-    Key("untie", RECIPE, (False, True), "true: give the output its own head where residual rotation needs it", False),
-    Key("anchor", RECIPE, ("base", "mean"), "mean: align all models to their running mean", "base"),
-    Key(
-        "save_alignment", RECIPE, (False, True, NEW_FILE), "keep the transforms used, in this file or beside the model"
-    ),
-    Key("preset", RECIPE, ("near", "far", "auto"), "options for near or far models; auto: as the weights say"),
-    Key(
-        "prove",
-        RECIPE,
-        (False, True),
-        "true: compare outputs of donors moved by alignment files with the donors'",
-        False,
-    ),
-    Key("report", RECIPE, (False, True), "true: also write the report as an HTML page", False),
+KEYS = tuple(
+    Key(described.key or name, described, getattr(config, name))
+    for config in CONFIGS
+    for name, described in config.options().items()
+    if described.scope
 )
-"""Every parameter. To add one, add a line; `Recipe.value` and `Recipe.of_model` read it."""
+"""Every parameter."""
 
 PRESETS = {
     "near": {"heads": "none", "residual": "none"},
@@ -228,7 +213,7 @@ BY_NAME = {key.name: key for key in KEYS}
 
 def names(*scopes: str) -> tuple[str, ...]:
     """Names of the parameters of some scopes, in the order of the table."""
-    return tuple(key.name for key in KEYS if key.scope in scopes)
+    return tuple(key.name for key in KEYS if key.option.scope in scopes)
 
 
 OPTIONS = names(BLOCK, WHOLE)
@@ -244,4 +229,4 @@ def normal(name: str, value: Any) -> Any:
         return {"none": False, "joint": True, "true": True, "false": False}.get(str(value).lower(), value)
     if name == "layers":
         return str(value)
-    return "none" if value is False and "none" in CHOICES.get(name, ()) else value
+    return "none" if value is False and "none" in BY_NAME[name].option.literals else value

@@ -17,6 +17,7 @@ from mergekit.merge_methods.base import MergeMethod, ParameterSpec
 from pydantic import ValidationError
 
 from rotation_merge.architecture.model import Architecture
+from rotation_merge.config import DTYPES
 from rotation_merge.errors import RecipeError, nearest, short
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.recipe import delegates
@@ -27,7 +28,6 @@ from rotation_merge.mergekit_plugin.recipe.names import (
     BLOCK,
     BY_NAME,
     DONOR_ONLY,
-    DTYPES,
     LEGACY,
     METHOD,
     OPTIONS,
@@ -191,7 +191,7 @@ def _parameters(document: Document, path: Path, ours: tuple[str, ...], delegate:
 def _where(name: str) -> str:
     """Where a parameter of ours stands that stands somewhere else."""
     places = {RECIPE: "under the recipe's 'parameters'", DONOR_ONLY: "under one donor's 'parameters'"}
-    return f"move it {places.get(BY_NAME[name].scope, 'under one model, or under the recipe')}"
+    return f"move it {places.get(BY_NAME[name].option.scope, 'under one model, or under the recipe')}"
 
 
 def _setting(
@@ -199,16 +199,16 @@ def _setting(
 ) -> None:
     """One parameter: the form of its setting, the delegates that read it, its values."""
     key = BY_NAME.get(name)
-    if key is not None and key.scope != BLOCK and varies(value):
+    if key is not None and key.option.scope != BLOCK and varies(value):
         if name != "delegate":  # of which it has been said that it is no method
             problem = f"parameter '{name}' holds for the whole model, lists and filters do not fit it"
             remedy = "write ranges such as '0-5,11' in one string" if name == "layers" else "give one value"
             document.fault(path, problem, remedy)
         return
-    idle = key is not None and key.delegates and delegate is not None and delegate.spec.name not in key.delegates
-    if key is not None and delegate is not None and idle and not _on_samples(document, path):
+    readers = () if key is None else key.option.delegates
+    if readers and delegate is not None and delegate.spec.name not in readers and not _on_samples(document, path):
         problem = f"parameter '{name}' does nothing with delegate {delegate.spec.name}"
-        document.fault(path, problem, f"leave it out; it is read by delegate {', '.join(key.delegates)}")
+        document.fault(path, problem, f"leave it out; it is read by delegate {', '.join(readers)}")
     for place, item in [(path, value), *(((*path, i), item) for i, item in items(value) if isinstance(value, list))]:
         _keys(document, place, item, tuple(ConditionalParameter.model_fields))
     for leaf, place in leaves(value, path):
@@ -239,7 +239,7 @@ def check_value(name: str, value: Any, spec: ParameterSpec | None = None, delega
         RecipeError: it is none that the parameter may have.
     """
     if name in OPTIONS:
-        AlignConfig.from_values({name: normal(name, value)})
+        BY_NAME[name].check(normal(name, value))
     elif name in BY_NAME and name != "delegate":
         BY_NAME[name].check(value)
     if spec is None or delegate is None:

@@ -1,0 +1,61 @@
+"""What a search is asked for, and what tells one search from another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.model.checkpoint import parse_reference
+from rotation_merge.model.gguf.place import weight_files
+from rotation_merge.run.functions import local_path, read_config
+from rotation_merge.run.written import SELF, SYNTHETIC
+from rotation_merge.search.config import MergeConfig
+
+
+@dataclass(frozen=True)
+class SearchConfig(MergeConfig):
+    """A search: what is merged to where, and how.
+
+    Attributes:
+        models: the first is the anchor.
+        data: one source for all, or one for each model.
+    """
+
+    models: tuple[str, ...]
+    out: str
+    data: tuple[str, ...]
+
+    def key(self) -> str:
+        """Stands for what is merged with what: the models, the samples, and their files as they are."""
+        options = {name: value for name, value in asdict(self).items() if name not in ("budget", "out", "subsets")}
+        models = [*self.models, *([self.base] if self.base else [])]
+        files = [path for model in models for path in _weights(model)] + list(filter(os.path.exists, self.data))
+        stamps = [os.stat(path).st_mtime_ns for path in files]
+        return hashlib.blake2b(json.dumps([options, stamps]).encode(), digest_size=4).hexdigest()
+
+
+def usual_data(model: str) -> str:
+    """What stands in for data: text of the models' own, or made images.
+
+    Raises:
+        RotationMergeError: the model can make up neither.
+    """
+    config = read_config(local_path(model))
+    name = str((config.get("architectures") or [""])[0])
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return SELF
+    if "image_size" in config or "vision_config" in config:
+        return SYNTHETIC
+    raise RotationMergeError(f"{name or 'the model'} cannot make up samples", where=model, remedy="give --data")
+
+
+def _weights(model: str) -> list[str]:
+    """The weight files of a model that lies here, and of its adapter."""
+    reference = parse_reference(model)
+    folders = [part.path for part in (reference.model, reference.lora) if part is not None and os.path.isdir(part.path)]
+    ends = (".safetensors", ".bin")
+    files = [os.path.join(folder, n) for folder in folders for n in sorted(os.listdir(folder)) if n.endswith(ends)]
+    return [*files, *weight_files(reference.model.path)]
