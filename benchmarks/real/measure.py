@@ -74,8 +74,8 @@ TASKS = {"two": ("de", "fr"), "three": ("de", "fr", "c")}
 class Bench:
     """A folder of models, the texts they are judged on, and the figures that are measured already."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root.resolve()
+    def __init__(self, root: Path, only: list[str]) -> None:
+        self.root, self.only = root.resolve(), only
         self.tokenizer = AutoTokenizer.from_pretrained(root / "base")
         (self.root / "texts").mkdir(exist_ok=True)
         (self.root / "measured").mkdir(exist_ok=True)
@@ -105,6 +105,10 @@ class Bench:
     def judged(self, name: str) -> dict[str, Any]:
         """The losses of one of the models."""
         return self.once(name, lambda: self.judge(read(self.root / name), NAMES))
+
+    def due(self, key: str, title: str) -> bool:
+        """Whether a row is asked for, or measured already."""
+        return self.known(key) or not self.only or title in self.only
 
     def once(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What `make` measured, now or in an earlier run."""
@@ -223,15 +227,15 @@ def ensemble(models: list[PreTrainedModel], pieces: list[Tensor]) -> float:
     return mean(losses)
 
 
-def merges(bench: Bench, chosen: list[str]) -> None:
+def merges(bench: Bench) -> None:
     for size, tasks in reversed(TASKS.items()):
         for seed in (0, 1):
-            merges_of(bench, seed, size, tasks, chosen)
+            merges_of(bench, seed, size, tasks)
     for size, tasks in TASKS.items():
         write_merges(bench, size, tasks)
 
 
-def merges_of(bench: Bench, seed: int, size: str, tasks: tuple[str, ...], chosen: list[str]) -> None:
+def merges_of(bench: Bench, seed: int, size: str, tasks: tuple[str, ...]) -> None:
     models = [bench.root / f"{task}-{seed}" for task in tasks]
     if not all(model.exists() for model in models):
         return
@@ -248,7 +252,7 @@ def merges_of(bench: Bench, seed: int, size: str, tasks: tuple[str, ...], chosen
         bench.judged("all-0")
     out = bench.root / "merged"
     for title, settings in MERGES.items():
-        if (chosen and title not in chosen) or (title == "slerp" and size != "two"):
+        if not bench.due(f"{key} {title}", title) or (title == "slerp" and size != "two"):
             continue
         searched = settings.get("searched") and f"{key} {title}, best lambda"
         missing = [name for name in (f"{key} {title}", searched) if name and not bench.known(name)]
@@ -344,7 +348,8 @@ def loras(bench: Bench) -> None:
     for adapter in adapters:
         row(f"{adapter.name} alone", bench.judged(adapter.name))
     for title, options in LORAS.items():
-        row(f"{title}, rank 12", bench.once(f"lora12 {title}", partial(merged_adapter, *options)))
+        if bench.due(f"lora12 {title}", title):
+            row(f"{title}, rank 12", bench.once(f"lora12 {title}", partial(merged_adapter, *options)))
     for delegate in ("wudi", "tsv"):
         row(f"{delegate}, full models", bench.once(f"lora full {delegate}", partial(merged_models, delegate)))
 
@@ -404,6 +409,8 @@ def coordinates(bench: Bench) -> None:
         "de-twin brought to the base, and fr": lambda: merge("fr-0", "de-twin", whole, **twin_base),
     }
     for title, make in rows.items():
+        if not bench.due(f"coordinates {title}", title):
+            continue
         figures = bench.once(f"coordinates {title}", make)
         losses = {name: f"{figures[name]:.3f}" for name in ("de", "fr")}
         table.add({"merge": title, **losses, "mean": f"{(figures['de'] + figures['fr']) / 2:.3f}", **cost(figures)})
@@ -420,7 +427,7 @@ def carry(bench: Bench) -> None:
     """Fine-tunes of the base, and LoRAs, carried to the second base: recovered lift, net of controls."""
     table = Table("real-carry", KEPT)
     for name in [f"{task}-{kind}" for task in TASKS["three"] for kind in ("0", "lora8")]:
-        if (bench.root / name).exists():
+        if (bench.root / name).exists() and bench.due(f"carry {name} plain", name):
             for row in carried(bench, name):
                 table.add(row)
 
@@ -446,7 +453,8 @@ def carried(bench: Bench, name: str) -> Iterator[dict[str, str]]:
     yield row("not at all: the new base", new)
     yield row("plain addition", bench.once(f"carry {name} plain", partial(added, bench, name, task)))
     for way, options in WAYS.items():
-        yield row(way, bench.once(f"carry {name} {way}", partial(by_command, bench, name, options)))
+        if bench.due(f"carry {name} {way}", way):
+            yield row(way, bench.once(f"carry {name} {way}", partial(by_command, bench, name, options)))
 
 
 def by_command(bench: Bench, name: str, options: Iterable[object]) -> dict[str, Any]:
@@ -491,6 +499,8 @@ def command(bench: Bench) -> None:
     """The best merge, as a user asks for it; judged on text that nobody used."""
     table = Table("real-command", KEPT)
     for title, (models, with_data) in COMMANDS.items():
+        if not bench.due(f"command {title}", title):
+            continue
         tasks = [model.partition("-")[0] for model in models]
         figures = bench.once(f"command {title}", partial(best_merge, bench, models, tasks, with_data))
         table.add(
@@ -517,17 +527,18 @@ def best_merge(bench: Bench, models: Iterable[str], tasks: list[str], with_data:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="folder of models.py")
-    parser.add_argument("what", choices=["merges", *PARTS])
-    parser.add_argument("--only", nargs="*", default=[], help="titles of rows")
+    parser.add_argument("what", choices=PARTS)
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[],
+        help="titles of the rows to measure; the others show what an earlier run measured",
+    )
     options = parser.parse_args()
-    bench = Bench(options.root)
-    if options.what == "merges":
-        merges(bench, options.only)
-    else:
-        PARTS[options.what](bench)
+    PARTS[options.what](Bench(options.root, options.only))
 
 
-PARTS = {"loras": loras, "coordinates": coordinates, "carry": carry, "command": command}
+PARTS = {"merges": merges, "loras": loras, "coordinates": coordinates, "carry": carry, "command": command}
 
 if __name__ == "__main__":
     main()
