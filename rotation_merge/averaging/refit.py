@@ -24,8 +24,9 @@ from rotation_merge.architecture.model import Architecture, Block, Norm
 from rotation_merge.linalg.ridge import ChannelSums, RidgeSums
 from rotation_merge.model.fingerprint import compared_config
 from rotation_merge.run.maps import linear_map, same_map
+from rotation_merge.run.recorder import BlockActivations, Taps
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.stages import BlockActivations, Stage, Taps, rows, stages
+from rotation_merge.run.stages import Stage, rows, stages
 from rotation_merge.run.store import BatchStore, Store
 from rotation_merge.workers.memory import give_back
 from rotation_merge.workers.progress import Progress

@@ -32,8 +32,9 @@ from rotation_merge.model.widen import cut_axis, padded_axis
 from rotation_merge.run.data import first_apart
 from rotation_merge.run.functions import Batch, architecture_of
 from rotation_merge.run.maps import linear_map
+from rotation_merge.run.recorder import LAYER, Taps
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.stages import LAYER, Taps, rows
+from rotation_merge.run.stages import rows
 from rotation_merge.run.store import BatchStore, Store
 from rotation_merge.workers.progress import Progress
 

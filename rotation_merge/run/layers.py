@@ -19,10 +19,11 @@ from rotation_merge.run.empty import empty_model
 from rotation_merge.run.maps import linear_maps
 from rotation_merge.run.measure import MeasureConfig, MeasuredStatistics, Probe, check_watched
 from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, stored_in
+from rotation_merge.run.recorder import Tapped, Watcher
 from rotation_merge.run.runner import Runner, streamed_model
 from rotation_merge.run.statistics_file import DeferredTensor
+from rotation_merge.run.store import hooked
 from rotation_merge.run.sums import Collector, StatisticsSelection, finished
-from rotation_merge.run.tap import Tapped, Watcher
 from rotation_merge.run.written import SELF
 from rotation_merge.workers.memory import give_back
 
@@ -116,8 +117,7 @@ class ByLayer:
         outputs: list[Any] = []
         place = self.runner.module_of(block) or self.runner.model
         hook = place.register_forward_hook(lambda _, __, output: outputs.append(output))
-        with torch.no_grad(), tapped.watched(watcher):
+        with torch.no_grad(), hooked([hook]), tapped.watched(watcher):
             self.runner.run(0)
-        hook.remove()
         leaves = _pytree.tree_leaves(outputs[-1]) if outputs else []
         return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]

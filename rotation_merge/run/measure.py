@@ -24,9 +24,9 @@ from rotation_merge.run.arrays import one_by_one
 from rotation_merge.run.functions import check_answers
 from rotation_merge.run.kinds import SAMPLES, STATISTICS
 from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, packed, room, run_passes
+from rotation_merge.run.recorder import Tapped
 from rotation_merge.run.statistics_file import DeferredTensor
 from rotation_merge.run.sums import Collector, StatisticsSelection, Sums, finished, has_gradient
-from rotation_merge.run.tap import Tapped
 
 Batch = Mapping[str, Tensor]
 

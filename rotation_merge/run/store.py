@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils import _pytree
+from torch.utils.hooks import RemovableHandle
 
 from rotation_merge.errors import RotationMergeError, SpaceError, short
 from rotation_merge.files.scratch import Scratch
@@ -302,11 +303,8 @@ class SettledOutputs:
             self.modules[name].register_forward_pre_hook(partial(entered, name), with_kwargs=True)
             for name in self.within
         ]
-        try:
+        with hooked(hooks):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         self._once = {name for name, count in calls.items() if count == 1}
 
     @contextmanager
@@ -319,10 +317,9 @@ class SettledOutputs:
         fresh: dict[str, tuple[Any, int]] = {}
         hooks = self._hooks({*forms}, fresh) if self.keys and self.pending else []
         try:
-            yield
+            with hooked(hooks):
+                yield
         finally:
-            for hook in hooks:
-                hook.remove()
             for name in forms:
                 self.modules[name].__dict__.pop("forward", None)
         self._keep(batch, fresh)
@@ -383,6 +380,16 @@ class SettledOutputs:
 
 _MOVING = object()
 """Stands for a tensor in an output."""
+
+
+@contextmanager
+def hooked(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Hooks of modules that are removed when the block ends."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _outputs(module: Any) -> int:

@@ -23,8 +23,9 @@ from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.source import transform_state
 from rotation_merge.run.data import together
+from rotation_merge.run.recorder import Taps
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.stages import Taps, stages
+from rotation_merge.run.stages import stages
 from rotation_merge.run.store import Store
 
 FIRST = list({case.family: case for case in reversed(ALL)}.values())

@@ -15,6 +15,7 @@ from rotation_merge.model.checkpoint import weights_of
 from rotation_merge.run.answers import LARGEST
 from rotation_merge.run.functions import architecture_of, load
 from rotation_merge.run.inputs import random_batch
+from rotation_merge.run.store import hooked
 
 FADED, SWOLLEN = 0.6, 2.0
 """A layer's output over the parents' mean, from which on it counts as faded, and as swollen."""
@@ -63,12 +64,8 @@ def _spreads(model: Any) -> dict[str, tuple[float, float]]:
         for name in layers
         if name in modules
     ]
-    try:
-        with torch.no_grad():
-            model(**random_batch(model, torch.Generator().manual_seed(0)))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with hooked(hooks), torch.no_grad():
+        model(**random_batch(model, torch.Generator().manual_seed(0)))
     return spread_of
 
 

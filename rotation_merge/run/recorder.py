@@ -1,9 +1,13 @@
-"""Watches inputs and outputs of a model's linear maps while it runs, for any class of model.
+"""Records activations while a model runs, for any class of model: of all of its linear maps, or of one block.
 
-Every product of activations with a weight of the module that is running is seen, whatever function makes it (a linear
-layer, GPT-2's Conv1D, the experts of one fused tensor, a router). Where a norm feeds maps, it is run without gain and
-shift, which are applied on the way into each of its readers: so what is seen there is what was normalised, and the
-model computes what it always did. Layer scales likewise: they are applied on the way out of the map before them.
+`Tapped` tells a watcher about every product of activations with a weight of the module that is running, whatever
+function makes it (a linear layer, GPT-2's Conv1D, the experts of one fused tensor, a router). Where a norm feeds maps,
+it is run without gain and shift, which are applied on the way into each of its readers: so what is seen there is what
+was normalised, and the model computes what it always did. Layer scales likewise: they are applied on the way out of the
+map before them.
+
+`Taps` gives the activations of one block of a `Runner`: what its maps read and gave, also those whose outputs are
+replayed, and the stream where norms read it and where the layer ends. The block may be ended early, or disturbed.
 """
 
 from __future__ import annotations
@@ -16,9 +20,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+from transformers.pytorch_utils import Conv1D
 
-from rotation_merge.architecture.model import Architecture, Norm, Scale
-from rotation_merge.run.maps import LinearMap, along_inputs, linear_maps
+from rotation_merge.architecture.model import Architecture, Block, Norm, Scale
+from rotation_merge.run.maps import LinearMap, along_inputs, linear_map, linear_maps
+from rotation_merge.run.runner import Halt, Runner
+from rotation_merge.run.store import SettledOutputs, hooked
 
 _PRODUCTS = {
     torch.nn.functional.linear: 0,
@@ -129,21 +137,15 @@ class Tapped:
         """Tell the watcher about every map that runs."""
         stack: list[nn.Module] = []
         owned = self._owned()
-        hooks: list[Any] = []
 
         def left(module: nn.Module, *_: Any) -> None:
             if stack and stack[-1] is module:  # a hook before ours may have ended the forward where it would enter
                 stack.pop()
 
-        for module in owned:
-            hooks.append(module.register_forward_pre_hook(lambda m, _: stack.append(m)))
-            hooks.append(module.register_forward_hook(left, always_call=True))
-        try:
-            with _Mode(self, watcher, stack, owned):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        hooks = [module.register_forward_pre_hook(lambda m, _: stack.append(m)) for module in owned]
+        hooks += [module.register_forward_hook(left, always_call=True) for module in owned]
+        with hooked(hooks), _Mode(self, watcher, stack, owned):
+            yield
 
     def _owned(self) -> dict[nn.Module, list[_Owned]]:
         """The modules that hold weights of maps."""
@@ -231,3 +233,169 @@ class _Mode(TorchFunctionMode):
 
 def _within(weight: Tensor, parameter: Tensor) -> bool:
     return weight.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+
+
+LAYER = "layer"
+"""What the place is called where a layer gives the stream to the next one."""
+
+
+@dataclass
+class BlockActivations:
+    """Activations of one run of a block, by key of the map or name of the place in the stream.
+
+    Attributes:
+        inputs, outputs: of the maps.
+        stream: what entered a norm, and what the layer gave.
+        order: keys and places in the order in which they were seen.
+    """
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    stream: dict[str, Tensor] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+
+    def part(self, whole: frozenset[str], outputs_only: frozenset[str], mask: Tensor | None) -> BlockActivations:
+        """What some maps read and gave, or only gave, and the stream at places among them, without padding."""
+        real: dict[int, Tensor] = {}
+        at = None if mask is None else mask.flatten().nonzero()[:, 0]
+
+        def cut(tensors: dict[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
+            part = {name: x for name, x in tensors.items() if name in names}
+            if mask is None or at is None:
+                return part
+            for x in part.values():
+                if id(x) not in real:
+                    real[id(x)] = _real(x, mask, at)
+            return {name: real[id(x)] for name, x in part.items()}
+
+        every = whole | outputs_only
+        return BlockActivations(cut(self.inputs, whole), cut(self.outputs, every), cut(self.stream, every), self.order)
+
+
+class Taps:
+    """Hooks on one block of a model.
+
+    Attributes:
+        maps: the linear maps that are modules of their own, by key.
+        modules: those modules.
+        names: of all tensors of the block, by key.
+        places: where the stream can be looked at: keys of norms, and LAYER.
+        settled: what is not run again.
+    """
+
+    def __init__(self, runner: Runner, block: Block) -> None:
+        self.runner = runner
+        self.maps: dict[str, LinearMap] = {}
+        self.modules: dict[str, nn.Module] = {}
+        for info in block.tensors:
+            linear = linear_map(block, info)
+            module = None if linear is None or linear.stacked else _submodule(runner, info.name)
+            if linear is not None and isinstance(module, nn.Linear | Conv1D) and info.name.endswith(".weight"):
+                self.maps[info.key], self.modules[info.key] = linear, module
+        self.names = {info.key: info.name for info in block.tensors}
+        norms = {norm.gain: _submodule(runner, self.names.get(norm.gain, "")) for norm in block.norms}
+        self.places: dict[str, nn.Module] = {key: module for key, module in norms.items() if module is not None}
+        self.layer = runner.module_of(block)
+        self.settled = SettledOutputs(runner.store, runner.prefix, self.modules, self.layer)
+
+    @contextmanager
+    def watching(
+        self, until: frozenset[str] = frozenset(), disturb: dict[str, Tensor] | None = None
+    ) -> Iterator[BlockActivations]:
+        """Record activations within the block.
+
+        Args:
+            until: end the forward when all of these (keys or places) have been seen.
+            disturb: what to add to the outputs of maps.
+        """
+        activations = BlockActivations()
+
+        def note(name: str) -> None:
+            activations.order.append(name)
+            if until and until.issubset(activations.order):
+                raise Halt
+
+        def gave(key: str, arguments: Any, output: Tensor) -> Tensor:
+            if disturb and key in disturb:
+                output = output + disturb[key]
+            activations.inputs[key], activations.outputs[key] = arguments[0], output
+            note(key)
+            return output
+
+        def entered(place: str, arguments: Any) -> None:
+            activations.stream[place] = arguments[0]
+            note(place)
+
+        def left(output: Any) -> None:
+            activations.stream[LAYER] = next(x for x in _pytree.tree_leaves(output) if isinstance(x, Tensor))
+            note(LAYER)
+
+        hooks = [
+            module.register_forward_hook(lambda _, arguments, output, key=key: gave(key, arguments, output))
+            for key, module in self.modules.items()
+        ]
+        hooks += [
+            module.register_forward_pre_hook(lambda _, arguments, place=place: entered(place, arguments))
+            for place, module in self.places.items()
+        ]
+        if self.layer is not None:
+            hooks.append(self.layer.register_forward_hook(lambda _, __, output: left(output)))
+        with hooked(hooks):
+            yield activations
+
+    def first(self, disturb: dict[str, Tensor] | None = None) -> BlockActivations:
+        """Activations of the smallest batch, with padding."""
+        with self.watching(disturb=disturb) as activations, self.settled.counting():
+            self.runner.run(self.runner.least)
+        return activations
+
+    def see(
+        self, batch: int, until: frozenset[str] = frozenset(), also: frozenset[str] = frozenset()
+    ) -> BlockActivations:
+        """Activations of one batch, without padding, (positions, width).
+
+        Args:
+            until: end the forward when all of these have been seen, and show them, with what such maps read.
+            also: keys and places that are shown, whatever else runs.
+        """
+        with self.settled.replaying(batch, self.runner.device), self.watching(until) as activations:
+            self.runner.run(batch)
+        return activations.part(until, also, self.runner.batches[batch].get("attention_mask"))
+
+    def pass_on(self, batch: int, also: frozenset[str] = frozenset()) -> BlockActivations:
+        """Activations of one batch at some keys and places; the layer's outputs are recorded for the next ones.
+
+        Outside of the layers the forward ends where all of these have been seen.
+        """
+        if self.layer is None:
+            return self.see(batch, also)
+        with self.runner.recording():
+            return self.see(batch, also=also)
+
+    def module(self, key: str) -> nn.Module:
+        """The map, or the norm, of this key."""
+        return self.modules[key] if key in self.modules else self.places[key]
+
+    def forget(self) -> None:
+        """Forget the cached outputs of solved modules."""
+        self.settled.forget()
+
+
+def _submodule(runner: Runner, tensor: str) -> nn.Module | None:
+    """The module that owns a tensor, where the model has it."""
+    try:
+        return runner.module(tensor.rpartition(".")[0]) if "." in tensor else None
+    except AttributeError:
+        return None
+
+
+def _real(x: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+    """The positions that are no padding, (positions, width); what has no positions as it is.
+
+    Args:
+        mask: (texts, positions), 1 where they are real.
+        at: where they are among all of them.
+    """
+    if x.ndim > 2 and x.shape[:2] == mask.shape:
+        return x.flatten(0, 1).index_select(0, at)
+    return x.index_select(0, at) if len(x) == mask.numel() else x
