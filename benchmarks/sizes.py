@@ -45,7 +45,7 @@ from shapes import OPTIONS, SHAPES, Shape, add_options, chosen, write
 
 from rotation_merge.architecture import resolve
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.walk import PARTS, SAMPLE
+from rotation_merge.matching.passes import PARTS, SAMPLE
 from rotation_merge.report.estimate import PASSES, Estimate, estimate
 
 SIGNS: dict[str, object] = {**OPTIONS, "residual": "signed_permutation"}

@@ -10,9 +10,8 @@ from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.both import ModelPair, Transforms
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.passes import match_streams
+from rotation_merge.matching.passes import Walk, match_streams
 from rotation_merge.matching.stream import residual_groups
-from rotation_merge.matching.walk import Walk
 from rotation_merge.model.source import Progress, TensorSource
 from rotation_merge.workers.pieces import HERE, Over
 

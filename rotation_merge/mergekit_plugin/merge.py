@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -39,7 +41,6 @@ from rotation_merge.mergekit_plugin.recipe.delegates import OWN
 from rotation_merge.mergekit_plugin.recipe.donor import entries
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.mergekit_plugin.recipe.settings import tokenizer_source
-from rotation_merge.mergekit_plugin.replaced import replaced
 from rotation_merge.model.card import add_section
 from rotation_merge.model.gguf.place import downloaded, in_cache, is_folder, is_gguf
 from rotation_merge.model.markdown import plain
@@ -48,8 +49,7 @@ from rotation_merge.model.output import staged
 from rotation_merge.model.sentence import module_of, write_modules
 from rotation_merge.model.stamps import mark_of, unchanged
 from rotation_merge.model.writing import Storage
-from rotation_merge.record import REPORT_FILE
-from rotation_merge.report.closing import closing
+from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.workers.progress import listener
 from rotation_merge.workers.threads import keep_freed_memory
 
@@ -328,3 +328,63 @@ def _quiet_about_tokenizers(config: MergeConfiguration, options: MergeOptions) -
     if not os.path.isdir(path) or any(name.startswith(TOKENIZER_FILES) for name in os.listdir(path)):
         return options
     return options.model_copy(update={"copy_tokenizer": False})
+
+
+Replacement = Callable[..., Any]
+"""Takes the real function, then its arguments."""
+
+_ours: ContextVar[bool] = ContextVar("rotation_merge_ours", default=False)
+_lock = threading.Lock()
+_running = 0
+_real: list[tuple[ModuleType | type, str, Any]] = []
+
+
+@contextmanager
+def replaced(*functions: tuple[ModuleType | type, str, Replacement]) -> Iterator[None]:
+    """Within the block and its thread, other functions in the place of some of mergekit's.
+
+    What other threads merge meanwhile meets the real ones; after the last such block they stand where they stood.
+    """
+    global _running
+    with _lock:
+        if _running == 0:
+            _real.extend((module, name, getattr(module, name)) for module, name, _ in functions)
+            for (module, name, real), (_, _, replacement) in zip(_real, functions, strict=True):
+                setattr(module, name, _switch(real, replacement))
+        _running += 1
+    token = _ours.set(True)
+    try:
+        yield
+    finally:
+        _ours.reset(token)
+        with _lock:
+            _running -= 1
+            while _running == 0 and _real:
+                module, name, real = _real.pop()
+                setattr(module, name, real)
+
+
+def _switch(real: Callable[..., Any], replacement: Replacement) -> Callable[..., Any]:
+    @functools.wraps(real)
+    def switch(*args: Any, **kwargs: Any) -> Any:
+        return replacement(real, *args, **kwargs) if _ours.get() else real(*args, **kwargs)
+
+    return switch
+
+
+DONORS, NOTES = 5, 3
+"""At most so many of either are shown; the report has them all."""
+
+
+def closing(report: MergeReport, out: str) -> list[str]:
+    """What was aligned and how far, what else there is to know, and where the report lies."""
+    donors = report.donors()
+    lines = [f"rotation_merge: aligned to {report.anchor}, averaged by {report.delegate}, {report.seconds:.0f} s"]
+    lines += [f"  {donor}: {report.verdict(donor)}" for donor in donors[:DONORS]]
+    if not donors:
+        lines.append(f"  {report.unmoved()}")
+    if len(donors) > DONORS:
+        lines.append(f"  and {len(donors) - DONORS} more donors")
+    lines += [f"  {note}" for note in report.notes[:NOTES]]
+    lines.append(f"  report: {out}/rotation_merge.json; 'rotation-merge inspect {out} --report' shows it")
+    return lines

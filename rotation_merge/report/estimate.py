@@ -16,8 +16,8 @@ from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.both import BYTES_FOLDED
 from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.passes import PARTS, SAMPLE
 from rotation_merge.matching.stream import residual_groups
-from rotation_merge.matching.walk import PARTS, SAMPLE
 from rotation_merge.model.slices import LONG
 from rotation_merge.model.source import KEPT
 from rotation_merge.run.maps import linear_map

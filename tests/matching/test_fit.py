@@ -17,13 +17,12 @@ from transformers import AutoModelForImageClassification, LlamaConfig, LlamaForC
 from rotation_merge.errors import AlignmentError, CheckpointError, RecipeError
 from rotation_merge.matching.engine import Path as ModelPath
 from rotation_merge.matching.engine import checkpointed, renamed
-from rotation_merge.matching.fit import fit
+from rotation_merge.matching.fit import LearnedTransforms, fit, identities
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match_on import seen_on
 from rotation_merge.matching.objective import mix
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.parameters import LearnedTransforms, identities
 from rotation_merge.model.source import transform_state
 from rotation_merge.run.demo import CHECKPOINTS, digits
 from rotation_merge.run.functions import architecture_of

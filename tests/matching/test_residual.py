@@ -18,8 +18,8 @@ from rotation_merge.matching.both import MatchingPass, ModelPair
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.measured import measured
 from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.passes import Walk
 from rotation_merge.matching.stream import StreamStatistics
-from rotation_merge.matching.walk import Walk
 from rotation_merge.model import slices
 from rotation_merge.model.source import transform_state
 from rotation_merge.symmetry import Monomial, Orthogonal, Permutation, Scaling, StreamTransform

@@ -14,11 +14,11 @@ from tiny_models import ALL, Planted, planted
 
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.alignment import Alignment, load_alignment
+from rotation_merge.matching.fit import LearnedTransforms
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.options import AlignConfig, VaryingOptions
-from rotation_merge.matching.parameters import LearnedTransforms
 from rotation_merge.matching.spanning import torn, whole_spans
 from rotation_merge.model.source import transform_state
 from rotation_merge.symmetry import HeadTransform

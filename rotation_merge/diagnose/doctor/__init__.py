@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 from rotation_merge.diagnose.doctor.activations import of_activations
 from rotation_merge.diagnose.doctor.case import Case, open_case
 from rotation_merge.diagnose.doctor.cause import CERTAIN, Cause
-from rotation_merge.diagnose.doctor.integrity import of_integrity
 from rotation_merge.diagnose.doctor.pairs import of_pairs
 from rotation_merge.diagnose.doctor.span import SPOILS, of_span
 from rotation_merge.diagnose.doctor.weights import of_weights
@@ -37,3 +39,14 @@ def diagnose(case: Case, progress: Progress | None = None) -> list[Cause]:
     if not explained:
         causes += of_activations(case, [cause.name for cause in causes])
     return sorted(dict.fromkeys(causes), key=lambda cause: -cause.likelihood)
+
+
+FATAL, NOTED = 0.97, 0.3
+"""Likelihoods of a defect for which a program refuses a folder or loads another model, and of others."""
+
+
+def of_integrity(case: Case) -> Iterator[Cause]:
+    """What headers and small files tell of the merged model's folder."""
+    for defect in case.defects:
+        path = os.path.join(case.name, defect.where)
+        yield Cause(defect.kind, FATAL if defect.fatal else NOTED, defect.what, path, defect.remedy)
