@@ -417,7 +417,7 @@ def coordinates(bench: Bench) -> None:
 
 
 WAYS: dict[str, tuple[object, ...]] = {
-    "weights": ("--carry", "weights", "--scale", 1),
+    "weights": ("--carry", "weights", "--scale", "auto"),
     "refit": ("--carry", "refit"),
     "distil, 50 steps": ("--carry", "distil"),
 }
