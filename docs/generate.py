@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 import rotation_merge  # noqa: F401  (registers the method)
-from rotation_merge.averaging.config import RefitConfig
+from rotation_merge.averaging.config import AdapterMergeConfig, RefitConfig
 from rotation_merge.averaging.polish import PolishConfig
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.cli.app import COMMANDS, app
@@ -103,7 +103,7 @@ def python_configs() -> str:
     """The configs of Python's calls."""
     configs = (
         *(AlignConfig, TransferConfig, MergeConfig),
-        *(MeasureConfig, EvaluateConfig, BarrierConfig, RefitConfig, PolishConfig),
+        *(MeasureConfig, EvaluateConfig, BarrierConfig, RefitConfig, PolishConfig, AdapterMergeConfig),
     )
     parts = []
     for config in configs:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from rotation_merge.api import align, average, barrier, evaluate, measure, merge, polish, refit, transfer
-    from rotation_merge.averaging.config import RefitConfig
+    from rotation_merge.averaging.config import AdapterMergeConfig, RefitConfig
     from rotation_merge.averaging.polish import PolishConfig
     from rotation_merge.carrying.config import TransferConfig
     from rotation_merge.carrying.delta import Delta
@@ -32,6 +32,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Alignment": "rotation_merge.matching.alignment",
     "FitConfig": "rotation_merge.matching.fit_records",
+    "AdapterMergeConfig": "rotation_merge.averaging.config",
     "AlignConfig": "rotation_merge.matching.options",
     "BarrierConfig": "rotation_merge.run.evaluate",
     "EvaluateConfig": "rotation_merge.run.evaluate",
@@ -60,6 +61,7 @@ _PUBLIC = {
 __all__ = [
     "Alignment",
     "FitConfig",
+    "AdapterMergeConfig",
     "AlignConfig",
     "BarrierConfig",
     "EvaluateConfig",

@@ -194,3 +194,18 @@ class Config:
             if name not in known:
                 raise RecipeError(f"there is no option '{name}'", remedy=nearest(name, known))
         return cls(**values)
+
+    @classmethod
+    def of(cls: type[C], config: C | None, options: Mapping[str, Any]) -> C:
+        """A config (None: the defaults) with options by name in place of its own.
+
+        Raises:
+            RecipeError: it is no such config, or an option does not exist or has no such value.
+        """
+        if config is not None and not isinstance(config, cls):
+            problem = f"the config is of type {type(config).__name__}"
+            raise RecipeError(problem, remedy=f"it must be of type {cls.__name__}; or give its fields as options")
+        if config is not None and not options:
+            return config
+        known = {} if config is None else {f.name: getattr(config, f.name) for f in fields(config)}
+        return cls.from_values({**known, **options})

@@ -1,10 +1,13 @@
-"""How a merge is refitted: one config, of which recipe keys, the delegate's parameters and documentation are made."""
+"""How merges are refitted and adapters merged: configs, of which recipe keys, options and documentation are made."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from rotation_merge.config import EACH, FOLDER, RECIPE, Config, option
+
+AUTO = "auto"
+"""A rank that is chosen by what it keeps."""
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,14 @@ class RefitConfig(Config):
         detail="Number of samples.",
     )
     seed: int = option(0, "seed of written samples")
+
+
+@dataclass(frozen=True)
+class AdapterMergeConfig(Config):
+    """The size of a merged adapter."""
+
+    rank: int | str | None = option(
+        None, "rank of the result; not given: the sum of the ranks, which loses nothing", int, low=1, words=(AUTO,)
+    )
+    energy: float = option(0.99, f"share of each map's squared norm that rank {AUTO} keeps", low=0, high=1, above=True)
+    seed: int = option(0, "seed of the entries that DARE drops")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
+from rotation_merge.averaging.config import AdapterMergeConfig
+from rotation_merge.cli.options import config_of, config_options
 from rotation_merge.cli.paths import ADAPTERS_AND_OUT, WORD, writes
 from rotation_merge.cli.show import json_option, print_json, say, shown, table
 from rotation_merge.errors import RecipeError
@@ -14,18 +18,9 @@ from rotation_merge.errors import RecipeError
 @click.option("--method", "-m", default="linear", show_default=True, type=WORD, help="Method that merges the changes.")
 @click.option("--weights", type=WORD, metavar="W,W,...", help="Weight of each adapter; all 1 if not given.")
 @click.option(
-    "--rank",
-    type=WORD,
-    metavar="N|auto",
-    help="Rank of the result; the sum of the ranks if not given, which loses nothing.",
-)
-@click.option(
-    "--energy", default=0.99, show_default=True, help="Share of each map's squared norm that --rank auto keeps."
-)
-@click.option(
     "--parameter", "-p", type=WORD, multiple=True, metavar="NAME=VALUE", help="Parameter of the method, as in a recipe."
 )
-@click.option("--seed", default=0, show_default=True, help="Seed of the entries that DARE drops.")
+@config_options(AdapterMergeConfig)
 @json_option
 @shown
 @writes
@@ -33,11 +28,9 @@ def command(
     adapters: tuple[str, ...],
     method: str,
     weights: str | None,
-    rank: str | None,
-    energy: float,
     parameter: tuple[str, ...],
-    seed: int,
     as_json: bool,
+    **values: Any,
 ) -> int:
     """Merge LoRA adapters of one base into one adapter, without the base.
 
@@ -56,11 +49,9 @@ def command(
         sources,
         method,
         None if weights is None else _numbers(weights),
-        _rank(rank),
-        energy,
-        dict(map(_pair, parameter)),
+        config_of(AdapterMergeConfig, values),
+        parameters=dict(map(_pair, parameter)),
         same_base=not force,
-        seed=seed,
     )
     merged.save(out)
     shares, ranks = merged.shares(), [merged_map.rank for merged_map in merged.maps.values()]
@@ -91,10 +82,6 @@ def _numbers(text: str) -> list[float]:
         return [float(word) for word in text.split(",")]
     except ValueError as error:
         raise RecipeError(f"--weights is '{text}'", remedy="give numbers with commas between") from error
-
-
-def _rank(text: str | None) -> int | str | None:
-    return int(text) if text is not None and text.lstrip("-").isdecimal() else text
 
 
 def _pair(text: str) -> tuple[str, str]:

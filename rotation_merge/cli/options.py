@@ -31,8 +31,8 @@ class Described(Word):
         described = self.described
         if described.kind is tuple and isinstance(value, str):
             value = tuple(dict.fromkeys(word.strip() for word in value.split(",") if word.strip()))
-        elif described.kind is float and isinstance(value, str):
-            value = _number(value)
+        elif described.kind in (int, float) and isinstance(value, str):
+            value = _number(value, described.kind)
         else:
             value = next((choice for choice in described.choices if str(choice).lower() == value), value)
         try:
@@ -45,10 +45,11 @@ class Described(Word):
         return [CompletionItem(word) for word in self.described.literals if word.startswith(incomplete)]
 
 
-def _number(text: str) -> float | str:
-    """The number that a text is, or the text."""
+def _number(text: str, kind: Any) -> float | str:
+    """The number of a kind that a text is, or the text."""
     try:
-        return float(text)
+        number: float = kind(text)
+        return number
     except ValueError:
         return text
 
@@ -84,9 +85,9 @@ def _option(
     low, high = (end if math.isfinite(end) else None for end in (described.low, described.high))
     if kind is not None:
         more["type"] = kind
-    elif described.kind is int and low is None and high is None:
+    elif described.kind is int and not described.words and low is None and high is None:
         more["type"] = int
-    elif described.kind is int:
+    elif described.kind is int and not described.words:
         more["type"] = click.IntRange(None if low is None else int(low), None if high is None else int(high))
     elif described.kind is float and not described.words:
         more["type"] = click.FloatRange(low, high, min_open=described.above)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rotation_merge.config import WHOLE, Kind, option
 from rotation_merge.errors import RecipeError
@@ -42,20 +42,6 @@ class AlignConfig(GroupOptions):
         scope=WHOLE,
         detail="Layers to match; ranges such as `0-5,11`.",
     )
-
-    @classmethod
-    def of(cls, config: AlignConfig | None, options: Mapping[str, Any]) -> AlignConfig:
-        """A config (None: the defaults) with options by name in place of its own.
-
-        Raises:
-            RecipeError: it is no such config, or an option does not exist or has no such value.
-        """
-        if config is not None and not isinstance(config, AlignConfig):
-            problem = f"the config is of type {type(config).__name__}"
-            raise RecipeError(problem, remedy="give an AlignConfig, or its fields as options")
-        if config is not None and not options:
-            return config
-        return cls.from_values({**({} if config is None else asdict(config)), **options})
 
     def layer_ranges(self) -> tuple[range, ...] | None:
         """Layers to match, as ranges of numbers; None for all."""

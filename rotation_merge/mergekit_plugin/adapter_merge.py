@@ -21,12 +21,12 @@ from mergekit.merge_methods.base import TensorGroup
 from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
 from torch import Tensor
 
+from rotation_merge.averaging.config import AdapterMergeConfig
 from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, evened, mean_of
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.model.adapter_files import PEFT, AdapterFactors, LowRankFactors, read_adapter, write_adapter
 
 LINEAR = "linear"
-AUTO = "auto"
 SPARE = 16
 """Directions that a randomised decomposition looks at beyond the rank that is asked for."""
 
@@ -91,11 +91,11 @@ def merge_adapters(
     adapters: Sequence[str],
     method: str = LINEAR,
     weights: Sequence[float] | None = None,
-    rank: int | str | None = None,
-    energy: float = 0.99,
+    config: AdapterMergeConfig | None = None,
+    *,
     parameters: Mapping[str, Any] | None = None,
     same_base: bool = True,
-    seed: int = 0,
+    **options: Any,
 ) -> MergedAdapter:
     """Merge LoRA adapters of one base into one adapter.
 
@@ -103,28 +103,28 @@ def merge_adapters(
         adapters: folders or hub names in peft's format, or `.safetensors` files in kohya's or diffusers'; two at least.
         method: one of `METHODS`; `linear` is the weighted mean of the changes.
         weights: one for each adapter; 1 if not given.
-        rank: of the result; None: as large as the ranks together, which loses nothing but where entries are dropped;
-            `auto`: the least that keeps `energy` of each map's squared norm.
+        config: rank of the result and what it keeps; or name its fields as options.
         parameters: of the method, such as `lambda`, `density`, `ridge`.
         same_base: whether adapters that name different bases are refused.
-        seed: of the entries that DARE drops.
+        **options: fields of the config: rank, energy, seed.
 
     Raises:
         CheckpointError: an adapter cannot be read, or they do not belong together.
-        RecipeError: a parameter, a weight or the rank means nothing.
+        RecipeError: a parameter, an option or a weight means nothing.
     """
+    chosen = AdapterMergeConfig.of(config, options)
     if len(adapters) < 2:
         raise CheckpointError("a merge needs two adapters or more", remedy="name another")
     read = [read_adapter(path) for path in adapters]
     _check_alike(read, same_base)
     rule = _rule(method, dict(parameters or {}))
     shares = _weights(weights, len(read))
-    _check_rank(rank, energy, read)
-    torch.manual_seed(seed)
+    _check_rank(chosen.rank, read)
+    torch.manual_seed(chosen.seed)
     maps: dict[str, LowRankFactors] = {}
     maps_by_module: dict[str, MergedMap] = {}
     for module in sorted({module for adapter in read for module in adapter.maps}):
-        maps[module], maps_by_module[module] = _merged([a.maps.get(module) for a in read], shares, rule, rank, energy)
+        maps[module], maps_by_module[module] = _merged([a.maps.get(module) for a in read], shares, rule, chosen)
     first = read[0]
     return MergedAdapter(replace(first, maps=maps), tuple(a.path for a in read), maps_by_module)
 
@@ -133,8 +133,7 @@ def _merged(
     parts: Sequence[LowRankFactors | None],
     weights: Sequence[float],
     rule: _Rule,
-    rank: int | str | None,
-    energy: float,
+    config: AdapterMergeConfig,
 ) -> tuple[LowRankFactors, MergedMap]:
     """One map of the new adapter; None stands for an adapter that leaves the map as it is."""
     present = [part for part in parts if part is not None]
@@ -156,7 +155,7 @@ def _merged(
         u, s, v = torch.linalg.svd(merged, full_matrices=False)
         u, v = outputs @ u, v @ inputs.mT
     total = float(merged.square().sum())
-    count = _count(s[:most], total, rank, energy)
+    count = _count(s[:most], total, config)
     root = s[:count].sqrt()
     a, b = root[:, None] * v[:count], u[:, :count] * root
     retained = float(s[:count].square().sum()) / total if total else 1.0
@@ -171,14 +170,14 @@ def _merged(
     return like.with_flat(a, b), MergedMap(count, tuple(shares), retained, ratio)
 
 
-def _count(values: Tensor, total: float, rank: int | str | None, energy: float) -> int:
+def _count(values: Tensor, total: float, config: AdapterMergeConfig) -> int:
     """How many singular values stay: at least one, as an adapter has no rank 0."""
-    if isinstance(rank, int):
-        return min(rank, len(values))
+    if isinstance(config.rank, int):
+        return min(config.rank, len(values))
     nonzero = int((values > 1e-9 * values[0]).sum()) if total else 1
-    if rank is None:
+    if config.rank is None:
         return max(1, nonzero)
-    reached = values.square().cumsum(0) >= energy * total * (1 - 1e-12)
+    reached = values.square().cumsum(0) >= config.energy * total * (1 - 1e-12)
     return max(1, min(nonzero, int((~reached).sum()) + 1))
 
 
@@ -312,11 +311,7 @@ def _check_alike(read: Sequence[AdapterFactors], same_base: bool) -> None:
         )
 
 
-def _check_rank(rank: int | str | None, energy: float, read: Sequence[AdapterFactors]) -> None:
+def _check_rank(rank: int | str | None, read: Sequence[AdapterFactors]) -> None:
     most = sum(max(factors.rank for factors in adapter.maps.values()) for adapter in read)
-    if isinstance(rank, str) and rank != AUTO:
-        raise RecipeError(f"the rank is '{rank}'", remedy=f"it must be a number or '{AUTO}'")
-    if isinstance(rank, int) and not 1 <= rank <= most:
-        raise RecipeError(f"the rank is {rank}", remedy=f"it must be from 1 to {most}, the ranks together")
-    if not 0 < energy <= 1:
-        raise RecipeError(f"the energy to keep is {energy:g}", remedy="it must be above 0 and at most 1")
+    if isinstance(rank, int) and rank > most:
+        raise RecipeError(f"option 'rank' is {rank}", remedy=f"it must be from 1 to {most}, the ranks together")

@@ -11,13 +11,14 @@ import pytest
 from click.testing import CliRunner
 
 import rotation_merge as rm
-from rotation_merge.cli import align, barrier, carry, compare, evaluate, fit, inspect, measure, merge, polish
+from rotation_merge.cli import align, barrier, carry, compare, evaluate, fit, inspect, lora, measure, merge, polish
 from rotation_merge.config import NEITHER, Config, Kind, Option
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, CONFIGS, RecipeConfig
 from rotation_merge.mergekit_plugin.recipe.settings import check_value
 
 COMMANDS: dict[type[Config], list[click.Command]] = {
     rm.AlignConfig: [each.command for each in (align, barrier, carry, compare, fit, inspect)],
+    rm.AdapterMergeConfig: [lora.command],
     rm.MeasureConfig: [measure.command],
     rm.EvaluateConfig: [evaluate.command],
     rm.BarrierConfig: [barrier.command],
