@@ -1,14 +1,14 @@
-"""The parts of the HTML report, each as HTML text."""
+"""The parts of the HTML report, each as HTML text, and its small SVG charts (classes s0 to s4, 360 units wide)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
 from rotation_merge.model.naming import shortened
 from rotation_merge.record import MergeReport, SpaceRow, Verdict
-from rotation_merge.report import svg
 from rotation_merge.run.curves import Barrier
 
 KINDS = {
@@ -119,12 +119,12 @@ def by_layer(rows: Sequence[SpaceRow]) -> str:
         series = _series(rows, kind)
         if series:
             xs = list(series)
-            lines.append(svg.Line(f"{word}, before", xs, [v[0] for v in series.values()], style, dashed=True))
-            lines.append(svg.Line(f"{word}, after", xs, [v[1] for v in series.values()], style))
+            lines.append(Line(f"{word}, before", xs, [v[0] for v in series.values()], style, dashed=True))
+            lines.append(Line(f"{word}, after", xs, [v[1] for v in series.values()], style))
     if not lines:
         return ""
     hint = "Norm of donor - anchor over the norm of the anchor, for the tensors that touch the space."
-    return card("Distance by layer", hint, svg.chart(lines, "layer", "relative distance"))
+    return card("Distance by layer", hint, chart(lines, "layer", "relative distance"))
 
 
 def identity(rows: Sequence[SpaceRow]) -> str:
@@ -138,7 +138,7 @@ def identity(rows: Sequence[SpaceRow]) -> str:
     if not lines:
         return ""
     hint = "Distance of each map from the identity; for permutations, the share of entries that move."
-    return card("Distance of the maps from the identity", hint, svg.heatmap(lines, [str(x) for x in layers], "layer"))
+    return card("Distance of the maps from the identity", hint, heatmap(lines, [str(x) for x in layers], "layer"))
 
 
 def cumulative(rows: Sequence[SpaceRow]) -> str:
@@ -156,9 +156,9 @@ def cumulative(rows: Sequence[SpaceRow]) -> str:
         for layer in layers:
             so_far += sum(row.distance_before**2 - row.distance_after**2 for row in chosen if row.layer == layer)
             gains.append(100 * so_far / total)
-        lines.append(svg.Line(word, layers, gains, style))
+        lines.append(Line(word, layers, gains, style))
     hint = "Squared distance removed by aligning the layers up to here, in percent of the total."
-    return card("Which layers matter", hint, svg.chart(lines, "layers aligned, from the first", "gain (%)"))
+    return card("Which layers matter", hint, chart(lines, "layers aligned, from the first", "gain (%)"))
 
 
 def stream(report: MergeReport, name: str) -> str:
@@ -172,8 +172,8 @@ def stream(report: MergeReport, name: str) -> str:
     picture = ""
     if isinstance(objective, list) and len(objective) > 1:
         relative = [float(value) / float(objective[0]) for value in objective]
-        line = svg.Line("weighted squared distance", range(1, len(relative) + 1), relative, "s3")
-        picture = svg.chart([line], "pass", "share of the first", zero=False)
+        line = Line("weighted squared distance", range(1, len(relative) + 1), relative, "s3")
+        picture = chart([line], "pass", "share of the first", zero=False)
     text = "".join(f"<p>{item}</p>" for item in items)
     hint = "Matched in passes over the whole model" + (f" ({', '.join(facts)})." if facts else ".")
     return card("Residual stream", hint, text + picture)
@@ -188,7 +188,7 @@ def orders(rows: Sequence[SpaceRow]) -> str:
     moved = [r for r in rows if r.head_order is not None and r.head_order != list(range(len(r.head_order)))]
     if not moved:
         return ""
-    pictures = "".join(svg.order_matrix(row.head_order or [], f"layer {row.layer}") for row in moved)
+    pictures = "".join(order_matrix(row.head_order or [], f"layer {row.layer}") for row in moved)
     hint = "Row: aligned head; column: the donor head it was. Layers whose heads all stayed are left out."
     return card("Head order", hint, f'<div class="orders">{pictures}</div>', wide=len(moved) > 12)
 
@@ -206,7 +206,7 @@ def spaces(rows: Sequence[SpaceRow]) -> str:
         lines.append(
             "<tr>"
             + "".join(f"<td>{escape(text)}</td>" for text in texts)
-            + f"<td class=n>{before:.4f}</td><td class=n>{after:.4f}</td><td>{svg.bar(before, after, top)}</td>"
+            + f"<td class=n>{before:.4f}</td><td class=n>{after:.4f}</td><td>{bar(before, after, top)}</td>"
             + f"<td>{escape(_parts(row))}</td><td class=n>{row.seconds:.3f}</td><td>{escape(notes)}</td></tr>"
         )
     heads = ("block", "space", "group", "before", "after", "", "map, from the identity", "seconds", "notes")
@@ -219,12 +219,12 @@ def barrier(paths: Barrier) -> str:
     """Loss along the path, where it was measured."""
     styles = [("s4", True), *((f"s{i % 4}", i >= 4) for i in range(len(paths.curves)))]
     drawn = list(zip(paths.curves, styles, strict=False))
-    losses = [svg.Line(f"{c.name} (barrier {c.barrier():.3g} nats)", c.t, c.loss, *style) for c, style in drawn]
-    rates = [svg.Line(c.name, c.t, [100 * a for a in c.accuracy], *style) for c, style in drawn]
+    losses = [Line(f"{c.name} (barrier {c.barrier():.3g} nats)", c.t, c.loss, *style) for c, style in drawn]
+    rates = [Line(c.name, c.t, [100 * a for a in c.accuracy], *style) for c, style in drawn]
     x = "from the first (0) to the second (1)"
     hint = f"{paths.task}, {paths.examples} examples of {paths.data}"
-    cards = card("Loss on the path (nats)", hint, svg.chart(losses, x, "loss", whole_x=False))
-    cards += card("Accuracy on the path (%)", hint, svg.chart(rates, x, "accuracy", whole_x=False))
+    cards = card("Loss on the path (nats)", hint, chart(losses, x, "loss", whole_x=False))
+    cards += card("Accuracy on the path (%)", hint, chart(rates, x, "accuracy", whole_x=False))
     title = f"Barrier: {escape(paths.anchor)} to {escape(paths.donor)}"
     verdicts = "".join(f"<p>{escape(words)}.</p>" for words in paths.words())
     return f'<h2>{title}</h2><div class="grid-cards">{cards}</div>{verdicts}'
@@ -249,3 +249,140 @@ def fingerprints(report: MergeReport) -> str:
     )
     hint = "Of config and weights: another checkpoint under the same name has another fingerprint."
     return f'<h3 class="after">Fingerprints</h3><p class="hint">{hint}</p><dl class="marks">{lines}</dl>'
+
+
+WIDTH, HEIGHT = 360, 210
+LEFT, RIGHT, TOP, BOTTOM = 44, 10, 10, 30
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart: `style` is its colour class, dashed lines show what was before."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    style: str
+    dashed: bool = False
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers from low to high, about `count` of them."""
+    span = high - low
+    if span <= 0:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(span / count))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * count >= span)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def chart(lines: Sequence[Line], x_label: str, y_label: str, whole_x: bool = True, zero: bool = True) -> str:
+    """A line chart with axes, hover text on every point, and a legend below.
+
+    Args:
+        whole_x: x values are whole numbers (layers).
+        zero: start the y axis at zero.
+    """
+    xs = [x for line in lines for x in line.xs]
+    ys = [y for line in lines for y in line.ys]
+    if not xs:
+        return ""
+    x0, x1 = min(xs), max(xs)
+    y0, y1 = min([0.0] if zero else ys, default=0.0), max(ys)
+    y0 = min(y0, min(ys))
+    x1, y1 = (x1 if x1 > x0 else x0 + 1), (y1 if y1 > y0 else y0 + 1)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return (
+            LEFT + (x - x0) / (x1 - x0) * (WIDTH - LEFT - RIGHT),
+            HEIGHT - BOTTOM - (y - y0) / (y1 - y0) * (HEIGHT - TOP - BOTTOM),
+        )
+
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_label)} by {escape(x_label)}">']
+    for value in ticks(y0, y1):
+        _, y = at(x0, value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
+    shown = [value for value in ticks(x0, x1, 6) if not whole_x or value == int(value)]
+    for value in shown:
+        x, _ = at(value, y0)
+        parts.append(
+            f'<text class="tick" x="{x:.1f}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">{number(value)}</text>'
+        )
+    parts.append(f'<text class="axis" x="{WIDTH - RIGHT}" y="{HEIGHT - 3}" text-anchor="end">{escape(x_label)}</text>')
+    for line in lines:
+        points = [at(x, y) for x, y in zip(line.xs, line.ys, strict=True)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dashed = " dashed" if line.dashed else ""
+        parts.append(f'<polyline class="line {line.style}{dashed}" points="{path}"/>')
+        for (x, y), x_value, y_value in zip(points, line.xs, line.ys, strict=True):
+            hint = f"{line.name}, {x_label} {number(x_value)}: {number(y_value)}"
+            dot = f'<circle class="dot {line.style}{dashed}" cx="{x:.1f}" cy="{y:.1f}" r="2.6">'
+            parts.append(f"{dot}<title>{escape(hint)}</title></circle>")
+    parts.append("</svg>")
+    return "".join(parts) + legend([(line.name, line.style, line.dashed) for line in lines])
+
+
+def legend(entries: Sequence[tuple[str, str, bool]]) -> str:
+    items = "".join(
+        f'<span><i class="key {style}{" dashed" if dashed else ""}"></i>{escape(name)}</span>'
+        for name, style, dashed in entries
+    )
+    return f'<div class="legend">{items}</div>'
+
+
+def heatmap(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[str], x_label: str) -> str:
+    """Rows of cells coloured from 0 (page colour) to the largest value; hover text gives the value."""
+    top = max((value for _, values in rows for value in values if value is not None), default=0.0) or 1.0
+    left_margin, cell = 92, 22
+    wide = (WIDTH - left_margin - RIGHT) / max(len(columns), 1)
+    height = len(rows) * cell + 28
+    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="distance from the identity">']
+    for i, (name, values) in enumerate(rows):
+        parts.append(
+            f'<text class="tick" x="{left_margin - 6}" y="{i * cell + 15}" text-anchor="end">{escape(name)}</text>'
+        )
+        for j, value in enumerate(values):
+            if value is None:
+                continue
+            x = left_margin + j * wide
+            shape = f'x="{x:.2f}" y="{i * cell + 1}" width="{max(wide - 0.8, 0.6):.2f}" height="{cell - 2}"'
+            hint = f"{name}, {x_label} {columns[j]}: {number(value)}"
+            parts.append(f'<rect class="empty" {shape}/>')
+            parts.append(f'<rect class="cell" {shape} opacity="{value / top:.3f}"><title>{escape(hint)}</title></rect>')
+    every = max(1, -(-len(columns) // 10))
+    for j in range(0, len(columns), every):
+        x = left_margin + (j + 0.5) * wide
+        parts.append(
+            f'<text class="tick" x="{x:.1f}" y="{len(rows) * cell + 13}" text-anchor="middle">{columns[j]}</text>'
+        )
+    parts.append(f'<text class="axis" x="{WIDTH - RIGHT}" y="{height - 2}" text-anchor="end">{escape(x_label)}</text>')
+    return "".join(parts) + f'</svg><p class="hint">Full colour: {number(top)}; no colour: the identity.</p>'
+
+
+def order_matrix(order: Sequence[int], name: str) -> str:
+    """A permutation as a square of cells: row i (aligned head) has its mark in column order[i] (donor head)."""
+    n = len(order)
+    parts = [f'<figure class="order"><svg viewBox="0 0 {n} {n}" role="img" aria-label="head order, {escape(name)}">']
+    parts.append(f'<rect class="empty" x="0" y="0" width="{n}" height="{n}"/>')
+    for i, j in enumerate(order):
+        moved = "cell" if i != j else "still"
+        parts.append(
+            f'<rect class="{moved}" x="{j + 0.08}" y="{i + 0.08}" width="0.84" height="0.84">'
+            f"<title>aligned head {i} is donor head {j}</title></rect>"
+        )
+    return "".join(parts) + f"</svg><figcaption>{escape(name)}</figcaption></figure>"
+
+
+def bar(before: float, after: float, top: float) -> str:
+    """A pair of bars in one line: before behind, after in front."""
+    width = 100 / (top or 1.0)
+    return (
+        f'<div class="bar"><i class="was" style="width:{before * width:.1f}%"></i>'
+        f'<i class="now" style="width:{after * width:.1f}%"></i></div>'
+    )

@@ -81,12 +81,7 @@ def record(
         "fingerprint": checkpoint.fingerprint,
         "family": checkpoint.architecture.family,
         "models": origins([checkpoint.reference]),
-        **described(data, source, batches),
-        "kinds": sorted(options.kinds),
-        "rank": options.rank,
-        "labels": options.labels,
-        "seed": options.seed,
-        "versions": versions(),
+        **_of_samples(data, source, batches, options),
     }
     os.makedirs(out.resolve().parent, exist_ok=True)
     with UnfinishedMeasurement(out, metadata) as state:
@@ -112,18 +107,27 @@ def measured_in_memory(model: nn.Module, opened: OpenedModel, data: Data, option
         "model": opened.name,
         "fingerprint": opened.mark.hexdigest(opened.config),
         "family": opened.architecture.family,
-        **described(data, data.source, batches),
-        "kinds": sorted(options.kinds),
-        "rank": options.rank,
-        "labels": options.labels,
-        "seed": options.seed,
-        "versions": versions(),
+        **_of_samples(data, data.source, batches, options),
     }
     measurement = ModelMeasurement(model, architecture_of(model), batches, data.task)
     measured = measurement.run(options, None, lambda *_: None)
     whole = resolve(dict(opened.config), list(opened.names), opened.name, untie=True)
     named = as_stored(measured, measurement.architecture, whole)
     return Statistics.held(named.tensors, _head(metadata, measured, named, opened.names), opened.name)
+
+
+def _of_samples(
+    data: Data, source: str, batches: Sequence[dict[str, Tensor]], options: MeasureConfig
+) -> dict[str, Any]:
+    """What the head of a statistics file says of the samples and the options."""
+    return {
+        **described(data, source, batches),
+        "kinds": sorted(options.kinds),
+        "rank": options.rank,
+        "labels": options.labels,
+        "seed": options.seed,
+        "versions": versions(),
+    }
 
 
 def _head(metadata: dict[str, Any], measured: MeasuredStatistics, named: Named, names: Sequence[str]) -> dict[str, str]:

@@ -268,11 +268,15 @@ class Runner:
             if self._claimed[info.name] is block and "." in info.name and info.name not in late:
                 self._read(info)
 
-    @torch.no_grad()
     def _read(self, info: TensorInfo) -> None:
-        tensor = read_tensor(info, self.source)
-        for name, piece in {} if tensor is None else unstack(info, self.fill(info, tensor)).items():
+        for name, piece in self.pieces(info).items():
             self.set(name, piece)
+
+    @torch.no_grad()
+    def pieces(self, info: TensorInfo) -> dict[str, Tensor]:
+        """A tensor as the model stores it, read from the source: nothing, or one or several, by their names."""
+        tensor = read_tensor(info, self.source)
+        return {} if tensor is None else unstack(info, self.fill(info, tensor))
 
     def weights(self, blocks: Collection[str]) -> dict[str, Tensor]:
         """What blocks hold, parameters and buffers, and the model's own, by their names in the model."""
@@ -523,9 +527,7 @@ class _Stream:
             self.latest = ("", {})
             weights: dict[str, Tensor] = {}
             for info in self.infos[block]:
-                tensor = read_tensor(info, self.runner.source)
-                assert tensor is not None  # the runner has looked
-                pieces = unstack(info, tensor)
+                pieces = self.runner.pieces(info)
                 weights.update((n, piece.to(self.runner.device, self.runner.dtype)) for n, piece in pieces.items())
             self.latest = block, weights
             self.places = {w.untyped_storage().data_ptr(): name for name, w in weights.items() if w.numel()}

@@ -14,7 +14,7 @@ from rotation_merge.cli.app import app
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.record import MergeReport, SpaceRow
 from rotation_merge.report.html import page, write_page
-from rotation_merge.report.svg import Line, chart, ticks
+from rotation_merge.report.sections import Line, chart, ticks
 from rotation_merge.run.curves import Barrier, Curve
 
 VOID = ("meta", "br", "rect", "line", "circle", "polyline", "img")

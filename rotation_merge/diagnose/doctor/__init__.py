@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from rotation_merge.diagnose.doctor.activations import of_activations
 from rotation_merge.diagnose.doctor.case import Case, open_case
 from rotation_merge.diagnose.doctor.cause import CERTAIN, Cause
 from rotation_merge.diagnose.doctor.pairs import of_pairs
 from rotation_merge.diagnose.doctor.span import SPOILS, of_span
-from rotation_merge.diagnose.doctor.weights import of_weights
+from rotation_merge.diagnose.doctor.weights import of_activations, of_weights
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.model.source import Progress
 

@@ -12,8 +12,15 @@ from torch import Tensor
 from rotation_merge.architecture.model import Block, Space, TensorInfo
 from rotation_merge.diagnose.doctor.case import Case
 from rotation_merge.diagnose.doctor.cause import Cause
-from rotation_merge.diagnose.doctor.layouts import HEADS, Layout, layouts_in, move_nothing
-from rotation_merge.diagnose.doctor.parents import Parent, ParentSpan, parents_of
+from rotation_merge.diagnose.doctor.parents import (
+    HEADS,
+    Layout,
+    Parent,
+    ParentSpan,
+    layouts_in,
+    move_nothing,
+    parents_of,
+)
 from rotation_merge.errors import RotationMergeError, named
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.model.source import Progress, TensorSource, read_tensor
