@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rotation_merge.carrying.bases import Bases, usable_as_it_is
+from rotation_merge.carrying.bases import Bases, how_near, usable_as_it_is
 from rotation_merge.carrying.config import PLAIN, TransferConfig
 from rotation_merge.carrying.lora import adapter_of, left_out
 from rotation_merge.carrying.session import Execution, TransferResult, TransferSession, bases_of, check_head
@@ -68,6 +68,7 @@ def _carry_weights(
     bases = bases_of(old, new, config, execution, untie)
     if (unmoved := left_as_they_are(works, bases, config, execution)) is not None:
         return unmoved
+    config = settled_stream(config, bases)
     bases = bases.settled(config.match, progress)
     tuned = {out: bases.tuned(path) for out, path in whole.items()}
     session = TransferSession.aligned(bases, config, execution, progress)
@@ -100,6 +101,7 @@ def _carry_with_samples(
             f"its vocabulary is not that of {new}: samples mean other things to the two", where=old, remedy=ALONE
         )
     names = {out: f"{old}+{path}" if is_adapter(path) else path for out, path in works.items()}
+    config = settled_stream(config, bases)
     bases = bases.settled(config.match, progress)
     sources = {out: bases.tuned(name) for out, name in names.items()}
     session = TransferSession.aligned(bases, config, execution, progress)
@@ -137,6 +139,14 @@ def _write_moved(session: TransferSession, sampled: SampledTransfer, work: str, 
     if is_adapter(work) and session.carrier.frame is None:
         return session.write_adapter(work, out, *session.adapter(Adapter(work)))
     return session.write_adapter(work, out, *session.as_adapter(sampled.tuned, sampled.rank))
+
+
+def settled_stream(config: TransferConfig, bases: Bases) -> TransferConfig:
+    """The config with `residual: largest` as none where the bases share their coordinates: their streams lie as they
+    are, and a tied head stays tied."""
+    if config.match.residual != "largest" or not how_near(bases).shared:
+        return config
+    return replace(config, match=replace(config.match, residual="none"))
 
 
 def left_as_they_are(

@@ -86,6 +86,23 @@ def test_what_asks_for_more_gets_it(models: dict[str, Path], tmp_path: Path) -> 
     assert parsed(*command(models, tmp_path / "moved", new="neurons"))["written"]
 
 
+def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
+    """Nothing need turn between bases that share their coordinates, so no head of its own is asked for."""
+    old = make("llama", tmp_path / "old", tie_word_embeddings=True)
+    draw = torch.Generator().manual_seed(2)
+    for name, change in {"new": 0.1, "tuned": 0.02}.items():
+        tensors = {n: t + change * torch.randn(t.shape, generator=draw) for n, t in state(old).items()}
+        write_state(tensors, old, tmp_path / name)
+    records = [{"input_ids": [(7 * i + j * j) % 40 for j in range(10)]} for i in range(32)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, records)))
+    data = ("--data", tmp_path / "texts.jsonl", "--samples", 32, "--scale", "auto")
+    models = {name: tmp_path / name for name in ("old", "new", "tuned")}
+    done = run(*command(models, tmp_path / "out", *data, work="tuned"))
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
+    assert state(tmp_path / "out").keys() == state(old).keys()
+
+
 def test_an_adapter_of_another_base_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     asked = command(models, tmp_path / "out", old="neurons", new="old")
     done = run(*asked)
