@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from rotation_merge.averaging.low_rank import begin_along
 from rotation_merge.config import Config, option
 from rotation_merge.errors import CheckpointError, DataError
-from rotation_merge.matching.objective import unlabelled
 from rotation_merge.matching.resume import State
 from rotation_merge.matching.teachers import Answered, divergence
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.run.functions import check_answers, fused_attention
+from rotation_merge.run.functions import check_answers, fused_attention, unlabelled
 
 RATES = {"weights": (2e-4, 5e-4, 1e-3), "lora": (1e-3, 2e-3, 5e-3), "new lora": (5e-4, 1e-3)}
 """Learning rates that are tried: for all weights, for a LoRA that holds something, for one that begins along the

@@ -45,14 +45,13 @@ from rotation_merge.matching.objective import (
     distillation,
     labels_loss,
     mix,
-    unlabelled,
     weighed,
 )
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 from rotation_merge.matching.resume import State, fit_mark
 from rotation_merge.matching.together import Together
 from rotation_merge.model.opened import open_like
-from rotation_merge.run.functions import architecture_of, take_rows
+from rotation_merge.run.functions import architecture_of, take_rows, unlabelled
 from rotation_merge.symmetry import GroupElement, SpaceTransform
 from rotation_merge.symmetry.admitted import neurons
 from rotation_merge.symmetry.tangent import Freedom

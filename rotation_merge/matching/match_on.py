@@ -38,7 +38,7 @@ from rotation_merge.model.fold import folded_source
 from rotation_merge.model.source import Progress, TensorSource, read_tensor
 from rotation_merge.model.vocabulary import moved_tokens, shared_rows
 from rotation_merge.run.data import SAMPLES, read_batches, unpadded
-from rotation_merge.run.functions import Batch, architecture_of, load, local_path
+from rotation_merge.run.functions import Batch, architecture_of, load, local_path, unlabelled
 from rotation_merge.run.maps import LinearMap, linear_map
 from rotation_merge.run.written import SELF
 from rotation_merge.symmetry import SpaceTransform
@@ -193,7 +193,7 @@ def seen_on(source: str) -> Callable[[str, Any, Any, Sequence[Mapping[str, Tenso
     """
 
     def made(how: str, anchor: Any, donor: Any, batches: Sequence[Mapping[str, Tensor]]) -> Match:
-        plain = unpadded([{name: x for name, x in batch.items() if name != "labels"} for batch in batches], source)
+        plain = unpadded([unlabelled(batch) for batch in batches], source)
         return partial(match_seen, activations=(seen_of(anchor, plain), seen_of(donor, plain)), how=how)
 
     return made

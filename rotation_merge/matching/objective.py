@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.engine import Batch
-from rotation_merge.run.functions import predicts_next
+from rotation_merge.run.functions import predicts_next, unlabelled
 
 OBJECTIVES = ("auto", "distill", "labels")
 """distill: the parents' outputs (no labels needed); labels: the model's own loss on the labels in the data."""
@@ -30,10 +30,6 @@ def choose(objective: str, batch: Batch) -> str:
     if objective == "auto":
         return "labels" if "labels" in batch else "distill"
     return objective
-
-
-def unlabelled(batch: Batch) -> dict[str, Tensor]:
-    return {name: value for name, value in batch.items() if name != "labels"}
 
 
 def main_output(outputs: Any) -> Tensor:

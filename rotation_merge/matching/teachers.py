@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
 from rotation_merge.files.durable import replacing
-from rotation_merge.matching.objective import is_distribution, main_output, unlabelled
-from rotation_merge.run.functions import Batch, check_answers
+from rotation_merge.matching.objective import is_distribution, main_output
+from rotation_merge.run.functions import Batch, check_answers, unlabelled
 
 MOST = 64
 """Outputs of a prediction that are kept; with so many classes at most, all are."""

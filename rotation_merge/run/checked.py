@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rotation_merge.errors import DataError, short
 from rotation_merge.linalg.finite import all_finite
-from rotation_merge.run.functions import Batch
+from rotation_merge.run.functions import Batch, unlabelled
 
 
 def check_inputs(examples: Mapping[str, Tensor], model: Any, source: str) -> None:
@@ -34,7 +34,7 @@ def check_shape(model: Any, batch: Batch, source: str) -> None:
     if "input_ids" in batch or getattr(model.config, "is_encoder_decoder", False):
         return
     device = next(model.parameters()).device
-    first = {name: tensor[:1].to(device) for name, tensor in batch.items() if name != "labels"}
+    first = {name: tensor[:1].to(device) for name, tensor in unlabelled(batch).items()}
     try:
         with torch.no_grad():
             model(**first)

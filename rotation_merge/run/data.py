@@ -20,7 +20,7 @@ from rotation_merge.run.checked import (
     check_tokens,
 )
 from rotation_merge.run.examples import KINDS, read_examples, tokenizer_of
-from rotation_merge.run.functions import Batch, check_kind, predicts_next
+from rotation_merge.run.functions import Batch, check_kind, predicts_next, unlabelled
 from rotation_merge.run.kinds import SAMPLES
 from rotation_merge.run.sentence import is_sentence_model
 from rotation_merge.run.written import SOURCES, write_samples
@@ -213,7 +213,7 @@ def _all_labelled(batches: Sequence[Batch], model: Any) -> list[Batch]:
     single = is_sentence_model(model) and any(batch.get("input_ids", NO_PAIRS).ndim < 3 for batch in batches)
     if all("labels" in batch for batch in batches) and not single:
         return list(batches)
-    return [{name: tensor for name, tensor in batch.items() if name != "labels"} for batch in batches]
+    return [unlabelled(batch) for batch in batches]
 
 
 def _begun(batch: Batch, model: Any) -> Batch:
@@ -332,7 +332,7 @@ def together(batches: Sequence[Batch], tokens: int) -> list[Batch]:
     texts: list[Batch] = []
     apart: list[Batch] = []
     for batch in batches:
-        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        inputs = unlabelled(batch)
         if "input_ids" in inputs and all(x.shape == inputs["input_ids"].shape for x in inputs.values()):
             texts += [{name: x[i] for name, x in inputs.items()} for i in range(len(inputs["input_ids"]))]
         else:

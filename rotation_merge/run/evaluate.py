@@ -18,7 +18,7 @@ from rotation_merge.files.ledger import NOWHERE, Ledger, LedgerEntry
 from rotation_merge.run.checked import check_labels
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import UNLABELLED, Data
-from rotation_merge.run.functions import Batch
+from rotation_merge.run.functions import Batch, unlabelled
 from rotation_merge.run.tables import PAIRS
 
 LOG = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def _of_floats(model: Any, data: Data) -> Scores:
     """Numbers, one for each output, or any number of labels for each example."""
     outputs, targets = [], []
     for batch in data.batches:
-        logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits.float()
+        logits = model(**unlabelled(batch)).logits.float()
         labels = batch["labels"].float().reshape(len(batch["labels"]), -1)
         if logits.shape != labels.shape:
             raise DataError(
@@ -138,7 +138,7 @@ def of_floats(logits: Tensor, labels: Tensor, task: str) -> Scores:
 
 def _answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor]:
     """Logits (n, classes) and the labels (n,) they should hit."""
-    logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+    logits = model(**unlabelled(batch)).logits
     labels = batch["labels"]
     if task == "next token":
         logits, labels = logits[:, :-1], labels[:, 1:]

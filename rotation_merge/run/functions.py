@@ -215,11 +215,16 @@ def check_kind(model: Any, batch: Mapping[str, Tensor], source: str) -> None:
         )
 
 
+def unlabelled(batch: Mapping[str, Tensor]) -> Batch:
+    """A batch without its labels."""
+    return {name: tensor for name, tensor in batch.items() if name != "labels"}
+
+
 @torch.no_grad()
 def outputs(model: Any, batch: Mapping[str, Tensor]) -> Batch:
     """What a model gives back by default: every floating tensor, those of its parts too (`text_model_output.NAME`), but
     for caches, which are its own affair."""
-    return floating_outputs(model, model(**{k: v for k, v in batch.items() if k != "labels"}))
+    return floating_outputs(model, model(**unlabelled(batch)))
 
 
 def floating_outputs(model: Any, answer: Any) -> Batch:

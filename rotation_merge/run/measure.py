@@ -21,7 +21,7 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.config import Config, option
 from rotation_merge.errors import DataError, StatisticsError
 from rotation_merge.run.arrays import one_by_one
-from rotation_merge.run.functions import check_answers
+from rotation_merge.run.functions import check_answers, unlabelled
 from rotation_merge.run.kinds import SAMPLES, STATISTICS
 from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, packed, room, run_passes
 from rotation_merge.run.recorder import Tapped
@@ -115,8 +115,7 @@ class ModelMeasurement:
         dtype = next(self.model.parameters()).dtype
         inputs = {
             name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
-            for name, tensor in batch.items()
-            if name != "labels"
+            for name, tensor in unlabelled(batch).items()
         }
         result = self.model(**inputs)
         check_answers(self.model, _tensors(result))

@@ -30,7 +30,7 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.model.source import TensorSource, read_tensor, unstack
 from rotation_merge.model.sources import Renamed, Respelled
 from rotation_merge.run.empty import empty_model, whole_model
-from rotation_merge.run.functions import Batch, architecture_of
+from rotation_merge.run.functions import Batch, architecture_of, unlabelled
 from rotation_merge.run.store import Arguments, LayerArguments, Place, SharedKVCache, Store
 
 INNER = ("use_weighted_layer_sum", "vision_feature_layer")
@@ -107,7 +107,7 @@ class Runner:
         for parameter in self.model.parameters():  # which some models bring their inputs to before any is filled
             if parameter.is_meta and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
-        self.batches = [{k: self._input(v) for k, v in batch.items() if k != "labels"} for batch in batches]
+        self.batches = [{k: self._input(v) for k, v in unlabelled(batch).items()} for batch in batches]
         sizes = [next(iter(batch.values())).numel() for batch in self.batches]
         self.least = sizes.index(min(sizes)) if sizes else 0
         self.each_run: Callable[[], None] = lambda: None
