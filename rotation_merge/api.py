@@ -181,7 +181,7 @@ def average(
     measured: list[Statistics] = []
     batches: list[list[dict[str, Tensor]]] = []
     if plan.statistics:
-        measured = _measured(opened, method, plan.statistics, samples, statistics, limit, seed)
+        measured = _measured(views, opened, method, plan.statistics, samples, statistics, limit, seed)
     elif plan.unit == MODEL or samples is not None:
         if plan.unit not in (MODEL, BLOCK):
             raise RecipeError(f"'samples' do nothing with {method}", remedy="leave them out")
@@ -194,6 +194,7 @@ def average(
 
 
 def _measured(
+    views: Sequence[View],
     models: Sequence[OpenedModel],
     method: str,
     kind: str,
@@ -220,10 +221,10 @@ def _measured(
         problem = f"{len(statistics)} statistics for {len(models)} models"
         raise RecipeError(problem, remedy="give those of each model, in their order")
     opened = [part if isinstance(part, Statistics) else Statistics.open(os.fspath(part)) for part in statistics]
-    for model, part in zip(models, opened, strict=True):
-        part.check(
-            kind, model.mark.hexdigest(model.config), model.name, "measure it: rotation_merge.measure(model, ...)"
-        )
+    for view, model, part in zip(views, models, opened, strict=True):
+        known, moved = part.metadata.get("fingerprint"), view.identity()
+        fingerprint = moved if moved is not None and moved == known else model.mark.hexdigest(model.config)
+        part.check(kind, fingerprint, model.name, "measure it: rotation_merge.measure(model, ...)")
     return opened
 
 

@@ -132,7 +132,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "rotation_merge/averaging": ("averaging/test_averaging.py", "carrying/test_carry.py"),
     "rotation_merge/matching/activations.py": ("averaging/test_ot_fusion.py",),
-    "rotation_merge/averaging/moved_statistics.py": ("carrying/test_carry.py",),
+    "rotation_merge/matching/moved_statistics.py": ("carrying/test_carry.py",),
     **{f"rotation_merge/averaging/{name}.py": CARRIES for name in CARRYING},
     **{
         f"rotation_merge/averaging/{name}.py": ("averaging/test_refit_sources.py", "averaging/test_refit.py")

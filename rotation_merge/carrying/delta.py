@@ -99,9 +99,34 @@ class Delta:
             alignment: of the base (the donor) to the other one (the anchor).
             new: the other base, which the change is for then.
         """
-        opened = open_like(new, "new")
-        carrier = Carrier(opened.architecture, self.carrier.old, opened.source, alignment)
-        return replace(self, carrier=carrier, opened=opened)
+        start, opened = self._settled(), open_like(new, "new")
+        carrier = Carrier(opened.architecture, start.carrier.old, opened.source, alignment)
+        return replace(start, carrier=carrier, opened=opened)
+
+    def moved_by(self, alignment: Alignment, dtype: torch.dtype | None, strict: bool) -> Delta:
+        """The change in the coordinates that an alignment brings its base to; see `Alignment.apply`.
+
+        Raises:
+            AlignmentError: it is of another base than the alignment's donor, or of the language half of a model.
+        """
+        start, maps = self._settled(), alignment.without_biases()
+        assert start.opened is not None
+        bases = replace(start.opened, source=start.carrier.new), replace(start.opened, source=start.tuned)
+        base, tuned = maps.opened_donor(bases[0], strict), maps.opened_donor(bases[1], strict=False)
+        if base.whole is not None:
+            problem = "what changed in a text-only model cannot be moved as a value into one that also sees"
+            raise AlignmentError(problem, remedy="take Delta.between(alignment.apply(base), alignment.apply(tuned))")
+        moved = maps.apply(bases[0], dtype, strict)
+        carrier = Carrier(base.architecture, base.source, moved, maps)
+        return replace(start, carrier=carrier, tuned=tuned.source, dtype=dtype, opened=moved.as_opened())
+
+    def _settled(self) -> Delta:
+        """The same as the change of the base that it is for, where it has been moved there."""
+        assert self.opened is not None, "only of models at hand"
+        if self.carrier.old is self.carrier.new:
+            return self
+        base, tuned = (delta.applied().to(torch.float64) for delta in (self.scaled(0.0), self))
+        return Delta.between(base, tuned)
 
     def applied(self) -> View:
         """The base that the change is for, with the change, lazily; folded where the alignment folds, and then without

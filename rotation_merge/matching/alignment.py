@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,7 +17,7 @@ from torch import Tensor
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.architecture.registry import tied_head
-from rotation_merge.errors import AlignmentError, RotationMergeError, not_written, short
+from rotation_merge.errors import AlignmentError, RotationMergeError, StatisticsError, not_written, short
 from rotation_merge.files.durable import replacing
 from rotation_merge.files.outputs import Output, check_replaced
 from rotation_merge.linalg.finite import all_finite
@@ -25,12 +25,13 @@ from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.both import Transforms
 from rotation_merge.matching.check_pair import check_pair
 from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.moved_statistics import MovedTensors
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.packed import packed, unpacked
 from rotation_merge.matching.spanning import torn
 from rotation_merge.model import slices
 from rotation_merge.model.biases import Aligned, holders
-from rotation_merge.model.fingerprint import checksum
+from rotation_merge.model.fingerprint import Fingerprint, checksum
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import Rows as LabelRows
@@ -40,6 +41,7 @@ from rotation_merge.model.source import TensorSource, check_shapes, read_tensor,
 from rotation_merge.model.sources import Renamed
 from rotation_merge.model.view import View
 from rotation_merge.record import MergeReport
+from rotation_merge.run.statistics_file import Statistics
 from rotation_merge.symmetry import SpaceTransform, StreamTransform
 from rotation_merge.symmetry.admitted import WIDEST, admitted
 
@@ -77,6 +79,7 @@ class Basis:
             donor is given (`model/biases.py`); empty: it keeps its own.
         rows: what puts the donor's classes into the anchor's order (`model/labels.py`).
         widths: whether a smaller donor is brought to the anchor's sizes first.
+        donor_biases: the donor's biases that `biases` replaces, by the same names; statistics are moved by both.
     """
 
     config: Mapping[str, Any] = field(repr=False)
@@ -87,6 +90,7 @@ class Basis:
     biases: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     rows: LabelRows = field(default_factory=dict, repr=False)
     widths: bool = False
+    donor_biases: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -108,14 +112,14 @@ class Basis:
             folded: the streams that the alignment folds.
             widths: whether the donor was brought to the anchor's sizes.
         """
-        biases = anchor_biases(anchor.architecture, anchor.source, folded)
+        biases, donor_biases = (hidden_biases(anchor.architecture, model.source, folded) for model in (anchor, donor))
         identities = Identity.of(anchor), Identity.of(donor)
-        return Basis(anchor.config, anchor.shapes, anchor.untie, *identities, biases, rows, widths)
+        return Basis(anchor.config, anchor.shapes, anchor.untie, *identities, biases, rows, widths, donor_biases)
 
 
-def anchor_biases(architecture: Architecture, anchor: TensorSource, folded: Sequence[str]) -> dict[str, Tensor]:
-    """The anchor's biases that softmax cannot see, by name, folded where the streams are."""
-    source = folded_source(architecture, anchor, folded)
+def hidden_biases(architecture: Architecture, source: TensorSource, folded: Sequence[str]) -> dict[str, Tensor]:
+    """A model's biases that softmax cannot see, by name, folded where the streams are."""
+    source = folded_source(architecture, source, folded)
     biases: dict[str, Tensor] = {}
     for block in architecture.blocks:
         for key in holders(block, [info.key for info in block.tensors]):
@@ -151,6 +155,18 @@ class Verified:
             )
         self._seen.add(name)
         return tensor
+
+
+M = TypeVar("M", bound="Movable")
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """A value that knows how an alignment moves it, such as a `Delta`."""
+
+    def moved_by(self: M, alignment: Alignment, dtype: torch.dtype | None, strict: bool) -> M:
+        """The value in the anchor's coordinates; arguments and errors as of `Alignment.apply`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -204,8 +220,8 @@ class Alignment:
         checked = check_pair(opened.member, opened.member, AlignConfig.of(config, options), untie=untie)
         generator = torch.Generator().manual_seed(seed)
         transforms = random_gauge(opened.architecture, checked.options, generator)
-        basis = replace(Basis.of(opened, opened, checked.folded, {}), biases={})  # its biases move with it
-        return cls(transforms, checked.folded, notes=tuple(checked.notes()), basis=basis)
+        basis = Basis.of(opened, opened, checked.folded, {})
+        return cls(transforms, checked.folded, notes=tuple(checked.notes()), basis=basis).without_biases()
 
     def moves_streams(self, architecture: Architecture) -> bool:
         """Whether what reads a stream and is not moved itself (layers that predict tokens further ahead) would be wrong
@@ -213,42 +229,104 @@ class Alignment:
         streams = (self.transforms[name] for name in architecture.streams if name in self.transforms)
         return bool(self.folded) or any(not stream.is_identity() for stream in streams)
 
-    def apply(self, donor: ModelLike, dtype: torch.dtype | None = None, strict: bool = True) -> View:
+    @overload
+    def apply(self, donor: Statistics, *, strict: bool = True) -> Statistics: ...
+    @overload
+    def apply(self, donor: M, dtype: torch.dtype | None = None, strict: bool = True) -> M: ...
+    @overload
+    def apply(self, donor: ModelLike, dtype: torch.dtype | None = None, strict: bool = True) -> View: ...
+
+    def apply(self, donor: ModelLike, dtype: torch.dtype | None = None, strict: bool = True) -> Any:
         """The donor in the anchor's coordinates: it computes what the donor computes.
 
         Args:
-            donor: the model that the alignment was made for, in any form (`ModelLike`); not modified.
-            dtype: of the result; None: as the donor's.
+            donor: the model that the alignment was made for, in any form (`ModelLike`); or its `Statistics`; or a
+                `Delta`, what fine-tuning changed in it. Not modified.
+            dtype: of the result; None: as the donor's. Statistics keep theirs.
             strict: refuse tensors that are not those the alignment was made for, when they are read. False: also a
                 fine-tune of the donor is moved, by the same maps.
 
         Returns:
-            A lazy view; its classes stand in the anchor's order, where the models' configs name the same ones.
+            Of a model a lazy view; its classes stand in the anchor's order, where the models' configs name the same
+            ones. Of statistics what would be measured on that view. Of a delta the change of the moved donor, moved by
+            the maps alone: its `applied()` is the moved fine-tune.
 
         Raises:
             AlignmentError: the donor is another model, or the alignment has no basis.
             CheckpointError: it cannot be read, or its sizes differ.
+            StatisticsError: the statistics are of another model, or do not survive the maps (when they are read).
         """
+        if isinstance(donor, Statistics):
+            return self._statistics(donor, self._known().donor, strict)
+        if isinstance(donor, Movable):
+            return donor.moved_by(self, dtype, strict)
+        opened = self.opened_donor(donor, strict)
+        renamed = Renamed(self._known().biases, self._known().architecture, opened.architecture)
+        biases = renamed if self._known().biases else None
+        mover = Mover(opened.architecture, opened.source, self, biases)
+        return self._view(opened, mover, dtype, self._known().donor if strict else None)
+
+    def opened_donor(self, donor: ModelLike, strict: bool) -> OpenedModel:
+        """The donor as it is moved: in the anchor's sizes, its classes in the anchor's order. Errors as of `apply`."""
         basis = self._known()
         opened = self._opened(donor, basis.donor, strict)
-        renamed = Renamed(basis.biases, basis.architecture, opened.architecture)
-        rows = {name: basis.rows[known] for name, known in renamed.names.items() if known in basis.rows}
-        opened = opened.with_classes(rows)
-        biases = renamed if basis.biases else None
-        return self._view(opened, Mover(opened.architecture, opened.source, self, biases), dtype)
+        names = Renamed({}, basis.architecture, opened.architecture).names
+        return opened.with_classes({name: basis.rows[known] for name, known in names.items() if known in basis.rows})
 
-    def apply_anchor(self, anchor: ModelLike, dtype: torch.dtype | None = None, strict: bool = True) -> View:
+    @overload
+    def apply_anchor(self, anchor: Statistics, *, strict: bool = True) -> Statistics: ...
+    @overload
+    def apply_anchor(self, anchor: ModelLike, dtype: torch.dtype | None = None, strict: bool = True) -> View: ...
+
+    def apply_anchor(self, anchor: ModelLike, dtype: torch.dtype | None = None, strict: bool = True) -> Any:
         """The anchor as it is averaged with the moved donor: its norms folded where the alignment needs that, else as
-        it is. Arguments and errors as of `apply`."""
-        opened = self._opened(anchor, self._known().anchor, strict)
-        return self._view(opened, Mover(opened.architecture, opened.source, replace(self, transforms={})), dtype)
+        it is; its statistics likewise. Arguments and errors as of `apply`."""
+        still, identity = replace(self, transforms={}), self._known().anchor
+        if isinstance(anchor, Statistics):
+            return still.without_biases()._statistics(anchor, identity, strict)
+        opened = self._opened(anchor, identity, strict)
+        return still._view(
+            opened, Mover(opened.architecture, opened.source, still), dtype, identity if strict else None
+        )
 
-    def _view(self, opened: OpenedModel, mover: Mover, dtype: torch.dtype | None) -> View:
+    def without_biases(self) -> Alignment:
+        """The same by its maps alone: a moved donor keeps its own biases."""
+        return replace(self, basis=replace(self._known(), biases={}, donor_biases={}))
+
+    def _statistics(self, statistics: Statistics, identity: Identity, strict: bool) -> Statistics:
+        """Statistics of a model as they would be measured on the moved one."""
+        basis = self._known()
+        fingerprint = statistics.metadata.get("fingerprint")
+        if strict and identity.fingerprint and fingerprint != identity.fingerprint:
+            raise StatisticsError(
+                f"are of other weights than {identity.name}, which the alignment was made for",
+                where=statistics.path,
+                remedy="measure that model, or apply(..., strict=False) to move those of a fine-tune by the same maps",
+            )
+        biases, rows = (basis.biases, basis.donor_biases), basis.rows if self.transforms else {}
+        tensors = MovedTensors(statistics, basis.architecture, self.transforms, self.folded, biases, rows)
+        metadata = {**statistics.metadata, "fingerprint": self._moved_fingerprint(str(fingerprint))}
+        return replace(statistics, metadata=metadata, _file=tensors)
+
+    def _moved_fingerprint(self, fingerprint: str) -> str:
+        """Of a model that this alignment moved, made of the model's own; it, too, where nothing moves."""
+        if not self.transforms and not self.folded:
+            return fingerprint
+        tensors = {**packed(self.transforms)[0], **self._known().biases}
+        mark = Fingerprint()
+        mark.complete(tensors, tensors)
+        return mark.hexdigest({"of": fingerprint, "folded": self.folded, "rows": self._known().rows})
+
+    def _view(self, opened: OpenedModel, mover: Mover, dtype: torch.dtype | None, identity: Identity | None) -> View:
         whole = opened.whole or opened
         left_out = whole.unread if self.moves_streams(opened.architecture) else ()
         notes = [not_written(left_out)] if left_out else []
+
+        def moved() -> str | None:
+            return self._moved_fingerprint(identity.fingerprint) if identity and identity.fingerprint else None
+
         if opened.whole is None:
-            return View(opened, mover.tensor, dtype, left_out, notes)
+            return View(opened, mover.tensor, dtype, left_out, notes, identity=moved)
         places = opened.architecture.places()
         places_by_name = {own_name: places[name][:2] for name, own_name in opened.own_names.items() if name in places}
 
@@ -270,7 +348,7 @@ class Alignment:
             for name, (dim, order) in basis.rows.items()
         }
         unknown = Identity(basis.donor.name, "", {})
-        back = replace(basis, donor=unknown, anchor=unknown, biases={}, rows=orders)
+        back = replace(basis, donor=unknown, anchor=unknown, biases={}, donor_biases={}, rows=orders)
         return Alignment(turned, self.folded, notes=tuple(self.what_stays()), basis=back)
 
     def what_stays(self) -> list[str]:
@@ -430,9 +508,9 @@ def aligned_source(
     return Aligned(architecture, source, alignment.transforms, anchor)
 
 
-FORMAT = "rotation_merge.alignment.4"
-BIAS = "bias of the anchor|"
-"""What the names of the anchor's biases begin with in a file."""
+FORMAT = "rotation_merge.alignment.5"
+BIAS, DONOR_BIAS = BIASES = "bias of the anchor|", "bias of the donor|"
+"""What the names of the two models' biases begin with in a file."""
 
 
 @dataclass(frozen=True)
@@ -460,7 +538,8 @@ def save_alignment(
     for key, tensor in tensors.items():
         small = tensor.to(dtype) if tensor.is_floating_point() and tensor.ndim == 3 else tensor
         tensors[key] = small.cpu().contiguous().clone()
-    tensors |= {f"{BIAS}{name}": bias.cpu().contiguous().clone() for name, bias in basis.biases.items()}
+    for prefix, biases in zip(BIASES, (basis.biases, basis.donor_biases), strict=True):
+        tensors |= {f"{prefix}{name}": bias.cpu().contiguous().clone() for name, bias in biases.items()}
     meta = {
         "format": FORMAT,
         "family": basis.architecture.family,
@@ -524,8 +603,11 @@ def load_alignment(path: Path | str, architecture: Architecture | None = None) -
         raise AlignmentError("is not an alignment file", where=name, remedy="write it with 'rotation-merge align'")
     try:
         header = _header(meta)
-        basis = _basis(meta, {k.removeprefix(BIAS): x for k, x in tensors.items() if k.startswith(BIAS)})
-        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(BIAS)}
+        biases = (
+            {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)} for prefix in BIASES
+        )
+        basis = _basis(meta, *biases)
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(BIASES)}
         if architecture is None:  # nothing but the file says what its models are
             architecture = basis.architecture
             _check_basis(basis)
@@ -569,7 +651,7 @@ def _header(meta: Mapping[str, str]) -> _Header:
     return _Header(metadata=values.pop("made"), **values)
 
 
-def _basis(meta: Mapping[str, str], biases: Mapping[str, Tensor]) -> Basis:
+def _basis(meta: Mapping[str, str], biases: Mapping[str, Tensor], donor_biases: Mapping[str, Tensor]) -> Basis:
     """What the file says of its models, its types checked."""
     values = json.loads(meta["basis"])
     shapes = {str(name): tuple(map(int, shape)) for name, shape in dict(values["shapes"]).items()}
@@ -581,7 +663,7 @@ def _basis(meta: Mapping[str, str], biases: Mapping[str, Tensor]) -> Basis:
         for side, name, tensors in zip(("anchor", "donor"), values["models"], values["tensors"], strict=True)
     )
     untie, widths = bool(values["untie"]), bool(values["widths"])
-    return Basis(dict(values["config"]), shapes, untie, anchor, donor, dict(biases), rows, widths)
+    return Basis(dict(values["config"]), shapes, untie, anchor, donor, biases, rows, widths, donor_biases)
 
 
 def _check_basis(basis: Basis) -> None:
@@ -594,9 +676,12 @@ def _check_basis(basis: Basis) -> None:
     known = {name for info in infos if info is not None for name in info.names if name in basis.shapes}
     if basis.biases and (odd := sorted(known ^ basis.biases.keys())):
         raise AlignmentError(f"does not fit: the anchor's bias '{odd[0]}' is not in both of its header and its tensors")
-    for name, bias in basis.biases.items():
-        if tuple(bias.shape) != basis.shapes[name] or not all_finite([bias]):
-            raise AlignmentError(f"would change what the models compute: the anchor's bias '{name}' is damaged")
+    if odd := sorted(basis.donor_biases.keys() - basis.biases.keys()):  # a language half has fewer than its anchor
+        raise AlignmentError(f"does not fit: the anchor has no bias '{odd[0]}', of the donor it has")
+    for side, biases in (("anchor", basis.biases), ("donor", basis.donor_biases)):
+        for name, bias in biases.items():
+            if tuple(bias.shape) != basis.shapes[name] or not all_finite([bias]):
+                raise AlignmentError(f"would change what the models compute: the {side}'s bias '{name}' is damaged")
 
 
 def _transforms(tensors: Mapping[str, Tensor], header: _Header, architecture: Architecture) -> Transforms:

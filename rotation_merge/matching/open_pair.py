@@ -21,8 +21,8 @@ from rotation_merge.matching.alignment import (
     AlignmentFile,
     Basis,
     Identity,
-    anchor_biases,
     check_fingerprints,
+    hidden_biases,
     load_alignment,
     save_alignment,
 )
@@ -186,9 +186,9 @@ class Pair:
         """What an alignment of the two keeps of them; of streams that it folds, biases are folded."""
         marks = zip((self.anchor, self.donor), self.fingerprints(), self.marks, strict=True)
         anchor, donor = (Identity(str(model.reference), mark, known.sums()) for model, mark, known in marks)
-        biases = anchor_biases(self.architecture, self.sources[0], folded)
+        biases, donor_biases = (hidden_biases(self.architecture, source, folded) for source in self.sources)
         config, shapes = self.anchor.config, self.anchor.shapes
-        return Basis(config, shapes, self.untie, anchor, donor, biases, self.checked.rows, self.widths)
+        return Basis(config, shapes, self.untie, anchor, donor, biases, self.checked.rows, self.widths, donor_biases)
 
     def report(self, run: Run, recipe: str = "", base: str | None = None) -> MergeReport:
         """The report on what was done to the donor; what is written counts as a fine-tune of it, or of `base`."""

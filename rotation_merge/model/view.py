@@ -37,6 +37,7 @@ class View(Mapping[str, Tensor]):
         left_out: names of the model's tensors that it does not hold.
         notes: what the reader should know of it.
         report: of what made it, where something was matched for it.
+        identity: gives the fingerprint that statistics have which were moved as it was; None: there are none.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class View(Mapping[str, Tensor]):
         left_out: Collection[str] = (),
         notes: Sequence[str] = (),
         report: MergeReport | None = None,
+        identity: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.opened, self.dtype, self.left_out = opened, dtype, frozenset(left_out)
-        self.notes, self.report = tuple(notes), report
+        self.notes, self.report, self.identity = tuple(notes), report, identity
         self._compute, self._places = compute, self.architecture.places()
         self._names = self._all_names()
 
@@ -129,11 +131,12 @@ class View(Mapping[str, Tensor]):
 
     def to(self, dtype: torch.dtype) -> View:
         """The same with floating tensors of another dtype, each rounded once."""
-        return View(self.opened, self._compute, dtype, self.left_out, self.notes, self.report)
+        return View(self.opened, self._compute, dtype, self.left_out, self.notes, self.report, self.identity)
 
     def with_notes(self, notes: Sequence[str], report: MergeReport | None = None) -> View:
         """The same with other notes and another report."""
-        return View(self.opened, self._compute, self.dtype, self.left_out, tuple(dict.fromkeys(notes)), report)
+        notes = tuple(dict.fromkeys(notes))
+        return View(self.opened, self._compute, self.dtype, self.left_out, notes, report, self.identity)
 
     def to_module(self) -> nn.Module:
         """The model in memory, in evaluation mode: of a module a copy, else of the class that the config names.

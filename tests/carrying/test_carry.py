@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.averaging.methods import Kfac, RegMean, StatisticsMethod, Target
-from rotation_merge.averaging.moved_statistics import carried_fisher, carried_gradient, carried_gram, feeding
 from rotation_merge.errors import StatisticsError
 from rotation_merge.matching.engine import untie_heads
 from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.moved_statistics import carried_fisher, carried_gradient, carried_gram, feeding
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.planning.delegate import Helped, merge_tensor
 from rotation_merge.model.fold import Fold, Folded

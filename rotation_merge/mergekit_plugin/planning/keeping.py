@@ -10,12 +10,13 @@ from mergekit.common import ModelReference
 
 from rotation_merge.architecture import resolve
 from rotation_merge.errors import RecipeError
-from rotation_merge.matching.alignment import Alignment, Basis, Identity, anchor_biases, needed_folds
+from rotation_merge.matching.alignment import Alignment, Basis, Identity, hidden_biases, needed_folds
 from rotation_merge.matching.open_pair import head
 from rotation_merge.mergekit_plugin.planning.blocks import BlockPart
 from rotation_merge.mergekit_plugin.planning.files import ALIGNMENT, KEPT_BY, numbered
 from rotation_merge.mergekit_plugin.planning.session import Session
 from rotation_merge.model.fingerprint import Fingerprint
+from rotation_merge.model.sources import Renamed
 from rotation_merge.record import figures
 
 LOG = logging.getLogger(__name__)
@@ -68,14 +69,16 @@ def keep_alignments(session: Session, folder: str) -> list[str]:
         measured = {"figures": figures(rows, session.run.whole.get(name))}
         metadata = alignment_file.metadata if alignment_file else {**head(base.reference, matched, options), **measured}
         rows_of_classes = donor.checked.rows if donor.checked is not None else {}
+        source = session.models[matched]
         basis = Basis(
             base.config,
             base.shapes,
             session.recipe.untie,
             _identity(session, base.reference),
             _identity(session, matched),
-            anchor_biases(architecture, base.stored, folded),
+            hidden_biases(architecture, base.stored, folded),
             rows_of_classes,
+            donor_biases=hidden_biases(architecture, Renamed(source.stored, source.architecture, architecture), folded),
         )
         Alignment(transforms[name], folded, basis=basis).save(files[-1], {**metadata, KEPT_BY: "save_alignment"})
         LOG.info("transforms of %s kept in %s", name, files[-1])

@@ -14,26 +14,26 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.averaging.methods import HALF, Plan, plan_of
-from rotation_merge.averaging.moved_statistics import (
+from rotation_merge.errors import RotationMergeError, StatisticsError
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.moved_statistics import (
     Feeding,
     carried_fisher,
     carried_gradient,
     carried_gram,
     feeding,
     feeding_keys,
+    value_shift,
 )
-from rotation_merge.errors import RotationMergeError, StatisticsError
-from rotation_merge.matching.alignment import Alignment
 from rotation_merge.mergekit_plugin.planning.blocks import same_block
 from rotation_merge.mergekit_plugin.planning.delegate import DelegateTask, Helped
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.moves import Move, Moves
 from rotation_merge.mergekit_plugin.planning.tasks import Loads, load_arguments, loaded, map_arguments
 from rotation_merge.mergekit_plugin.planning.wanted import Wanted
-from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.biases import along, read_by, shifted
+from rotation_merge.model.biases import read_by
 from rotation_merge.model.checkpoint import Model, Models
-from rotation_merge.model.fold import Fold
+from rotation_merge.model.fold import Fold, Get
 from rotation_merge.model.hub import HubFile, local_file
 from rotation_merge.model.labels import in_order
 from rotation_merge.run.maps import LinearMap, linear_map
@@ -264,22 +264,22 @@ class CarryStatistics:
         self, linear: LinearMap, maps: Mapping[str, SpaceTransform], values: Mapping[str, Tensor | None]
     ) -> Tensor | None:
         """What the anchor's bias of values adds to all that the map reads."""
-        reader = read_by(self.block, linear.info) if self.biases else None
-        if reader is None or reader.space.name not in maps:
+        if not self.biases:
             return None
 
-        def of(side: str, loads: Loads, key: str) -> Tensor | None:
-            info, tensors = self.block.tensor(key), loaded(side, loads, self.block, values)
-            if info is None or key not in tensors:
-                return None
-            return tensors[key] if self.fold is None else self.fold.tensor(self.block, info, tensors.get)
+        def of(side: str, loads: Loads) -> Get:
+            tensors = loaded(side, loads, self.block, values)
 
-        def moved(key: str) -> Tensor | None:
-            bias, info = of("biases", self.biases, key), self.block.tensor(key)
-            return None if bias is None or info is None else transform_tensor(bias, info, maps)
+            def get(key: str) -> Tensor | None:
+                info = self.block.tensor(key)
+                if info is None or key not in tensors:
+                    return None
+                return tensors[key] if self.fold is None else self.fold.tensor(self.block, info, tensors.get)
 
-        shift = shifted(reader, moved, lambda key: of("anchor", self.anchor, key))
-        return None if shift is None else along(reader, linear.info, linear.reads, shift.to(self.device))
+            return get
+
+        shift = value_shift(linear, of("biases", self.biases), of("anchor", self.anchor), maps)
+        return None if shift is None else shift.to(self.device)
 
     def _of_map(
         self, linear: LinearMap, maps: Mapping[str, SpaceTransform], feeding: Feeding, shift: Tensor | None

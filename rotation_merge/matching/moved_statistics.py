@@ -1,0 +1,353 @@
+r"""Statistics moved along with the donor that they are of, so that they hold in the anchor's coordinates.
+
+Where alignment moves a map's weight by ``W' = L_out W L_in``, what the map reads moves by the inverse transpose of
+what moves its input axis, ``x' = M x``, so that its Gram becomes ``M G M^T``; gradients of what it gives likewise. A
+diagonal survives only maps that add no coordinates up.
+
+Where a norm feeds the map, the Gram is that of what was normalised, ``(x_hat, 1)``. What the stored weights read is
+``x = D x_hat + c`` with the norm's gain D and shift c as they stand in the merge (where gains are folded into readers,
+D is one), so its Gram comes by multiplication and nothing is divided by a gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architecture.model import Architecture, TensorInfo
+from rotation_merge.errors import StatisticsError
+from rotation_merge.model.apply import transform_axis, transform_tensor
+from rotation_merge.model.biases import along, read_by, shifted
+from rotation_merge.model.fold import Fold, Get, times_gain
+from rotation_merge.model.labels import Rows, in_order
+from rotation_merge.run.maps import LinearMap, along_inputs, linear_maps
+from rotation_merge.run.statistics_file import Gram, Statistics
+from rotation_merge.symmetry import SpaceTransform
+
+Transforms = Mapping[str, SpaceTransform]
+
+
+@dataclass(frozen=True)
+class Feeding:
+    """What stands between a map and what was measured, as it is in the merge, before the donor is moved.
+
+    Attributes:
+        gain, shift: of the norm that feeds the map, the offset of the gain added.
+        folded: whether the norm's gain has been folded into its readers.
+        scale: the layer scale behind the map; None where there is none, or it has been folded into the map.
+        scale_folded: whether it has.
+    """
+
+    gain: Tensor | None = None
+    shift: Tensor | None = None
+    folded: bool = False
+    scale: Tensor | None = None
+    scale_folded: bool = False
+
+
+def feeding_keys(linear: LinearMap) -> list[str]:
+    """Keys of the tensors that stand around a map: its norm's gain and shift, its layer scale."""
+    keys = [] if linear.norm is None else [linear.norm.gain, linear.norm.shift]
+    keys += [] if linear.scale is None else [linear.scale.gain]
+    return [key for key in keys if key is not None and linear.block.tensor(key) is not None]
+
+
+def feeding(tensors: Mapping[str, Tensor], linear: LinearMap, fold: Fold | None) -> Feeding:
+    """What stands around a map in a merge that folds (or does not).
+
+    Args:
+        tensors: of the map's block as stored, by key: those of `feeding_keys`, and what folding needs for them.
+    """
+    streams = () if fold is None else fold.streams
+
+    def get(key: str | None) -> Tensor | None:
+        info = None if key is None else linear.block.tensor(key)
+        if info is None or info.key not in tensors:
+            return None
+        return tensors[info.key] if fold is None else fold.tensor(linear.block, info, tensors.get)
+
+    norm, scale = linear.norm, linear.scale
+    gain = None if norm is None else get(norm.gain)
+    scaled = scale is not None and scale.stream in streams
+    return Feeding(
+        gain=None if gain is None or norm is None else gain.double() + norm.offset,
+        shift=None if norm is None else get(norm.shift),
+        folded=norm is not None and norm.stream in streams,
+        scale=None if scale is None or scaled else get(scale.gain),
+        scale_folded=scaled,
+    )
+
+
+def carried_gram(
+    linear: LinearMap, gram: Gram, transforms: Transforms, feeding: Feeding, shift: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The Gram of what a map reads, in the anchor's coordinates, float64.
+
+    Args:
+        shift: what is added to all that it reads once it is moved (the anchor's bias of values instead of the donor's),
+            shape (n,). A sketch, which knows no means, stays without: it then weighs by what the donor itself read.
+
+    Returns:
+        `dense` (..., n, n), or `diagonal` (..., n) and `factor` (..., n, rank).
+
+    Raises:
+        StatisticsError: it cannot be had from what was measured.
+    """
+    if gram.matrix is not None and gram.split:
+        return {"dense": _both(linear, _fed(linear, gram.matrix.double(), feeding), linear.reads, transforms)}
+    moved = moved_gram(linear, gram, transforms, shift, feeding.folded)
+    if moved.matrix is not None:
+        return {"dense": moved.matrix[..., :-1, :-1]}
+    assert moved.diagonal is not None
+    assert moved.factor is not None
+    return {"diagonal": moved.diagonal, "factor": moved.factor}
+
+
+def moved_gram(
+    linear: LinearMap, gram: Gram, transforms: Transforms, shift: Tensor | None = None, folded: bool = False
+) -> Gram:
+    """The Gram as it would be measured on the moved donor, float64.
+
+    Args:
+        shift: as of `carried_gram`.
+        folded: whether the gain of the norm that feeds the map has been folded into its readers.
+
+    Raises:
+        StatisticsError: it cannot be had from what was measured.
+    """
+    if gram.matrix is None:
+        return _moved_sketch(linear, gram, transforms)
+    if folded and not gram.split:
+        raise StatisticsError(
+            f"the Gram of '{linear.info.name}' was measured behind a gain that is folded away here",
+            remedy="leave out 'residual: rotation', or measure the donor that 'align' wrote",
+        )
+    moved = gram.matrix.double().clone()
+    means, share = _means(linear, moved[..., :-1, -1], transforms), _experts(linear, moved[..., -1, -1], transforms)
+    inner = _both(linear, moved[..., :-1, :-1], linear.reads, transforms)
+    if shift is not None:
+        crossed = torch.outer(shift.to(means), means)
+        inner = inner + crossed + crossed.mT + share * torch.outer(shift, shift).to(means)
+        means = means + share * shift.to(means)
+    moved[..., :-1, :-1], moved[..., -1, -1] = inner, share
+    moved[..., :-1, -1] = moved[..., -1, :-1] = means
+    return replace(gram, matrix=moved, count=_experts(linear, gram.count, transforms))
+
+
+def moved_moments(linear: LinearMap, moments: Tensor, transforms: Transforms, shift: Tensor | None = None) -> Tensor:
+    """Means and mean squares of what a map reads, as they would be measured on the moved donor, (..., 2, n), float64.
+
+    Args:
+        shift: as of `carried_gram`.
+
+    Raises:
+        StatisticsError: a transform adds coordinates up.
+    """
+    _no_mixing(linear.info, (linear.reads,), transforms, "of single coordinates")
+    mean, square = moments.double().unbind(-2)
+    mean, root = (_means(linear, x, transforms) for x in (mean, square.sqrt()))
+    added = torch.zeros_like(mean) if shift is None else shift.to(mean)
+    return torch.stack([mean + added, root.square() + added * (2 * mean + added)], -2)
+
+
+def _means(linear: LinearMap, vector: Tensor, transforms: Transforms) -> Tensor:
+    """What is paired with the axis of inputs, (..., n); experts in their new order."""
+    vector = _experts(linear, vector, transforms)
+    axis = linear.inputs
+    return transform_axis(vector, int(linear.stacked), axis, transforms, dual=True) if axis.parts else vector
+
+
+def _experts(linear: LinearMap, tensor: Tensor, transforms: Transforms) -> Tensor:
+    """What has a row for each expert, (experts, ...), in their new order; the very same tensor of other maps."""
+    return transform_axis(tensor, 0, linear.info.axes[0], transforms) if linear.stacked else tensor
+
+
+def _fed(linear: LinearMap, augmented: Tensor, feeding: Feeding) -> Tensor:
+    """The Gram of ``x = D x_hat + c`` from that of ``(x_hat, 1)``."""
+    if feeding.gain is None:
+        raise StatisticsError(
+            f"'{linear.info.name}' is fed by a norm whose gain is missing", remedy="the checkpoint is incomplete"
+        )
+    gain, shift = along_inputs(linear, feeding.gain.double(), None if feeding.shift is None else feeding.shift.double())
+    size = len(gain)
+    inner, means = augmented[..., :size, :size], augmented[..., :size, size]
+    share = augmented[..., size, size][..., None, None]  # one, or zero where no row was seen
+    moved = (gain * means)[..., :, None] * shift
+    return gain[:, None] * inner * gain + moved + moved.mT + share * torch.outer(shift, shift)
+
+
+def _both(linear: LinearMap, matrix: Tensor, dim: int, transforms: Transforms) -> Tensor:
+    """Both dimensions of (..., n, n) by what is paired with an axis; experts in their new order first."""
+    axis, at = linear.info.axes[dim], int(linear.stacked)
+    matrix = _experts(linear, matrix, transforms)
+    if axis.parts:
+        matrix = transform_axis(matrix, at, axis, transforms, dual=True)
+        matrix = transform_axis(matrix, at + 1, axis, transforms, dual=True)
+    return matrix
+
+
+def _moved_sketch(linear: LinearMap, gram: Gram, transforms: Transforms) -> Gram:
+    if gram.diagonal is None or gram.factor is None:
+        raise StatisticsError(f"the Gram of '{linear.info.name}' is not whole", remedy="measure again")
+    _no_mixing(linear.info, (linear.reads,), transforms, "of low rank")
+    diagonal = _means(linear, gram.diagonal.double().sqrt(), transforms).square()
+    factor, count = (_experts(linear, x, transforms) for x in (gram.factor.double(), gram.count))
+    factor = transform_axis(factor, int(linear.stacked), linear.inputs, transforms, dual=True)
+    return replace(gram, diagonal=diagonal, factor=factor, count=count)
+
+
+def carried_gradient(
+    linear: LinearMap, gradient: Tensor, behind: bool, transforms: Transforms, feeding: Feeding
+) -> Tensor:
+    """The Gram of gradients of what a map gives, in the anchor's coordinates, float64.
+
+    Args:
+        gradient: as measured, (..., m, m).
+        behind: whether it is that behind a layer scale.
+
+    Raises:
+        StatisticsError: it cannot be had from what was measured.
+    """
+    matrix = gradient.double()
+    if behind and feeding.scale is not None and linear.scale is not None:
+        axis = TensorInfo(linear.info.key, linear.info.names, (linear.outputs,))
+        unit_scale = torch.ones(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
+        scale = times_gain(unit_scale, axis, feeding.scale.double(), linear.scale.stream, "write")
+        matrix = scale[:, None] * matrix * scale
+    elif feeding.scale_folded and not behind:
+        raise StatisticsError(
+            f"gradients of '{linear.info.name}' were measured before a layer scale that is folded away here",
+            remedy="leave out 'residual: rotation'",
+        )
+    return _both(linear, matrix, linear.gives, transforms)
+
+
+def carried_fisher(info: TensorInfo, diagonal: Tensor, transforms: Transforms) -> Tensor:
+    """A Fisher diagonal of a whole (stacked) tensor in the anchor's coordinates: F moves with the weights, over s^2.
+
+    Raises:
+        StatisticsError: a transform adds coordinates up.
+    """
+    _no_mixing(info, range(len(info.axes)), transforms, "that is diagonal")
+    root = diagonal.double().sqrt()
+    for dim, axis in enumerate(info.axes):
+        if axis.parts:
+            root = transform_axis(root, dim, axis, transforms, dual=True)
+    return root.square()
+
+
+def _no_mixing(info: TensorInfo, dims: tuple[int, ...] | range, transforms: Transforms, kind: str) -> None:
+    for dim in dims:
+        for part in info.axes[dim].parts:
+            transform = transforms.get(part.space.name)
+            if transform is not None and transform.mixes(part.role):
+                raise StatisticsError(
+                    f"a statistic {kind} does not survive the rotation of '{part.space.name}' (tensor '{info.name}')",
+                    remedy="set 'attention: none' and no residual rotation, measure the donor that 'align' wrote, "
+                    "or use delegate kfac",
+                )
+
+
+def value_shift(linear: LinearMap, donor: Get, anchor: Get, transforms: Transforms) -> Tensor | None:
+    """What the anchor's bias of values adds to all that a map reads, shape (in,); None where nothing is added.
+
+    Args:
+        donor, anchor: give biases of the map's block by key, folded where the donor is moved.
+    """
+    reader = read_by(linear.block, linear.info)
+    if reader is None or reader.space.name not in transforms:
+        return None
+
+    def moved(key: str) -> Tensor | None:
+        bias, info = donor(key), linear.block.tensor(key)
+        return None if bias is None or info is None else transform_tensor(bias, info, transforms)
+
+    shift = shifted(reader, moved, anchor)
+    return None if shift is None else along(reader, linear.info, linear.reads, shift)
+
+
+class MovedTensors:
+    """Tensors of a donor's statistics as they would be measured on the moved donor, computed when they are read.
+
+    Args:
+        architecture: of the donor.
+        folded: the streams whose gains are folded.
+        biases: the anchor's and the donor's that softmax cannot see, by name, folded; empty: the donor keeps its own.
+        rows: what puts the donor's classes into the anchor's order.
+
+    Raises:
+        StatisticsError: the statistics hold a tensor that the architecture does not know.
+    """
+
+    def __init__(
+        self,
+        statistics: Statistics,
+        architecture: Architecture,
+        transforms: Transforms,
+        folded: Collection[str],
+        biases: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+        rows: Rows,
+    ) -> None:
+        self.statistics, self.transforms, self.folded = statistics, transforms, folded
+        self.biases, self.rows = biases, rows
+        self.maps, self.infos = linear_maps(architecture), architecture.named()
+        for name in sorted({key.rpartition(".")[0] for key in statistics.keys}):
+            if name not in self.infos:
+                raise StatisticsError(
+                    f"hold '{name}', which the alignment does not know",
+                    where=statistics.path,
+                    remedy="measure the moved model: rotation_merge.measure(alignment.apply(donor), ...)",
+                )
+
+    def get_tensor(self, key: str) -> Tensor:
+        name, _, kind = key.rpartition(".")
+        moved = self._fisher(name) if kind == "fisher" else self._of_map(self.maps[name], name, kind)
+        return moved.to(self.statistics[key].dtype)
+
+    def _fisher(self, name: str) -> Tensor:
+        if self.folded:
+            raise StatisticsError(
+                "a Fisher diagonal does not survive folded gains, which 'residual: rotation' needs",
+                remedy="leave that out, or use kfac",
+            )
+        info = self.infos[name]
+        pieces = [in_order(self.statistics[f"{piece}.fisher"], self.rows.get(piece)) for piece in info.names]
+        if not info.stacked:
+            return carried_fisher(info, pieces[0], self.transforms)
+        return carried_fisher(info, torch.stack(pieces), self.transforms)[info.names.index(name)]
+
+    def _of_map(self, linear: LinearMap, name: str, kind: str) -> Tensor:
+        if kind == "gradient":
+            return self._gradient(linear, name)
+        shift = value_shift(linear, self._bias(linear, 1), self._bias(linear, 0), self.transforms)
+        if kind == "moments":
+            return moved_moments(linear, self.statistics[f"{name}.moments"], self.transforms, shift)
+        if kind == "count":
+            return _experts(linear, self.statistics[f"{name}.count"], self.transforms)
+        gram = self.statistics.gram(name)
+        folded = linear.norm is not None and linear.norm.stream in self.folded
+        assert gram is not None
+        moved = moved_gram(linear, gram, self.transforms, shift, folded)
+        tensor = {"gram": moved.matrix, "diagonal": moved.diagonal, "factor": moved.factor}[kind]
+        assert tensor is not None
+        return tensor
+
+    def _gradient(self, linear: LinearMap, name: str) -> Tensor:
+        gradient, rows = self.statistics[f"{name}.gradient"], self.rows.get(name)
+        for dim in (0, 1):
+            gradient = in_order(gradient, rows and (dim, rows[1]))
+        scaled = linear.scale is not None and linear.scale.stream in self.folded
+        behind = name in self.statistics.behind
+        return carried_gradient(linear, gradient, behind, self.transforms, Feeding(scale_folded=scaled))
+
+    def _bias(self, linear: LinearMap, side: int) -> Get:
+        """Gives the biases of the anchor (0) or the donor (1) that stand in a map's block, by key."""
+
+        def get(key: str) -> Tensor | None:
+            info = linear.block.tensor(key)
+            return None if info is None else self.biases[side].get(info.name)
+
+        return get

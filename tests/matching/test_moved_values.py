@@ -1,0 +1,141 @@
+"""Deltas and statistics that an alignment moves are those of the moved model, through public calls only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from residual_support import checkpoint
+from tiny_models import difference, inputs, outputs
+from torch import nn
+
+import rotation_merge as rm
+
+LOCAL = {"heads": "permutation", "rescale": True}
+CASES = [
+    ("llama", "llama", {**LOCAL, "residual": "rotation"}),
+    ("mixtral", "untied", {**LOCAL, "residual": "signed_permutation"}),
+    ("vit", "classifier", {**LOCAL, "residual": "rotation"}),
+    ("bert", "classifier", {**LOCAL, "residual": "permutation"}),
+    ("dinov2", "classifier", {**LOCAL, "residual": "rotation"}),
+]
+"""RMSNorm folded, experts, LayerNorm folded, value biases that softmax cannot see, layer scales."""
+
+
+def model(family: str, name: str, folder: Path, seed: int = 0) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    """A tiny model in float64, and samples of what it takes."""
+    stored = checkpoint(family, name, folder / str(seed), seed=seed)
+    module = stored.case.model_class.from_pretrained(stored.path, dtype=torch.float64, attn_implementation="eager")
+    module.config._experts_implementation = "eager"
+    batch = inputs(stored.case, module.eval())
+    return module, [batch]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_moved_statistics_are_those_of_the_moved_model(case: tuple[str, str, dict[str, Any]], tmp_path: Path) -> None:
+    family, name, options = case
+    (anchor, _), (donor, samples) = (model(family, name, tmp_path, seed) for seed in range(2))
+    alignment = rm.align(anchor, donor, **options)
+    config = rm.MeasureConfig(kinds=("gram", "kfac"))
+    moved = alignment.apply(rm.measure(donor, samples, config))
+    measured = rm.measure(alignment.apply(donor), samples, config)
+    assert moved.keys == measured.keys
+    assert agree(moved, measured, ("gram", "gradient", "count")) >= 8
+
+
+def agree(moved: rm.Statistics, measured: rm.Statistics, kinds: tuple[str, ...]) -> int:
+    """How many tensors of these kinds are compared; all are equal up to rounding."""
+    keys = sorted(key for key in measured.keys if key.endswith(kinds))
+    largest = max(float(measured[key].abs().max()) for key in keys)
+    for key in keys:
+        size = float(measured[key].abs().max()) + 1e-6 * largest  # a key's bias has no gradient but rounding
+        torch.testing.assert_close(moved[key], measured[key], rtol=1e-4, atol=1e-4 * size, msg=f"'{key}' differs")
+    return len(keys)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_diagonal_statistics_move_with_permutations_alone(
+    case: tuple[str, str, dict[str, Any]], tmp_path: Path
+) -> None:
+    family, name, _ = case
+    donor, samples = model(family, name, tmp_path)
+    order = {"attention": "none", "heads": "permutation", "residual": "permutation"}
+    alignment = rm.Alignment.random(donor, **order)
+    kinds = ("fisher", "moments") if name == "classifier" else ("moments",)
+    config = rm.MeasureConfig(kinds=kinds, rank=2)
+    moved = alignment.apply(rm.measure(donor, samples, config))
+    assert agree(moved, rm.measure(alignment.apply(donor), samples, config), kinds) >= 8
+    turned = rm.Alignment.random(donor, attention="rotation", heads="permutation")
+    with pytest.raises(rm.RotationMergeError, match="does not survive"):
+        dict.fromkeys(turned.apply(rm.measure(donor, samples, config))[key] for key in sorted(moved.keys))
+
+
+@pytest.mark.parametrize("residual", ["none", "rotation"])
+def test_moved_statistics_weigh_like_measured_ones(residual: str, tmp_path: Path) -> None:
+    (anchor, samples), (donor, _) = (model("llama", "llama", tmp_path, seed) for seed in range(2))
+    alignment = rm.align(anchor, donor, heads="permutation", residual=residual)
+    models = [alignment.apply_anchor(anchor), alignment.apply(donor)]
+    ahead = [alignment.apply_anchor(rm.measure(anchor, samples)), alignment.apply(rm.measure(donor, samples))]
+    mean = rm.average(models, "regmean", statistics=ahead)
+    again = rm.average(models, "regmean", statistics=[rm.measure(each, samples) for each in models])
+    for name, tensor in again.items():
+        torch.testing.assert_close(mean[name], tensor, atol=1e-5, rtol=1e-4)
+    ahead[1].save(tmp_path / "moved.safetensors")
+    kept = rm.average(models, "regmean", statistics=[ahead[0], tmp_path / "moved.safetensors"])
+    assert torch.equal(kept["lm_head.weight"], mean["lm_head.weight"])
+    with pytest.raises(rm.RotationMergeError, match="other weights"):
+        rm.average(models, "regmean", statistics=ahead[::-1])
+    with pytest.raises(rm.RotationMergeError, match="other weights"):
+        alignment.apply(rm.measure(anchor, samples))
+
+
+def tuned(base: nn.Module, scale: float = 0.01) -> dict[str, torch.Tensor]:
+    """A fine-tune: every weight a little different."""
+    generator = torch.Generator().manual_seed(9)
+    return {
+        name: x + scale * torch.randn(x.shape, generator=generator, dtype=x.dtype) if x.is_floating_point() else x
+        for name, x in base.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES[:1] + CASES[2:4], ids=lambda case: case[0])
+def test_a_moved_delta_is_the_difference_of_the_moved_models(
+    case: tuple[str, str, dict[str, Any]], tmp_path: Path
+) -> None:
+    family, name, options = case
+    base, samples = model(family, name, tmp_path)
+    fine = type(base)(base.config).double().eval()
+    fine.load_state_dict(tuned(base))
+    alignment = rm.Alignment.random(base, **options)
+    delta = alignment.apply(rm.Delta.between(base, fine))
+    moved, expected = delta.applied(), alignment.apply(fine, strict=False)
+    for key, tensor in expected.items():
+        torch.testing.assert_close(moved[key], tensor, atol=1e-5, rtol=1e-5)
+    assert difference(outputs(moved.to_module(), samples[0]), outputs(fine, samples[0])) <= 1e-5
+    change, start = delta.state_dict(), alignment.apply(base)
+    for key, part in change.items():
+        torch.testing.assert_close(part, expected[key] - start[key], atol=1e-6, rtol=1e-4)
+    back = alignment.inverse().apply(delta)
+    assert difference(outputs(back.applied().to_module(), samples[0]), outputs(fine, samples[0])) <= 1e-5
+
+
+def test_moving_keeps_the_rank_and_the_scale_of_a_delta(tmp_path: Path) -> None:
+    base, _ = model("llama", "llama", tmp_path)
+    name, state = "model.layers.0.mlp.up_proj.weight", base.state_dict()
+    column, row = (torch.randn(size, 1, dtype=torch.float64) for size in state[name].shape)
+    delta = rm.Delta.between(base, ({**state, name: state[name] + column @ row.T}, base.config))
+    alignment = rm.Alignment.random(base, residual="rotation", heads="permutation")
+    moved = alignment.apply(0.5 * delta).state_dict()
+    values = torch.linalg.svdvals(moved[name])
+    assert values[1] <= 1e-5 * values[0]
+    whole = alignment.apply(delta).state_dict()
+    torch.testing.assert_close(moved[name], 0.5 * whole[name], atol=1e-8, rtol=1e-6)
+
+
+def test_a_delta_of_another_base_is_refused(tmp_path: Path) -> None:
+    (base, _), (other, _) = (model("llama", "llama", tmp_path, seed) for seed in range(2))
+    delta = rm.Alignment.random(base).apply(rm.Delta.between(other, (tuned(other), other.config)))
+    with pytest.raises(rm.RotationMergeError, match="is not that of"):
+        delta.applied().state_dict()
