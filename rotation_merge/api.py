@@ -25,7 +25,7 @@ from rotation_merge.files.scratch import Scratch
 from rotation_merge.matching.alignment import Alignment, Basis
 from rotation_merge.matching.check_pair import check_forward, check_pair
 from rotation_merge.matching.match import Match, match_model
-from rotation_merge.matching.options import MATCH_ON, NOTHING, WEIGHTS, AlignConfig
+from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.matching.run import Run
 from rotation_merge.matching.teachers import Answered, write_answers
 from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, opened_views
@@ -493,8 +493,7 @@ def _matcher(how: str, samples: Batches | None, anchor: OpenedModel, donor: Open
     Raises:
         RecipeError: there is no such way, or what it needs is missing.
     """
-    if how not in MATCH_ON:
-        raise RecipeError(f"option 'match_on' is {how!r}", remedy=f"it must be one of: {', '.join(MATCH_ON)}")
+    MatchConfig.options()["match_on"].check("match_on", how)
     if how == WEIGHTS:
         if samples is not None:
             raise RecipeError("weights are matched without samples", remedy="add match_on='both', or leave them out")

@@ -6,13 +6,14 @@ from dataclasses import asdict
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from rotation_merge.cli.gguf import check_gguf, gguf_option, write_gguf
 from rotation_merge.cli.options import (
     config_of,
+    config_options,
     device_option,
     devices,
-    match_on_option,
     matcher,
     matching_options,
     ray_option,
@@ -20,7 +21,10 @@ from rotation_merge.cli.options import (
 from rotation_merge.cli.paths import MODEL, NEW_ALIGNMENT, NEW_MODEL, SAMPLE_SOURCE, WORD, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.matching.options import WEIGHTS, AlignConfig
+from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
+
+SAMPLED = ("match_on", "data", "samples", "seed")
+"""Options that say what chooses the maps."""
 
 
 @click.command(epilog="Example: rotation-merge align org/anchor org/donor ./aligned --heads permutation")
@@ -28,14 +32,7 @@ from rotation_merge.matching.options import WEIGHTS, AlignConfig
 @click.argument("donor", type=MODEL)
 @click.argument("out", type=NEW_MODEL, required=False)
 @matching_options
-@match_on_option
-@click.option(
-    "--data",
-    type=SAMPLE_SOURCE,
-    help="Samples for --match-on; default self: each model writes half of the text.",
-)
-@click.option("--samples", type=click.IntRange(min=1), help="Number of samples for --match-on; 64 if not given.")
-@click.option("--seed", default=0, show_default=True)
+@config_options(MatchConfig, *SAMPLED, "widths", types={"data": SAMPLE_SOURCE})
 @click.option(
     "--alignment",
     "alignment_file",
@@ -44,9 +41,6 @@ from rotation_merge.matching.options import WEIGHTS, AlignConfig
     help="Also write the transforms, for recipes' 'alignment:'.",
 )
 @click.option("--half", is_flag=True, help="Store the maps of --alignment in half precision.")
-@click.option(
-    "--widths", is_flag=True, help="Bring a DONOR with fewer neurons, heads or a narrower stream to ANCHOR's sizes."
-)
 @click.option("--shard-size", type=WORD, default="5B", show_default=True, help="Largest weight file, e.g. 500M.")
 @click.option("--dtype", type=WORD, help="Storage of the output; the donor's if not given.")
 @gguf_option
@@ -57,7 +51,9 @@ from rotation_merge.matching.options import WEIGHTS, AlignConfig
 @json_option
 @shown
 @writes
+@click.pass_context
 def command(
+    context: click.Context,
     anchor: str,
     donor: str,
     out: str | None,
@@ -68,13 +64,7 @@ def command(
     device: str,
     html: bool,
     as_json: bool,
-    untie: bool,
     verify: bool,
-    widths: bool,
-    match_on: str,
-    data: str | None,
-    samples: int | None,
-    seed: int,
     ray: str | None,
     gguf: str | None,
     gguf_type: str,
@@ -97,30 +87,31 @@ def command(
     from rotation_merge.run.proof import Proof, prove
     from rotation_merge.workers.cluster import spread
 
+    options, match = config_of(AlignConfig, values), config_of(MatchConfig, values)
+    widths, untie = match.widths, match.untie
     if widths and not (verify and out is not None):
         raise click.UsageError("--widths needs OUT, whose outputs are compared with the donor's: leave out --no-verify")
     if out is None and alignment_file is None:
         raise click.UsageError("name OUT, or a file for --alignment")
     if gguf is not None and out is None:
         raise click.UsageError("--gguf is of OUT: name it, too")
-    if match_on == WEIGHTS and (data or samples):
+    on = [] if match.match_on == WEIGHTS else [str(getattr(match, name)) for name in SAMPLED]
+    if not on and any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in SAMPLED[1:3]):
         raise RotationMergeError("weights are matched without samples", remedy="add --match-on both, or activations")
-    if match_on != WEIGHTS and widths:
+    if on and widths:
         raise RotationMergeError("models of two widths are matched on weights", remedy="leave out --match-on")
     check_dtype(dtype)
     shard_bytes = parse_size(shard_size)
     if gguf is not None:
         check_gguf(donor, gguf_type)
-    options = config_of(AlignConfig, values)
     device, worker_device = devices(device, ray)
     pair = open_pair(anchor, donor, options, untie, device, widths=widths)
     progress = Progress()
     proof: Proof | None = None
-    on = [] if match_on == WEIGHTS else [match_on, data or "self", str(samples or 64), str(seed)]
     mark = mark_of((pair.anchor, pair.donor), on, on=on, options=asdict(options), untie=untie, widths=widths)
     with kept_beside(out or str(alignment_file), lambda: mark, device) as ledger:
         with unchanged([pair.anchor.reference, pair.donor.reference]), spread(ray, worker_device) as over:
-            how = matcher(match_on, anchor, donor, data or "self", samples or 64, seed, device, over)
+            how = matcher(match, anchor, donor, device, over)
             alignment, report = match_pair(pair, progress, how, ledger)
         if out is not None:
             proofs: list[Proof] = []

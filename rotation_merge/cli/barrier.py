@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rotation_merge.cli.options import config_of, config_options, match_on_option, matching_options
+from rotation_merge.cli.options import config_of, config_options, matching_options
 from rotation_merge.cli.paths import (
     ALIGNMENT,
     MODELS_OR_RECIPE,
@@ -37,7 +37,7 @@ from rotation_merge.cli.show import (
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files.durable import write_text
 from rotation_merge.files.outputs import MATCHING_UNFINISHED, Output
-from rotation_merge.matching.options import WEIGHTS, AlignConfig
+from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.report.plots import check_plot, save_barrier, text_plot
 from rotation_merge.run.curves import CENTRE, FILE, Barrier, Curve
 from rotation_merge.run.evaluate import PATH, BarrierConfig
@@ -125,7 +125,7 @@ class Along(Progress):
 )
 @click.option("--save", type=SAVED, metavar="DIR", help=f"Also write {FILE} there, for the report of the merge in DIR.")
 @matching_options
-@match_on_option
+@config_options(MatchConfig, "match_on")
 @json_option
 @shown
 @writes

@@ -15,7 +15,6 @@ from rotation_merge.cli.options import (
     config_of,
     config_options,
     device_option,
-    match_on_option,
     matching_options,
     usable_device,
 )
@@ -56,7 +55,6 @@ from rotation_merge.run.functions import load, narrowed, stored_dtype
     help="Several devices, as cuda:0,cuda:1: one model on each; mixed models run on the first.",
 )
 @matching_options
-@match_on_option
 @json_option
 @shown
 @writes

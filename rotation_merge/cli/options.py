@@ -16,6 +16,7 @@ from rotation_merge.errors import RecipeError, RotationMergeError
 
 if TYPE_CHECKING:
     from rotation_merge.matching.match import Match
+    from rotation_merge.matching.options import MatchConfig
     from rotation_merge.workers.pieces import Over
 
 C = TypeVar("C", bound=Config)
@@ -112,32 +113,16 @@ def config_of(config: type[C], values: dict[str, Any], **more: Any) -> C:
 
 def matching_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of `AlignConfig`, and --untie; the command hands its values to `config_of`."""
-    from rotation_merge.matching.options import AlignConfig
+    from rotation_merge.matching.options import AlignConfig, MatchConfig
 
-    function = click.option("--untie", is_flag=True, help="Give a tied head its own tensor (for --residual rotation).")(
-        function
-    )
-    return config_options(AlignConfig)(function)
+    return config_options(AlignConfig)(config_options(MatchConfig, "untie")(function))
 
 
-def match_on_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --match-on; the command hands its value to `matcher`."""
-    from rotation_merge.matching.options import MATCH_ON
-
-    return click.option(
-        "--match-on",
-        type=click.Choice(MATCH_ON),
-        default="weights",
-        show_default=True,
-        help="What chooses the maps: weights, activations of both models on samples, or both.",
-    )(function)
-
-
-def matcher(
-    match_on: str, anchor: str, donor: str, data: str, samples: int, seed: int, device: str, over: Over | None = None
-) -> Match:
+def matcher(config: MatchConfig, anchor: str, donor: str, device: str, over: Over | None = None) -> Match:
     """What --match-on stands for: how the donor's maps to the anchor are found; on weights, who does it."""
-    if match_on == "weights":
+    from rotation_merge.matching.options import WEIGHTS
+
+    if config.match_on == WEIGHTS:
         from rotation_merge.matching.match import match_model
 
         return match_model if over is None else functools.partial(match_model, over=over)
@@ -145,7 +130,7 @@ def matcher(
         raise RotationMergeError("--ray shares matching on weights", remedy="leave out --match-on, or --ray")
     from rotation_merge.matching.match_on import OnSamples
 
-    return OnSamples(match_on, anchor, donor, data, samples, seed, device)
+    return OnSamples(config.match_on, anchor, donor, config.data, config.samples, config.seed, device)
 
 
 def device_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -45,7 +45,6 @@ class FitConfig(Config):
         "weights",
         "what the start is matched on: weights, activations of the samples, or both",
         choices=MATCH_ON,
-        command=False,
     )
     mixing: float = option(
         0.5,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from rotation_merge.config import WHOLE, Kind, option
+from rotation_merge.config import RECIPE, WHOLE, Config, Kind, option
 from rotation_merge.errors import RecipeError
 from rotation_merge.symmetry.admitted import GroupOptions
 
@@ -80,6 +80,27 @@ class AlignConfig(GroupOptions):
     def with_residual(self, residual: str) -> AlignConfig:
         """The same with another residual group (or groups by stream)."""
         return replace(self, residual=residual)
+
+
+@dataclass(frozen=True)
+class MatchConfig(Config):
+    """What chooses the maps of an alignment, and how its models are opened."""
+
+    match_on: str = option(
+        WEIGHTS, "what chooses the maps: weights, activations of both models on samples, or both", choices=MATCH_ON
+    )
+    data: str = option("self", "samples for activations; self: text of which each of the two models writes half")
+    samples: int = option(64, "number of samples", low=1)
+    seed: int = option(0, "seed of written samples")
+    widths: bool = option(
+        False, "bring a donor with fewer neurons, heads or a narrower stream to the anchor's sizes first"
+    )
+    untie: bool = option(
+        False,
+        "give a tied output head its own tensor, which a residual rotation needs",
+        scope=RECIPE,
+        detail="Give a tied output head its own tensor; a residual rotation needs it.",
+    )
 
 
 NOTHING = AlignConfig(attention="none", heads="none", ffn="none", rescale=False)

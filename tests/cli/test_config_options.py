@@ -13,12 +13,14 @@ from click.testing import CliRunner
 import rotation_merge as rm
 from rotation_merge.cli import align, barrier, carry, compare, evaluate, fit, inspect, lora, measure, merge, polish
 from rotation_merge.config import NEITHER, Config, Kind, Option
+from rotation_merge.matching.options import MatchConfig
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, CONFIGS, RecipeConfig
 from rotation_merge.mergekit_plugin.recipe.settings import check_value
 
 COMMANDS: dict[type[Config], list[click.Command]] = {
     rm.AlignConfig: [each.command for each in (align, barrier, carry, compare, fit, inspect)],
     rm.AdapterMergeConfig: [lora.command],
+    MatchConfig: [align.command],
     rm.MeasureConfig: [measure.command],
     rm.EvaluateConfig: [evaluate.command],
     rm.BarrierConfig: [barrier.command],
@@ -106,7 +108,7 @@ def test_every_default_is_one_that_the_option_may_have() -> None:
 
 def test_every_exported_config_is_tried() -> None:
     exported = {value for value in (getattr(rm, name) for name in rm.__all__) if isinstance(value, type)}
-    assert {value for value in exported if issubclass(value, Config)} == {*ALL} - {RecipeConfig}
+    assert {value for value in exported if issubclass(value, Config)} == {*ALL} - {RecipeConfig, MatchConfig}
 
 
 def test_the_nearest_name_and_a_nearest_word_of_several_are_told() -> None:

@@ -22,7 +22,7 @@ from rotation_merge.config import (
     is_text,
     option,
 )
-from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.options import AlignConfig, MatchConfig
 
 METHOD = "rotation_merge"
 """The merge method's name."""
@@ -114,12 +114,6 @@ class RecipeConfig(Config):
         scope=RECIPE,
         detail="`each`: also write the merged body under every donor's head.",
     )
-    untie: bool = option(
-        False,
-        "true: give the output its own head where residual rotation needs it",
-        scope=RECIPE,
-        detail="Give a tied output head its own tensor; a residual rotation needs it.",
-    )
     anchor: str = option(
         "base",
         "mean: align all models to their running mean",
@@ -183,7 +177,7 @@ class Key:
         return None if value == "none" and self.default is None else value
 
 
-CONFIGS: tuple[type[Config], ...] = (AlignConfig, TransferConfig, RefitConfig, RecipeConfig)
+CONFIGS: tuple[type[Config], ...] = (AlignConfig, MatchConfig, TransferConfig, RefitConfig, RecipeConfig)
 """Configs with fields that recipes have. A field with a `scope` is a parameter: `Recipe.value` and `Recipe.of_model`
 read it."""
 
