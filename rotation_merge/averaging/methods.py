@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.closed_forms import Metric, fisher, kfac, mean, regmean
+from rotation_merge.config import Option
 from rotation_merge.errors import RecipeError, StatisticsError
 
 STOCK, TENSOR, BLOCK, MODEL = "stock", "tensor", "block", "model"
@@ -112,7 +112,36 @@ class Target:
 
 
 WEIGHT = ParameterSpec("weight", float, ParameterScope.INPUT, description="share of each model")
-RIDGE = ParameterSpec("ridge", float, ParameterScope.SHARED, 1e-3, "added to Grams, relative to their mean diagonal")
+
+
+@dataclass(frozen=True)
+class OwnParameter(ParameterSpec):
+    """A parameter of a delegate of our own.
+
+    Attributes:
+        option: which values it may have.
+    """
+
+    option: Option | None = None
+
+
+def parameter(name: str, default: Any, help: str, kind: type | None = None, **more: Any) -> OwnParameter:
+    """A parameter of a delegate, one value for all models.
+
+    Args:
+        kind: of its values, if not the default's type. One whose default is None is optional.
+        **more: of `Option`: choices, or low and high.
+    """
+    return described_parameter(name, default, Option(help, kind or type(default), optional=default is None, **more))
+
+
+def described_parameter(name: str, default: Any, described: Option) -> OwnParameter:
+    """A parameter of a delegate that a config describes."""
+    kind: Any = described.kind | None if described.optional else described.kind  # type: ignore[operator]
+    return OwnParameter(name, kind, ParameterScope.SHARED, default, described.help, option=described)
+
+
+RIDGE = Option("added to Grams, relative to their mean diagonal", float, low=0)
 
 
 class OwnMethod(MergeMethod):
@@ -129,9 +158,11 @@ class OwnMethod(MergeMethod):
         """Refuse values that mean nothing.
 
         Raises:
-            RecipeError: names the parameter.
+            RecipeError: names the parameter, its range and the nearest value.
         """
-        raise NotImplementedError
+        for spec in self.spec.parameters:
+            if isinstance(spec, OwnParameter) and spec.option is not None:
+                spec.option.check(spec.name, parameters[spec.name], "parameter")
 
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
         """The merged tensor, in any floating dtype; of units smaller than the whole model.
@@ -186,16 +217,6 @@ class StatisticsMethod(OwnMethod):
         how = "by statistics on samples"
         return [f"Delegate {self.spec.name} averaged {len(log.with_statistics)} {kind} {how}."]
 
-    def check(self, parameters: Mapping[str, Any]) -> None:
-        for name, (low, high) in _RANGES.items():
-            value = parameters.get(name)
-            if value is not None and not low <= value <= high:
-                bounds = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
-                raise RecipeError(f"parameter '{name}' is {value}", where="parameters", remedy=f"it must be {bounds}")
-
-
-_RANGES = {"shrink": (0.0, 1.0), "ridge": (0.0, math.inf), "floor": (0.0, math.inf)}
-
 
 def averaged(sources: Sequence[Source]) -> Tensor:
     """The weighted mean."""
@@ -212,8 +233,8 @@ class RegMean(StatisticsMethod):
         reference_url="https://arxiv.org/abs/2212.09849",
         parameters=(
             WEIGHT,
-            ParameterSpec("shrink", float, ParameterScope.SHARED, 0.9, "what off-diagonals of Grams are multiplied by"),
-            RIDGE,
+            parameter("shrink", 0.9, "what off-diagonals of Grams are multiplied by", low=0, high=1),
+            described_parameter("ridge", 1e-3, RIDGE),
         ),
         contract=InputContract(base=BasePolicy.OPTIONAL),
     )
@@ -234,10 +255,8 @@ class Fisher(StatisticsMethod):
         reference_url="https://arxiv.org/abs/2111.09832",
         parameters=(
             WEIGHT,
-            ParameterSpec("normalize", bool, ParameterScope.SHARED, True, "divide by the norm of each whole Fisher"),
-            ParameterSpec(
-                "floor", float, ParameterScope.SHARED, 1e-6, "least Fisher of base_model, kept where all are 0"
-            ),
+            parameter("normalize", True, "divide by the norm of each whole Fisher"),
+            parameter("floor", 1e-6, "least Fisher of base_model, kept where all are 0", low=0),
         ),
         contract=InputContract(base=BasePolicy.OPTIONAL),
     )
@@ -265,8 +284,8 @@ class Kfac(StatisticsMethod):
         pretty_name="K-FAC",
         parameters=(
             WEIGHT,
-            ParameterSpec("shrink", float, ParameterScope.SHARED, 1.0, "what off-diagonals of both are multiplied by"),
-            replace(RIDGE, default=0.1),
+            parameter("shrink", 1.0, "what off-diagonals of both are multiplied by", low=0, high=1),
+            described_parameter("ridge", 0.1, RIDGE),
         ),
         contract=InputContract(base=BasePolicy.OPTIONAL),
     )

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec, ParameterScope, ParameterSpec
+from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, Space, TensorInfo
 from rotation_merge.averaging.closed_forms import mean
-from rotation_merge.averaging.methods import BLOCK, WEIGHT, OwnMethod, Plan, Source, Target
-from rotation_merge.errors import RecipeError, StatisticsError
+from rotation_merge.averaging.methods import BLOCK, WEIGHT, OwnMethod, Plan, Source, Target, parameter
+from rotation_merge.errors import StatisticsError
 from rotation_merge.matching.activations import wanted_roles
 from rotation_merge.model.apply import placed, split_axis, transform_tensor
 from rotation_merge.model.source import TensorSource, read_tensor
@@ -41,11 +41,14 @@ class OtFusion(OwnMethod):
         reference_url="https://arxiv.org/abs/2310.05719",
         parameters=(
             WEIGHT,
-            ParameterSpec("plan", str, ParameterScope.SHARED, "soft", "soft (Sinkhorn) or hard (a permutation)"),
-            ParameterSpec(
-                "stream", str, ParameterScope.SHARED, "transport", "transport, or identity: leave it as it is"
+            parameter("plan", "soft", "soft (Sinkhorn) or hard (a permutation)", choices=("soft", "hard")),
+            parameter(
+                "stream",
+                "transport",
+                "transport, or identity: leave it as it is",
+                choices=("transport", "identity"),
             ),
-            ParameterSpec("regularisation", float | None, ParameterScope.SHARED, None, "of soft plans"),
+            parameter("regularisation", None, "of soft plans", float, low=0, above=True),
         ),
         contract=InputContract(base=BasePolicy.REQUIRED),
     )
@@ -57,20 +60,6 @@ class OtFusion(OwnMethod):
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
         moved = [transported(source.weight, target.info, source.held, target.piece) for source in sources]
         return mean(moved, [source.share for source in sources])
-
-    def check(self, parameters: Mapping[str, Any]) -> None:
-        for name, words in (("plan", ("soft", "hard")), ("stream", ("transport", "identity"))):
-            if parameters[name] not in words:
-                raise RecipeError(
-                    f"parameter '{name}' is {parameters[name]!r}",
-                    where="parameters",
-                    remedy=f"it must be one of: {', '.join(words)}",
-                )
-        regularisation = parameters["regularisation"]
-        if regularisation is not None and not regularisation > 0:
-            raise RecipeError(
-                f"parameter 'regularisation' is {regularisation}", where="parameters", remedy="it must be above 0"
-            )
 
 
 @dataclass(frozen=True)

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec, ParameterScope, ParameterSpec
+from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec
 
 from rotation_merge.averaging.config import RefitConfig
-from rotation_merge.averaging.methods import MODEL, WEIGHT, OwnMethod, Plan
+from rotation_merge.averaging.methods import MODEL, WEIGHT, OwnMethod, OwnParameter, Plan, described_parameter
 
 SOLVING = ("ridge", "alpha", "lambda_", "gram_norm", "norms")
 """Fields that are parameters of the delegate; the others say what it reads, and are parameters of the recipe."""
 
 
-def _key(field: str) -> str:
-    """What recipes call a field."""
-    return RefitConfig.options()[field].key or field
-
-
-def _parameter(field: str) -> ParameterSpec:
+def _parameter(field: str) -> OwnParameter:
     described = RefitConfig.options()[field]
-    return ParameterSpec(
-        _key(field), described.kind, ParameterScope.SHARED, getattr(RefitConfig, field), described.help
-    )
+    return described_parameter(described.key or field, getattr(RefitConfig, field), described)
 
 
 class RefitMethod(OwnMethod):
@@ -38,7 +28,3 @@ class RefitMethod(OwnMethod):
 
     def plan(self) -> Plan:
         return Plan(MODEL, no_changes="needs models that answer, and a task vector ('finetuned_from') does not")
-
-    def check(self, parameters: Mapping[str, Any]) -> None:
-        for described, name in ((RefitConfig.options()[field], _key(field)) for field in SOLVING):
-            described.check(name, parameters[name], "parameter")

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec, ParameterScope, ParameterSpec
 from torch import Tensor
 
-from rotation_merge.averaging.methods import TENSOR, MergeLog, OwnMethod, Plan, Source, Target
-from rotation_merge.errors import RecipeError
+from rotation_merge.averaging.methods import TENSOR, MergeLog, OwnMethod, Plan, Source, Target, parameter
 
 RATIO = 2.0
 """Changes of one map whose lengths differ by more than this factor are brought to their geometric mean."""
@@ -33,12 +32,11 @@ ZERO = 1e-9
 PRIOR = 0.7
 """What the sum of the changes is multiplied by for the prior of `both` sides."""
 
-_SHARED = ParameterScope.SHARED
 COMMON = (
     ParameterSpec("weight", float, ParameterScope.INPUT, 1.0, "importance of each model"),
-    ParameterSpec("lambda", float, _SHARED, 1.0, "what the merged change is multiplied by"),
-    ParameterSpec("others", str, _SHARED, "mean", "norms, biases, embeddings: mean or sum of their changes"),
-    ParameterSpec("lengths", str, _SHARED, "auto", "auto: even out lengths that differ by more than two; keep"),
+    parameter("lambda", 1.0, "what the merged change is multiplied by"),
+    parameter("others", "mean", "norms, biases, embeddings: mean or sum of their changes", choices=("mean", "sum")),
+    parameter("lengths", "auto", "auto: even out lengths that differ by more than two; keep", choices=("auto", "keep")),
 )
 
 CONTRACT = InputContract(base=BasePolicy.REQUIRED, min_non_base=1)
@@ -46,11 +44,6 @@ CONTRACT = InputContract(base=BasePolicy.REQUIRED, min_non_base=1)
 
 class TaskVectorMethod(OwnMethod):
     """A delegate that merges the changes of each linear map, and adds the result to the base's map."""
-
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"others": ("mean", "sum"), "lengths": ("auto", "keep")}
-    """Values that parameters in words may have."""
-    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
-    """Ranges of parameters that are numbers."""
 
     def change(
         self,
@@ -121,18 +114,6 @@ class TaskVectorMethod(OwnMethod):
             )
         return lines
 
-    def check(self, parameters: Mapping[str, Any]) -> None:
-        for name, words in self.choices.items():
-            if parameters[name] not in words:
-                remedy = f"it must be one of: {', '.join(words)}"
-                raise RecipeError(f"parameter '{name}' is {parameters[name]!r}", where="parameters", remedy=remedy)
-        for name, (low, high) in {"lambda": (-math.inf, math.inf), **self.bounds}.items():
-            value = parameters[name]
-            if value is not None and (not low <= value <= high or not math.isfinite(value)):
-                limits = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
-                remedy = "it must be a number" if math.isinf(low) else f"it must be {limits}"
-                raise RecipeError(f"parameter '{name}' is {value}", where="parameters", remedy=remedy)
-
 
 class Wudi(TaskVectorMethod):
     r"""RegMean with the Grams that the changes imply, in closed form.
@@ -145,23 +126,20 @@ class Wudi(TaskVectorMethod):
     instead of the norm: ACE-Merging (arXiv 2603.02945); neither: ACTMat (arXiv 2604.01329).
     """
 
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **TaskVectorMethod.choices,
-        "gram_norm": ("norm", "trace", "none"),
-        "sides": ("one", "both"),
-    }
-    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"ridge": (0.0, math.inf)}
     spec = MergeMethodSpec(
         name="wudi",
         pretty_name="WUDI (closed form)",
         reference_url="https://arxiv.org/abs/2503.08099",
         parameters=(
             *COMMON,
-            ParameterSpec(
-                "ridge", float, _SHARED, 0.1, "towards the mean of the changes, relative to the mean diagonal"
+            parameter("ridge", 0.1, "towards the mean of the changes, relative to the mean diagonal", low=0),
+            parameter(
+                "gram_norm",
+                "norm",
+                "what Grams are divided by: norm, trace or none",
+                choices=("norm", "trace", "none"),
             ),
-            ParameterSpec("gram_norm", str, _SHARED, "norm", "what Grams are divided by: norm, trace or none"),
-            ParameterSpec("sides", str, _SHARED, "one", "one: inputs; both: outputs, too"),
+            parameter("sides", "one", "one: inputs; both: outputs, too", choices=("one", "both")),
         ),
         contract=CONTRACT,
     )
@@ -310,14 +288,13 @@ class Iso(TaskVectorMethod):
     Source: Marczak and others 2025 (No Task Left Behind, arXiv 2502.04959), algorithms 1 and 2.
     """
 
-    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"share": (0.0, 1.0)}
     spec = MergeMethodSpec(
         name="iso",
         pretty_name="Iso-C",
         reference_url="https://arxiv.org/abs/2502.04959",
         parameters=(
             *COMMON,
-            ParameterSpec("share", float, _SHARED, 1.0, "of directions that are the sum's; 0.8 is Iso-CTS"),
+            parameter("share", 1.0, "of directions that are the sum's; 0.8 is Iso-CTS", low=0, high=1),
         ),
         contract=CONTRACT,
     )

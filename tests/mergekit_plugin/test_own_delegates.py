@@ -73,9 +73,6 @@ class Lower(OwnMethod):
     def plan(self) -> Plan:
         return Plan(TENSOR, maps_only=False)
 
-    def check(self, parameters: Mapping[str, Any]) -> None:
-        pass
-
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> torch.Tensor:
         return torch.stack([source.weight for source in sources]).amin(0)
 

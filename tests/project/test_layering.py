@@ -72,6 +72,18 @@ def by_string(tree: ast.AST) -> set[str]:
     return found
 
 
+def test_imports_by_string_and_inside_functions_count(tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    for text in (
+        "def f():\n    from rotation_merge.cli import app",
+        "def f():\n    import rotation_merge.cli.app",
+        "import_module('rotation_merge.cli.app')",
+        "def f(name):\n    return import_module(f'rotation_merge.cli.{name}')",
+    ):
+        file.write_text(text)
+        assert "rotation_merge.cli.app" in imports(file), text
+
+
 def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
