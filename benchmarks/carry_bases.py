@@ -5,90 +5,191 @@
     python benchmarks/carry_bases.py checkpoints distil   50 steps, to benchmarks/results/carry-bases-distil.json
     python benchmarks/carry_bases.py checkpoints long distil
     python benchmarks/carry_bases.py checkpoints --only C      what was measured of the others is kept
+    python benchmarks/carry_bases.py checkpoints --controls    beside controls, to carry-bases-controls.json
+    python benchmarks/carry_bases.py checkpoints distil --controls
+    python benchmarks/carry_bases.py checkpoints digits --controls    a classifier: ViT 0 tuned on mirrored digits
 
 The checkpoints are those of benchmarks/train_checkpoints.py: Llama 0's fine-tunes go to Llamas 1, 2 and 3, which were
-trained from other seeds. Samples are 64 sequences that the fine-tune wrote itself. Shares are of the gain that
-fine-tuning gave at home, on 80 windows of held-out text; `own domain`: loss on Python, the bases' own, mean of the
-three, before and after; seconds are of the processor, mean of the three, without the time that matching took.
+trained from other seeds; those that are not there are left out. Samples are 64 sequences that the fine-tune wrote
+itself. Shares are of the gain that fine-tuning gave at home, on 80 windows of held-out text; `own domain`: loss on
+Python, the bases' own, mean of the bases, before and after; seconds are of the processor, mean of the bases, without
+the time that matching took.
+
+Controls are changes of the same scale at the same bases: ten random ones, whose maps have the same singular values, and
+the negated one. What is net of them is the share above that of the better control; its standard error is that of the
+mean over held-out samples of the paired difference, with that of the ten draws. What the gain at home is known to
+within is not in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from corpora import documents
 from peft import LoraConfig, get_peft_model
 from record import Table
 from torch import Tensor
+from torch.nn.functional import cross_entropy
+from train_checkpoints import fit, save, warm_cosine
+from train_checkpoints import load as untrained
 
 from rotation_merge.carrying import sampled as carrying
 from rotation_merge.carrying.bases import open_bases
-from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.config import PLAIN, TransferConfig
+from rotation_merge.carrying.judge import DRAWS, random_change
 from rotation_merge.carrying.transfer import transferred
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.match_on import OnSamples
 from rotation_merge.matching.options import BOTH, AlignConfig
 from rotation_merge.run import demo
 from rotation_merge.run.data import Data
-from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load
 from rotation_merge.run.written import self_written
 
 WHOLE = AlignConfig(heads="permutation", residual="rotation")
-NEW = ("llama-1", "llama-2", "llama-3")
 SHORT = {"C++": ("llama-0-cpp", "cpp"), "English": ("llama-0-english", "english"), "C": ("llama-0-c", "c")}
 LONG = {"English, long": ("llama-0-english-long", "english"), "C, long": ("llama-0-c-long", "c")}
 LENGTH, WINDOWS, RANK = 128, 80, 16
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
+IMAGES = "demo:digits"
 KEPT = "several runs: what an earlier one had measured of other fine-tunes is kept"
+
+SAMPLES = 64
 
 Way = Callable[["Pair", str, str], dict[str, Tensor]]
 """Of a pair, a fine-tune and the file of its own text, the new base's tensors that change."""
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a fine-tune learned.
+
+    Attributes:
+        tuned: the fine-tune.
+        data, own: held-out samples of it, and of what the new bases know by themselves.
+        samples: writes what the change is solved from to a file.
+    """
+
+    title: str
+    tuned: str
+    data: Data
+    own: Data
+    samples: Callable[[Path], str]
+
+
 def windows(domain: str) -> Data:
     """Held-out text of a domain."""
     if domain in demo.NAMES:
-        found = demo.windows(domain)[:WINDOWS]
+        tokens = demo.windows(domain)[:WINDOWS]
     else:
         held_out = torch.frombuffer(bytearray(b"".join(documents(domain)[1])), dtype=torch.uint8).long()
-        found = held_out[: WINDOWS * LENGTH].view(WINDOWS, LENGTH)
-    return Data([{"input_ids": part, "labels": part} for part in found.split(40)], "next token", WINDOWS)
+        tokens = held_out[: WINDOWS * LENGTH].view(WINDOWS, LENGTH)
+    return Data([{"input_ids": part, "labels": part} for part in tokens.split(40)], "next token", WINDOWS)
+
+
+def texts(checkpoints: Path, names: Mapping[str, tuple[str, str]]) -> Iterator[Task]:
+    """Fine-tunes of Llama 0, and the text that each writes itself."""
+    for title, (name, domain) in names.items():
+        if not (checkpoints / name).exists():
+            continue
+        tuned = str(checkpoints / name)
+
+        def written(folder: Path, tuned: str = tuned) -> str:
+            rows = self_written(load(tuned), tuned, SAMPLES, LENGTH).tolist()
+            lines = "\n".join(json.dumps({"input_ids": row}) for row in rows)
+            (folder / "own.jsonl").write_text(lines, encoding="utf-8")
+            return str(folder / "own.jsonl")
+
+        yield Task(title, tuned, windows(domain), windows("python"), written)
+
+
+def images(checkpoints: Path) -> Iterator[Task]:
+    """ViT 0 tuned on mirrored digits, for a hundred steps, from training images that it is given."""
+    pixels, labels, unseen, answers = demo.digits()
+    mirrored, tuned = pixels.flip(-1), checkpoints / "vit-0-mirrored"
+    if not tuned.exists():
+        model, draw = untrained(checkpoints / "vit-0"), torch.Generator().manual_seed(0)
+        picked = (torch.randperm(len(pixels), generator=draw)[:64] for _ in range(100))
+        batches = ({"pixel_values": mirrored[rows], "labels": labels[rows]} for rows in picked)
+        fit(model, batches, 100, warm_cosine(100, 10, 0.05), lr=1e-3, weight_decay=0.05)
+        save(model, tuned)
+
+    def given(folder: Path) -> str:
+        np.savez(folder / "images.npz", pixel_values=mirrored[:SAMPLES].numpy(), labels=labels[:SAMPLES].numpy())
+        return str(folder / "images.npz")
+
+    test, own = (
+        Data([{"pixel_values": shown, "labels": answers}], "class", len(answers)) for shown in (unseen.flip(-1), unseen)
+    )
+    yield Task("mirrored digits", str(tuned), test, own, given)
+
+
+@torch.no_grad()
+def losses(model: Any, data: Data) -> Tensor:
+    """Mean loss of each sample, in nats, float64."""
+    means = []
+    for batch in data.batches:
+        labels = batch["labels"]
+        logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+        if logits.ndim > labels.ndim + 1 or labels.ndim > 1:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        each = cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
+        means.append(each.double().reshape(len(labels), -1).mean(1))
+    return torch.cat(means)
 
 
 def loss(model: Any, data: Data) -> float:
-    return evaluate(model, data)[0]
+    return float(losses(model, data).mean())
 
 
 class Pair:
     """The old base and a new one, matched on weights and on both."""
 
-    def __init__(self, old: str, new: str) -> None:
+    def __init__(self, old: str, new: str, samples: str) -> None:
         self.old, self.new, self.bases = old, new, open_bases(new, old)
-        model = load(new)
-        self.own, self.stored = loss(model, windows("python")), model.state_dict()
+        self.model = load(new)
+        self.stored = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         first, second = self.bases.sources
         given = self.bases.architecture, first, second, WHOLE, None
-        self.weights, self.both = match_model(*given), OnSamples(BOTH, new, old)(*given)
+        self.weights, self.both = match_model(*given), OnSamples(BOTH, new, old, samples)(*given)
 
     def carried(self, tuned: str, config: TransferConfig) -> dict[str, Tensor]:
         return transferred(tuned, self.old, self.new, config)[0]
 
-    def losses(self, tensors: Mapping[str, Tensor], data: Data) -> tuple[float, float]:
-        """On the fine-tune's domain, and on the base's own."""
-        model = load(self.new)
-        model.load_state_dict({**self.stored, **tensors})
-        return loss(model, data), loss(model, windows("python"))
+    def losses(self, tensors: Mapping[str, Tensor], data: Data) -> Tensor:
+        """Of each sample, with some of the new base's tensors replaced."""
+        self.model.load_state_dict({**self.stored, **tensors})
+        return losses(self.model, data)
+
+    def changed(self, changes: Mapping[str, Tensor], data: Data) -> Tensor:
+        return self.losses({name: self.stored[name].double() + change for name, change in changes.items()}, data)
+
+    def controls(self, tensors: Mapping[str, Tensor], data: Data) -> tuple[Tensor, Tensor]:
+        """Losses of each sample with random changes, (draws, samples), and with the negated change."""
+        changes = {name: tensor.double() - self.stored[name].double() for name, tensor in tensors.items()}
+        changes = {name: change for name, change in changes.items() if bool(change.any())}
+        draw = torch.Generator().manual_seed(0)
+        drawn = [self.changed({n: random_change(c, draw) for n, c in changes.items()}, data) for _ in range(DRAWS)]
+        return torch.stack(drawn), self.changed({name: -change for name, change in changes.items()}, data)
+
+
+def added(pair: Pair, tuned: str, _: str) -> dict[str, Tensor]:
+    """The change as it stands."""
+    old, fine = (load(name).state_dict() for name in (pair.old, tuned))
+    return {name: pair.stored[name] + fine[name] - tensor for name, tensor in old.items()}
 
 
 def distilled(rank: int, fresh: bool = False) -> Way:
@@ -119,7 +220,7 @@ def from_the_new_base() -> Iterator[None]:
         yield
 
 
-def ways(long: bool, distil: bool) -> dict[str, Way]:
+def ways(long: bool, distil: bool, controls: bool) -> dict[str, Way]:
     """By name; what long fine-tunes changed is too much for the scales of short ones."""
 
     def by(way: str, scale: float | None, rank: int = 0) -> tuple[str, Way]:
@@ -132,6 +233,8 @@ def ways(long: bool, distil: bool) -> dict[str, Way]:
         words = [way, *([f"an adapter of rank {rank}"] if rank else [])]
         return ", ".join([*words, "scale by held-out samples" if scale is None else f"scale {scale:g}"]), carry
 
+    if distil and controls:
+        return {"50 steps, all weights": distilled(0)}
     if distil:
         return {
             "50 steps, all weights": distilled(0),
@@ -139,75 +242,99 @@ def ways(long: bool, distil: bool) -> dict[str, Way]:
             "50 steps, an adapter of rank 16, from the new base": distilled(RANK, fresh=True),
         }
     if long:
-        found = [by("weights", 0.1)]
-        return dict([*found, *(by(way, None) for way in ("activations", "refit")), by("refit", None, RANK)])
-    found = [by("weights", 0.75), by("activations", 0.75)]
-    return dict([*found, by("refit", 1), by("refit", 1, RANK)])
+        return dict([by("weights", 0.1), *(by(way, None) for way in ("activations", "refit")), by("refit", None, RANK)])
+    short = dict([by("weights", 0.75), by("activations", 0.75), by("refit", 1)])
+    return {PLAIN: added, **short} if controls else {**short, **dict([by("refit", 1, RANK)])}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", type=Path)
-    parser.add_argument("asked", nargs="*", metavar="long, distil", help="long fine-tunes; 50 steps of distilling")
+    parser.add_argument("asked", nargs="*", metavar="long, distil, digits", help="long fine-tunes; 50 steps; ViTs")
     parser.add_argument("--only", help="one fine-tune; what was measured of the others is kept")
+    parser.add_argument("--controls", action="store_true", help="random changes and the negated one beside each")
     args = parser.parse_args()
-    if odd := set(args.asked) - {"long", "distil"}:
-        parser.error(f"{odd.pop()}: long or distil")
+    if odd := set(args.asked) - {"long", "distil", "digits"}:
+        parser.error(f"{odd.pop()}: long, distil or digits")
     torch.set_num_threads(1)
-    long = "long" in args.asked
-    table = Table("-".join(["carry-bases", *sorted(args.asked, reverse=True)]), KEPT if args.only else "")
+    long, digits = "long" in args.asked, "digits" in args.asked
+    name = ["carry-bases", *sorted(args.asked, reverse=True), *(["controls"] if args.controls else [])]
+    table = Table("-".join(name), KEPT if args.only else "")
     if args.only:
         rows = json.loads(table.path.read_text(encoding="utf-8"))["rows"] if table.path.exists() else []
         table.rows += [row for row in rows if row["fine-tune"] != args.only]
-    old = str(args.checkpoints / "llama-0")
-    pairs = [Pair(old, str(args.checkpoints / name)) for name in NEW]
-    for title, (name, domain) in (LONG if long else SHORT).items():
-        if args.only not in (None, title):
+    kind = "vit" if digits else "llama"
+    old = str(args.checkpoints / f"{kind}-0")
+    numbers = [n for n in (1, 2, 3) if (args.checkpoints / f"{kind}-{n}").exists()]
+    pairs = [Pair(old, str(args.checkpoints / f"{kind}-{n}"), IMAGES if digits else "self") for n in numbers]
+    for task in images(args.checkpoints) if digits else texts(args.checkpoints, LONG if long else SHORT):
+        if args.only not in (None, task.title):
             continue
-        tuned, data = str(args.checkpoints / name), windows(domain)
-        home = loss(load(old), data) - loss(load(tuned), data)
-        before = [loss(load(pair.new), data) for pair in pairs]
         with tempfile.TemporaryDirectory() as scratch:
-            text = f"{scratch}/own.jsonl"
-            rows = self_written(load(tuned), tuned, 64, LENGTH).tolist()
-            Path(text).write_text("\n".join(json.dumps({"input_ids": row}) for row in rows), encoding="utf-8")
-            for way, carry in ways(long, "distil" in args.asked).items():
-                began, found = time.process_time(), []
-                for pair in pairs:
-                    found.append(carry(pair, tuned, text))
+            text, home = task.samples(Path(scratch)), loss(load(old), task.data) - loss(load(task.tuned), task.data)
+            for way, carry in ways(long, "distil" in args.asked, args.controls).items():
+                began = time.process_time()
+                carried = [carry(pair, task.tuned, text) for pair in pairs]
                 seconds = (time.process_time() - began) / len(pairs)
-                table.add(
-                    row(
-                        title,
-                        way,
-                        home,
-                        before,
-                        pairs,
-                        [p.losses(f, data) for p, f in zip(pairs, found, strict=True)],
-                        seconds,
-                    )
-                )
+                table.add(row(task, way, home, pairs, carried, seconds, args.controls))
 
 
 def row(
-    title: str,
+    task: Task,
     way: str,
     home: float,
-    before: list[float],
     pairs: list[Pair],
-    found: list[tuple[float, float]],
+    carried: list[dict[str, Tensor]],
     seconds: float,
+    controls: bool,
 ) -> dict[str, str]:
-    shares = [(first - after) / home for first, (after, _) in zip(before, found, strict=True)]
-    own = sum(pair.own for pair in pairs) / len(pairs), sum(after for _, after in found) / len(found)
-    each = {f"Llama {number}": f"{share:.0%}" for number, share in enumerate(shares, 1)}
+    """The cells of one way of carrying.
+
+    Args:
+        home: what fine-tuning gained at home.
+        carried: at each pair, the new base's tensors that change.
+    """
+    results = list(zip(pairs, carried, strict=True))
+    before, after = (
+        torch.stack([pair.losses(tensors, task.data) for pair, tensors in ends])
+        for ends in ([(pair, {}) for pair in pairs], results)
+    )
+    shares = ((before - after).mean(1) / home).tolist()
+    own = [[float(pair.losses(tensors, task.own).mean()) for tensors in (both, {})] for pair, both in results]
+    lost, known = (sum(column) / len(pairs) for column in zip(*own, strict=True))
+    names = (Path(pair.new).name.replace("llama-", "Llama ").replace("vit-", "ViT ") for pair in pairs)
+    each = dict(zip(names, shares, strict=True))
     return {
-        "fine-tune": title,
+        "fine-tune": task.title,
         "how": way,
-        **each,
+        **{base: f"{share:.0%}" for base, share in each.items()},
         "mean": f"{sum(shares) / len(shares):.0%}",
-        "own domain": f"{own[0]:.3f} to {own[1]:.3f}",
+        **(control_cells(results, task.data, before, after, home) if controls else {}),
+        "own domain": f"{known:.3f} to {lost:.3f}",
         "seconds": f"{seconds:.0f}",
+    }
+
+
+def control_cells(
+    results: list[tuple[Pair, dict[str, Tensor]]], data: Data, before: Tensor, after: Tensor, home: float
+) -> dict[str, str]:
+    """Shares of both controls, mean of the bases, and what the carried change has above the better of the two.
+
+    Args:
+        before, after: losses (bases, samples).
+    """
+    drawn, negated = (torch.stack(rows) for rows in zip(*(p.controls(t, data) for p, t in results), strict=True))
+    random = (before[:, None] - drawn).mean((0, 2)) / home  # of each draw
+    opposite = float((before - negated).mean()) / home
+    of_draws = float(random.std()) / math.sqrt(DRAWS)
+    better = drawn.mean(1) if float(random.mean()) >= opposite else negated
+    paired = (better - after).mean(0) / home
+    of_samples = float(paired.std()) / math.sqrt(len(paired))
+    error = math.hypot(of_samples, of_draws if better is not negated else 0.0)
+    return {
+        "random changes": f"{float(random.mean()):.1%} ± {of_draws:.1%}",
+        "negated": f"{opposite:.1%}",
+        "net of controls": f"{float(paired.mean()):.1%} ± {error:.1%}",
     }
 
 
