@@ -38,7 +38,7 @@ from rotation_merge.model.opened import ModelLike, OpenedModel, check_names, ope
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import Either, Relabelled
 from rotation_merge.model.view import View, as_stored
-from rotation_merge.model.writing import Storage
+from rotation_merge.model.writing import Storage, small_files
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import unpadded
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
@@ -445,6 +445,8 @@ def transfer(
     for model in (second, third):
         check_names(first, model)
     check_pair(first.member, third.member, chosen.match, untie=chosen.untie)
+    if _with_tokens(tuned, old, new):
+        return _transferred_files(tuned, old, new, chosen)
     near = nearness(first.architecture, first.source, second.source)
     added = near.shared and chosen.match == TransferConfig().match and chosen.match_on is None
     match = NOTHING if added else chosen.match
@@ -457,6 +459,16 @@ def transfer(
     notes = [shared] if added else []
     notes += alignment.report.notes if alignment.report is not None else []
     return carried.with_notes([*notes, *carried.notes], alignment.report)
+
+
+def _with_tokens(tuned: ModelLike, old: ModelLike, new: ModelLike) -> bool:
+    """Whether a fine-tune has a chat template or tokens beyond its base; of models in memory nothing says so."""
+    from rotation_merge.carrying.bases import open_bases
+    from rotation_merge.carrying.tokens import adds_tokens
+
+    if not all(isinstance(model, str | os.PathLike) for model in (tuned, old, new)):
+        return False
+    return adds_tokens(os.fspath(tuned), open_bases(os.fspath(new), os.fspath(old)))
 
 
 def _transferred_files(
@@ -480,11 +492,12 @@ def _transferred_files(
         (result,) = carry({out: work}, bases[0], bases[1], config, execution)
         if is_adapter(out):
             written = Adapter(out)
-            return AdapterWeights(written.config, {name: written.tensor(name).clone() for name in written.shapes})
+            tensors = {name: written.tensor(name).clone() for name in written.shapes}
+            return AdapterWeights(written.config, tensors, small_files(out))
         checkpoint = open_like(out)
         state = {name: checkpoint.source[name].clone() for name in checkpoint.names}
         opened = open_like((state, checkpoint.config), f"{work}, carried", untie=config.untie)
-        return as_stored(opened).with_notes(result.lines)
+        return as_stored(replace(opened, beside=small_files(out))).with_notes(result.lines)
 
 
 def _matcher(how: str, samples: Batches | None, anchor: OpenedModel, donor: OpenedModel) -> Match:

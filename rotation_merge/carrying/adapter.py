@@ -20,7 +20,7 @@ from rotation_merge.model.labels import Rows, in_order
 from rotation_merge.model.lora import WHOLE, WRONG_BASE, AdapterEntry, AdapterWeights, parse
 from rotation_merge.model.lora_form import taken_apart
 from rotation_merge.model.source import TensorSource, check_shape, read_tensor
-from rotation_merge.model.sources import Respelled
+from rotation_merge.model.sources import Respelled, with_rows_of
 
 SMALLER = f"use 'residual: permutation', or {WHOLE}"
 
@@ -283,12 +283,8 @@ class _BlockOfAdapter:
         tensor = in_order(tensor, self.rows.get(info.name))
         check_shape(info, tuple(tensor.shape), self.adapter.path)
         old = read_tensor(info, self.carrier.old)
-        if old is not None and old.shape != tensor.shape:
-            raise CheckpointError(
-                f"'{info.name}' is {list(tensor.shape)}, in its base {list(old.shape)}: tokens were added",
-                where=self.adapter.path,
-                remedy="carry the adapter without them, and train new tokens on the new base",
-            )
+        if old is not None and info.vocabulary_axis is not None:
+            tensor = with_rows_of(tensor, old, info.vocabulary_axis)  # rows of tokens that do not come along are left
         return tensor if old is None else self.scale * (tensor - old.double())
 
     def _write_saved(self, name: str, key: str, change: Change) -> None:

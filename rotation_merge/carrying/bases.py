@@ -34,9 +34,9 @@ from rotation_merge.model.lora import parse
 from rotation_merge.model.member import Member
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.source import Progress, TensorSource
-from rotation_merge.model.sources import Respelled, other_form
+from rotation_merge.model.sources import Resized, Respelled, other_form
 from rotation_merge.model.sources import Rows as SharedRows
-from rotation_merge.model.vocabulary import check_tuned_ids, shared_rows
+from rotation_merge.model.vocabulary import check_tuned_ids, shared_rows, vocabulary_size
 from rotation_merge.record import MergeReport
 
 ROUNDS = 4
@@ -89,16 +89,24 @@ class Bases:
             return source
         return WithTied(named, self.architecture)
 
-    def tuned(self, path: str) -> TensorSource:
+    def tuned(self, path: str, length: int | None = None) -> TensorSource:
         """A fine-tune of the old base.
+
+        Args:
+            length: rows that its vocabulary is brought to, those that it lacks the base's; None: the base's.
 
         Raises:
             RotationMergeError: it is missing, damaged, or no fine-tune of that base.
         """
-        pair = open_pair(str(self.old.reference), path, NOTHING, True, self.pair.device, any_base=True)
+        pair = open_pair(str(self.old.reference), path, NOTHING, True, self.pair.device, words=False, any_base=True)
         check_tuned_ids(pair.anchor, pair.donor)
         pair.donor.rows = label_rows(self.new.member, pair.donor.member)
-        return self._named(pair.sources[1], pair.donor)
+        base, source = pair.sources
+        ends = [size or 0 for size in (vocabulary_size(pair.anchor), vocabulary_size(pair.donor))]
+        if (length := length or ends[0]) != ends[1]:
+            absent = torch.arange(min(ends), ends[0])
+            source = Resized(pair.architecture, source, length, base, (absent, absent))
+        return self._named(source, pair.donor)
 
     def _untied(self, model: Model) -> Architecture:
         """A model's architecture, its head by itself where the new base's is."""

@@ -24,7 +24,7 @@ from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import Replaced
 from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches
 from rotation_merge.run.evaluate import evaluate
-from rotation_merge.run.functions import Batch, load, local_path
+from rotation_merge.run.functions import Batch, local_path
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.written import SELF, writes_text
 
@@ -80,13 +80,16 @@ class Parts:
     source: str
 
 
-def read_parts(tuned: str, new: str, config: TransferConfig) -> Parts:
+def read_parts(tuned: str, new: str, config: TransferConfig, load: Callable[[str], Any]) -> Parts:
     """The samples of a transfer, read or written by the models.
+
+    Args:
+        load: makes a model of its name.
 
     Raises:
         DataError: the model writes no text and no data are given, or too few, or without labels.
     """
-    model = load(tuned, like=new)
+    model = load(tuned)
     if config.data == SELF and not writes_text(model):
         raise DataError(f"{type(model).__name__} writes no text of its own", where=tuned, remedy="give --data FILE")
 

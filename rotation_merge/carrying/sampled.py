@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from rotation_merge.carrying.session import TransferSession
 from rotation_merge.files.ledger import Unfinished
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match_on import seen_of
+from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.source import Progress, TensorSource, read_tensor, unstack
 from rotation_merge.model.sources import Renamed, Replaced
 from rotation_merge.run.data import Data, read_batches, unpadded
@@ -117,7 +119,7 @@ class SampledTransfer:
         Args:
             out: the output that interrupted work waits beside.
         """
-        parts = read_parts(self.name, self._new, self.config)
+        parts = read_parts(self.name, self._new, self.config, self._loaded)
         lines = [*self._distance(parts)]
         if self.config.method == "weights":
             candidate = self._scaled(parts.choice)
@@ -187,7 +189,7 @@ class SampledTransfer:
         if self.config.factor is None:
             best = min(tried, key=lambda each: sum(choices[each.method]))
             chosen = min([best, *tried[1:]], key=lambda each: sum(judged[each.method]))
-        old, tuned = (evaluate(load(name), parts.judge.tuned)[0] for name in (self._old, self.name))
+        old, tuned = (evaluate(self._loaded(name), parts.judge.tuned)[0] for name in (self._old, self.name))
         controls, negated = self._controls(chosen, parts) if self.config.controls else ((), None)
         other_losses = {name: losses for name, losses in judged.items() if name not in (chosen.method, NONE)}
         carried = judged[chosen.method]
@@ -210,7 +212,7 @@ class SampledTransfer:
         """How far the text that the fine-tune writes itself is from the samples that judge, where these are others."""
         if self.config.data != SELF or self.config.judge is None:
             return []
-        model = load(self.name)
+        model = self._loaded(self.name)
         written, judged = (evaluate(model, data)[0] for data in (parts.solved, parts.judge.tuned))
         return [
             f"The fine-tune's perplexity is {math.exp(written):.3g} on the text that it wrote itself, "
@@ -239,20 +241,47 @@ class SampledTransfer:
 
     @property
     def _model_config(self) -> Any:
-        return self.session.bases.new.transformers_config
+        return self._config(self.session.bases.new, 0)
+
+    def _on(self, name: str) -> Any:
+        return self._loaded(name).to(self.session.execution.device)
+
+    def _config(self, base: Model, which: int) -> Any:
+        """A base's config, its vocabulary as long as it is with added tokens."""
+        tokens, config = self.session.tokens, base.transformers_config
+        if tokens is None or not tokens.rows:
+            return config
+        config = copy.deepcopy(config)
+        config.get_text_config().vocab_size = tokens.lengths[which]
+        return config
+
+    def _loaded(self, name: str) -> Any:
+        """A base or the fine-tune, its vocabulary as long as the carrier has it."""
+        tokens, carrier = self.session.tokens, self.session.carrier
+        if tokens is None or (not tokens.rows and tokens.length in (0, tokens.old_length)):
+            return load(name, like=self._new)
+        if name == self._new:
+            return self._model({})
+        if not tokens.rows:
+            model = load(name, like=self._new)
+            model.resize_token_embeddings(tokens.old_length)
+            return model
+        source = carrier.old if name == self._old else self.tuned
+        config = self._config(self.session.bases.old, 1)
+        return Runner(config, source, carrier.architecture, [], untie=True).fill_all()
 
     def _refitted(self, data: Data) -> dict[str, Tensor]:
         device = self.session.execution.device
         options = ChangeOptions(rank=self.rank, untie=self._untie, device=device)
         batches = unpadded(data.batches, self.config.data)
         names = (self._old, self.name) if self.session.carrier.frame is not None else ()
-        pair = [_on(name, device) for name in names]
+        pair = [self._on(name) for name in names]
         return refit_change(self.session.carrier, self._model_config, self.tuned, batches, options, pair=pair)[0]
 
     def _at_sites(self, data: Data) -> tuple[dict[str, Tensor], int]:
         """The new base's tensors with the change moved at every map's inputs by itself, and how many such maps."""
         batches = unpadded(data.batches, self.config.data)
-        new, old = (seen_of(_on(name, self.session.execution.device), batches) for name in (self._new, self._old))
+        new, old = (seen_of(self._on(name), batches) for name in (self._new, self._old))
         carrier = replace(self.session.carrier, sites=site_maps(self.session.carrier, new, old))
         return self._with(Delta(carrier, self.tuned)), len(carrier.sites)
 
@@ -300,7 +329,7 @@ class SampledTransfer:
     def _distilled(
         self, work: Unfinished, tensors: dict[str, Tensor], parts: Parts
     ) -> tuple[dict[str, Tensor], Distilled]:
-        config, device = self.config, self.session.execution.device
+        config = self.config
         work.of(f"{self.name} {self._old} {self._new} {config} {self.session.execution} {self.rank}")
         solved, held_out = (unpadded(data.batches, config.data) for data in (parts.solved, parts.choice.tuned))
         keeps = parts.choice.writes and config.factor is None
@@ -308,7 +337,7 @@ class SampledTransfer:
         lessons = Lessons([*solved, *held_out], extra, (len(held_out), max(1, round(HELD_OUT * len(extra)))))
         names = {"new": self._new, "old": self._old, "tuned": self.name}
         trained, report = distil(
-            {which: partial(_on, name, device) for which, name in names.items()},
+            {which: partial(self._on, name) for which, name in names.items()},
             lambda: self._student(tensors),
             lessons,
             PolishOptions(config.steps, self.rank, seed=config.seed),
@@ -321,7 +350,9 @@ class SampledTransfer:
     def _own_text(self) -> list[Batch]:
         """More text of the new base's own, in batches of half the size."""
         config = replace(self.config, data=SELF, seed=self.config.seed + 2)
-        return read_batches(SELF, local_path(self._new), load(self._new), **config.reading(AT_ONCE // 2)).batches
+        return read_batches(
+            SELF, local_path(self._new), self._loaded(self._new), **config.reading(AT_ONCE // 2)
+        ).batches
 
     def _trained(self, student: Any, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What training changed, by the names of the carrier's architecture."""
@@ -340,7 +371,3 @@ class SampledTransfer:
             if not torch.equal(before.to(after), after):
                 tensors |= unstack(info, after.detach())
         return tensors
-
-
-def _on(name: str, device: str) -> Any:
-    return load(name).to(device)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta, Scale, share
 from rotation_merge.carrying.frame import Resizing
 from rotation_merge.carrying.lora import adapter_of, left_out
+from rotation_merge.carrying.tokens import AddedTokens
 from rotation_merge.errors import RecipeError, not_written
 from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.alignment import Alignment
@@ -29,6 +31,7 @@ from rotation_merge.model.markdown import code, prose
 from rotation_merge.model.origin import origins
 from rotation_merge.model.output import staged
 from rotation_merge.model.source import Progress, TensorSource
+from rotation_merge.model.sources import vocabulary_axes
 from rotation_merge.model.writing import Storage, write_checkpoint
 from rotation_merge.record import REPORT_FILE, MergeReport, versions
 
@@ -89,6 +92,7 @@ class TransferSession:
         carrier: what moves changes of the old base to the new one.
         report: on the alignment of the two.
         scale: of what weights carry.
+        tokens: what the work has in its vocabulary beyond the old base, which both bases of the carrier know.
     """
 
     bases: Bases
@@ -97,6 +101,25 @@ class TransferSession:
     config: TransferConfig
     execution: Execution
     scale: Scale = 1.0
+    tokens: AddedTokens | None = None
+
+    def knowing(self, tokens: AddedTokens, tuned: TensorSource) -> TransferSession:
+        """The session for work that added tokens.
+
+        Args:
+            tuned: its tensors that have a vocabulary, at least.
+        """
+        return replace(self, carrier=tokens.extended(self.carrier, tuned), tokens=tokens)
+
+    @property
+    def token_words(self) -> list[str]:
+        """What became of chat template and tokens that the work added."""
+        return [] if self.tokens is None else self.tokens.words()
+
+    def write_tokens(self, folder: str) -> None:
+        """Put tokenizer and template of the work in place of the new base's, as far as they came along."""
+        if self.tokens is not None:
+            self.tokens.write(folder)
 
     @classmethod
     def aligned(
@@ -164,10 +187,11 @@ class TransferSession:
         Args:
             how: what was done; nothing: it was carried by weights.
         """
-        lines = lines if how else [*lines, *self.asked]
+        lines = [*lines, *([] if how else self.asked), *self.token_words]
         report = replace(self.report_on(work), notes=[*self.report.notes, *lines], relation="adapter")
         with staged(out) as staging:
             written.save_pretrained(staging)
+            self.write_tokens(staging)
             report.write(os.path.join(staging, REPORT_FILE))
             with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
                 file.write(card(self.bases, work, report, out, "adapter", how or self.how))
@@ -185,23 +209,32 @@ class TransferSession:
                 run.transport(work, change, before)
                 yield from pieces.items()
             lines.extend([*self.report.notes, *delta.placed(), *run.transport_notes(), *self.asked])
-            lines.extend([not_written(stale)] if stale else [])
+            lines.extend([*([not_written(stale)] if stale else []), *self.token_words])
 
         def text() -> str:
             return card(self.bases, work, report, out, "finetune", self.how)
 
-        storage = self.execution.storage
-        write_checkpoint(self.bases.new, tensors(), report, text, out, storage, progress, left_out=stale)
+        storage, beside = self.execution.storage, self.write_tokens
+        write_checkpoint(self.bases.new, tensors(), report, text, out, storage, progress, left_out=stale, beside=beside)
         return TransferResult(work, out, [verdict(self.bases, report), *lines])
+
+    def _grown(self, written: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the new base that added tokens make longer, but for those that are written anyway."""
+        if self.tokens is None or not self.tokens.rows:
+            return
+        for name in vocabulary_axes(self.carrier.architecture):
+            if name not in written and name in self.bases.new.shapes:
+                yield name, self.carrier.new[name]
 
     def write_solved(
         self, work: str, out: str, delta: Delta, lines: list[str], how: str, progress: Progress | None
     ) -> TransferResult:
         """A change that was solved on samples, as a model: the new base with it."""
-        report = replace(self.report_on(work), notes=[*self.report.notes, *lines])
+        report = replace(self.report_on(work), notes=[*self.report.notes, *lines, *self.token_words])
         text = card(self.bases, work, report, out, "finetune", how)
-        tensors = ((name, piece) for _, pieces, *_ in delta.tensors() for name, piece in pieces.items())
-        write_checkpoint(self.bases.new, tensors, report, text, out, self.execution.storage, progress)
+        tensors = chain(delta.named(), self._grown(delta.solved or ()))
+        storage, beside = self.execution.storage, self.write_tokens
+        write_checkpoint(self.bases.new, tensors, report, text, out, storage, progress, beside=beside)
         return TransferResult(work, out, [verdict(self.bases, report), *report.notes])
 
 

@@ -14,6 +14,7 @@ from rotation_merge.carrying.bases import Bases, how_near, usable_as_it_is
 from rotation_merge.carrying.config import PLAIN, TransferConfig
 from rotation_merge.carrying.lora import adapter_of, left_out
 from rotation_merge.carrying.session import Execution, TransferResult, TransferSession, bases_of, check_head
+from rotation_merge.carrying.tokens import AddedTokens, adds_tokens
 from rotation_merge.errors import CheckpointError, DataError
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.matching.alignment import Alignment
@@ -70,15 +71,18 @@ def _carry_weights(
         return unmoved
     config = settled_stream(config, bases)
     bases = bases.settled(config.match, progress)
-    tuned = {out: bases.tuned(path) for out, path in whole.items()}
-    session = TransferSession.aligned(bases, config, execution, progress)
+    added = {out: AddedTokens.of(bases, path, ranks[out], config.resizes) for out, path in whole.items()}
+    tuned = {out: bases.tuned(path, added[out].lengths[1]) for out, path in whole.items()}
+    aligned = TransferSession.aligned(bases, config, execution, progress)
     if not all(ranks.values()):
-        check_head(session.bases, session.carrier.alignment, execution.storage)
-    ready = {out: session.adapter(adapter) for out, adapter in adapters.items()}
-    ready |= {out: session.as_adapter(source, ranks[out]) for out, source in tuned.items() if ranks[out]}
+        check_head(aligned.bases, aligned.carrier.alignment, execution.storage)
+    sessions = {out: aligned.knowing(*AddedTokens.of_adapter(bases, adapter)) for out, adapter in adapters.items()}
+    sessions |= {out: aligned.knowing(added[out], source) for out, source in tuned.items()}
+    ready = {out: sessions[out].adapter(adapter) for out, adapter in adapters.items()}
+    ready |= {out: sessions[out].as_adapter(source, ranks[out]) for out, source in tuned.items() if ranks[out]}
     return [
-        *(session.write_adapter(works[out], out, *result) for out, result in ready.items()),
-        *(session.write_model(works[out], out, tuned[out], progress) for out in tuned if not ranks[out]),
+        *(sessions[out].write_adapter(works[out], out, *result) for out, result in ready.items()),
+        *(sessions[out].write_model(works[out], out, tuned[out], progress) for out in tuned if not ranks[out]),
     ]
 
 
@@ -103,14 +107,15 @@ def _carry_with_samples(
     names = {out: f"{old}+{path}" if is_adapter(path) else path for out, path in works.items()}
     config = settled_stream(config, bases)
     bases = bases.settled(config.match, progress)
-    sources = {out: bases.tuned(name) for out, name in names.items()}
+    ranks = {out: config.rank or (Adapter(work).rank if is_adapter(work) else 0) for out, work in works.items()}
+    added = {out: AddedTokens.of(bases, name, ranks[out], config.resizes) for out, name in names.items()}
+    sources = {out: bases.tuned(name, added[out].lengths[1]) for out, name in names.items()}
     session = TransferSession.aligned(bases, config, execution, progress)
     used = [{"of": f"carrying {work}", "source": config.data, "samples": config.samples} for work in works.values()]
     session = replace(session, report=replace(session.report, data=[*session.report.data, *used]))
     results = []
     for out, tuned in sources.items():
-        rank = config.rank or (Adapter(works[out]).rank if is_adapter(works[out]) else 0)
-        sampled = SampledTransfer(session, names[out], tuned, rank, progress)
+        sampled = SampledTransfer(session.knowing(added[out], tuned), names[out], tuned, ranks[out], progress)
         results.append(_write_sampled(sampled, works[out], out))
     return results
 
@@ -152,7 +157,8 @@ def settled_stream(config: TransferConfig, bases: Bases) -> TransferConfig:
 def left_as_they_are(
     works: Mapping[str, str], bases: Bases, config: TransferConfig, execution: Execution
 ) -> list[TransferResult] | None:
-    """What to say of work that can be used as it is, because the bases share their coordinates; None: it is carried.
+    """What to say of work that can be used as it is, because the bases share their coordinates; None: it is carried,
+    as is what has tokens of its own, which plain addition would lose.
 
     Raises:
         RotationMergeError: an adapter cannot be read, or is of another base.
@@ -160,7 +166,7 @@ def left_as_they_are(
     for work in works.values():
         if is_adapter(work) and not execution.force:
             check_base(Adapter(work), [bases.old], work, OWN_BASE)
-    if execution.even_if_near or config.alignment is not None:
+    if execution.even_if_near or config.alignment is not None or any(adds_tokens(w, bases) for w in works.values()):
         return None
     lines = usable_as_it_is(works, bases)
     return None if lines is None else [TransferResult(works[out], None, notes) for out, notes in lines.items()]
@@ -187,16 +193,18 @@ def transferred(
 
     execution = execution or Execution()
     session = TransferSession.aligned(bases_of(old, new, config, execution), config, execution, progress)
-    sampled = SampledTransfer(session, name, session.bases.tuned(name), config.rank, progress)
+    tokens, tuned = AddedTokens.of(session.bases, name, config.rank, config.resizes), session.bases.tuned(name)
+    session, lost = session.knowing(replace(tokens, rows_held=False), tuned), tokens.words(written=False)
+    sampled = SampledTransfer(session, name, tuned, config.rank, progress)
     alignment = session.carrier.alignment
     if not config.needs_samples:
         tensors, places = sampled.by_weights(session.scale)
-        return tensors, [*session.report.notes, *places], alignment
+        return tensors, [*session.report.notes, *places, *lost], alignment
     with Scratch() as folder:
         chosen = sampled.carried(os.path.join(folder, "out"))
     if chosen.delta.solved is None:
-        return sampled.by_weights(chosen.delta.scale)[0], chosen.lines, alignment
-    return dict(chosen.delta.named(torch.float32)), chosen.lines, alignment
+        return sampled.by_weights(chosen.delta.scale)[0], [*chosen.lines, *lost], alignment
+    return dict(chosen.delta.named(torch.float32)), [*chosen.lines, *lost], alignment
 
 
 def check_places(works: Sequence[str], places: Sequence[str]) -> None:

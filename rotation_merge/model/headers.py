@@ -21,7 +21,7 @@ from rotation_merge.model.gguf.place import gguf_files
 
 Shapes = dict[str, tuple[int, ...]]
 
-TOKENIZER = re.compile(r"(tokenizer|vocab|spiece|merges|added_tokens|special_tokens).*")
+TOKENIZER = re.compile(r"(tokenizer|vocab|spiece|merges|added_tokens|special_tokens|chat_template).*")
 """Files of a tokenizer."""
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -67,19 +67,24 @@ class Parsed:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """An adapter in memory: adapter_config.json, and the tensors by peft's names."""
+    """An adapter in memory: adapter_config.json, the tensors by peft's names, and what else lies in its folder
+    (a tokenizer) by file name."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
+    beside: Mapping[str, bytes] = field(default_factory=dict)
 
     def save_pretrained(self, folder: str) -> None:
-        """The two files that peft reads."""
+        """The two files that peft reads, and what lies beside them."""
         os.makedirs(folder, exist_ok=True)
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         save_file(tensors, os.path.join(folder, WEIGHTS[0]), {"format": "pt"})
         with open(os.path.join(folder, ADAPTER_CONFIG), "w", encoding="utf-8") as file:
             json.dump(self.config, file, indent=2, sort_keys=True)
             file.write("\n")
+        for name, content in self.beside.items():
+            with open(os.path.join(folder, name), "wb") as file_beside:
+                file_beside.write(content)
 
 
 def parse(adapter: Adapter, base: Mapping[str, Any]) -> Parsed:

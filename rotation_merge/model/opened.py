@@ -45,6 +45,7 @@ class OpenedModel:
         module: where the model is one.
         checkpoint: where the model is a folder or a name of the hub.
         changed: entries of the config that are not those of its files.
+        beside: small files that belong to a model in memory (a tokenizer), by name.
         whole, own_names, layout: of a language half (`within`): the text-only model, by name here the name there, and
             the architecture.
     """
@@ -58,6 +59,7 @@ class OpenedModel:
     module: nn.Module | None = None
     checkpoint: Model | None = None
     changed: Mapping[str, Any] = field(default_factory=dict)
+    beside: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     whole: OpenedModel | None = None
     own_names: Mapping[str, str] = field(default_factory=dict)
     layout: Architecture | None = field(default=None, repr=False)

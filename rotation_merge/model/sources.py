@@ -247,18 +247,18 @@ def _made(info: TensorInfo, cuts: Mapping[Lives, Cut]) -> ComposedTensor | None:
     return ComposedTensor(pieces[0][1].dim, tuple(matching)) if pieces and len(matching) == len(pieces) else None
 
 
+def vocabulary_axes(architecture: Architecture) -> dict[str, int]:
+    """By name of a tensor whose axis is the vocabulary: which axis that is. Names of tied tensors among them."""
+    infos = [info for info in architecture.tensors() if not info.stacked]
+    axes = {name: info.vocabulary_axis for info in infos for name in (*info.names, *info.tied)}
+    return {name: axis for name, axis in axes.items() if axis is not None}
+
+
 class Rows:
     """A source whose vocabulary holds some tokens only, in the order given."""
 
     def __init__(self, architecture: Architecture, source: TensorSource, rows: Tensor) -> None:
-        self.source, self.rows = source, rows
-        self.axes = {
-            name: info.vocabulary_axis
-            for name, info in architecture.named().items()
-            if info.vocabulary_axis is not None and not info.stacked
-        }
-        tied = {tied_name: info.vocabulary_axis for info in architecture.tensors() for tied_name in info.tied}
-        self.axes.update({name: axis for name, axis in tied.items() if axis is not None})
+        self.source, self.rows, self.axes = source, rows, vocabulary_axes(architecture)
 
     def __contains__(self, name: object) -> bool:
         return name in self.source
@@ -266,6 +266,52 @@ class Rows:
     def __getitem__(self, name: str, /) -> Tensor:
         tensor, axis = self.source[name], self.axes.get(name)
         return tensor if axis is None else tensor.index_select(axis, self.rows.to(tensor.device))
+
+
+def with_rows_of(tensor: Tensor, like: Tensor, axis: int) -> Tensor:
+    """A tensor whose vocabulary is as long as another's: cut down to that, or with the other's rows behind its own."""
+    length = min(tensor.shape[axis], like.shape[axis])
+    absent = like.narrow(axis, length, like.shape[axis] - length).to(tensor)
+    return torch.cat([tensor.narrow(axis, 0, length), absent], axis)
+
+
+class Resized:
+    """A source whose vocabulary has another length, and some rows of another source. What is beyond both is zero.
+
+    Attributes:
+        rows: where rows of `other` stand here, and which of its rows these are, (rows,) each.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        source: TensorSource,
+        length: int,
+        other: TensorSource,
+        rows: tuple[Tensor, Tensor],
+    ) -> None:
+        self.source, self.other, self.length, self.rows = source, other, length, rows
+        self.axes = vocabulary_axes(architecture)
+        tied = {name: info for info in architecture.tensors() for name in info.tied}
+        self.infos = {**tied, **{name: info for info in architecture.tensors() for name in info.names}}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        tensor, axis = self.source[name], self.axes.get(name)
+        if axis is None:
+            return tensor
+        kept = min(self.length, tensor.shape[axis])
+        shape = [*tensor.shape]
+        shape[axis] = self.length
+        result = tensor.new_zeros(shape)
+        result.narrow(axis, 0, kept).copy_(tensor.narrow(axis, 0, kept))
+        other = self.other[name] if name in self.other else read_tensor(self.infos[name], self.other)
+        here, there = (rows.to(tensor.device) for rows in self.rows)
+        if other is None or not len(here):
+            return result
+        return result.index_copy(axis, here, other.to(result).index_select(axis, there))
 
 
 class Relabelled:

@@ -203,6 +203,9 @@ class View(Mapping[str, Tensor]):
         with open(os.path.join(staging, "config.json"), "w", encoding="utf-8") as file:
             json.dump(self.config, file, indent=2, default=str)
             file.write("\n")
+        for name, content in self.opened.beside.items():
+            with open(os.path.join(staging, name), "wb") as file_beside:
+                file_beside.write(content)
         generation = getattr(self.opened.module, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(staging)

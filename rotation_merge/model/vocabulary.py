@@ -34,7 +34,7 @@ def shared_rows(models: Sequence[Model]) -> list[Tensor] | None:
         CheckpointError: vocabularies of different sizes, and a tokenizer that would tell is missing; or next to nothing
             in common.
     """
-    sizes = [_size(model) for model in models]
+    sizes = [vocabulary_size(model) for model in models]
     if any(size is None for size in sizes):
         return None
     tokens = [_tokens(model.reference, model.options.trust_remote_code) for model in models]
@@ -81,7 +81,7 @@ TOGETHER = "tokenizer: {source: base}"
 def token_ids_differ(anchor: Model, donor: Model) -> bool:
     """Whether a merge of two models has to bring their vocabularies together: these are of other sizes, or an id stands
     for another token. False where no tokenizer lies beside a model."""
-    return _size(anchor) != _size(donor) or moved_tokens(anchor, donor)[0] > 0
+    return vocabulary_size(anchor) != vocabulary_size(donor) or moved_tokens(anchor, donor)[0] > 0
 
 
 def check_token_ids(anchor: Model, donor: Model) -> None:
@@ -120,7 +120,11 @@ def moved_tokens(anchor: Model, donor: Model, both: bool = False) -> tuple[int, 
         both: count only tokens that both know.
     """
     models = (anchor, donor)
-    if anchor is donor or _size(anchor) != _size(donor) or not all(_has_tokenizer(m.reference) for m in models):
+    if (
+        anchor is donor
+        or (not both and vocabulary_size(anchor) != vocabulary_size(donor))
+        or not all(_has_tokenizer(m.reference) for m in models)
+    ):
         return 0, 0
     if len({_tokenizer(m.reference, m.options.trust_remote_code) for m in models}) == 1:
         return 0, 0
@@ -148,7 +152,7 @@ def _held(tokens: Mapping[str, int], token: str, size: int | None) -> bool:
     return token in tokens and tokens[token] < (size or 0)
 
 
-def _size(model: Model) -> int | None:
+def vocabulary_size(model: Model) -> int | None:
     """Rows of the vocabulary's tensors; None where there are none."""
     for info in model.architecture.tensors():
         if info.vocabulary_axis is not None and info.name in model.shapes:
@@ -158,6 +162,12 @@ def _size(model: Model) -> int | None:
 
 def _tokens(reference: ModelReference, trust_remote_code: bool) -> Mapping[str, int] | None:
     """Tokens and their numbers, None where no tokenizer can be loaded."""
+    tokenizer = tokenizer_of(reference, trust_remote_code)
+    return None if tokenizer is None else MappingProxyType(tokenizer.get_vocab())
+
+
+def tokenizer_of(reference: ModelReference, trust_remote_code: bool = False) -> Any | None:
+    """A model's tokenizer, as transformers loads it; not to be modified. None where there is none."""
     return _loaded(_tokenizer(reference, trust_remote_code))
 
 
@@ -193,7 +203,7 @@ def _contents(path: str) -> str:
 
 
 @lru_cache(maxsize=4)
-def _loaded(tokenizer: _Tokenizer) -> Mapping[str, int] | None:
+def _loaded(tokenizer: _Tokenizer) -> Any | None:
     from transformers import AutoTokenizer
 
     options = {"revision": tokenizer.revision, "trust_remote_code": tokenizer.trust_remote_code}
@@ -201,7 +211,7 @@ def _loaded(tokenizer: _Tokenizer) -> Mapping[str, int] | None:
         tokenizer_of_model = AutoTokenizer.from_pretrained(tokenizer.path, **options)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
         return None
-    return None if is_hollow(tokenizer_of_model) else MappingProxyType(dict(tokenizer_of_model.get_vocab()))
+    return None if is_hollow(tokenizer_of_model) else tokenizer_of_model
 
 
 def is_hollow(tokenizer: Any) -> bool:

@@ -29,7 +29,7 @@ from rotation_merge.record import MergeReport
 KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
 """Endings of a checkpoint's small files that are taken along (tokenizer, preprocessor, generation settings)."""
 
-OWN = ("config.json", "rotation_merge.json")
+OWN = ("config.json", "adapter_config.json", "rotation_merge.json")
 
 Check = Callable[[str], tuple[bool, str]]
 """Looks at a checkpoint that has been written: whether it may stay, and what was seen, in words."""
@@ -59,6 +59,7 @@ def write_checkpoint(
     check: Check | None = None,
     left_out: Collection[str] = (),
     body: tuple[str, Collection[str]] | None = None,
+    beside: Callable[[str], None] = lambda _: None,
 ) -> None:
     """A model as a normal checkpoint, whole or not at all.
 
@@ -68,6 +69,7 @@ def write_checkpoint(
         check: looks at what has been written, before it takes its place.
         left_out: those of its tensors that are not written at all.
         body: a folder in safetensors, and which of its tensors are taken as they stand, in files of the same names.
+        beside: changes the small files in the folder that it is told, once these have been copied.
 
     Raises:
         CheckpointError: it has not passed; it is kept as OUT.rejected.
@@ -98,6 +100,7 @@ def write_checkpoint(
         write_modules(like.folder, staging, apart)
         report.write(os.path.join(staging, "rotation_merge.json"))
         write_beside(like, staging, storage)
+        beside(staging)
         passed, words = check(staging) if check is not None else (True, "")
         if not passed:
             rejected = free_name(f"{out.rstrip(os.sep)}.rejected")
@@ -150,6 +153,27 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **parts, "tie_word_embeddings": False}
 
 
+def small_names(folder: str) -> list[str]:
+    """Small files of a checkpoint or adapter that belong to it whatever its weights (tokenizer, preprocessor)."""
+    return [
+        name
+        for name in sorted(os.listdir(folder))
+        if os.path.isfile(os.path.join(folder, name))
+        and name.endswith(KEPT)
+        and name not in OWN
+        and not name.endswith(".index.json")
+    ]
+
+
+def small_files(folder: str) -> dict[str, bytes]:
+    """These files, by name."""
+    contents = {}
+    for name in small_names(folder):
+        with open(os.path.join(folder, name), "rb") as file:
+            contents[name] = file.read()
+    return contents
+
+
 def write_beside(like: Model, out: str, storage: Storage, changed: Mapping[str, Any] | None = None) -> None:
     """Config, tokenizer and other small files of a checkpoint, copied to where its weights have been written.
 
@@ -157,10 +181,8 @@ def write_beside(like: Model, out: str, storage: Storage, changed: Mapping[str, 
         changed: entries of its config that are others.
     """
     source = like.loader.index.base_path
-    for name in sorted(os.listdir(source)):
-        path = os.path.join(source, name)
-        if os.path.isfile(path) and name.endswith(KEPT) and name not in OWN and not name.endswith(".index.json"):
-            shutil.copyfile(path, os.path.join(out, name))
+    for name in small_names(source):
+        shutil.copyfile(os.path.join(source, name), os.path.join(out, name))
     with open(os.path.join(source, "config.json"), encoding="utf-8") as file:
         config = {**json.load(file), **like.rewritten, **(changed or {})}
     if storage.dtype is not None:

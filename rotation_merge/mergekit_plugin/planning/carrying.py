@@ -9,8 +9,10 @@ from mergekit.config import ConfigReader
 from mergekit.graph import Task
 from mergekit.options import MergeOptions
 
+from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.frame import Resizing
+from rotation_merge.carrying.tokens import AddedTokens
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
@@ -85,6 +87,9 @@ def carried(
     if not config.needs_samples and not config.resizes:
         note = "how much of its change arrives in function is not measured; 'scale: auto' measures it on samples"
         run.note(f"`{model}`: {note}.")
+        bases = open_bases(str(recipe.base), str(origin), untie=recipe.untie)
+        for line in AddedTokens.of(bases, str(model), 0, resized=False).words(written=False):
+            run.note(f"`{model}`: {line}")
         return Carried(scale=1.0 if config.factor is None else config.factor)
     if not shares_vocabulary and config.needs_samples:
         raise RecipeError(

@@ -29,6 +29,7 @@ from rotation_merge.model.biases import with_biases
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.labels import in_order
 from rotation_merge.model.source import read_tensor
+from rotation_merge.model.sources import with_rows_of
 from rotation_merge.symmetry import SpaceTransform
 
 
@@ -268,6 +269,8 @@ class MoveTensor(KeyedTask):
         donor = self._tensor("donor", self.loads, values)
         assert donor is not None
         anchor, origin = self._tensor("anchor", self.anchor, values), self._tensor("origin", self.origin, values)
+        if origin is not None and self.info.vocabulary_axis is not None:
+            donor = with_rows_of(donor, origin, self.info.vocabulary_axis)  # rows that the donor added have no place
         why = "a model lacks it" if anchor is None or origin is None else "shapes differ"
         if anchor is None or origin is None or donor.shape != origin.shape or not self._fits(anchor, origin):
             raise AlignmentError(

@@ -1,0 +1,343 @@
+"""Chat template and tokens that a fine-tune has beyond its base, brought to a new base with the tokens' rows.
+
+Rows of embedding and head are no change of anything the old base has, so they are carried whole: both bases are given
+them first, the old one as the fine-tune has them, the new one moved by the alignment. Between the bases with these
+rows everything else is carried as it is between bases of any vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from mergekit.common import ModelPath, ModelReference
+from torch import Tensor
+
+from rotation_merge.carrying.bases import Bases
+from rotation_merge.carrying.carrier import Carrier
+from rotation_merge.model.adapters import Adapter, is_adapter
+from rotation_merge.model.checkpoint import Model, open_model
+from rotation_merge.model.factors import dense
+from rotation_merge.model.headers import TOKENIZER, read_json
+from rotation_merge.model.lora import parse
+from rotation_merge.model.source import TensorSource, read_tensor
+from rotation_merge.model.sources import Resized
+from rotation_merge.model.sources import Rows as SharedRows
+from rotation_merge.model.vocabulary import tokenizer_of, vocabulary_size
+
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Entries of a config and of generation_config.json that name tokens."""
+
+GENERATION = "generation_config.json"
+NAMED = 8
+"""Tokens that a line names, at most."""
+
+NO_ROWS = "the adapter holds no whole embedding and head"
+OF_MERGE = "a merge keeps its anchor's tokenizer; carry the fine-tune first ('rotation-merge carry'), and merge that"
+OTHER_SHAPES = "the bases are of unlike shapes"
+
+
+@dataclass(frozen=True)
+class AddedTokens:
+    """What a fine-tune's tokenizer has beyond its base's, and what becomes of it at the new base.
+
+    Attributes:
+        bases: the old one and the new one.
+        folder: where the tokenizer of the fine-tune or adapter lies.
+        length: rows of its vocabulary; 0: it has none of its own.
+        model: the fine-tune; None: it is an adapter.
+        rows_held: whether it holds rows of its own, and what is written can hold them.
+        reason: why tokens without rows there are lost, in words.
+    """
+
+    bases: Bases
+    folder: str
+    length: int = 0
+    model: Model | None = None
+    rows_held: bool = True
+    reason: str = ""
+
+    @classmethod
+    def of(cls, bases: Bases, name: str, rank: int, resized: bool) -> AddedTokens:
+        """What a fine-tune of the old base has beyond it.
+
+        Args:
+            name: as it is loaded: a path, or `base+adapter`.
+            rank: of the adapter that is written; 0: a model is.
+            resized: whether the bases' shapes may differ.
+        """
+        model = open_model(name)
+        lora = model.reference.lora
+        folder = model.folder if lora is None else lora.path
+        reason = NO_ROWS if rank else OTHER_SHAPES if resized else ""
+        return cls(bases, folder, vocabulary_size(model) or 0, model, not reason, reason)
+
+    @classmethod
+    def of_adapter(cls, bases: Bases, adapter: Adapter) -> tuple[AddedTokens, dict[str, Tensor]]:
+        """What an adapter of the old base has beyond it, and its whole embedding and head by tensor name."""
+        rows = saved_rows(adapter, bases)
+        length = min((tensor.shape[0] for tensor in rows.values()), default=0)
+        return cls(bases, adapter.path, length, None, bool(rows), "" if rows else NO_ROWS), rows
+
+    @cached_property
+    def tokenizers(self) -> tuple[Any, Any, Any]:
+        """Of the new base, the old base and the fine-tune; None each where there is none."""
+        if not self.old_length or not os.path.isdir(self.folder):
+            return None, None, None
+        whole = self.model is not None and self.model.reference.lora is None
+        last = self.model.reference if self.model and whole else ModelReference(model=ModelPath(path=self.folder))
+        new, old, tuned = (tokenizer_of(each) for each in (self.bases.new.reference, self.bases.old.reference, last))
+        return new, old, tuned
+
+    @cached_property
+    def tokens(self) -> dict[str, int]:
+        """Tokens that the old base lacks, by their numbers in the fine-tune, in the order of these."""
+        _, old, tuned = self.tokenizers
+        if old is None or tuned is None or old is tuned:
+            return {}
+        known = old.get_vocab()
+        return dict(sorted(((t, n) for t, n in tuned.get_vocab().items() if t not in known), key=lambda pair: pair[1]))
+
+    @property
+    def template(self) -> bool:
+        """Whether it has a chat template that the old base has not."""
+        _, old, tuned = self.tokenizers
+        template = getattr(tuned, "chat_template", None)
+        return template is not None and template != getattr(old, "chat_template", None)
+
+    @property
+    def special(self) -> dict[str, str]:
+        """Special tokens that are others than the old base's, by role (`eos_token`)."""
+        _, old, tuned = self.tokenizers
+        if old is None or tuned is None:
+            return {}
+        before = old.special_tokens_map
+        return {
+            role: token
+            for role, token in tuned.special_tokens_map.items()
+            if isinstance(token, str) and before.get(role) != token
+        }
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to bring along."""
+        return not (self.tokens or self.template or self.nameless)
+
+    @property
+    def nameless(self) -> int:
+        """Rows beyond the old base's that no token has."""
+        beyond = max(0, self.length - self.old_length)
+        return beyond - sum(number >= self.old_length for number in self.tokens.values() if number < self.length)
+
+    @property
+    def old_length(self) -> int:
+        return vocabulary_size(self.bases.old) or 0
+
+    @property
+    def new_length(self) -> int:
+        return vocabulary_size(self.bases.new) or 0
+
+    @property
+    def same(self) -> bool:
+        """Whether both bases have one vocabulary, in which the fine-tune's numbers hold as they are."""
+        return self.bases.rows is None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the fine-tune's tokenizer serves the new base as it is."""
+        length = self.length if self.rows_held else self.old_length
+        return self.same and all(number < length for number in self.tokens.values())
+
+    @cached_property
+    def tokenizer(self) -> Any | None:
+        """The new base's tokenizer with what comes along; None where the fine-tune's own files are taken."""
+        new, _, tuned = self.tokenizers
+        if self.whole or new is None or tuned is None:
+            return None
+        grown, known = copy.deepcopy(new), tuned.added_tokens_decoder
+        for token, number in self.tokens.items():
+            if self.rows_held and number < self.length:
+                grown.add_tokens([known.get(number, token)])
+        vocabulary = grown.get_vocab()
+        for role, token in self.special.items():
+            if token in vocabulary:
+                setattr(grown, role, token)
+        if self.template:
+            grown.chat_template = tuned.chat_template
+        return grown
+
+    @cached_property
+    def rows(self) -> dict[int, int]:
+        """Rows that are carried whole: by number in the fine-tune the number in what is written."""
+        if not self.rows_held:
+            return {}
+        if self.whole:
+            numbers = {*self.tokens.values(), *range(self.old_length, self.length)}
+            return {number: number for number in sorted(numbers)}
+        vocabulary = {} if self.tokenizer is None else self.tokenizer.get_vocab()
+        return {n: vocabulary[token] for token, n in self.tokens.items() if n < self.length and token in vocabulary}
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Rows of the new base's vocabulary and of the old one's, once both have the added ones."""
+        new, old = max(self.rows.values(), default=-1), max(self.rows, default=-1)
+        return max(self.new_length, new + 1), max(self.old_length, old + 1)
+
+    def words(self, written: bool = True) -> list[str]:
+        """What the reader of a report should know.
+
+        Args:
+            written: whether a tokenizer is written; a merge keeps its anchor's.
+        """
+        carried = {token for token, number in self.tokens.items() if written and number in self.rows}
+        named = {token for token in self.tokens if written and self.whole} - carried
+        lost = [token for token in self.tokens if token not in carried | named]
+        parts = [f"tokens {_listed(lost)}"] if lost else []
+        if self.nameless and not (written and self.whole and self.rows_held):
+            parts.append(f"{self.nameless} rows of its vocabulary that no tokenizer names")
+        if self.template and not written:
+            parts.append("its chat template")
+        lines = [f"Tokens that it added came along with their rows: {_listed(sorted(carried))}."] if carried else []
+        if named:
+            lines.append(f"Tokens that it added came along; their rows are the new base's: {_listed(sorted(named))}.")
+        if self.template and written:
+            lines.append("Its chat template came along.")
+        if parts:
+            reason = self.reason if written else OF_MERGE
+            lines.append(f"Lost of what it added to its base{f' ({reason})' if reason else ''}: {'; '.join(parts)}.")
+        return lines
+
+    def extended(self, carrier: Carrier, tuned: TensorSource) -> Carrier:
+        """The carrier between the two bases with the added rows.
+
+        Args:
+            tuned: the fine-tune's tensors that have a vocabulary, at least.
+        """
+        if not self.rows:
+            return carrier
+        here, there = torch.tensor([*self.rows]), torch.tensor([*self.rows.values()])
+        architecture, (new_length, old_length) = carrier.architecture, self.lengths
+        old = Resized(architecture, carrier.old, old_length, tuned, (here, here))
+        moved = _moved(carrier, SharedRows(architecture, old, here), len(here))
+        rows = carrier.rows
+        if rows is not None:
+            rows = torch.cat([rows[0], there]), torch.cat([rows[1], here])
+        return replace(
+            carrier,
+            old=old,
+            new=Resized(architecture, carrier.new, new_length, moved, (there, torch.arange(len(here)))),
+            rows=rows,
+        )
+
+    def write(self, folder: str) -> None:
+        """Tokenizer, template and the numbers of special tokens, in place of the new base's."""
+        if self.empty:
+            return
+        self._write_tokenizer(folder)
+        if self.model is None or not os.path.exists(path := os.path.join(folder, "config.json")):
+            return
+        config = read_json(path)
+        for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+            if self.rows and part.get("vocab_size") == self.new_length:
+                part["vocab_size"] = self.lengths[0]
+        _write(path, {**config, **self._numbers(self.model, "config.json")})
+        path = os.path.join(folder, GENERATION)
+        generation = read_json(path) if os.path.exists(path) else {}
+        if changed := self._numbers(self.model, GENERATION):
+            _write(path, {**generation, **changed})
+
+    def _write_tokenizer(self, folder: str) -> None:
+        if self.tokenizers[2] is None or not (self.tokens or self.template) or not (self.whole or self.tokenizer):
+            return
+        for name in _tokenizer_files(folder):
+            os.remove(os.path.join(folder, name))
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+            return
+        for name in _tokenizer_files(self.folder):
+            shutil.copyfile(os.path.join(self.folder, name), os.path.join(folder, name))
+
+    def _numbers(self, model: Model, file: str) -> dict[str, Any]:
+        """Entries of a file that name other tokens than the old base's does, by the numbers in what is written."""
+        old, tuned = _read(self.bases.old, file), _read(model, file)
+        result = {}
+        for key in SPECIAL:
+            value = tuned.get(key)
+            if value is None or value == old.get(key):
+                continue
+            numbers = [self._number(number) for number in (value if isinstance(value, list) else [value])]
+            if all(number is not None for number in numbers):
+                result[key] = numbers if isinstance(value, list) else numbers[0]
+        return result
+
+    def _number(self, number: int) -> int | None:
+        """The number of a token of the fine-tune in what is written; None: it has none there."""
+        if self.whole:
+            return number
+        tuned = self.tokenizers[2]
+        token = None if tuned is None else tuned.convert_ids_to_tokens(number)
+        return None if token is None or self.tokenizer is None else self.tokenizer.get_vocab().get(token)
+
+
+def _listed(tokens: Iterable[str]) -> str:
+    names = [f"`{token}`" for token in tokens]
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def _tokenizer_files(folder: str) -> list[str]:
+    return sorted(filter(TOKENIZER.fullmatch, os.listdir(folder)))
+
+
+def _read(model: Model, file: str) -> dict[str, Any]:
+    path = os.path.join(model.folder, file)
+    return read_json(path) if os.path.exists(path) else {}
+
+
+def _write(path: str, content: Mapping[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+
+
+def _moved(carrier: Carrier, rows: TensorSource, count: int) -> dict[str, Tensor]:
+    """Whole rows of a vocabulary in the new base's coordinates, as it stores them, by tensor name, float64.
+
+    Args:
+        rows: the old base with these rows alone, its tensors under the names of the carrier's architecture.
+    """
+    nothing = torch.zeros(0, dtype=torch.int64)
+    new = Resized(carrier.architecture, carrier.new, count, rows, (nothing, nothing))
+    small = replace(carrier, old=rows, new=new, rows=None)
+    moved: dict[str, Tensor] = {}
+    for block in carrier.architecture.blocks:
+        infos = {info.key: info for info in block.tensors if info.vocabulary_axis is not None and not info.stacked}
+        tensors = {key: read_tensor(info, rows) for key, info in infos.items()}
+        changes = {key: tensor.double() for key, tensor in tensors.items() if tensor is not None}
+        for key, change in small.block(block, changes).items():
+            if key in infos:
+                moved[infos[key].name] = dense(change, infos[key])
+    return moved
+
+
+def saved_rows(adapter: Adapter, bases: Bases) -> dict[str, Tensor]:
+    """An adapter's whole embedding and head, by tensor name; nothing where one of them is not held whole."""
+    parsed = parse(adapter, bases.old.config)
+    held = {spot.info.name: name for name, spot in parsed.saved.items() if spot.info.vocabulary_axis is not None}
+    tied = bases.new.tied_head
+    names = [i.name for i in bases.old.architecture.tensors() if i.vocabulary_axis is not None and i.name != tied]
+    if not held or any(name not in held for name in names if name in bases.old.shapes):
+        return {}
+    return {name: adapter.tensor(key) for name, key in held.items()}
+
+
+def adds_tokens(work: str, bases: Bases) -> bool:
+    """Whether a whole fine-tune of the old base has a chat template or tokens beyond it."""
+    return not is_adapter(work) and not AddedTokens.of(bases, work, 0, resized=False).empty
