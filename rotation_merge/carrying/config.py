@@ -37,8 +37,8 @@ class TransferConfig(Config):
     )
     scale: float | str | None = option(
         None,
-        "factor of the change; auto: chosen on held-out samples (default except with weights), with weights for each "
-        "block",
+        "factor of the change; auto: chosen on held-out samples (default except with weights), with weights for "
+        "groups of blocks",
         float,
         words=(AUTO,),
         scope=DONOR_ONLY,

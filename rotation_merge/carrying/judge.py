@@ -262,7 +262,9 @@ def random_change(change: Tensor, draw: torch.Generator) -> Tensor:
 
 
 FACTORS = (0.0, 0.5, 1.5, 2.0)
-"""What the scale of a block is multiplied by in turn, starting from one scale for all."""
+"""What the scale of a group of blocks is multiplied by in turn, starting from one scale for all."""
+GROUPS = 8
+"""Of neighbouring blocks, at most, that have scales of their own."""
 
 Scales = dict[str, float]
 """By name of a block."""
@@ -323,12 +325,15 @@ def search(
     losses: Callable[[Mapping[str, float]], Both],
     watch: Callable[[str, int, int], None] = lambda *_: None,
 ) -> tuple[Scales, Both, Both]:
-    """The scales with the least sum of both losses: one for all first, then block after block.
+    """The scales with the least sum of both losses: one for all first, then group after group of neighbouring blocks,
+    so that a deep model asks no more often than a shallow one.
 
     Returns:
         The scales (all zero, where nothing is better than none), and the losses at zero and there.
     """
-    total, step = len(SCALES) + len(blocks) * len(FACTORS), 0
+    groups = [blocks[i * len(blocks) // GROUPS : (i + 1) * len(blocks) // GROUPS] for i in range(GROUPS)]
+    groups = [group for group in groups if group]
+    total, step = len(SCALES) + len(groups) * len(FACTORS), 0
 
     def ask(scales: Mapping[str, float]) -> Both:
         nonlocal step
@@ -342,9 +347,9 @@ def search(
     if sum(zero) <= sum(tried[least]):
         least = SCALES[1]
     best, reached = dict.fromkeys(blocks, least), tried[least]
-    for block in blocks:
-        for scale in [factor * best[block] for factor in FACTORS]:
-            changed = {**best, block: scale}
+    for group in groups:
+        for scale in [factor * best[group[0]] for factor in FACTORS]:
+            changed = {**best, **dict.fromkeys(group, scale)}
             after = ask(changed)
             if sum(after) < sum(reached):
                 best, reached = changed, after

@@ -191,6 +191,19 @@ def test_scales_are_searched_block_by_block() -> None:
         assert (set(found.values()), zero) == ({0.0}, there)
 
 
+def test_deep_models_ask_no_more_often() -> None:
+    """Neighbouring blocks share a scale; every block has one."""
+    blocks, asked = [f"block {i}" for i in range(40)], []
+
+    def losses(scales: Mapping[str, float]) -> tuple[float, float]:
+        asked.append(dict(scales))
+        return 1 + sum((scales[block] - (i < 20)) ** 2 for i, block in enumerate(blocks)), 0.0
+
+    scales, *_ = search(blocks, losses)
+    assert [scales[block] for block in blocks] == [1.0] * 20 + [0.0] * 20
+    assert len(asked) < 50
+
+
 def test_scales_of_what_weights_carry(lessons: tuple[Path, list[Path]], tmp_path: Path) -> None:
     """Zero is the new base; one is what is carried without samples."""
     _, (old, new, _, tuned) = lessons
