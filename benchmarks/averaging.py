@@ -3,7 +3,10 @@
     python benchmarks/averaging.py digits        the rows of the ICML 2025 paper's table 2, on two digit ViTs
     python benchmarks/averaging.py finetunes     two short fine-tunes of one Llama, on text that they write themselves
     python benchmarks/averaging.py shipped       the two fine-tunes of a Llama that come with the package, by their base
+    python benchmarks/averaging.py lora          four adapters of one Llama, as one model and as one adapter
     python benchmarks/averaging.py changes checkpoints      delegates of task vectors, by `lambda`, for every seed there
+    python benchmarks/averaging.py refits checkpoints       options of refits of the same models
+    python benchmarks/averaging.py unequal checkpoints      the same models, one change three times as long
 
 digits: accuracy on 540 held-out digits, halves of two ViTs of other seeds; statistics and activations on `--images`
 training images without labels. Fisher after matching is measured anew on the donor that `align` wrote, as in the paper.
@@ -11,6 +14,8 @@ shipped: nats per byte on the second halves of the two texts, and of the base's 
 forgotten; refits see the first 64 windows of each text, and the next 21 judge them.
 changes: nats per byte of 64 windows of each of the two texts that llama-S-c and llama-S-english were tuned on, of each
 at its best `lambda`, and on 32 texts that llama-S wrote itself; `rotation-merge merge` searches in the same way.
+lora: nats per byte of 48 windows of held-out files of four domains, of four adapters of rank 8 of llama-0 (150 steps
+each), merged as full models and into one adapter of rank 16: what the base's mean loss falls by, at the best `lambda`.
 finetunes: nats per byte on the second halves of two texts, whose first halves they were tuned on (8 x 128 a step).
 """
 
@@ -22,17 +27,22 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
 from click.testing import CliRunner
+from corpora import documents
 from mergekit.scripts.run_yaml import main as mergekit_yaml
+from peft import LoraConfig, PeftModel, get_peft_model
 from record import Table
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from rotation_merge.cli.app import app
+from rotation_merge.mergekit_plugin.adapter_merge import merge_adapters
 from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.demo import CHECKPOINTS, digits, text
 from rotation_merge.run.demo import windows as demo_windows
@@ -56,6 +66,35 @@ CHANGES: dict[str, dict[str, Any]] = {
     "iso": {},
 }
 """Delegates of task vectors, a name before the comma, and their settings."""
+UNEQUAL: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "task_arithmetic, lambda 0.5": {"lambda": 0.5},
+    "ties": {"density": 0.5},
+    "wudi": {},
+    "wudi, lengths: keep": {"lengths": "keep"},
+    "tsv": {},
+    "tsv, lengths: keep": {"lengths": "keep"},
+    "iso": {},
+    "iso, lengths: keep": {"lengths": "keep"},
+}
+REFITS: dict[str, dict[str, Any]] = {
+    "wudi": {"delegate": "wudi"},
+    "refit": {},
+    "gram_norm: norm": {"gram_norm": "norm"},
+    "norms: solve": {"norms": "solve"},
+    "all of FeatCal's": {"gram_norm": "norm", "norms": "solve", "alpha": 0.3, "lambda": 2.0, "ridge": 0.05},
+    "start: wudi, gram_norm: norm": {"start": "wudi", "gram_norm": "norm"},
+}
+"""Options of refits from 32 windows of each text; and where the last one starts."""
+LORA_DOMAINS = ("c", "english", "cpp", "torch")
+LORA_SCALES = (0.25, 0.35, 0.5, 0.7, 1.0)
+LORA_METHODS: dict[str, dict[str, Any]] = {
+    "task_arithmetic": {},
+    "ties": {"density": 0.5},
+    "wudi": {},
+    "tsv": {},
+    "iso": {},
+}
 SCALES = (0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4)
 METHODS: dict[str, dict[str, Any]] = {
     "Simple": {"delegate": "linear"},
@@ -238,6 +277,100 @@ def run_changes(folder: Path) -> None:
             row(title, scaled(model, start, ends, best), **more)
 
 
+def run_lora() -> None:
+    base, table = CHECKPOINTS / "llama-0", Table("averaging-lora")
+    with tempfile.TemporaryDirectory() as folder:
+        adapters, held = [], {}
+        for seed, domain in enumerate(LORA_DOMAINS):
+            training, held_out = (byte_windows(part) for part in documents(domain))
+            held[domain] = held_out[torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))[:48]]
+            adapters.append(Path(folder, domain))
+            tune_lora(base, training, seed).save_pretrained(adapters[-1])
+
+        def loss(model: Any) -> float:
+            return fmean(evaluate(model.eval(), next_token(ids))[0] for ids in held.values())
+
+        def gain(model: Any) -> tuple[float, float]:
+            """The most that the base's loss falls by on the line through a merge, and where."""
+            ends = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            return max((start - loss(scaled(model, plain, ends, scale)), scale) for scale in LORA_SCALES)
+
+        plain = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+        start = loss(plain)
+        for name, settings in LORA_METHODS.items():
+            models = [{"model": f"{base}+{path}", "parameters": {"weight": 1.0}} for path in adapters]
+            model, took = merged(
+                base, models, Path(folder, "merged"), {"delegate": name, **MATCHINGS["none"], **settings}
+            )
+            began, out = time.perf_counter(), Path(folder, f"merged-{name}")
+            merge_adapters([str(path) for path in adapters], name, rank=16, parameters=settings).save(str(out))
+            seconds = time.perf_counter() - began
+            small = PeftModel.from_pretrained(copy.deepcopy(plain), out).merge_and_unload()
+            (whole, first), (part, second) = gain(model), gain(small)
+            gains = {"full model": f"{whole:.4f}", "adapter of rank 16": f"{part:.4f}", "share": f"{part / whole:.1%}"}
+            scales = {"lambda, full model": f"{first:g}", "lambda, adapter": f"{second:g}"}
+            times = {"seconds, full model": f"{took:.1f}", "seconds, adapter": f"{seconds:.1f}"}
+            table.add({"merge": name, **gains, **scales, **times})
+
+
+def byte_windows(documents: list[bytes]) -> Tensor:
+    """All documents in windows of 128 bytes, (windows, 128)."""
+    ids = torch.frombuffer(bytearray(b"\n".join(documents)), dtype=torch.uint8).long()
+    return ids[: len(ids) // 128 * 128].view(-1, 128)
+
+
+def tune_lora(base: Path, training: Tensor, seed: int) -> Any:
+    """A LoRA of rank 8 on all linear maps of the layers."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(model, config)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0)
+    for _ in range(150):
+        batch = training[torch.randint(len(training), (8,))]
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    return model
+
+
+def run_refits(folder: Path) -> None:
+    table, domains = Table("averaging-refits"), ("c", "english")
+    held = {name: demo_windows(name)[64:128] for name in domains}
+    for base in sorted(path for path in folder.glob("llama-?") if (folder / f"{path.name}-c").exists()):
+        for title, options in REFITS.items():
+            samples = {} if "delegate" in options else {"delegate": "refit", "samples": 32}
+            models = [{"model": str(base), "parameters": {"weight": 0.0}}]
+            for name in domains:
+                data = {"data": f"demo:{name}"} if samples else {}
+                models.append({"model": f"{base}-{name}", "parameters": {"weight": 1.0, **data}})
+            parameters = {**samples, **MATCHINGS["none"], **options}
+            with tempfile.TemporaryDirectory() as scratch:
+                model, took = merged(base, models, Path(scratch, "merged"), parameters)
+            losses = {name: evaluate(model, next_token(ids))[0] for name, ids in held.items()}
+            cells = {name: f"{loss:.3f}" for name, loss in losses.items()}
+            mean = f"{fmean(losses.values()):.3f}"
+            table.add({"seed": base.name[-1], "refit": title, **cells, "mean": mean, "seconds": f"{took:.1f}"})
+
+
+def run_unequal(folder: Path) -> None:
+    table, domains = Table("averaging-unequal"), ("c", "english")
+    held = {name: demo_windows(name)[:64] for name in domains}
+    for base in sorted(path for path in folder.glob("llama-?") if (folder / f"{path.name}-c").exists()):
+        start = load(str(base))
+        with tempfile.TemporaryDirectory() as scratch:
+            for longer in domains:
+                model, paths = load(f"{base}-{longer}"), []
+                scaled(model, start, {name: x.clone() for name, x in model.state_dict().items()}, 3.0)
+                model.save_pretrained(Path(scratch, longer))
+                paths = [Path(scratch, longer), *(Path(f"{base}-{name}") for name in domains if name != longer)]
+                for title, settings in UNEQUAL.items():
+                    weight = 0.5 if title == "linear" else 1.0
+                    merge, _ = changed(base, paths, title.partition(",")[0], {"weight": weight, **settings})
+                    loss = fmean(evaluate(merge, next_token(ids))[0] for ids in held.values())
+                    table.add({"seed": base.name[-1], "longer": longer, "merge": title, "texts": f"{loss:.3f}"})
+
+
 def changed(base: Path, tuned: list[Path], delegate: str, parameters: dict[str, Any]) -> tuple[Any, float]:
     """The fine-tunes merged by one delegate, nothing aligned, and the seconds that it took."""
     anchor = tuned[0] if delegate == "linear" else base
@@ -295,7 +428,7 @@ def figures(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["digits", "finetunes", "shipped", "changes"])
+    parser.add_argument("what", choices=["digits", "finetunes", "shipped", "lora", "changes", "refits", "unequal"])
     parser.add_argument("checkpoints", type=Path, nargs="?", default=CHECKPOINTS, help="folder of changes")
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--steps", type=int, default=150)
@@ -306,6 +439,12 @@ def main() -> None:
         run_digits(given.images)
     elif given.what == "shipped":
         run_shipped()
+    elif given.what == "unequal":
+        run_unequal(given.checkpoints)
+    elif given.what == "refits":
+        run_refits(given.checkpoints)
+    elif given.what == "lora":
+        run_lora()
     elif given.what == "changes":
         run_changes(given.checkpoints)
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from statistics import fmean
 
 BLUE, ORANGE, GREEN, RED, GREY = "#3d85c6", "#d97d1a", "#4a9d5b", "#c9504a", "#858c94"
 COLOURS = (BLUE, ORANGE, GREEN, RED)
@@ -174,6 +175,36 @@ def cost() -> str:
     return picture(940, 262, "What a merge costs by layers, width and donors", parts)
 
 
+def averages() -> str:
+    """What averages of task vectors reach and forget, as `python benchmarks/averaging.py changes` measured it."""
+    path = FOLDER.parent.parent / "benchmarks" / "results" / "averaging-changes.json"
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    named = {
+        "linear": (GREY, "linear"),
+        "task_arithmetic": (ORANGE, "task_arithmetic"),
+        "ties, density 0.5": (ORANGE, "ties"),
+        "wudi": (GREEN, "wudi"),
+        "tsv": (BLUE, "tsv"),
+        "iso": (BLUE, "iso"),
+    }
+    values = {
+        name: [fmean(float(row[key]) for row in rows if row["merge"] == name) for key in ("texts", "base's own text")]
+        for name in named
+    }
+    (low, high), (least, most) = ((min(column), max(column)) for column in zip(*values.values(), strict=True))
+    parts = [line(90, 210, 560, 210), line(90, 30, 90, 210)]
+    parts.append(text(325, 250, "loss on the texts that they were tuned on (left is better)"))
+    parts.append(f'<g transform="translate(24 120) rotate(-90)">{text(0, 0, "loss on the base&#39;s text")}</g>')
+    for name, (colour, words) in named.items():
+        loss, lost = values[name]
+        x, y = 120 + 370 * (loss - low) / (high - low), 190 - 140 * (lost - least) / (most - least)
+        parts += [dot(x, y, colour, 6), text(x + 12, y + 5, words, colour, "start")]
+    for number, x, y, anchor in ((low, 120, 228, "middle"), (high, 490, 228, "middle"), (least, 82, 195, "end")):
+        parts.append(text(x, y, f"{number:.3f}", anchor=anchor, size=12))
+    parts.append(text(82, 55, f"{most:.3f}", anchor="end", size=12))
+    return picture(600, 262, "Two fine-tunes of one Llama: what each average gains, and what it forgets", parts)
+
+
 def panel(rows: list[dict[str, str]], by: str, left: float) -> list[str]:
     """One of three: axes that begin at zero, or, of the width, are logarithmic."""
     logarithms = by == "width"
@@ -197,7 +228,14 @@ def panel(rows: list[dict[str, str]], by: str, left: float) -> list[str]:
     return parts
 
 
-PICTURES = {"cost.svg": cost, "neurons.svg": neurons, "orbit.svg": orbit, "path.svg": path, "spaces.svg": spaces}
+PICTURES = {
+    "averages.svg": averages,
+    "cost.svg": cost,
+    "neurons.svg": neurons,
+    "orbit.svg": orbit,
+    "path.svg": path,
+    "spaces.svg": spaces,
+}
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ come before.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from rotation_merge.averaging.methods import TENSOR, MergeLog, OwnMethod, Plan, Source, Target, parameter
 
 RATIO = 2.0
-"""Changes of one map whose lengths differ by more than this factor are brought to their geometric mean."""
+"""Changes of one map whose lengths differ by more than this factor are brought to the harmonic mean of these."""
 
 STEPS = 30
 """Of conjugate gradients, where both sides of a map are weighed."""
@@ -108,7 +107,7 @@ class TaskVectorMethod(OwnMethod):
         uneven = [ratio for ratio in ratios if ratio > RATIO]
         if uneven:
             keep = "keep" in log.facts["lengths"]
-            done = "they are kept ('lengths: keep')" if keep else "they are scaled to their geometric mean"
+            done = "they are kept ('lengths: keep')" if keep else "they are scaled to the harmonic mean"
             lines.append(
                 f"In {len(uneven)} of {len(ratios)} linear maps they differ by a factor of more than {RATIO:g}: {done}."
             )
@@ -348,15 +347,20 @@ def mean_of(changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def evened(changes: Sequence[Tensor]) -> tuple[list[Tensor], float]:
-    """Changes brought to the geometric mean of their lengths where those differ by more than `RATIO`, and the ratio of
-    the longest to the shortest. Changes that are zero stay, and do not count."""
+    """Changes brought to the harmonic mean of their lengths where those differ by more than `RATIO`, and the ratio of
+    the longest to the shortest.
+
+    None is divided by more than the number of changes, which is what their mean keeps of it. (The harmonic mean never
+    multiplies by more, so what is next to nothing is not blown up.) Changes that are zero stay, and do not count.
+    """
     lengths = [float(d.norm()) for d in changes]
     counting = [length for length in lengths if length > 0.0]
     ratio = max(counting) / min(counting) if counting else 1.0
     if ratio <= RATIO:
         return list(changes), ratio
-    mean = math.exp(sum(map(math.log, counting)) / len(counting))
-    return [d * (mean / length) if length else d for d, length in zip(changes, lengths, strict=True)], ratio
+    count, mean = len(counting), len(counting) / sum(1 / length for length in counting)
+    factors = [max(mean / length, 1 / count) if length else 1.0 for length in lengths]
+    return [factor * d for factor, d in zip(factors, changes, strict=True)], ratio
 
 
 TASK_VECTORS: tuple[TaskVectorMethod, ...] = (Wudi(), Tsv(), Iso())

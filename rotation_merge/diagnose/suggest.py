@@ -70,7 +70,7 @@ class Lengths:
         if self.ratio <= RATIO:
             return lengths_text
         if self.evened:
-            return f"{lengths_text}; {self.delegate} brings them to their geometric mean ('lengths: keep' leaves them)"
+            return f"{lengths_text}; {self.delegate} brings them to the harmonic mean ('lengths: keep' leaves them)"
         return f"{lengths_text}; the longest decides, and {self.delegate} leaves them so: give it less 'weight'"
 
 

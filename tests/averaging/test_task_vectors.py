@@ -98,12 +98,18 @@ def test_iso_evens_all_singular_values() -> None:
 
 
 def test_lengths_are_evened_where_they_differ_by_more_than_two() -> None:
-    short, long = random(3, 3), 10 * random(3, 3, seed=1)
+    short = random(3, 3)
+    long = random(3, 3, seed=1)
+    long *= 2.5 * short.norm() / long.norm()
     even, ratio = evened([short, long, torch.zeros(3, 3).double()])
-    assert ratio == pytest.approx(float(long.norm() / short.norm()))
-    assert float(even[0].norm()) == pytest.approx(float(even[1].norm()))
+    assert ratio == pytest.approx(2.5)
+    harmonic = 2 / (1 / short.norm() + 1 / long.norm())
+    assert [float(d.norm()) for d in even[:2]] == pytest.approx([float(harmonic)] * 2)
     assert not even[2].any()
     assert torch.equal(evened([short, 1.5 * short])[0][0], short)
+    least, most = evened([short, 1e9 * long])[0]  # by no more than the number of changes
+    torch.testing.assert_close(least, 2 * short)
+    torch.testing.assert_close(most, 0.5e9 * long)
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------
@@ -229,7 +235,7 @@ def written(recipe: dict[str, Any], path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("name", "words"), [("wudi", "geometric mean"), ("ties", "'weight'")])
+@pytest.mark.parametrize(("name", "words"), [("wudi", "harmonic mean"), ("ties", "'weight'")])
 def test_check_says_how_long_the_changes_are(name: str, words: str, tmp_path: Path) -> None:
     base = checkpoint("llama", "llama", tmp_path / "base")
     short, long = tuned(base, tmp_path / "short", 1, 0.01), tuned(base, tmp_path / "long", 2, 0.05)
