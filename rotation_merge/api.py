@@ -1,4 +1,4 @@
-"""What `rotation_merge` gives to Python: functions of models that people have at hand."""
+"""The functions of the Python API: align, average, measure, evaluate, transfer."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def measure(model: ModelLike, samples: Samples = SELF, config: MeasureConfig | N
 
 
 def evaluate(model: ModelLike, samples: Samples, config: EvaluateConfig | None = None) -> dict[str, float]:
-    """What a model reaches on samples: `loss`, and by their labels accuracy, F1 or correlations.
+    """Loss of a model on samples and, depending on their labels, accuracy, F1 or correlations.
 
     Args:
         model: as `align` takes it, or a view.
@@ -501,7 +501,7 @@ def _transferred_files(
 
 
 def _matcher(how: str, samples: Batches | None, anchor: OpenedModel, donor: OpenedModel) -> Match:
-    """What finds the donor's maps.
+    """The function that matches the donor to the anchor.
 
     Raises:
         RecipeError: there is no such way, or what it needs is missing.

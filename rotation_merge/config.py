@@ -116,7 +116,7 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """What it may be, in words."""
+        """Allowed values in words."""
         if len(self.values) == 1 and not self.choices:
             return self.values[0]
         return f"{'some' if self.kind is tuple else 'one'} of: {', '.join(self.values)}"

@@ -125,5 +125,5 @@ def named(words: Iterable[str]) -> str:
 
 
 def not_written(names: Iterable[str]) -> str:
-    """A note on tensors that are left out of what is written."""
+    """A note on tensors that are not written."""
     return f"Left out, because the model does not read them: {named(names)}."

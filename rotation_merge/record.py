@@ -244,7 +244,7 @@ class Verdict:
         return [*lines, "", " ".join(self.sentences()), "", " ".join(self.attempts())]
 
     def attempts(self) -> list[str]:
-        """What was tried, and what was not, in sentences."""
+        """Sentences on the merges that were tried and those that were not."""
         tried = "; ".join(attempt.words() for attempt in self.tried)
         left_out = "; ".join(f"{name} ({why})" for name, why in self.left_out.items())
         sentences = [f"Tried, with scores on the selection samples: {tried}."] if tried else []
@@ -344,7 +344,7 @@ class MergeReport:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computed the result."""
+    """Versions of the software that computed the result."""
     return dict(_versions())
 
 

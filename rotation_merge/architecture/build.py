@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def variables(spec: ArchitectureSpec, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file's expressions may name: the config's keys, `model_class`, and the file's own variables."""
+    """Variables for expressions of the file: the config's keys, `model_class` and the file's own variables."""
     return _named({**config, "model_class": (config.get("architectures") or [""])[0]}, spec.variables)
 
 
@@ -354,7 +354,7 @@ DEGREES = {"relu": 1, "leaky_relu": 1, "linear": 1, "relu2": 2, "relu_squared": 
 
 @dataclass(frozen=True)
 class Scope:
-    """Where a section stands: its name prefix, the spaces in sight, and the config (with the layer as `i`).
+    """Name prefix, visible spaces and config of a section of an architecture file.
 
     Attributes:
         tensors: how many a checkpoint has, where one is looked at.

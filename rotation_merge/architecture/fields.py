@@ -1,4 +1,4 @@
-"""What it means where two configs differ: `fields.json` says of every entry that a supported class reads."""
+"""The effect of differences between two configs; `fields.json` describes every entry that a supported class reads."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ UNKNOWN = Field("warned", "no supported class reads it")
 
 
 def differences(anchor: Mapping[str, Any], donor: Mapping[str, Any], own_family: bool = False) -> Iterator[Difference]:
-    """Where two configs differ, harmless entries left out; nested configs are looked into.
+    """Harmful differences between two configs, nested configs included.
 
     Args:
         own_family: the family is none of ours, so that entries that are not known may matter.

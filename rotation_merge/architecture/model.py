@@ -334,5 +334,5 @@ def spell(name: str, base: str, spelling: Iterable[tuple[str, str]]) -> str:
 
 
 def stem_of(key: str) -> str:
-    """What a map's weight and bias are called in common."""
+    """The common prefix of a map's weight and bias."""
     return key.removesuffix(".weight").removesuffix(".bias")

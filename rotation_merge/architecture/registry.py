@@ -1,4 +1,4 @@
-"""The architectures there are, and the one that fits a checkpoint."""
+"""The registry of architectures, and the choice of one for a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an architecture file may say. One JSON file a family, under `data/`; see docs/add-architecture.md.
+"""The schema of architecture files: one JSON file a family, under `data/`; see docs/add-architecture.md.
 
 An axis is written `space.role` (`attn.q`, `ffn.in`, `residual.write`), or as a bare word (`vocabulary`, `classes`,
 `positions`, `fixed`, ...: see OUTSIDE) if it lives in no space. `a * b` is an axis with an entry for each pair of
@@ -349,7 +349,7 @@ class ArchitectureSpec(Strict):
 
 
 def explain(error: ValidationError) -> tuple[str, str, str]:
-    """What is wrong with a file: the entry, what is wrong with it, how to mend it; of several faults the plainest."""
+    """The plainest fault of a file: its entry, the problem and the remedy."""
     plain = ("value_error", "extra_forbidden", "union_tag_invalid", "missing", "literal_error")
     faults = sorted(error.errors(), key=lambda e: plain.index(e["type"]) if e["type"] in plain else len(plain))
     fault = faults[0]

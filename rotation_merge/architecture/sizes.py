@@ -1,4 +1,4 @@
-"""Which entries of a config say how large the spaces of a family are."""
+"""The config entries that determine the sizes of a family's spaces."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ STOCK, TENSOR, BLOCK, MODEL = "stock", "tensor", "block", "model"
 
 @dataclass(frozen=True)
 class Plan:
-    """What a delegate needs, from which the planner makes tasks.
+    """The inputs that a delegate needs, from which the planner makes tasks.
 
     Attributes:
         unit: what it works on at a time: a tensor; a tensor by what it finds of the tensor's whole block; whole models.
@@ -55,7 +55,7 @@ class Plan:
 
 
 def plan_of(method: MergeMethod) -> Plan:
-    """What a delegate needs; of one that is not ours its tensors alone."""
+    """The plan of a delegate; for mergekit's methods, the tensors alone."""
     plan: Plan = method.plan() if hasattr(method, "plan") else Plan(STOCK)
     return plan
 
@@ -80,7 +80,7 @@ class Source:
 
 @dataclass
 class MergeLog:
-    """What a delegate did, over all tensors of a merge.
+    """Statistics of a delegate's work over all tensors of a merge.
 
     Attributes:
         base: the anchor's name.
@@ -151,7 +151,7 @@ class OwnMethod(MergeMethod):
     """
 
     def plan(self) -> Plan:
-        """What it needs."""
+        """The inputs that the method needs."""
         raise NotImplementedError
 
     def check(self, parameters: Mapping[str, Any]) -> None:

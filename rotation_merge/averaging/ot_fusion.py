@@ -64,7 +64,7 @@ class OtFusion(OwnMethod):
 
 @dataclass(frozen=True)
 class How:
-    """How plans are made: hard or soft, and at what regularisation."""
+    """The kind of transport plans (hard or soft) and their regularisation."""
 
     hard: bool
     regularisation: float

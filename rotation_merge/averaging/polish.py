@@ -55,7 +55,7 @@ Watch = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class PolishConfig(Config):
-    """How to polish a merge."""
+    """Options of polishing."""
 
     samples: int = option(64, "number of samples of each teacher", low=2)
     steps: int = option(50, "optimiser steps", low=1)
@@ -70,7 +70,7 @@ class PolishConfig(Config):
 
 @dataclass(frozen=True)
 class PolishOptions:
-    """How to polish.
+    """Options of one polishing run.
 
     Attributes:
         steps: of the optimiser; each sees one batch of every teacher.
@@ -100,7 +100,7 @@ class PolishOptions:
 
 @dataclass
 class PolishReport:
-    """What polishing did.
+    """The report on a polishing run.
 
     Attributes:
         before, after: divergence from the teachers on held-out samples (nats), at the start and of what was kept.

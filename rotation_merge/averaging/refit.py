@@ -41,7 +41,7 @@ Answer = dict[str, Tensor]
 
 
 class Targets(Protocol):
-    """What is wanted of the maps of a model, block by block."""
+    """The target outputs of a model's maps, block by block."""
 
     @property
     def runners(self) -> Sequence[Runner]:
@@ -128,7 +128,7 @@ def computes_the_same(first: Runner, second: Runner, names: Collection[str]) -> 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What became of one map or norm: how far it was from what is wanted, relative, before and after."""
+    """The relative error of one map before and after the refit."""
 
     name: str
     before: float
@@ -137,7 +137,7 @@ class Fitted:
 
 @dataclass
 class Refitted:
-    """What a refit did.
+    """The result of a refit.
 
     Attributes:
         maps: the maps that were solved.
@@ -368,7 +368,7 @@ class Refit:
         return [fitted]
 
     def _lack(self, batch: int, key: str, stage: Stage, activations: BlockActivations, answer: Answer) -> Tensor:
-        """What the output of a map lacks, (positions, out)."""
+        """Target minus output of a map, (positions, out)."""
         lack = lacking(key, stage, activations, answer)
         if self.alpha == 1.0 or self.by_own_modules is None:
             return lack
@@ -451,7 +451,7 @@ def _keep(result: Refitted, why: str, names: Sequence[str]) -> None:
 
 
 def lacking(key: str, stage: Stage, activations: BlockActivations, answer: Answer) -> Tensor:
-    """What the output of a map of the merge lacks, (positions, out).
+    """Target minus output of a map of the merge, (positions, out).
 
     Of a map that writes the stream it is what the stream lacks, over how much the output counts there.
     """

@@ -329,7 +329,7 @@ class Iso(TaskVectorMethod):
 
 
 def svd_operations(shape: tuple[int, int]) -> float:
-    """What a thin SVD takes, as floating-point operations of products."""
+    """Floating-point operations of a thin SVD."""
     small, large = sorted(shape)
     return SVD * large * small**2
 

@@ -159,7 +159,7 @@ class _BlockOfAdapter:
         """Refuse what the old base has and the new one has not."""
         info = self._info(key)
         if _holds(self.carrier.old, info) and not _holds(self.carrier.new, info):
-            problem = f"changes '{info.name}', which the new base has not"
+            problem = f"changes '{info.name}', which the new base lacks"
             raise CheckpointError(problem, where=self.adapter.path, remedy=WHOLE)
 
     # --- factors
@@ -208,7 +208,7 @@ class _BlockOfAdapter:
             ):
                 words = " x ".join("any" if n is None else str(n) for n in lengths)
                 raise CheckpointError(
-                    f"a factor of '{info.name}' is {list(factor.shape)}, its base says {words}",
+                    f"a factor of '{info.name}' is {list(factor.shape)}, in its base {words}",
                     where=self.adapter.path,
                     remedy=WRONG_BASE,
                 )
@@ -232,7 +232,7 @@ class _BlockOfAdapter:
         self.result.adapter.tensors[key] = tensor.to(self.adapter.tensor(key).dtype).contiguous()
 
     def _write_constant(self, entry: AdapterEntry, constant: Tensor) -> None:
-        """What is left over of a norm's shift, in peft's `lora_bias` (which is multiplied by the scale)."""
+        """Write the constant from a norm's shift as peft's `lora_bias` (which is multiplied by the scale)."""
         if stacks(self._info(entry.spot.info.key)) or entry.change.embedding:
             raise self._refused(f"what a norm's shift leaves over in '{entry.module}' has no place", SMALLER)
         tensors = self.result.adapter.tensors
@@ -309,7 +309,7 @@ def _give_biases(adapter: Adapter, entries: Iterable[AdapterEntry], result: Carr
     for entry in entries:
         if entry.change.embedding or (stacks(entry.spot.info) and entry.expert is None):
             raise AlignmentError(
-                f"norms' shifts leave constants over, for which '{entry.module}' and its like have no place",
+                f"a norm's shift adds a constant, but peft has no bias for '{entry.module}'",
                 where=adapter.path,
                 remedy=SMALLER,
             )

@@ -120,12 +120,14 @@ class Bases:
         match: Match = match_model,
         ledger: Ledger = NOWHERE,
     ) -> tuple[Alignment, MergeReport]:
-        """What brings the old base to the new one, and the report on it."""
+        """Match the old base to the new one: the alignment and its report."""
         new, old = self.sources
         architecture = self.architecture
         if self.frame is not None and match is not match_model:
-            problem = "its shape is not that of the new base, so what the two do is not compared, only their weights"
-            raise CheckpointError(problem, where=str(self.old.reference), remedy="match on weights, and carry by these")
+            problem = "its shape differs from the new base's, so activations cannot be compared"
+            raise CheckpointError(
+                problem, where=str(self.old.reference), remedy="leave out --match-on and --carry activations"
+            )
         if self.frame is not None:
             new, architecture = self.frame.of_new(new), self.frame.common
         options = check_pair(self.pair.checked.anchor, self.pair.checked.donor, options, untie=True).options
@@ -145,8 +147,7 @@ class Bases:
         )
 
     def settled(self, options: AlignConfig, progress: Progress | None = None) -> Bases:
-        """The two with layers that meet by similarity, where that was asked for: found under an alignment of layers at
-        like heights, then of the layers found, until they stay."""
+        """Pair the layers by similarity if asked to, alternating with matching until the pairs stay."""
         if not self.alike or self.frame is None:
             return self
         best, total, tried, current = self, -math.inf, set[str](), self
@@ -164,7 +165,7 @@ class Bases:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the new base and of the old one."""
+        """Names of the new base and of the old one."""
         return str(self.new.reference), str(self.old.reference)
 
     def given(self, path: str) -> tuple[Alignment, MergeReport]:
@@ -176,7 +177,7 @@ class Bases:
         if self.frame is not None:
             problem, remedy = f"has another shape than {self.new.reference}", "leave out the alignment file"
             raise CheckpointError(
-                f"{problem}, which no file of maps knows", where=str(self.old.reference), remedy=remedy
+                f"{problem}, which alignment files do not support", where=str(self.old.reference), remedy=remedy
             )
         run = Run()
         run.note(f"The bases were aligned by the file {path}; nothing was matched.")
@@ -185,7 +186,7 @@ class Bases:
         return file.alignment, self.pair.report(run, base=str(self.new.reference))
 
     def carrier(self, alignment: Alignment, dtype: str | None = None) -> Carrier:
-        """What carries changes of the old base to the new one.
+        """The carrier of changes from the old base to the new one.
 
         Args:
             dtype: that a carried model is stored in, if another than the new base's.
@@ -235,7 +236,7 @@ def _framed(new: str, old: str, device: str, untie: bool, unlike: Resizing) -> B
 
 
 def alike(bases: Bases, alignment: Alignment) -> tuple[dict[str, list[tuple[int, int]]], dict[str, float]]:
-    """Which layers are most alike under an alignment (new, old), by module, and the mean of their likeness."""
+    """Pairs of the most similar layers under an alignment (new, old), by module, and their mean similarity."""
     frame = bases.frame
     assert frame is not None
     probe_vectors = probes({name: space.sizes["size"] for name, space in frame.common.streams.items()})
@@ -269,12 +270,12 @@ def _in_form_of(reference: Architecture, member: Member) -> Member:
 
 
 def how_near(bases: Bases) -> Nearness:
-    """How near two bases lie, by a few matrices; no cosines where their shapes differ."""
+    """The nearness of two bases by a few matrices; without cosines if their shapes differ."""
     return Nearness({}) if bases.frame is not None else nearness(bases.architecture, *bases.sources)
 
 
 def usable_as_it_is(works: Mapping[str, str], bases: Bases) -> dict[str, list[str]] | None:
-    """What to say of work that needs no carrying, by the directory it was to be written to; None: it has to be carried.
+    """Lines on work that can be used without carrying, by output directory; None: it must be carried.
 
     Raises:
         RotationMergeError: work cannot be read, or is not of the old base.
@@ -292,14 +293,12 @@ def usable_as_it_is(works: Mapping[str, str], bases: Bases) -> dict[str, list[st
             parsed = parse(Adapter(work), bases.old.config)
             lines[out] = [f"{subject}: {work} can be used on {new} as it is."]
             if parsed.saved:
-                lines[out].append(
-                    f"The tensors that it holds whole ({len(parsed.saved)}) then stand for the new base's."
-                )
+                lines[out].append(f"It replaces {len(parsed.saved)} whole tensors of the new base.")
         else:
             bases.tuned(work)  # opened, so that what is no fine-tune of the old base is refused
             recipe = f"merge_method: task_arithmetic, base_model: {new}, weight 1 for {work} and -1 for {old}"
-            lines[out] = [f"{subject}: what {work} changed can be added to {new} as it is ({recipe})."]
-        lines[out].append("Nothing was written; --data FILE lets samples judge, --force carries it all the same.")
+            lines[out] = [f"{subject}: the change of {work} can be added to {new} as it is ({recipe})."]
+        lines[out].append("Nothing was written. --data FILE judges the change on samples, --force carries it anyway.")
     return lines
 
 

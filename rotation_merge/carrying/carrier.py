@@ -101,7 +101,7 @@ class Carrier:
         return result
 
     def _changed(self, block: Block, changed_key: str, changes: Mapping[str, Change]) -> Callable[[str], Tensor | None]:
-        """What one tensor's change is computed from: the weights' changes, norms' gains and shifts as they are."""
+        """The source of one tensor's change: changes of weights; gains and shifts of norms as they are."""
         old = reader(block, self.old)
         norms = folded_keys(block, self.architecture.streams)
 
@@ -182,7 +182,7 @@ class Carrier:
             change, info = changes.get(key), block.tensor(key)
             if isinstance(change, Tensor) and info is not None and bool(change.abs().max() > 0):
                 raise AlignmentError(
-                    f"the change of '{info.name}' cannot be carried where the stream is turned",
+                    f"the change of '{info.name}' cannot be carried with a rotated stream",
                     where=block.name,
                     remedy="use 'residual: permutation', or merge the adapter and carry the whole model",
                 )

@@ -1,4 +1,4 @@
-"""How a fine-tune is carried: one config, from which recipe keys, command options and documentation are made."""
+"""Options of a transfer: recipe keys, command options and documentation are made from one config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN, NONE = "plain addition", "none"
 
 @dataclass(frozen=True)
 class TransferConfig(Config):
-    """How a change is carried from one base to another.
+    """Options of a transfer between two bases; each is described at its field.
 
     Attributes:
         match: which groups the bases are matched by; the largest of the residual stream, if not given.
@@ -107,7 +107,7 @@ class TransferConfig(Config):
 
     @property
     def factor(self) -> float | None:
-        """What the change is multiplied by; None: samples held out say it."""
+        """Factor of the change; None: chosen on held-out samples."""
         if self.scale is None:
             return 1.0 if self.method == "weights" else None
         return None if isinstance(self.scale, str) else float(self.scale)
@@ -119,7 +119,7 @@ class TransferConfig(Config):
 
     @property
     def matched_on(self) -> str:
-        """What maps are chosen by."""
+        """What chooses the maps: weights, activations or both."""
         return self.match_on or (BOTH if self.method == "activations" else WEIGHTS)
 
     @property
@@ -128,5 +128,5 @@ class TransferConfig(Config):
         return self.widths or bool(self.layers_map)
 
     def reading(self, batch_size: int) -> dict[str, Any]:
-        """How samples are read."""
+        """Keyword arguments for reading samples."""
         return {"limit": self.samples, "batch_size": batch_size, "length": self.length, "seed": self.seed}

@@ -1,4 +1,4 @@
-"""What fine-tuning changed in a model, as a value: scaled, moved to another base, written there in one of three ways.
+"""A fine-tune's change as a value: scaled, moved to another base and written there.
 
 `Delta.tensors` gives the new base with the change (folded, where the alignment folds), `Delta.changes` the change of
 the new base as it is stored, and `Delta.factors` that change by the factors of an adapter.
@@ -37,7 +37,7 @@ def scale_at(scale: Scale, block: str) -> float:
 
 @dataclass(frozen=True)
 class Delta:
-    """What fine-tuning changed in a base: tuned - base, carried to another base (or to none: its own).
+    """The change of a fine-tune, tuned - base, moved to another base or on its own.
 
     Attributes:
         carrier: the base that it is of (`old`), the one that it is for (`new`), and the maps between the two.
@@ -60,7 +60,7 @@ class Delta:
 
     @staticmethod
     def between(base: ModelLike, tuned: ModelLike) -> Delta:
-        """What fine-tuning changed in a base.
+        """The change of a fine-tune from its base.
 
         Args:
             base, tuned: folders, names on the hub, modules, or pairs of a state dict and its config; `tuned` also
@@ -142,7 +142,7 @@ class Delta:
 
     @property
     def precision(self) -> torch.dtype:
-        """What the change is computed in, at least."""
+        """The least precise dtype of the change's computation."""
         return torch.float32 if self.solved is None else torch.float64
 
     def _holds(self, info: TensorInfo) -> bool:
@@ -265,7 +265,7 @@ class Delta:
         return change
 
     def placed(self) -> list[str]:
-        """What of the change has a place in the new base, in words, once it has been moved; none of equal shapes."""
+        """Lines on the share of the change that fits the new base's shapes; empty for equal shapes."""
         frame, old = self.carrier.frame, self.carrier.old
         if frame is not None and isinstance(old, Framed) and isinstance(self.tuned, Framed):
             self.places.lost.update(frame.without_place(old, self.tuned))
@@ -276,7 +276,7 @@ class Delta:
         return folded_source(architecture, source, streams, self.carrier.dtype)
 
     def _change(self, block: Block, info: TensorInfo) -> tuple[Tensor, float]:
-        """What fine-tuning changed in a tensor of the folded model, and the squared norm of it before."""
+        """The change of a tensor of the folded model, and the squared norm of the original tensor."""
         frame = self.carrier.frame
         architecture = self.carrier.architecture if frame is None else frame.common
         info = info if frame is None else frame.of(block, info)
@@ -324,6 +324,6 @@ def of_low_rank(change: Tensor, info: TensorInfo, rank: int, trimmed: bool = Fal
 
 
 def share(norms: Mapping[str, tuple[float, float]]) -> float:
-    """What of all changes is kept: squared norm after cutting over squared norm before."""
+    """Share of the squared norm that remains after cutting."""
     whole = sum(norm for norm, _ in norms.values())
     return sum(cut_norm for _, cut_norm in norms.values()) / whole if whole else 1.0

@@ -58,7 +58,7 @@ class Lessons:
 
 @dataclass(frozen=True)
 class Distilled:
-    """What distilling did: by what was aimed at, the loss on samples held out, and the report on the one taken."""
+    """The losses of both targets on held-out samples, and the report on the better one."""
 
     losses: dict[str, float]
     best: str

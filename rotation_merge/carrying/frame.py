@@ -49,7 +49,7 @@ class Framed(Widened):
 
 @dataclass(frozen=True)
 class Frame:
-    """Where two bases meet.
+    """Common shapes in which two bases are aligned.
 
     Attributes:
         new, old: their architectures.
@@ -107,7 +107,7 @@ class Frame:
         return framed
 
     def cut(self, block: Block, info: TensorInfo, moved: Tensor) -> Tensor:
-        """What of a moved change has a place in the new base: its own entries, still at the common scale."""
+        """Cut a moved change to the new base's shapes, at the common scale."""
         return self.grow_new.cut(block, info, moved)
 
     def scaled(self, block: Block, info: TensorInfo, cut: Tensor, folded: Sequence[str]) -> Tensor:
@@ -125,7 +125,7 @@ class Frame:
         return tuple(b for b in self.old.blocks if b.index is not None and (b.module, b.index) not in met)
 
     def without_place(self, old: Framed, tuned: Framed) -> dict[str, float]:
-        """By name of the old base's blocks: the squared norm of what fine-tuning changed in tensors without partner."""
+        """Squared norms of the changes without a partner, by block of the old base."""
         changes: dict[str, float] = {}
         for block in self.old.blocks:
             for info in (info for info in block.tensors if not old.met & {*info.names, *info.tied}):
@@ -136,7 +136,7 @@ class Frame:
         return changes
 
     def notes(self, names: tuple[str, str]) -> list[str]:
-        """What the reader of a report should know.
+        """Lines for the report on padding and paired layers.
 
         Args:
             names: of the new base and of the old one.
@@ -145,13 +145,13 @@ class Frame:
         lines = []
         if self.grow_new.grows:
             lines.append(
-                f"`{old}` is larger than `{new}` ({self.grow_new.grows}): both were aligned with zeros around their "
-                "weights, and what of the change fell on these was left out."
+                f"`{old}` is larger than `{new}` ({self.grow_new.grows}): `{new}` was padded with zeros and aligned; "
+                "the part of the change on the padding is left out."
             )
         if self.grow_old.grows:
             lines.append(
-                f"`{old}` is smaller than `{new}` ({self.grow_old.grows}): zeros were put around its weights, its "
-                "function unchanged."
+                f"`{old}` is smaller than `{new}` ({self.grow_old.grows}): its weights were padded with zeros, which "
+                "keeps its outputs."
             )
         for module, pairs in self.layers.items():
             even = [a for a, _ in pairs] == [b for _, b in pairs] and len(pairs) == len(self.new.layers(module))
@@ -160,7 +160,7 @@ class Frame:
             scope = "" if len(self.layers) == 1 else f" of the {module}"
             met = ", ".join(f"{old_layer}:{new_layer}" for new_layer, old_layer in pairs)
             how = f", by similarity (mean cosine {self.likeness[module]:.2f})" if module in self.likeness else ""
-            lines.append(f"Layers{scope} of `{old}` that meet layers of `{new}`{how}, old:new: {met}.")
+            lines.append(f"Layers{scope} of `{old}` paired with layers of `{new}`{how}, old:new: {met}.")
         return lines
 
 
@@ -243,7 +243,7 @@ def _block_with(block: Block, spaces: Mapping[str, Space]) -> Block:
 
 @dataclass
 class Places:
-    """What of a change has a place in the new base, as squared norms.
+    """Squared norms of the parts of a change that fit the new base's shapes.
 
     Attributes:
         found: by block and tensor of the new base: what has a place, and all that was to be moved there.
@@ -254,12 +254,12 @@ class Places:
     lost: dict[str, float] = field(default_factory=dict)
 
     def share(self) -> float:
-        """Of the whole change; one where nothing changed."""
+        """Share of the change that fits the new base's shapes; 1 if nothing changed."""
         whole = sum(norm for _, norm in self.found.values()) + sum(self.lost.values())
         return sum(placed for placed, _ in self.found.values()) / whole if whole else 1.0
 
     def words(self) -> list[str]:
-        """What the reader of a report should know, block by block."""
+        """Lines for the report on the share of each block."""
         if not self.found:
             return []
         blocks: dict[str, list[float]] = {}
@@ -273,7 +273,7 @@ class Places:
         if any(self.lost.values()):
             whole = sum(norm for _, norm in self.found.values()) + sum(self.lost.values())
             gone = ", ".join(f"{name} {norm / whole:.1%} of it" for name, norm in self.lost.items())
-            lines.append(f"What of the old base has no partner, and its change no place: {gone}.")
+            lines.append(f"Parts of the old base without a partner, whose change has no place: {gone}.")
         return lines
 
 
@@ -283,7 +283,7 @@ _ENTRY = re.compile(r"(?:(?P<module>\w+)=)?(?P<old>\d+)(?:-(?P<old_end>\d+))?:(?
 
 @dataclass(frozen=True)
 class Resizing:
-    """What may differ between two bases.
+    """Options for bases of different widths and depths.
 
     Attributes:
         widths: their sizes.

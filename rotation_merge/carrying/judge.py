@@ -91,21 +91,19 @@ def read_parts(tuned: str, new: str, config: TransferConfig, load: Callable[[str
     """
     model = load(tuned)
     if config.data == SELF and not writes_text(model):
-        raise DataError(f"{type(model).__name__} writes no text of its own", where=tuned, remedy="give --data FILE")
+        raise DataError(f"{type(model).__name__} writes no text", where=tuned, remedy="give --data FILE")
 
     def read(source: str) -> Data:
         data = read_batches(source, local_path(tuned), model, **config.reading(AT_ONCE))
         if data.task in UNLABELLED:
-            problem = f"holds no labels for {type(model).__name__}, by whose loss it is measured what arrives"
+            problem = f"holds no labels for the loss of {type(model).__name__}"
             raise DataError(problem, where=source, remedy="give data with labels, or carry by weights alone")
         return data
 
     whole = read(config.data)
     held_out = max(1, round(HELD_OUT * len(whole.batches))) if config.judge is None else 0
     if len(whole.batches) <= max(held_out, 1):
-        raise DataError(
-            f"holds {whole.examples} samples, at least {2 * AT_ONCE} are needed", where=config.data, remedy="give more"
-        )
+        raise DataError(f"holds {whole.examples} samples", where=config.data, remedy=f"give at least {2 * AT_ONCE}")
     end = len(whole.batches) - held_out
     solved = _data(whole.batches[:end], whole.task)
     choice, judge = halves(_data(whole.batches[end:], whole.task) if config.judge is None else read(config.judge))
@@ -133,7 +131,7 @@ def halves(data: Data) -> tuple[Data, Data]:
             if examples_in(rows):
                 part.append(rows)
     if not all(parts):
-        raise DataError("holds one sample to judge by, two are needed", where=data.source or None, remedy="give more")
+        raise DataError("holds one sample to judge by", where=data.source or None, remedy="give at least two")
     return _data(parts[0], data.task), _data(parts[1], data.task)
 
 
@@ -143,7 +141,7 @@ def _data(batches: Sequence[Batch], task: str) -> Data:
 
 @dataclass(frozen=True)
 class Lift:
-    """What a carried change brings and costs, in mean losses (nats) on samples held out of every choice.
+    """Gain and cost of a carried change, in mean losses (nats) on the judging samples.
 
     Attributes:
         old, tuned: of the old pair, on samples of the fine-tune's kind.
@@ -169,7 +167,7 @@ class Lift:
 
     @property
     def home(self) -> float:
-        """What fine-tuning gained at home."""
+        """Gain of fine-tuning on the old base."""
         return self.old - self.tuned
 
     def lift(self, loss: float) -> float | None:
@@ -204,18 +202,18 @@ class Lift:
         return {**asdict(self), "others": dict(self.others), "controls": list(self.controls), **derived}
 
     def words(self) -> list[str]:
-        """What the user should know; the last line says the recovered lift."""
+        """Lines on the losses; the last one has the decision and the recovered lift."""
         on_samples, on_texts = self.carried
         lines = [
-            f"On samples held out of every choice (loss in nats): the old base {self.old:.3f}, its fine-tune "
-            f"{self.tuned:.3f}; the new base {self.new[0]:.3f}, carried {on_samples:.3f} by {self.method}{self.scale}.",
-            f"On text that the new base writes itself: {self.new[1]:.3f} before, {on_texts:.3f} after."
+            f"Loss on the judging samples (nats): old base {self.old:.3f}, its fine-tune {self.tuned:.3f}, new base "
+            f"{self.new[0]:.3f}, carried {on_samples:.3f} by {self.method}{self.scale}.",
+            f"Loss on the new base's own text: {self.new[1]:.3f} before, {on_texts:.3f} after."
             if self.writes
-            else "What it costs the new base on its own domain was not measured: it writes no text.",
+            else "The loss on the new base's own text is not measured: it writes no text.",
         ]
         if self.others:
             losses = "; ".join(f"{name} {first:.3f} and {second:.3f}" for name, (first, second) in self.others.items())
-            lines.append(f"Not taken (losses on both): {losses}.")
+            lines.append(f"Also tried (losses on both): {losses}.")
         return [*lines, *self._control_words(), self._closing()]
 
     def _control_words(self) -> list[str]:
@@ -225,23 +223,22 @@ class Lift:
         mean, error = self.random
         return [
             f"Controls at the same scale: {len(self.controls)} random changes with the same singular values recover "
-            f"{mean:.1%} (standard error {error:.1%}), the negated change {negated:.1%}; net of the better control "
-            f"{self.net:.1%}."
+            f"{mean:.1%} (standard error {error:.1%}), the negated change {negated:.1%}. The lift above the better "
+            f"control is {self.net:.1%}."
         ]
 
     def _closing(self) -> str:
         if self.method == NONE:
-            return "Nothing is worth carrying: the new base alone is better. Train on it instead. Recovered lift: 0%."
+            return "Train on the new base instead: it is better alone than with the change. Recovered lift: 0%."
         if self.recovered is None:
             return (
-                "The fine-tune is no better on these than its base, so the recovered lift cannot be told: give samples "
-                "of what it was tuned for (--data, --judge)."
+                "Give samples of the fine-tune's task (--data or --judge): on these it is no better than its base, so "
+                "the recovered lift is unknown."
             )
-        line = f"Recovered lift: {self.recovered:.0%} of what fine-tuning gained at home."
+        line = f"Recovered lift: {self.recovered:.0%} of what fine-tuning gained on the old base."
         if self.recovered <= 0:
-            return f"{line} Nothing of it arrives: train on the new base instead."
-        advice = " That is little: where the training data are still there, train on the new base instead."
-        return line + (advice if self.recovered < LITTLE else "")
+            return f"Train on the new base instead: nothing of the gain arrives. {line}"
+        return f"Train on the new base instead if you can: little arrives. {line}" if self.recovered < LITTLE else line
 
 
 def random_change(change: Tensor, draw: torch.Generator) -> Tensor:
@@ -272,7 +269,7 @@ Scales = dict[str, float]
 
 @dataclass
 class Scaled:
-    """The new base with a moved change, whatever the scale of each block.
+    """The new base with a moved change at any scale of each block.
 
     Attributes:
         tuned: the fine-tune, under the names of the carrier's architecture.

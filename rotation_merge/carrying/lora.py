@@ -38,11 +38,11 @@ class AdapterBase(Protocol):
 
 
 def left_out(base: AdapterBase) -> list[str]:
-    """What no adapter of this base can say, in words."""
+    """Lines on what an adapter of this base cannot express."""
     head = base.tied_head
-    return [f"The embedding stays the new base's: `{head}` is tied to it, and an adapter changes one only."] * bool(
-        head
-    )
+    return [
+        f"The embedding stays the new base's: `{head}` is tied to it, and an adapter would change only one of the two."
+    ] * bool(head)
 
 
 def adapter_of(delta: Delta, rank: int, base: AdapterBase) -> tuple[AdapterWeights, Kept]:

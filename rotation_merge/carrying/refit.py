@@ -41,7 +41,7 @@ from rotation_merge.workers.progress import Progress
 
 @dataclass(frozen=True)
 class FrameMaps:
-    """How what the old base's maps and streams hold becomes what the new base's do, by widening, alignment and cutting.
+    """Maps from values of the old base to values of the new one: widening, alignment and cutting.
 
     Attributes:
         carrier: between bases of unlike shapes.
@@ -97,7 +97,7 @@ def _given(block: Block, key: str) -> TensorInfo | None:
 
 @dataclass
 class ChangedAnswers:
-    """What the new base gives, plus the mapped change of the old pair.
+    """Targets of the refit: the new base's outputs plus the mapped change of the old pair.
 
     Attributes:
         new, old, tuned: the models on the same batches; the last two in the new one's coordinates, or as they stand.
@@ -229,7 +229,7 @@ class _Maps:
         return maps
 
     def fits(self, key: str, old: Tensor, new: Tensor) -> bool:
-        """Whether there is a map between values of these sizes."""
+        """Whether a map between values of these sizes exists."""
         start = self.starts.get(key)
         sizes = (old.shape[-1], new.shape[-1])
         return sizes[0] == sizes[1] if start is None else tuple(start.shape) == sizes
@@ -240,7 +240,7 @@ class _Maps:
 
 @dataclass(frozen=True)
 class ChangeOptions:
-    """How a change is refitted.
+    """Options of the refit of a change.
 
     Attributes:
         scale: what the change is multiplied by.
@@ -266,7 +266,7 @@ def refit_change(
     progress: Progress | None = None,
     pair: Sequence[Any] = (),
 ) -> tuple[dict[str, Tensor], Refitted]:
-    """The new base's maps, solved to give what it gives by itself and the old pair's change.
+    """Solve the new base's maps for its own outputs plus the old pair's change.
 
     Args:
         carrier: of the old base to the new one.

@@ -46,13 +46,13 @@ from rotation_merge.run.functions import Batch, architecture_of, load, local_pat
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.written import SELF
 
-REFITTED = "The new base's maps were solved, one layer after the other, to make the change on samples."
+REFITTED = "The new base's linear maps were solved layer by layer to reproduce the change on samples."
 HOW = {
-    "activations": "What the weights' alignment moved was moved on at every map's inputs, by maps from activations.",
+    "activations": "The change was moved by the alignment, then by maps from activations at the inputs of linear maps.",
     "refit": REFITTED,
     "distil": f"{REFITTED} From there on it was **trained** for a few steps.",
-    PLAIN: "What fine-tuning changed was added to the new base as it stands, which samples preferred.",
-    NONE: "Samples preferred the new base as it is: nothing was carried.",
+    PLAIN: "The change was added to the new base without alignment: this had the lowest loss on samples.",
+    NONE: "Nothing was carried: the new base alone had the lowest loss on samples.",
 }
 """What was done, for a card."""
 
@@ -75,7 +75,7 @@ class JudgedChange:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What is carried, as samples chose it.
+    """A carried change that samples chose, with its judgement.
 
     Attributes:
         method: one of `METHODS`, `PLAIN` or `NONE`.
@@ -89,7 +89,7 @@ class Sampled:
 
     @property
     def how(self) -> str:
-        """What was done, for a card."""
+        """The method in words, for a card."""
         return HOW[self.method]
 
 
@@ -114,7 +114,7 @@ class SampledTransfer:
         return self.session.config
 
     def carried(self, out: str) -> Sampled:
-        """What is carried, at its scale: by the method, as plain addition, or not at all, as samples prefer.
+        """The carried change at its scale: by the method, by plain addition, or none, by their losses on samples.
 
         Args:
             out: the output that interrupted work waits beside.
@@ -136,7 +136,7 @@ class SampledTransfer:
         samples = f"{parts.solved.examples} samples ({self.config.data})"
         if self.config.method == "activations":
             tensors, count = self._at_sites(parts.solved)
-            return tensors, [f"What {count} maps read was moved by maps of its own, from activations on {samples}."]
+            return tensors, [f"{count} linear maps have input maps of their own, from activations on {samples}."]
         tensors, lines = self._refitted(parts.solved), [f"Refitted on {samples}."]
         if self.config.method == "distil":
             with Unfinished(out) as work:
@@ -152,7 +152,7 @@ class SampledTransfer:
         return Delta.of_solved(self.session.carrier, tensors)
 
     def _scaled(self, held_out: HeldOutSamples) -> JudgedChange:
-        """What weights carry, each block at the scale that samples say."""
+        """The change moved by weights, each block at the scale that samples chose."""
         if self.config.factor is not None:
             delta = self._moved(self.config.factor)
             return JudgedChange("weights", delta, f" at scale {self.config.factor:g}", lambda: self._moved_model(delta))
@@ -179,8 +179,8 @@ class SampledTransfer:
         return JudgedChange(method, delta.scaled(scale), f" at scale {scale:g}", partial(model, scale))
 
     def _judged(self, candidate: JudgedChange, plain: JudgedChange | None, parts: Parts) -> tuple[JudgedChange, Lift]:
-        """The best of the method, plain addition and the new base, on samples held out of every choice. A scale that
-        was given is kept, whatever they say."""
+        """The best of the method, plain addition and the new base on held-out samples; a scale set by the user is
+        kept."""
         nothing = JudgedChange(NONE, candidate.delta.scaled(0.0), "", lambda: self._model({}))
         tried = [candidate, *([] if plain is None else [plain]), nothing]
         choices = {each.method: parts.choice.losses(each.model()) for each in tried}
@@ -209,26 +209,26 @@ class SampledTransfer:
         return tuple(drawn), loss({name: -change for name, change in changes.items()})
 
     def _distance(self, parts: Parts) -> list[str]:
-        """How far the text that the fine-tune writes itself is from the samples that judge, where these are others."""
+        """A line that compares the fine-tune's perplexity on its own text and on the judging samples."""
         if self.config.data != SELF or self.config.judge is None:
             return []
         model = self._loaded(self.name)
         written, judged = (evaluate(model, data)[0] for data in (parts.solved, parts.judge.tuned))
         return [
-            f"The fine-tune's perplexity is {math.exp(written):.3g} on the text that it wrote itself, "
-            f"{math.exp(judged):.3g} on {parts.source}."
+            f"The fine-tune's perplexity is {math.exp(written):.3g} on its own text and {math.exp(judged):.3g} on "
+            f"{parts.source}."
         ]
 
     def _in_weights(self, delta: Delta) -> str:
-        """What became of the change in weights: how large it is, and how much of it alignment alone would carry."""
+        """A line on the carried change's norm and its component along the aligned change."""
         moved, solved = self._moved().changes(self._tied), delta.changes(self._tied)
         whole = sum(float(change.double().square().sum()) for change in moved.values())
         size = sum(float(change.square().sum()) for change in solved.values())
         along = sum(float((change * moved[name].double()).sum()) for name, change in solved.items() if name in moved)
         size, along = size / (whole or 1.0), max(along, 0.0) / (whole or 1.0)
         return (
-            f"In weights, what is carried has {size:.2g} of the squared norm of what fine-tuning changed, and holds "
-            f"{along:.0%} of that change as alignment moves it."
+            f"The carried change has {size:.2g} times the squared norm of the fine-tune's change; its component along "
+            f"the aligned change is {along:.0%}."
         )
 
     @property
@@ -286,7 +286,7 @@ class SampledTransfer:
         return self._with(Delta(carrier, self.tuned)), len(carrier.sites)
 
     def _moved(self, scale: Scale = 1.0) -> Delta:
-        """What weights carry."""
+        """The change moved by weights alone."""
         return Delta(self.session.carrier, self.tuned, scale)
 
     def _with(self, delta: Delta) -> dict[str, Tensor]:
@@ -320,7 +320,7 @@ class SampledTransfer:
         return model
 
     def _student(self, tensors: Mapping[str, Tensor]) -> Any:
-        """What is trained: a model, or the factors of an adapter beside it."""
+        """The model to train: the whole, or the factors of an adapter beside it."""
         if not self.rank:
             return self._model(tensors).requires_grad_(True)
         written, _ = adapter_of(Delta.of_solved(self.session.carrier, tensors), self.rank, self.session.bases.new)
@@ -355,7 +355,7 @@ class SampledTransfer:
         ).batches
 
     def _trained(self, student: Any, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What training changed, by the names of the carrier's architecture."""
+        """The change from training, by the names of the carrier's architecture."""
         carrier = self.session.carrier
         with torch.no_grad():
             for name, parameter in student.named_parameters():

@@ -36,23 +36,22 @@ from rotation_merge.model.writing import Storage, write_checkpoint
 from rotation_merge.record import REPORT_FILE, MergeReport, versions
 
 MOVED = (
-    "Nothing was trained: what it changes was moved by the map that brings the old base as near as possible to the new "
-    "one. If the new base were the old one in other coordinates, it would do here what it did there; how much of it "
-    "arrives at another base "
+    "Nothing was trained: the change was moved by the alignment of the old base with the new one. If the new base were "
+    "the old one in other coordinates, it would have exactly the same effect. How much of it arrives at another base "
 )
 ASK = (
-    "How much of it arrives in function was not measured: '--scale auto' measures it on samples, and says when to "
-    "train on the new base instead."
+    "How much of its effect arrives is not measured. '--scale auto' measures it on samples, and tells you if training "
+    "on the new base is better."
 )
 OTHER_WORDS = (
-    "How much of it arrives in function was not measured: samples mean other things to models of two vocabularies. "
-    "Compare it on your task with the new base alone, and with training on that."
+    "How much of its effect arrives is not measured, because the two vocabularies differ. Compare it on your task with "
+    "the new base alone, and with training on the new base."
 )
 
 
 @dataclass(frozen=True)
 class Execution:
-    """Where and how a transfer runs, whatever it computes.
+    """Device, storage and other settings of a transfer's run.
 
     Attributes:
         device: to compute on.
@@ -71,7 +70,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class TransferResult:
-    """What became of one fine-tune or adapter.
+    """The result of carrying one fine-tune or adapter.
 
     Attributes:
         work: what was carried.
@@ -137,12 +136,12 @@ class TransferSession:
 
     @property
     def measured(self) -> bool:
-        """Whether samples said the scales."""
+        """Whether samples chose the scales."""
         return isinstance(self.scale, Mapping)
 
     @property
     def asked(self) -> list[str]:
-        """What else to say where weights alone carried it: at which scale, and what would measure what arrives."""
+        """Lines on the scale, and on how to measure the effect of a change carried by weights alone."""
         if isinstance(self.scale, Mapping):
             return []
         ask = ASK if self.bases.rows is None else OTHER_WORDS
@@ -150,8 +149,8 @@ class TransferSession:
 
     @property
     def how(self) -> str:
-        """What weights alone do, for a card."""
-        return MOVED + ("is said by the losses below." if self.measured else "was not measured.")
+        """The method of carrying by weights, for a card."""
+        return MOVED + ("is shown by the losses below." if self.measured else "was not measured.")
 
     def delta(self, tuned: TensorSource) -> Delta:
         """A fine-tune's change for the new base, at the session's scale."""
@@ -163,14 +162,14 @@ class TransferSession:
         carried = carry_adapter(adapter, self.carrier, old.config, new, self.scale, old.rows)
         lines = _notes(carried, self.bases)
         if self.config.rank not in (0, adapter.rank):
-            lines.append(f"It stays an adapter of rank {adapter.rank}: --lora is for whole fine-tunes.")
+            lines.append(f"The adapter keeps its rank {adapter.rank}: --lora is for whole fine-tunes.")
         return carried.adapter, lines
 
     def as_adapter(self, tuned: TensorSource, rank: int) -> tuple[AdapterWeights, list[str]]:
         """A whole fine-tune's change as an adapter, and notes on it."""
         delta = self.delta(tuned)
         written, norms = adapter_of(delta, rank, self.bases.new)
-        subject = "what fine-tuning changed" if self.carrier.frame is None else "what has a place there"
+        subject = "the change" if self.carrier.frame is None else "the change that has a place"
         note = f"An adapter of rank {rank} keeps {share(norms):.1%} of the squared norm of {subject}."
         return written, [*delta.placed(), note, *left_out(self.bases.new)]
 
@@ -244,7 +243,7 @@ def bases_of(old: str, new: str, config: TransferConfig, execution: Execution, u
 
 
 def matcher(config: TransferConfig, bases: Bases, device: str) -> Match:
-    """What finds the map between two bases."""
+    """The function that aligns two bases."""
     alignment = config.alignment
     if isinstance(alignment, Alignment):
         return lambda *_, **__: alignment
@@ -259,14 +258,14 @@ def check_head(bases: Bases, alignment: Alignment, storage: Storage) -> None:
     """Refuse a turned stream where the head is tied and no head of its own was asked for."""
     if alignment.folded and not storage.untie and (tied := bases.new.tied_head) is not None:
         raise RecipeError(
-            f"a turned stream needs a head of its own, '{tied}' is tied to the embedding",
+            f"a rotated stream needs an untied head, '{tied}' is tied to the embedding",
             where=str(bases.new.reference),
             remedy="add --untie (the output then stores its head), or --residual permutation, or --lora RANK",
         )
 
 
 def verdict(bases: Bases, report: MergeReport) -> str:
-    """How far the bases were apart, before and after the alignment, in one line."""
+    """A line on the distance of the bases before and after the alignment."""
     words = report.verdict(str(bases.old.reference))
     return f"{bases.old.reference} to {bases.new.reference}: {words}."
 
@@ -275,14 +274,14 @@ def _notes(carried: CarriedAdapter, bases: Bases) -> list[str]:
     change, before = map(sum, zip(*carried.norms.values(), strict=True))
     notes = [
         f"{len(carried.norms)} changed tensors were carried.",
-        how_far("Their change", change, before, "of what they were"),
+        how_far("The change", change, before, "of the original weights"),
     ]
     if carried.constants:
         notes.append(
-            f"{len(carried.constants)} modules got a bias (peft's lora_bias): norms of the old base shift their inputs."
+            f"{len(carried.constants)} modules got a bias (peft's lora_bias), because norms shift their inputs."
         )
     if bases.rows is not None:
-        notes.append(f"The bases share {len(bases.rows[0])} tokens; what is learned of others is not carried.")
+        notes.append(f"The bases share {len(bases.rows[0])} tokens; changes of other tokens are not carried.")
     return notes
 
 

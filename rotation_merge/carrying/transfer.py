@@ -1,4 +1,4 @@
-"""Transfer: what fine-tuning changed in one base is given to another one, as a model, an adapter, or a task vector."""
+"""Transfer of a fine-tune's change from one base to another, as a model, an adapter or a task vector."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from rotation_merge.model.source import Progress
 if TYPE_CHECKING:
     from rotation_merge.carrying.sampled import SampledTransfer
 
-OWN_BASE = "name its own base (--from), or carry it all the same with --force"
-ALONE = "leave --carry and --scale auto out: weights alone are carried by the tokens that both have"
+OWN_BASE = "name its own base (--from), or add --force"
+ALONE = "leave out --carry and --scale auto: weights alone can be carried by shared tokens"
 
 
 def carry(
@@ -102,7 +102,7 @@ def _carry_with_samples(
         return unmoved
     if bases.rows is not None:
         raise DataError(
-            f"its vocabulary is not that of {new}: samples mean other things to the two", where=old, remedy=ALONE
+            f"its vocabulary differs from that of {new}, so samples cannot be shared", where=old, remedy=ALONE
         )
     names = {out: f"{old}+{path}" if is_adapter(path) else path for out, path in works.items()}
     config = settled_stream(config, bases)
@@ -121,7 +121,7 @@ def _carry_with_samples(
 
 
 def _write_sampled(sampled: SampledTransfer, work: str, out: str) -> TransferResult:
-    """What samples chose, as an adapter or as a model."""
+    """Write the change that samples chose, as an adapter or a model."""
     session, by_weights = sampled.session, sampled.config.method == "weights"
     if by_weights and not sampled.rank:
         check_head(session.bases, session.carrier.alignment, session.execution.storage)
@@ -138,7 +138,7 @@ def _write_sampled(sampled: SampledTransfer, work: str, out: str) -> TransferRes
 
 
 def _write_moved(session: TransferSession, sampled: SampledTransfer, work: str, out: str) -> TransferResult:
-    """What weights carry, at the scales of a session."""
+    """Write the change moved by weights, at the scales of a session."""
     if not sampled.rank:
         return session.write_model(work, out, sampled.tuned, sampled.progress)
     if is_adapter(work) and session.carrier.frame is None:

@@ -65,7 +65,7 @@ class LazyGroup(click.Group):
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """A command that there is not is answered with the nearest name."""
+        """Suggest the nearest name for an unknown command."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             raise click.UsageError(f"there is no command '{args[0]}'; {nearest(args[0], COMMANDS)}")
         return super().resolve_command(ctx, args)

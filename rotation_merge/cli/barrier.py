@@ -57,7 +57,7 @@ NARROW = 2
 
 
 class Along(Progress):
-    """How far all paths are together: a bar on a terminal, elsewhere a line now and then of what takes long.
+    """Progress over all paths: a bar on a terminal, otherwise occasional lines.
 
     Attributes:
         models: that are measured on all of them.

@@ -96,7 +96,7 @@ def command(
 
 
 def _costs(target: str, options: AlignConfig, untie: bool, as_json: bool) -> int:
-    """What aligning a model, or each donor of a recipe, costs."""
+    """Cost of aligning a model, or each donor of a recipe."""
     estimates = []
     for donor in _donors(target, options, untie, as_json):
         estimates.append((donor, _estimate(donor)))
@@ -124,7 +124,7 @@ def _costs(target: str, options: AlignConfig, untie: bool, as_json: bool) -> int
 
 
 def _averaging(path: str) -> AveragingCost | None:
-    """What the delegate of a recipe costs that merges task vectors; None of others."""
+    """Cost of a delegate that merges task vectors; None for other delegates."""
     from rotation_merge.averaging.task_vectors import TaskVectorMethod
     from rotation_merge.diagnose.donors import last_recipe
     from rotation_merge.mergekit_plugin.recipe.reading import Recipe
@@ -173,7 +173,7 @@ class _DonorHeaders:
 
 
 def _estimate(donor: RecipeDonor) -> Estimate:
-    """What matching a donor (or the model it was tuned from) to the anchor costs; its files are looked at, too."""
+    """Cost of matching a donor (or its base) to the anchor; checks its files, too."""
     if donor.unlike:
         problem = (
             f"is carried from {donor.origin}, which may have other shapes than {donor.anchor}: there is no estimate"
@@ -276,7 +276,7 @@ def _words(parameters: dict[str, object]) -> str:
 
 
 def _show_file(contents: dict[str, Any], as_json: bool) -> int:
-    """What a file of ours holds."""
+    """Print the content of one of our files."""
     if as_json:
         print_json(contents)
         return 0
@@ -293,7 +293,7 @@ def _show_file(contents: dict[str, Any], as_json: bool) -> int:
 
 
 def _origin(facts: dict[str, Any]) -> str:
-    """Where a model came from, in words."""
+    """The origin of a model in words."""
     hub = facts.get("hub")
     words = f"{hub} at {facts.get('revision') or 'no known revision'}" if hub else "not on the hub, as far as is known"
     return words + (f", licence {facts['license']}" if facts.get("license") else "")

@@ -120,7 +120,7 @@ def command(
 
 
 def _polished(search: Search, out: str) -> dict[str, Any]:
-    """Distil the parents into the merge that was written; what it is worth on the samples that only report."""
+    """Distil the parents into the merge; its figures on the reporting samples."""
     from rotation_merge.averaging.polish import PolishConfig
     from rotation_merge.cli.polish import polished
 

@@ -157,7 +157,7 @@ def ray_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def devices(name: str, ray: str | None) -> tuple[str, str]:
-    """What --device means for this process, and for Ray's workers, which do the work where there are any.
+    """Devices for this process and for Ray's workers, from --device.
 
     Raises:
         RotationMergeError: it is not there, or is none.
@@ -170,7 +170,7 @@ def devices(name: str, ray: str | None) -> tuple[str, str]:
 
 
 def usable_device(name: str) -> str:
-    """The device that --device means; auto: the first GPU, where there is one.
+    """The device named by --device; auto: the first GPU, if there is one.
 
     Raises:
         RotationMergeError: it is not there, or is none.

@@ -1,4 +1,4 @@
-"""What options and arguments name: things that are read, things that are written, or words; and --force.
+"""Click types of options and arguments: inputs, outputs and words; and --force.
 
 Every option that takes text has one of these types, so that what a command reads and writes is known before it runs.
 """
@@ -155,7 +155,7 @@ def _values(context: click.Context) -> Iterator[tuple[click.Parameter, Any]]:
 
 
 def writes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --force; without it, a command does not write over what is there, and with it not over what it reads."""
+    """Add --force; without it a command overwrites nothing, with it never an input."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, force: bool, **kwargs: Any) -> Any:

@@ -162,7 +162,7 @@ def _ask(
 
 
 def _check_words(merged: str, teachers: tuple[str, ...]) -> None:
-    """What a teacher says means the same to the merge.
+    """Check that a teacher's outputs mean the same for the merge.
 
     Raises:
         RotationMergeError: it has another vocabulary.

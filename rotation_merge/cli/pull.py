@@ -57,7 +57,7 @@ def command(repo: str, folder: str, include: tuple[str, ...], no_weights: bool, 
 
 
 def _say_measurements(folder: str, statistics: Sequence[Measurement]) -> None:
-    """What comes before the merge where the recipe reads statistics that are not published."""
+    """Print the commands that measure unpublished statistics of a recipe."""
     say(f"Its recipe averages by statistics that are not published. To make it again, measure them first, in {folder}:")
     for entry in statistics:
         say(f"  {entry.command}")

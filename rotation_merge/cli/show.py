@@ -167,7 +167,7 @@ class StatusLine:
         note(text)
 
     def status(self, text: str) -> None:
-        """How far it is."""
+        """Progress in words."""
         if not sys.stderr.isatty():
             note(text)
             return

@@ -120,7 +120,7 @@ def last_recipe(path: str, remedy: str) -> Document:
 def what_is_measured(
     models: Sequence[str], donors: Sequence[RecipeDonor], sources: Sequence[str], **options: Any
 ) -> str:
-    """What marks the barriers of some donors: files of models, and all that are read beside them, and options.
+    """A key of the barriers of some donors: model files, files read beside them, and options.
 
     Args:
         models: as they are given: a recipe, or an anchor and its donors.

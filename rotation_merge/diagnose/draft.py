@@ -235,7 +235,7 @@ def _readers(linear: Mapping[str, list[Any]]) -> list[list[str]]:
 def _outside(
     outer: Mapping[str, tuple[int, ...]], width: int, vocabulary: int, doubts: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What stands before and after the layers."""
+    """The tensors before and after the layers."""
     before: dict[str, Any] = {}
     norms: dict[str, Any] = {}
     linear: dict[str, Any] = {}

@@ -69,7 +69,7 @@ weights."""
 
 
 def matchings(text: str | None) -> list[Matching]:
-    """What `--compare` asks for, the plain path first; without it plain and aligned.
+    """Matchings named by `--compare`, the plain path first; without it plain and aligned.
 
     Args:
         text: names of `NAMED`, `aligned` and NAME=FILE, with commas between.
@@ -113,7 +113,7 @@ class Moved:
     donors: list[Any]
 
     def one_gauge(self) -> bool:
-        """Whether all donors fit one anchor, and so one another."""
+        """Whether all donors are aligned to one anchor, and so to one another."""
         first = dict(self.anchors[0].named_parameters())
         for anchor in self.anchors[1:]:
             parameters = dict(anchor.named_parameters())
@@ -187,7 +187,7 @@ def _aligned(pair: Pair, donor: RecipeDonor, anchor: Any, tick: Tick | None, led
 
 
 def _finder(donor: RecipeDonor) -> Match:
-    """What finds a donor's maps: of weights, or on samples."""
+    """The function that matches a donor: on weights or on samples."""
     if donor.match_on == WEIGHTS:
         return match_model
     return OnSamples(donor.match_on, donor.anchor, donor.name, donor.data, donor.samples)

@@ -1,4 +1,4 @@
-"""What a merge needs before it runs: bytes to download, on the disk and in memory, against what this machine has."""
+"""Download, disk and memory that a merge needs, compared with what this machine has."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Needs:
     free_memory: int | None
 
     def shortages(self) -> Iterator[str]:
-        """What there is not enough of, in words."""
+        """Missing resources in words."""
         needed = sum(self.downloads.values())
         if self.free_disk is not None and needed > self.free_disk:
             yield f"{_gigabytes(needed)} are downloaded to {self.cache}, which has {_gigabytes(self.free_disk)} free"
@@ -56,7 +56,7 @@ class Needs:
 
 
 def needs_of(recipe: str, models: Collection[RemoteModel], cache: str) -> Needs:
-    """What a recipe needs; its models' headers must be here.
+    """The needs of a recipe whose models' headers are here.
 
     Args:
         models: those that are to be downloaded.

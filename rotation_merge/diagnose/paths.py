@@ -59,7 +59,7 @@ class Paths:
 
     @cached_property
     def names(self) -> list[str]:
-        """Of the models, the anchor's first."""
+        """Names of the models, the anchor's first."""
         return [self.donors[0].anchor, *(donor.title for donor in self.donors)]
 
     @cached_property
@@ -77,7 +77,7 @@ class Paths:
         return [n for n in range(len(self.sources)) if not self.own or n in place]
 
     def models(self, matchings: Sequence[Matching], each: bool = False) -> int:
-        """How many models are measured at most, on all paths together; arguments as those of `barriers`."""
+        """Largest number of models measured on all paths; arguments as for `barriers`."""
         turns = (len(self.names) - 1) * sum(matching is not PLAIN for matching in matchings) if each else 0
         return (len(matchings) + turns) * sum(len(self.tasks(place)) for place in self.places) * self.points
 

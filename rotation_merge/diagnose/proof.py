@@ -1,4 +1,4 @@
-"""Proof of an architecture file: what it declares is a symmetry of the real transformers model, and mistakes show.
+"""Proof of an architecture file: its symmetries hold in the real transformers model, and planted mistakes show.
 
 A tiny model with everything random computes in float64 throughout; random elements of every declared group must leave
 its outputs alone, and the file got wrong on purpose must not.
@@ -90,7 +90,7 @@ def prove(path: Path, config: Mapping[str, Any] | None = None) -> list[Finding]:
 
 
 def hints(findings: Sequence[Finding]) -> list[str]:
-    """What to look at in a file that is wrong, by which trials fail."""
+    """Hints on a wrong file from the trials that fail."""
     holds = {finding.what: finding.holds for finding in findings}
     attention, neurons = holds.get("attention alone", True), holds.get("neurons and experts alone", True)
     streams = [holding for trial, holding in holds.items() if trial.startswith("residual: ")]
@@ -155,7 +155,7 @@ class _Tiny:
         return resolve(self.config, list(self.state), self.spec.family, untie=False)
 
     def outputs(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the model computes with these tensors."""
+        """Outputs of the model with these tensors."""
         save_file(dict(state), self.folder / "model.safetensors", metadata={"format": "pt"})
         model = self.cls.from_pretrained(self.folder, dtype=torch.float64, attn_implementation="eager").eval()
         model.config._experts_implementation = "eager"
@@ -249,7 +249,7 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def matters(change: Callable[[Any], Any], architecture: Architecture) -> bool:
-    """Whether this mistake can show: in some models there is nothing to get wrong."""
+    """Whether this mistake can show in the model."""
     spaces = [s for block in architecture.blocks for s in block.spaces.values() if s.kind == "attention"]
     if change is wrong_heads:
         return bool(spaces)

@@ -95,7 +95,7 @@ def check_sources(
 
 
 def _written(document: Document, recipe: Recipe, options: MergeOptions) -> None:
-    """What the recipe writes is nothing that it reads, nor anything else that is there."""
+    """Check that the recipe writes neither to its inputs nor over other files."""
     inputs = recipe_inputs(recipe.config)
     for output in recipe_outputs(recipe.config, None):
         try:
@@ -118,7 +118,7 @@ def _read(document: Document, path: Path, name: str, anchor: Model) -> None:
 
 
 def references(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Where models are named, and their names; the base first."""
+    """Places that name models, and the names; the base first."""
     if isinstance(value.get("base_model"), str):
         yield ("base_model",), value["base_model"]
     for path, _ in scopes(value):
@@ -135,7 +135,7 @@ def references(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
 
 
 def files(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Where files to read are named, and their names."""
+    """Places that name files to read, and the names."""
     for path, _ in scopes(value):
         for name, setting in items(at(value, path)):
             key = BY_NAME.get(name)
@@ -168,7 +168,7 @@ def _open(document: Document, path: Path, name: str, models: Models) -> Model | 
 
 
 def _whole(document: Document, path: Path, model: Model) -> None:
-    """What headers and small files tell of a model that is to be merged; a wrong config is a fault, the rest a note."""
+    """Defects in headers and small files of an input model; a wrong config is a fault, the rest are notes."""
     for defect in check_folder(model.folder):
         if defect.fatal:
             line = f"{model.reference}: {defect.kind}: {defect.what}"
@@ -213,7 +213,7 @@ def _token_ids(document: Document, path: Path, anchor: Model, model: Model) -> N
 
 
 def _carried(document: Document, path: Path) -> bool:
-    """Whether what stands here is carried into the anchor's vocabulary: a fine-tune, or what it was tuned from."""
+    """Whether the model is carried into the anchor's vocabulary: a fine-tune, or its base."""
     return path[-1] == "finetuned_from" or bool(at(document.value, (*path[:-1], "parameters", "finetuned_from")))
 
 
@@ -280,7 +280,7 @@ def _plan(document: Document, session: Session, options: MergeOptions) -> None:
 
 
 def _warn(document: Document, planner: Any) -> None:
-    """What makes a merge of the donors questionable."""
+    """Warnings about a questionable merge of the donors."""
     warned = set[str]()
     for model, donor in planner.donors.found.items():
         path = next((path for path, name in references(document.value) if name == str(model)), ())

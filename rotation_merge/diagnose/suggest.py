@@ -1,4 +1,4 @@
-"""What a handful of matrices of a recipe's models suggests: which preset, and whether changes are of unlike lengths."""
+"""Suggestions from a few matrices of a recipe's models: the preset, and unequal lengths of changes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long the changes are that a recipe merges, by a few matrices.
+    """Lengths of the changes that a recipe merges, from a few matrices.
 
     Attributes:
         lengths: by model.

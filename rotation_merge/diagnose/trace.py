@@ -1,4 +1,4 @@
-"""What happens to one tensor of a merge: where its axes live, what moved it, what the delegate is given."""
+"""The trace of one tensor through a merge: its spaces, its maps, and the delegate's input."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rotation_merge.report.html import read_report
 
 @dataclass(frozen=True)
 class DelegateInput:
-    """What the delegate is given of one model.
+    """The delegate's input from one model.
 
     Attributes:
         before, after: distance to the anchor's tensor relative to its norm, as stored and as given; None where shapes
@@ -117,7 +117,7 @@ def _here(reference: ModelReference) -> bool:
 
 
 def _figures(row: SpaceRow) -> tuple[object, ...]:
-    """What a second run of the same merge finds again, to the digits that are shown."""
+    """The figures of a merge rounded as they are shown, for comparison with a second run."""
     return row.donor, row.space, row.group, *(f"{x:.3g}" for x in (row.distance_before, row.distance_after))
 
 
@@ -178,7 +178,7 @@ def _rows(report: MergeReport, info: TensorInfo) -> list[SpaceRow]:
 
 
 def _gather(task: Task) -> AlignedGather | None:
-    """What collects the models' tensors for a task."""
+    """The task that gathers the models' tensors for a task."""
     if isinstance(task, AlignedGather):
         return task
     gathers = (_gather(inner) for inner in task.arguments().values())

@@ -106,7 +106,7 @@ class _Place:
         self.above = {mark for place in places for mark in _above(place)}
 
     def against(self, read: _Place) -> str:
-        """How an output overlaps an input, in words; empty if they are apart."""
+        """The overlap of an output with an input in words; empty if there is none."""
         if self.marks & read.marks:
             return SAME
         return INSIDE if read.marks & self.above else AROUND if self.marks & read.above else ""
@@ -133,7 +133,7 @@ def _linked(folder: str) -> list[str]:
 
 
 def _on_the_hub(name: str, cache: str | None) -> list[str]:
-    """Where the hub's files of a repository are kept here."""
+    """The cache folder of a hub repository."""
     parts = name.partition(":")[0].split("/")  # org/repo:file.gguf
     kind = "datasets" if parts[0] == "datasets" else "models"
     repository = parts[1:3] if kind == "datasets" else parts[:2]

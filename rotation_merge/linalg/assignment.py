@@ -1,4 +1,4 @@
-"""Linear assignment: the permutation of largest total similarity, with a proof or a bound on what it misses."""
+"""Linear assignment: the permutation of largest total similarity, proven optimal or with a bound on the gap."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def assign_small(values: Tensor) -> Tensor:
 
 
 def certificate(similarity: Tensor, permutation: Tensor, prices: Tensor) -> float:
-    """How far at most the permutation's objective lies below the optimum, proven by column prices.
+    """An upper bound on the gap between the permutation's objective and the optimum, from column prices.
 
     For any prices v and any permutation q, sum_i C[i, q[i]] <= sum_j v_j + sum_i max_j (C_ij - v_j). The bound minus
     p's objective is summed row by row as max_j (C_ij - v_j) - (C_i,p(i) - v_p(i)), so nothing cancels.
@@ -198,7 +198,7 @@ def _identity_is_best(matrix: Tensor, prices: Tensor) -> bool:
 
 
 def _better(matrix: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Whichever prices, as float64, bound the optimum more tightly, judged on some rows."""
+    """The prices, as float64, with the tighter bound on the optimum, judged on some rows."""
     n = matrix.shape[0]
     probe = matrix[:: max(1, n // 1024)]
     share = n / probe.shape[0]

@@ -51,7 +51,7 @@ def ridge_factor(gram: Tensor, penalty: Tensor) -> Tensor | None:
 
 
 def solved_with(factor: Tensor, cross: Tensor) -> Tensor:
-    """The change of a map by the factor of what it reads; see `ridge_change`."""
+    """The change of a map from the factor of its inputs; see `ridge_change`."""
     return torch.cholesky_solve(cross.double(), factor).mT
 
 
@@ -91,7 +91,7 @@ class RidgeSums:
             squares[1] += weight * _square(output.flatten(0, -2) + lack)
 
     def flush(self) -> None:
-        """Add up the products of what waits."""
+        """Add up the products of buffered batches."""
         if not self._inputs:
             return
         x, lacks, weight = torch.cat(self._inputs), self._lacks, self._weight
@@ -151,7 +151,7 @@ class RidgeSums:
         return penalty
 
     def errors(self, key: str, change: Tensor, ridge: float | None) -> tuple[float, float]:
-        """Root of the squared error over the square of what is wanted: before and after.
+        """Root of the relative squared error before and after.
 
         Args:
             ridge: under which the change is the best one, whose product with the Gram is known; None: under none.

@@ -48,7 +48,7 @@ def cost(scale: Tensor, primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, degr
 
 
 def limited(scale: Tensor) -> Tensor:
-    """Where a scale is as large or as small as one may be."""
+    """Whether a scale has reached its largest or smallest allowed value."""
     return scale.abs().log().abs() >= LARGEST_LOG_SCALE * (1 - 1e-6)
 
 
@@ -136,7 +136,7 @@ def _flat_cost(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool)
 
 
 def _arrays(*tensors: Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """What computes with few numbers at the least price, and tensors as it takes them.
+    """The cheapest backend for a few numbers, and the tensors in its format.
 
     On the CPU numpy, an operation of which costs a third of torch's and gives the same; elsewhere torch itself.
     """
@@ -166,7 +166,7 @@ def _largest_root(lib: Any, u: Any, v: Any) -> Any:
 
 
 def _right_of_root(lib: Any, u: Any, v: Any) -> Any:
-    """Where Newton's method may start: not left of the root. Between unlike vectors its first step, from 1."""
+    """A start for Newton's method right of the root; between unlike vectors its first step, from 1."""
     if bool((u < 1).all()) and bool((v > -0.5).all()):
         return 1 + (u - v) / (v + 4 - 3 * u)  # convex and rising from 1 on: beyond the root
     nought = lib.zeros_like(u)
@@ -271,7 +271,7 @@ def joint_scale(
 
 
 def _lowest(visited: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Of log scales and their objectives the best, elementwise; the later one of two that are equal."""
+    """The best log scales by their objectives, elementwise; the later one of equals."""
     best, lowest = visited[0]
     for point, value in visited[1:]:
         best, lowest = torch.where(value <= lowest, point, best), torch.minimum(value, lowest)

@@ -1,4 +1,4 @@
-"""What goes into and out of a model's maps on a few samples, row by row: points that plans are found between."""
+"""Inputs and outputs of a model's maps on a few samples, as rows between which plans are found."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Transforms = Mapping[str, SpaceTransform]
 
 @dataclass
 class Activations:
-    """Rows of what maps read and give, by the place of their block.
+    """Rows of inputs and outputs of maps, by the place of their block.
 
     Attributes:
         maps: the maps of each block, with names of the model's own.
@@ -74,7 +74,7 @@ class Activations:
         return result
 
     def around(self, linear: LinearMap) -> tuple[Tensor | None, Tensor | None]:
-        """What a map, named as a checkpoint names it, reads and gives."""
+        """Inputs and outputs of a map, named as in the checkpoint."""
         place = same_map(linear, self.maps.get(_place(linear.block), []))
         if place is None:
             return None, None
@@ -88,7 +88,7 @@ class Activations:
         return "" if place is None else self.shared[place[0].info.name]
 
     def is_plain(self, linear: LinearMap) -> bool:
-        """Whether no norm's gain stands between a stream and what is known of what this map reads."""
+        """Whether no norm's gain stands between a stream and the known inputs of this map."""
         return linear.norm is None or self.read_with(linear) in self.split
 
 
@@ -160,7 +160,7 @@ def _points(rows: Tensor, axis: Axis, space: Space, roles: tuple[str, ...]) -> l
 def stream_points(
     architecture: Architecture, stream: str, activations: Activations, transforms: Transforms
 ) -> Tensor | None:
-    """What all readers of a stream read, as points (size, samples), in the anchor's coordinates."""
+    """Inputs of all readers of a stream, as points (size, samples), in the anchor's coordinates."""
     points = []
     for block in architecture.blocks:
         for info in block.tensors:

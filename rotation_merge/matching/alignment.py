@@ -48,7 +48,7 @@ from rotation_merge.symmetry.admitted import WIDEST, admitted
 
 @dataclass(frozen=True)
 class Identity:
-    """Which model an alignment was made for.
+    """The models that an alignment was made for.
 
     Attributes:
         name: as it was called.
@@ -68,7 +68,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Basis:
-    """What an alignment keeps of its models, so that it can be applied to one of them alone.
+    """Facts of the models that an alignment needs to be applied to one of them alone.
 
     Attributes:
         config: the anchor's.
@@ -171,7 +171,7 @@ class Movable(Protocol):
 
 @dataclass(frozen=True)
 class Alignment:
-    """What brings one donor to one anchor.
+    """The transforms that bring one donor to one anchor.
 
     Attributes:
         transforms: by space name.
@@ -336,7 +336,7 @@ class Alignment:
         return View(whole, of_half, dtype, left_out, notes)
 
     def inverse(self) -> Alignment:
-        """What brings the moved donor back to where it was, its function unchanged.
+        """The alignment that moves the moved donor back, its outputs unchanged.
 
         Folded gains stay folded and the anchor's biases stay the anchor's: `what_stays` names them. The result is for
         what `apply` gave, so its basis knows no fingerprint of a donor.
@@ -352,7 +352,7 @@ class Alignment:
         return Alignment(turned, self.folded, notes=tuple(self.what_stays()), basis=back)
 
     def what_stays(self) -> list[str]:
-        """What `inverse` does not bring back, one line each; empty where bytes but for rounding come back."""
+        """Lines on what `inverse` cannot restore; empty if it restores everything up to rounding."""
         lines = [f"The norms' gains of '{name}' stay folded into the maps that read them." for name in self.folded]
         if self.basis is not None and self.basis.biases:
             lines.append("Biases without effect under softmax stay the anchor's.")
@@ -515,7 +515,7 @@ BIAS, DONOR_BIAS = BIASES = "bias of the anchor|", "bias of the donor|"
 
 @dataclass(frozen=True)
 class AlignmentFile:
-    """What a file holds: the alignment, what it keeps of its models, and how it was made."""
+    """Content of an alignment file: the alignment, its models' identities, and its options."""
 
     alignment: Alignment
     basis: Basis
@@ -632,7 +632,7 @@ def load_alignment(path: Path | str, architecture: Architecture | None = None) -
 
 @dataclass(frozen=True)
 class _Header:
-    """What the metadata say, their types checked."""
+    """The metadata of an alignment file, their types checked."""
 
     family: str
     folded: tuple[str, ...]
@@ -724,7 +724,7 @@ def _check_spaces(transforms: Transforms, header: _Header, architecture: Archite
 
 
 def needed_folds(transforms: Transforms, architecture: Architecture, folded: Sequence[str]) -> tuple[str, ...]:
-    """Those of the folded spaces whose gains these transforms need folded, or may have folded."""
+    """The folded spaces whose gains these transforms need folded, or may have folded."""
     known = architecture.spaces()
     return tuple(
         name for name in folded if name in transforms and (_mixes(transforms[name]) or known[name].kind == "latent")

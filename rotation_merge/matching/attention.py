@@ -88,7 +88,7 @@ _GAINED = 1e-9  # share of the squared distance that a turn has to take off
 
 @dataclass(frozen=True)
 class AttentionMatch:
-    """What matching found for one attention layer.
+    """The match of one attention layer.
 
     Attributes:
         transform: order of heads and maps inside them.

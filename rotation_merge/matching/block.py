@@ -46,7 +46,7 @@ def rounding_error(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class SpaceMatch:
-    """What matching did to one space.
+    """The match of one space.
 
     Attributes:
         space, kind: the space's name and kind.
@@ -150,7 +150,7 @@ def _at_the_limit(transform: SpaceTransform) -> list[str]:
 
 
 def linked(block: Block, spaces: list[Space]) -> list[Space]:
-    """Those of some spaces that share a tensor with another of them: they are matched in turn until all agree."""
+    """The spaces that share a tensor with another one; they are matched in turn until all agree."""
     names = {space.name for space in spaces}
     names -= {space.name for space in spaces if space.kind == "translation"}
     shared = [{space.name for space in info.spaces()} & names for info in block.tensors]
@@ -165,7 +165,7 @@ _SETTLED = 1e-9  # share of the squared distance that a round has to take off
 
 @dataclass
 class _Matching:
-    """What has been found for the spaces of one block.
+    """The matches so far for the spaces of one block.
 
     Attributes:
         streams: transforms of the residual streams.

@@ -43,7 +43,7 @@ Slices = Iterable[tuple[Tensors, Tensors]]
 
 
 class Step(Protocol):
-    """What is done to a block of both models."""
+    """One step of matching both models' blocks."""
 
     def __call__(
         self, both: ModelPair, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], match: Match
@@ -64,7 +64,7 @@ class StepWithLeads:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step found, and the elements of the spans whose first layer this block is."""
+    """The result of a step, and the elements of the spans that begin at this block."""
 
     result: Any
     leads: dict[str, HeadTransform]
@@ -125,7 +125,7 @@ class ModelPair:
 
     @cached_property
     def _weights(self) -> tuple[int, bool]:
-        """How many weights a block holds, and whether they are on an accelerator."""
+        """The number of weights in a block, and whether they are on an accelerator."""
         tensors = [tensor for block in self._ready.values() for tensor in block.values()]
         return sum(t.numel() for t in tensors), any(t.device.type != "cpu" for t in tensors)
 
@@ -153,7 +153,7 @@ class ModelPair:
 
     @property
     def at_once(self) -> int:
-        """How many blocks are matched at once; 0 on an accelerator, which one block keeps busy."""
+        """The number of blocks matched at once; 0 on an accelerator, which one block keeps busy."""
         return 0 if self._weights[1] else workers_for(max(self.size // BYTES_A_WEIGHT, 1))
 
     @property
@@ -226,7 +226,7 @@ def _long(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> list[slic
 
 @dataclass(frozen=True)
 class BlockMeasurement:
-    """What the tensors of a block say of the streams."""
+    """Statistics of the streams from the tensors of a block."""
 
     tensors: tuple[TensorMeasurement, ...]
 
@@ -245,7 +245,7 @@ class BlockMeasurement:
 
 @dataclass(frozen=True)
 class Ends:
-    """What embeddings and heads alone say about the streams.
+    """Statistics of the streams from embeddings and heads alone.
 
     Attributes:
         transforms: of the streams.

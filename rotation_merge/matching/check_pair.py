@@ -54,7 +54,7 @@ class CheckedPair:
     rows: Rows = field(default_factory=dict)
 
     def notes(self) -> list[str]:
-        """What the reader of a report should know beside the warnings."""
+        """Notes for the report beside the warnings."""
         notes = list(dict.fromkeys(note for member in (self.anchor, self.donor) for note in member.notes))
         notes += rows_note(self.anchor.name, self.donor.name, self.rows)
         if self.unaligned:
@@ -138,7 +138,7 @@ def _streams(anchor: Member, donor: Member, residual: str, untie: bool) -> dict[
 
 
 def residual_of(transforms: Mapping[str, SpaceTransform], folded: Collection[str]) -> str:
-    """What an alignment does to the streams, as the option `residual` says it."""
+    """The groups of an alignment's streams, as values of the option `residual`."""
     streams = [name for name, transform in transforms.items() if transform.space_kind == StreamTransform.space_kind]
     choices = {name: "rotation" if name in folded else "permutation" for name in streams}
     return ",".join(f"{name}={group}" for name, group in choices.items()) or "none"
@@ -198,7 +198,7 @@ _WORDS = {
 
 
 def _facts(space: Space) -> dict[str, Any]:
-    """What decides a space's group, by the words for it."""
+    """The facts that decide a space's group."""
     properties = {f.name: getattr(space, f.name) for f in fields(space) if f.name not in ("name", "sizes")}
     return {_WORDS.get(name, name): value for name, value in {**space.sizes, **properties}.items()}
 

@@ -90,7 +90,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _similarity(rows: dict[str, _RoleRows], rescale: bool) -> Tensor:
-    """Half of what pairing i with j takes off the squared norms; with factors of each role's own, at most, (n, n)."""
+    """Half of the squared norm removed by pairing i with j; with factors for each role, an upper bound, (n, n)."""
     total: Tensor | None = None
     for role_rows in rows.values():
         products = role_rows.anchor @ role_rows.donor.to(role_rows.anchor.dtype).T

@@ -31,7 +31,7 @@ _SHARES = ((16, 16), (4, 64), (1, 256))  # rows looked at (one in ...), coordina
 
 @dataclass(frozen=True)
 class ExpertsMatch:
-    """What matching found for the experts of one layer.
+    """The match of the experts of one layer.
 
     Attributes:
         transform: order of experts and neurons.

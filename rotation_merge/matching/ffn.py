@@ -19,7 +19,7 @@ from rotation_merge.symmetry.admitted import neurons as neuron_group
 
 @dataclass(frozen=True)
 class NeuronMatch:
-    """What matching found for the neurons of one FFN.
+    """The match of the neurons of one FFN.
 
     Attributes:
         element: order and scales, G = 1.

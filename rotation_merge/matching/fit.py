@@ -256,7 +256,7 @@ class _Fit:
     def loss(
         self, weights: dict[str, Tensor], batch: Batch, taught: list[Tensor] | None, coefficients: Tensor
     ) -> Tensor:
-        """Loss of one model on one batch: by its labels, or against what its parents taught.
+        """Loss of one model on one batch: from its labels or from its parents' outputs.
 
         Of several processes each has the share that its rows have in the loss of all: their sum is the loss.
         """
@@ -409,7 +409,7 @@ class _Fit:
         return FitResult(self.architecture, known, report, self.match)
 
     def _basis(self, number: int) -> Basis:
-        """What the alignment of one donor keeps of it and the anchor, as they were given."""
+        """The facts of one donor and the anchor that an alignment keeps."""
         untie = bool(self.folded) and any(info.tied for info in self.architecture.tensors())
         anchor, donor = (
             open_like(model, name, untie=untie)

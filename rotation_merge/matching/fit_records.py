@@ -1,4 +1,4 @@
-"""What a fit is told, and what it tells."""
+"""Options and report of a fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOOKS = 12
 
 @dataclass(frozen=True)
 class FitConfig(Config):
-    """How to learn an alignment."""
+    """Options of learning an alignment."""
 
     objective: str = option(
         "auto",
@@ -69,7 +69,7 @@ class FitConfig(Config):
 
 @dataclass
 class FitReport:
-    """What a fit did.
+    """The report on a fit.
 
     Attributes:
         start: where it began: matched or identity.

@@ -143,13 +143,13 @@ class OnSamples:
     ) -> Alignment:
         """
         Raises:
-            DataError: samples mean other things to the two, or cannot be had.
+            DataError: the vocabularies differ, or there are no samples.
         """
         alignment = match_seen(architecture, anchor, donor, options, progress, self.seen(), self.how, ledger)
         return replace(alignment, samples=(self.data, self.count))
 
     def seen(self) -> ActivationPair:
-        """What both models' maps read and give."""
+        """Inputs and outputs of both models' maps."""
         self._check_words()
         model = load(self.anchor)
         batches = self._read(self.anchor, model, 0)
@@ -177,7 +177,7 @@ class OnSamples:
 
 
 def seen_of(model: Any, batches: list[Batch]) -> Activations:
-    """What a loaded model's maps read and give on samples; the model is left as it is."""
+    """Inputs and outputs of a loaded model's maps on samples; the model is unchanged."""
     training = model.training
     try:
         return Activations.of(model.eval(), architecture_of(model), batches, ROWS)
@@ -232,7 +232,7 @@ def _notes(architecture: Architecture, moved: Iterable[str], rows: int, how: str
 
 @dataclass(frozen=True)
 class _Beside:
-    """A model's tensors with one side of what was seen."""
+    """A model's tensors with the activations on one side."""
 
     source: TensorSource
     activation_pairs: dict[str, tuple[Tensor, Tensor]]
@@ -246,7 +246,7 @@ class _Beside:
 
 
 class _Told:
-    """What was seen of two models as labelled tensors.
+    """Activations of two models as labelled tensors.
 
     Attributes:
         tensors: by name, of anchor and donor: (rows, size).

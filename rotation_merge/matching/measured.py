@@ -1,4 +1,4 @@
-"""What a tensor of both models says of the streams that it touches, whatever their maps are: norms and products."""
+"""Norms and products of a tensor of both models along the streams that it touches, independent of the maps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ENTRIES = 1 << 22  # of a matrix widened at a time
 
 @dataclass(frozen=True)
 class Product:
-    """What one axis says.
+    """The product along one axis.
 
     Attributes:
         stream, role, dim: the axis.
@@ -56,7 +56,7 @@ class Product:
 
 @dataclass(frozen=True)
 class TensorMeasurement:
-    """What a tensor says, or a slice of its vocabulary.
+    """Norms and products of a tensor, or of a slice of its vocabulary.
 
     Attributes:
         name: of the tensor.

@@ -163,7 +163,7 @@ class Mixing:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of what is kept while a block runs."""
+        """Drop the buffers of a running block."""
         self._block: Block | None = None
         self._made: dict[tuple[str, bool], Tensor] = {}
         self._read: tuple[Tensor | None, dict[Any, Tensor]] = (None, {})
@@ -251,7 +251,7 @@ class Mixing:
     # --- maps on activations -----------------------------------------------------------------------------------
 
     def linear(self, mixed: Mixed, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """What the model's map (out, in) makes of x (..., in); None where mixing the map takes less."""
+        """The output of the model's map (out, in) for x (..., in); None if mixing the map is cheaper."""
         block, info = mixed.block, mixed.info
         if not self._acts(info) or not self._less(info, x.shape[:-1].numel(), *mixed.shape):
             return None
@@ -324,7 +324,7 @@ class Mixing:
         }
 
     def _along(self, number: int, axis: Axis, x: Tensor) -> Tensor:
-        """What an output axis gives, (n, out), in the anchor's coordinates."""
+        """Outputs along an output axis, (n, out), in the anchor's coordinates."""
         moving = self._moving(number, axis)
         return transform_axis(x, 1, axis, moving) if moving else x
 
@@ -344,7 +344,7 @@ class Mixing:
         return known[key]
 
     def _shift(self, number: int, info: TensorInfo, x: Tensor) -> Tensor | None:
-        """What the translation of a map's rows adds to each output of x, (n,)."""
+        """The row translation's effect on each output of x, (n,)."""
         shift = self.transforms[number].get(info.common.name) if info.common is not None else None
         if not isinstance(shift, TranslationTransform) or shift.is_identity():
             return None

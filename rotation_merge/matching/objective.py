@@ -1,4 +1,4 @@
-"""What a model on the path is asked for: to speak like its parents, to get labels right, to predict text."""
+"""Losses of models on the path: distillation from the parents, labels, next tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OBJECTIVES = ("auto", "distill", "labels")
 
 
 def choose(objective: str, batch: Batch) -> str:
-    """Settle `auto`: the labels' loss where there are labels, else distillation.
+    """Settle `auto`: the labels' loss if there are labels, otherwise distillation.
 
     Raises:
         RecipeError: an objective that does not exist, or labels asked for that are not there.

@@ -65,7 +65,7 @@ class WithTied:
 
 @dataclass(frozen=True)
 class Opening:
-    """How a pair was opened, so that another process can open it again; see `open_pair`."""
+    """The arguments of opening a pair, so that another process can open it again; see `open_pair`."""
 
     anchor: str
     donor: str
@@ -162,7 +162,7 @@ class Pair:
 
     @property
     def matched(self) -> tuple[TensorSource, TensorSource]:
-        """What of the two is compared: of embeddings and heads the rows of shared tokens."""
+        """The tensors of both models to compare: rows of shared tokens in embeddings and heads."""
         anchor, donor = self.sources
         if self.shared is not None:
             anchor, donor = (Rows(self.architecture, *pair) for pair in zip(self.sources, self.shared, strict=True))
@@ -171,13 +171,13 @@ class Pair:
         return anchor, donor
 
     def notes(self) -> list[str]:
-        """What the reader of a report should know beside the warnings."""
+        """Notes for the report beside the warnings."""
         if self.shared is None:
             return self.checked.notes()
         return [*self.checked.notes(), matched_on(self.anchor, self.donor, len(self.shared[0]))]
 
     def fingerprints(self) -> tuple[str, str]:
-        """Of anchor and donor; only what has not been read yet is read."""
+        """Fingerprints of anchor and donor; reads only tensors not read yet."""
         for model, mark in zip((self.anchor, self.donor), self.marks, strict=True):
             mark.complete(model.architecture.named(), model.stored)
         return self.marks[0].hexdigest(self.anchor.config), self.marks[1].hexdigest(self.donor.config)
@@ -362,7 +362,7 @@ def write_alignment(
 
 
 def head(anchor: ModelReference, donor: ModelReference, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands at the head of an alignment file beside its figures: both models, the options, the versions."""
+    """The metadata of an alignment file: both models, the options, the versions."""
     return {
         "anchor": str(anchor),
         "donor": str(donor),

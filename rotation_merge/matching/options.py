@@ -1,4 +1,4 @@
-"""What to match, as the recipe says it."""
+"""Options of matching."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RANGES = Kind("all, or ranges such as 0-5,11", _are_ranges)
 
 @dataclass(frozen=True)
 class AlignConfig(GroupOptions):
-    """Which groups matching may use, and in which layers."""
+    """The groups that matching may use, and the layers."""
 
     layers: str = option(
         "all",

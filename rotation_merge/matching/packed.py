@@ -35,7 +35,7 @@ def unpacked(tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[st
 
 
 def entry_of(match: BlockMatch, **facts: Any) -> LedgerEntry:
-    """What matching a block found."""
+    """The stored result of matching a block."""
     tensors, kinds = packed(match.transforms)
     return LedgerEntry({"kinds": kinds, "records": [asdict(record) for record in match.records], **facts}, tensors)
 
@@ -47,7 +47,7 @@ def match_of(entry: LedgerEntry) -> BlockMatch:
 
 
 def match_once(ledger: Ledger, name: str, match: Callable[[], BlockMatch]) -> BlockMatch:
-    """What matching a block found in an earlier run, or finds now."""
+    """The match of a block, from an earlier run or computed now."""
     entry = ledger.get(name)
     if entry is not None:
         return match_of(entry)

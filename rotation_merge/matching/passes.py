@@ -322,7 +322,7 @@ class _Gathering:
     precise: bool = False
 
     def plain(self, transforms: Transforms, equal: bool = False) -> StreamStatistics:
-        """What plain blocks say under maps of the streams."""
+        """Statistics from plain blocks under maps of the streams."""
         if self.plain_measurements is None:
             step = Ends(self.still, self.precise)
             measurements = self.walk.each("embeddings and heads", step, self.walk.plain)
@@ -339,7 +339,7 @@ class _Gathering:
             self.precise, self.plain_measurements = True, None
 
     def from_ends(self, transforms: Transforms) -> StreamStatistics:
-        """What embeddings and heads alone say, all tensors alike."""
+        """Statistics from embeddings and heads alone, all tensors weighted equally."""
         blocks = self.walk.architecture.blocks
         end_blocks = [n for part in self.walk.parts for n in part if blocks[n].index is None]
         gathered = (
@@ -350,7 +350,7 @@ class _Gathering:
         return StreamStatistics.of(self.walk.architecture, [self.plain(transforms, equal=True), *gathered])
 
     def compared(self, name: str, start: Transforms) -> StreamStatistics:
-        """What is said under a start, by a sample of layers or by all."""
+        """Statistics under a start, from a sample of layers or from all."""
         gathered = self.walk.each(f"residual, from {name}", MatchingPass(start, {}), self.walk.sample)
         return StreamStatistics.of(
             self.walk.architecture, [self.plain(start), *(statistics for _, statistics in gathered)]

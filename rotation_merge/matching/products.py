@@ -169,7 +169,7 @@ class HeadProjections:
         return torch.cat([flat[first], flat[second]], dim=1)
 
     def table_bytes(self) -> int:
-        """What `head_products` of all pairs of groups take."""
+        """Bytes of `head_products` for all pairs of groups."""
         return 8 * math.prod(self.shape) ** 2
 
     def head_products(self, anchor: Tensor, donor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What an alignment that was not matched on weights does to each space, for reports."""
+"""Report rows of an alignment that was not matched on weights."""
 
 from __future__ import annotations
 

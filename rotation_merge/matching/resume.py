@@ -26,7 +26,7 @@ WITHOUT_EFFECT = ("minutes", "state", "checkpointing")
 def fit_mark(
     models: Sequence[nn.Module], batches: Sequence[Mapping[str, Tensor]], match: AlignConfig, options: FitConfig
 ) -> str:
-    """The fingerprint of what a fit is of: models, data, and every option that has an effect."""
+    """A stable key of a fit: models, data, and every option that has an effect."""
     mark = Fingerprint()
     for i, model in enumerate(models):
         for name, tensor in model.state_dict().items():

@@ -1,4 +1,4 @@
-"""What one merge did, collected while it runs."""
+"""The log of one merge, collected while it runs."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ class Run:
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     def record(self, donor: str, block: Block, matches: list[SpaceMatch]) -> None:
-        """What matching did to the spaces of one block."""
+        """Record the matches of one block."""
         _log(donor, block, matches)
         with self._lock:
             self.records += [(donor, block.name, block.index, match) for match in matches]
 
     def aligned(self, donor: str, alignment: Alignment) -> None:
-        """What matching whole models did to one donor."""
+        """Record the alignment of one donor as a whole."""
         for block, matches in alignment.records:
             self.record(donor, block, matches)
         self.keep(donor, alignment.transforms)
@@ -111,7 +111,7 @@ class Run:
                 self.data.append(facts)
 
     def transforms_of(self, model: str) -> Transforms:
-        """What moved a model as a whole (or, where its task vector was carried, what it was tuned from)."""
+        """The transforms of a whole model (or, for a carried task vector, of its base)."""
         names = (name for name in self.transforms if name == model or name.startswith(f"{model} (carried over"))
         return self.transforms.get(next(names, ""), {})
 
@@ -130,7 +130,7 @@ class Run:
             self.carried[donor] = (so_far[0] + change, so_far[1] + origin)
 
     def transport_notes(self) -> list[str]:
-        """What the reader should know of the task vectors that were carried over."""
+        """Notes on the carried task vectors."""
         words = [
             how_far(f"The task vector of `{donor}`", *norms, "of its base")
             for donor, norms in sorted(self.carried.items())
@@ -138,7 +138,7 @@ class Run:
         return [*words, *(line for lines in self.later for line in lines())]
 
     def told_later(self, words: Callable[[], list[str]]) -> None:
-        """What the user should read in the report, and is known once all tensors are there."""
+        """Add notes that are known only after all tensors are written."""
         with self._lock:
             self.later.append(words)
 
@@ -180,7 +180,7 @@ class Run:
         )
 
     def rows(self) -> list[SpaceRow]:
-        """What was done to each space of each donor: as it was matched, or as the file says that moved the donor."""
+        """Report rows for each space of each donor: from matching, or from its alignment file."""
         rows = [
             SpaceRow(
                 *(donor, block, layer, match.space, match.kind, match.group),
@@ -200,19 +200,19 @@ class Run:
         return rows
 
     def end(self) -> None:
-        """The run is over, well or not: what it kept on disk goes."""
+        """End the run and remove its files."""
         for ending in self.endings:
             ending()
 
 
 def how_far(subject: str, change: float, origin: float, of: str) -> str:
-    """How large a change is to what it changes, given their squared norms, and advice where that is too much."""
+    """A line on the size of a change relative to its origin, by squared norms, with advice if it is too large."""
     share = change / origin if origin else 0.0
-    words = f"{subject} is {share:.2g} of the squared norm {of}"
+    words = f"{subject} has {share:.2g} times the squared norm {of}"
     if share > FAR:
         words += (
-            f". That is far (above {FAR}): little of it transfers, and the rest does harm. Try a scale or "
-            "weight of at most 0.1 and compare with the new base alone, or fine-tune the new base"
+            f". Above {FAR}, little of a change transfers and the rest does harm. Try a scale or weight of at most 0.1 "
+            "and compare with the new base alone, or fine-tune the new base"
         )
     return f"{words}."
 

@@ -1,4 +1,4 @@
-"""What a space's matching step sees: for each of its roles, the pairs of anchor and donor matrices."""
+"""Pairs of anchor and donor matrices for each role of a space, the input of its matching step."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _IN_TENSORS = ("architecture", "products", "gains")
 
 @dataclass
 class StreamStatistics:
-    """What is gathered of both models.
+    """Sums over both models for matching a stream.
 
     Attributes:
         architecture: whose streams are matched.
@@ -161,7 +161,7 @@ class StreamStatistics:
             self._gather(product, weight)
 
     def _weight(self, tensor: TensorMeasurement, lifted: float) -> float:
-        """What a tensor counts for in the products."""
+        """The weight of a tensor in the products."""
         return (tensor.norm * tensor.donor_norm or math.inf) ** -0.5 if self.equal else tensor.entries / lifted
 
     def _gather(self, product: Product, weight: float) -> None:

@@ -23,7 +23,7 @@ MOST = 64
 
 @torch.no_grad()
 def write_answers(model: Any, batches: Sequence[Batch], path: Path, mark: str, label: str | None = None) -> None:
-    """Run a teacher over its samples and keep what it says, whole or not at all.
+    """Run a teacher over its samples and write its outputs to a file, atomically.
 
     Args:
         mark: what tells these answers from others in the same place.
@@ -49,7 +49,7 @@ def write_answers(model: Any, batches: Sequence[Batch], path: Path, mark: str, l
 
 
 def answer(outputs: Any) -> dict[str, Tensor]:
-    """What is kept of a model's outputs.
+    """The stored part of a model's outputs.
 
     Returns:
         Of logits: `index` (..., k), int32; `log` (..., k), their log-probabilities; `rest` (...), the log of the mass

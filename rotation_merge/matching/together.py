@@ -23,7 +23,7 @@ PATIENCE = timedelta(days=1)
 
 
 class Together:
-    """The processes of `torchrun`, or the one that there is.
+    """The processes of `torchrun`, or this process alone.
 
     Weights, activations and data stay where they are; what goes between processes are the small parameters' gradients,
     losses and decisions.
@@ -57,7 +57,7 @@ class Together:
             distributed.all_reduce(parameter.grad)
 
     def agreed(self, decide: Callable[[], Result]) -> Result:
-        """What the first process finds; the others wait for it."""
+        """The value of the first process; the others wait for it."""
         if self.count == 1:
             return decide()
         decision = [decide() if self.rank == 0 else None]

@@ -42,7 +42,7 @@ METHODS = (LINEAR, *sorted(_ENTRYWISE), *_OWN)
 
 @dataclass(frozen=True)
 class MergedMap:
-    """What became of one map.
+    """The merged change of one map.
 
     Attributes:
         shares: by adapter, the merged change's component along the adapter's own, over that change; None where the
@@ -72,7 +72,7 @@ class MergedAdapter:
     maps: Mapping[str, MergedMap]
 
     def shares(self) -> list[float]:
-        """For each input, the mean over its maps of what survives of its change."""
+        """For each input, the mean share of its change in the merged maps."""
         by_source = zip(*(merged.shares for merged in self.maps.values()), strict=True)
         present = [[share for share in column if share is not None] for column in by_source]
         return [sum(column) / len(column) for column in present]
@@ -171,7 +171,7 @@ def _merged(
 
 
 def _count(values: Tensor, total: float, config: AdapterMergeConfig) -> int:
-    """How many singular values stay: at least one, as an adapter has no rank 0."""
+    """The number of singular values to keep: at least one, as an adapter has no rank 0."""
     if isinstance(config.rank, int):
         return min(config.rank, len(values))
     nonzero = int((values > 1e-9 * values[0]).sum()) if total else 1
@@ -194,7 +194,7 @@ def _decomposed(matrix: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Rule:
-    """How changes are merged.
+    """The rule that merges changes.
 
     Attributes:
         merge: changes (outputs, inputs), weights, and the shape of the whole map, to the merged change.

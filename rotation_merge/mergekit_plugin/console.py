@@ -47,7 +47,7 @@ def one_line() -> Iterator[None]:
 
 
 def line(error: Exception) -> str:
-    """What an error says to a user, in one line."""
+    """An error as one line for the user."""
     match error:
         case RotationMergeError():
             return str(error)

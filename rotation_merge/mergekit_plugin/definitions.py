@@ -1,4 +1,4 @@
-"""Our architectures in mergekit's terms: what its commands ask of an architecture beyond planning."""
+"""Our architectures as mergekit's architecture definitions."""
 
 from __future__ import annotations
 

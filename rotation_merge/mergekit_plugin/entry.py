@@ -1,4 +1,4 @@
-"""What a mergekit that knows entry points loads by itself; the finder of `rotation_merge.pth` then stands down."""
+"""The entry point for a mergekit that supports entry points; the finder of `rotation_merge.pth` then stands down."""
 
 from __future__ import annotations
 

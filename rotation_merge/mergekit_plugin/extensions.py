@@ -1,4 +1,4 @@
-"""How each of mergekit's modules is extended. Merges by other methods are left exactly as they are.
+"""Extensions of mergekit's modules; merges by other methods are unchanged.
 
 A recipe of ours begins with a look at whether all of mergekit could be extended (`check_host`).
 """

@@ -151,7 +151,7 @@ class Planned:
 
 
 def _block_label(name: str) -> str:
-    """What the tensors of a layer share: their names up to the layer's number."""
+    """The common prefix of a layer's tensor names, up to the layer's number."""
     match = re.match(r".*?\.\d+\.", name)
     return match[0] if match else name
 
@@ -256,7 +256,7 @@ def _needed(delegate: MergeMethod, parameters: Mapping[str, Any]) -> dict[str, A
 
 
 def _plan(document: Document, models: Models, held_models: Sequence[HeldModel]) -> tuple[Planned, list[str]]:
-    """The tasks of a merge of models in memory, and what there is to say of it.
+    """The tasks of a merge of models in memory, and its notes.
 
     Raises:
         RotationMergeError: as for a recipe, with the places of Python's arguments.

@@ -207,7 +207,7 @@ def prove_files(session: Session, place: str) -> None:
 
 
 def fingerprints(session: Session) -> dict[str, str]:
-    """Of every model that was read, the base first; taken from the tensors as the merge loaded them."""
+    """Fingerprints of all models that were read, the base first, from the tensors as they were loaded."""
     recipe, marks = session.recipe, session.run.marks
     origins = [ModelReference.model_validate(name) for name in marks]
     prints = {}

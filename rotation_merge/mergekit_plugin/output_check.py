@@ -1,4 +1,4 @@
-"""What a merge has written, looked at before anybody loads it: headers and small files, no weights."""
+"""Check of a merge's output folder: headers and small files, no weights."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _models(config: MergeConfiguration) -> list[ModelReference]:
 
 
 def parent_folders(config: MergeConfiguration, options: MergeOptions) -> list[str]:
-    """Where the files of the merged models lie, the base's first."""
+    """Folders of the merged models, the base's first."""
     places = (_folder(model, options.transformers_cache) for model in _models(config))
     return [place for place in places if place is not None]
 

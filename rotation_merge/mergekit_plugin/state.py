@@ -1,4 +1,4 @@
-"""What the hooks have done in this process, and whether the user wants them. Imported at every interpreter start."""
+"""The state of the hooks in this process, and whether they are enabled. Imported at every interpreter start."""
 
 SWITCH = "ROTATION_MERGE_PLUGIN"
 """Environment variable that, set to 0, leaves mergekit alone."""

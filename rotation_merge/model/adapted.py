@@ -186,7 +186,7 @@ class Piece:
     lands: Span | None
 
     def sizes(self, adapter: Adapter) -> tuple[int, ...]:
-        """Of the change that this is a part of."""
+        """Sizes of the change that this part belongs to."""
         if self.entry is None:
             change = adapter.changes[self.name]
             return adapter.shapes[str(change.value or change.shift)]
@@ -194,7 +194,7 @@ class Piece:
         return (*([self.count] * bool(self.count)), *(shape[::-1] if self.entry.transposed else shape))
 
     def fits(self, adapter: Adapter, stored: tuple[int, ...]) -> bool:
-        """Whether this part has the size of what it lands in."""
+        """Whether this part has the shape of its target."""
         piece_shape, stored_shape = (
             list(self.sizes(adapter)[self.expert is not None :]),
             list(stored[self.at is not None :]),
@@ -237,7 +237,7 @@ Places = Mapping[str, list[WholeChange | Piece]]
 def pieces_of(
     adapter: Adapter, name: str, architecture: Architecture, names: Mapping[str, Spot]
 ) -> dict[str, list[Piece]]:
-    """The parts of an adapter's change, by the checkpoint tensor that each changes; empty if there is none.
+    """The parts of an adapter's change, by the checkpoint tensor that each changes; empty if there are none.
 
     Args:
         architecture: of the checkpoint.

@@ -69,7 +69,7 @@ def is_adapter(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Change:
-    """What an adapter does to one parameter, by the names of the tensors in its file.
+    """An adapter's change of one parameter, by the names of the tensors in its file.
 
     Attributes:
         a, b: the factors A (r, in) and B (out, r); of an embedding, in = tokens and out = width.
@@ -237,7 +237,7 @@ class Adapter:
         return replace(change, scale=self.scale(module, (*self.shapes[factor], 0, 0)[1]))
 
     def scale(self, module: str, rank: int) -> float:
-        """What the product of a module's (or parameter's) factors is multiplied by."""
+        """Factor of the product of a module's (or parameter's) factors."""
         alpha = self._pattern("alpha_pattern", module, self.config.get("lora_alpha"))
         if not isinstance(alpha, int | float) or isinstance(alpha, bool) or rank < 1:
             raise self._damaged(f"lora_alpha of '{module}' is {alpha!r}")

@@ -73,7 +73,7 @@ def _roles(info: TensorInfo, space: Space) -> set[str]:
 
 
 def _bias(infos: list[TensorInfo], space: Space, role: str) -> TensorInfo | None:
-    """The bias of a role; None if there is none, or if several tensors hold it."""
+    """The bias of a role; None if it is absent or several tensors hold it."""
     holders = [i for i in infos if len(i.axes) == 1 and _place(i.axes[0], space, role) is not None]
     return holders[0] if len(holders) == 1 else None
 

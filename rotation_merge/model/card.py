@@ -114,7 +114,7 @@ def _licence(report: MergeReport, existing: Mapping[str, Any]) -> dict[str, str]
 
 
 def _stated(report: MergeReport) -> list[str | None]:
-    """The licences of the parents, and of what was carried onto them."""
+    """The licences of the parents and of fine-tunes carried onto them."""
     carried = [facts for facts in report.models.values() if facts.get("carried")]
     return [facts.get("license") for facts in (*_parents(report).values(), *carried)]
 
@@ -160,7 +160,7 @@ def notes(report: MergeReport) -> list[str]:
 
 
 def _done(report: MergeReport) -> list[str]:
-    """What was done to the donors: nothing, or a row for each that was moved."""
+    """Card lines on the donors: a row for each one that was moved."""
     tool = plain(f"rotation_merge {report.versions.get('rotation-merge', '')}")
     if not report.donors():
         return [f"{prose(report.unmoved(), [report.delegate])}, planned by {tool}."]
@@ -214,7 +214,7 @@ def _data(report: MergeReport) -> list[str]:
 
 
 def running(report: MergeReport, name: str, model_class: str | None, first: Sequence[str] = ()) -> list[str]:
-    """How to run the model, how to make it again, and how without the plugin."""
+    """Card lines: how to run the model, make it again, and do so without the plugin."""
     if report.relation == "adapter":
         base = next(iter(_hub_ids(report)), report.base or report.anchor)
         loading = [
@@ -234,7 +234,7 @@ def running(report: MergeReport, name: str, model_class: str | None, first: Sequ
 
 
 def _again(report: MergeReport, name: str, first: Sequence[str]) -> list[str]:
-    """How to make a merge again, with the plugin and without."""
+    """Card lines: how to make a merge again, with the plugin and without."""
     makers = ", ".join(
         f"{n} {plain(v)}" for n, v in report.versions.items() if n in ("rotation-merge", "mergekit", "torch")
     )
@@ -277,7 +277,7 @@ def _without_plugin(report: MergeReport) -> str:
 
 
 def measured_in(folder: str) -> list[dict[str, Any]]:
-    """What `evaluate --keep` wrote beside a model.
+    """The figures that `evaluate --keep` wrote beside a model.
 
     Raises:
         RotationMergeError: it is damaged.

@@ -253,7 +253,7 @@ class Model:
         return self._of_files(file_dtypes)
 
     def _of_files(self, read: Callable[[str], Mapping[str, T]]) -> dict[str, T]:
-        """What a function reads from each weight file, under the names of the whole model."""
+        """The result of a function on each weight file, under the names of the whole model."""
         base = self.loader.base if isinstance(self.loader, AdaptedLoader) else self.loader
         prefixes = base.prefixes if isinstance(base, SentenceLoader) else {}
         result: dict[str, T] = {}
@@ -264,7 +264,7 @@ class Model:
 
     @property
     def folder(self) -> str:
-        """Where the model's files lie."""
+        """The folder of the model's files."""
         path = self.reference.model.path
         return path if is_folder(path) else str(self.loader.index.base_path)
 
@@ -444,7 +444,7 @@ def open_model(path: str, unsupported: str = "error") -> Model:
 
 
 def weights_of(path: str) -> int:
-    """How many weights a model stores, from its files' headers.
+    """The number of weights in a model, from its files' headers.
 
     Raises:
         CheckpointError: it cannot be read.

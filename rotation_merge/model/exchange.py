@@ -117,7 +117,7 @@ class FolderExchange:
 
 
 def interrupted(holder: str, target: str) -> FolderExchange | None:
-    """The exchange that a killed process left half done; None if there is none.
+    """The exchange that a killed process left unfinished; None if there is none.
 
     Raises:
         RotationMergeError: its journal is none that we write.

@@ -30,7 +30,7 @@ def checksum(tensor: Tensor) -> str:
 
 
 class Fingerprint:
-    """The fingerprint of one model, put together from its tensors in whatever order they come.
+    """The fingerprint of one model, built from its tensors in any order.
 
     A CRC-32 of every tensor's bytes, then a hash over the config and the names, dtypes, shapes and sums of all tensors.
     It tells models apart at a few gigabytes a second; it is no protection against forgery.
@@ -55,7 +55,7 @@ class Fingerprint:
         self._tensors[name] = checksum(tensor)
 
     def sums(self) -> dict[str, str]:
-        """What is known of every tensor so far, by name (see `checksum`)."""
+        """Checksums of the tensors so far, by name (see `checksum`)."""
         return dict(self._tensors)
 
     def complete(self, names: Iterable[str], source: TensorSource) -> None:
@@ -65,7 +65,7 @@ class Fingerprint:
                 self.add(name, source[name])
 
     def hexdigest(self, config: Mapping[str, Any]) -> str:
-        """Of the config and the tensors so far, 40 characters."""
+        """The digest of the config and the tensors so far, 40 characters."""
         digest = hashlib.blake2b(digest_size=20)
         digest.update(json.dumps(compared_config(config), sort_keys=True, default=str).encode())
         for name in sorted(self._tensors):
@@ -89,7 +89,7 @@ class Watched:
 
 
 def fingerprint(architecture: Architecture, source: TensorSource, config: Mapping[str, Any]) -> str:
-    """Of a model's config and of every tensor of its architecture."""
+    """The fingerprint of a model's config and of every tensor of its architecture."""
     mark = Fingerprint()
     mark.complete(architecture.named(), source)
     return mark.hexdigest(config)

@@ -281,7 +281,7 @@ def times_gain(tensor: Tensor, info: TensorInfo, gain: Tensor, stream: str, role
 
 
 class Fold:
-    """Which streams are folded, and which of them centred; folds single tensors and blocks.
+    """The streams to fold and to centre; folds single tensors and blocks.
 
     Args:
         dtype: that the results are going to be rounded to, if another than their own.

@@ -40,7 +40,7 @@ class LanguageHalf:
         return {**anchor, **top, self.part: text}
 
     def all_of(self, text: Mapping[str, Any], anchor: Mapping[str, Any]) -> dict[str, Any]:
-        """What is known of the tensors of either, by the wrapper's names."""
+        """Facts of both halves' tensors, by the wrapper's names."""
         return {
             **{name: text[text_name] for name, text_name in self.names.items() if text_name in text},
             **{name: anchor[name] for name in self.remaining if name in anchor},

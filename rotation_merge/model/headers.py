@@ -250,7 +250,7 @@ def safetensors_entries(path: str) -> tuple[dict[str, Any], int]:
 
 
 def safetensors_metadata(path: str) -> Mapping[str, str]:
-    """What a safetensors file's header says besides its tensors, `format` first of all.
+    """The metadata in a safetensors file's header, `format` first of all.
 
     Raises:
         ValueError: the header is damaged.
@@ -263,7 +263,7 @@ Header = tuple[dict[str, Any], dict[str, str], int]
 
 
 def _once(path: str) -> Header:
-    """A file's header, read once as long as the file stays what it is."""
+    """A file's header, cached while the file is unchanged."""
     facts = os.stat(path)
     return _header(path, facts.st_size, facts.st_mtime_ns, facts.st_ino)
 
@@ -289,7 +289,7 @@ def _read_header(path: str, size: int) -> Header:
 
 
 def file_dtypes(path: str) -> dict[str, torch.dtype]:
-    """What the tensors in one whole weight file are stored in; codes in a GGUF: what they are read as."""
+    """Dtypes of the tensors in one weight file; for codes in a GGUF, the dtypes after reading."""
     if path.endswith(ENDING):
         return gguf_tensors(path).dtypes()
     if not path.endswith(".safetensors"):

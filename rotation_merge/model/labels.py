@@ -67,7 +67,7 @@ def label_rows(anchor: Member, donor: Member, excluded: Callable[[str], bool] = 
 
 
 def rows_note(anchor: str, donor: str, rows: Rows) -> list[str]:
-    """What a reader should know of rows that were put into another order."""
+    """A note on rows that were reordered."""
     if not rows:
         return []
     return [

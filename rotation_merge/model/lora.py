@@ -24,7 +24,7 @@ WRONG_BASE = "name the base that it was trained on by --from"
 
 @dataclass(frozen=True)
 class AdapterEntry:
-    """What an adapter does to one weight of its base.
+    """An adapter's change of one weight of its base.
 
     Attributes:
         module: the module's path, as the adapter's names have it.
@@ -53,7 +53,7 @@ class AdapterEntry:
 
     @property
     def bias_key(self) -> str:
-        """Where peft keeps a bias of this module."""
+        """peft's name for a bias of this module."""
         return self.b.removesuffix("weight") + "bias"
 
 
@@ -88,7 +88,7 @@ class AdapterWeights:
 
 
 def parse(adapter: Adapter, base: Mapping[str, Any]) -> Parsed:
-    """Which tensor of a base each of an adapter's tensors changes.
+    """The tensors of a base that an adapter's tensors change.
 
     Args:
         base: the base's config.
@@ -126,7 +126,7 @@ def _carried(adapter: Adapter, entry: AdapterEntry) -> AdapterEntry:
 
 
 def entry_of(adapter: Adapter, name: str, names: Mapping[str, Spot]) -> AdapterEntry | None:
-    """What an adapter does to one weight; None: its base has no such weight.
+    """An adapter's change of one weight; None if its base has no such weight.
 
     Args:
         name: of the weight, as the adapter has it.

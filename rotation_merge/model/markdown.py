@@ -22,7 +22,7 @@ def code(text: object) -> str:
 
 
 def encoded(text: object) -> str:
-    """A text in HTML, whatever Markdown stands around it."""
+    """A text as HTML that no Markdown around it can change."""
     line = " ".join(printable(str(text)).split())
     return re.sub(r"[^\w ./-]", lambda match: f"&#{ord(match[0])};", line)
 

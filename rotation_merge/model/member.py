@@ -42,7 +42,7 @@ def missing_biases(config: Mapping[str, Any], architecture: Architecture, names:
 
 
 def _parts(block: Block, kinds: Collection[str]) -> set[str]:
-    """What the linear maps of a block that have an axis of some kinds of spaces are named under."""
+    """Weight names of the linear maps of a block with an axis in some kinds of spaces."""
     return {
         info.name.rsplit(".", 2)[0] + "."
         for info in block.tensors
@@ -76,6 +76,6 @@ class Member:
 
     @property
     def notes(self) -> list[str]:
-        """What the reader of a report should know of it, one line each."""
+        """Notes on the model for the report, one line each."""
         missing = missing_biases(self.config, self.architecture, self.shapes)
         return [*([self.note] if self.note else []), *(f"`{self.name}`: {words}; {NEW_BIASES}." for words in missing)]

@@ -63,7 +63,7 @@ def nearness(architecture: Architecture, first: TensorSource, second: TensorSour
 
 
 def _spread(architecture: Architecture, first: TensorSource, second: TensorSource) -> list[str]:
-    """A matrix of each kind that both hold, each kind's from another layer as far as there are layers."""
+    """One matrix of each kind that both models hold, each from another layer if possible."""
     kinds: dict[tuple[str, str], list[TensorInfo]] = {}
     for block in architecture.blocks:
         for info in block.tensors:
@@ -81,7 +81,7 @@ def likeness(anchor: Model, donor: Model) -> float:
 
 @dataclass(frozen=True)
 class SampledChanges:
-    """What fine-tuning changed in a few matrices of a base.
+    """Changes of a few matrices from a base to its fine-tunes.
 
     Attributes:
         lengths: by model, the norm of its changes to all of them.

@@ -148,7 +148,7 @@ class OpenedModel:
 
     @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """What its tensors are stored in; of tensors that are computed, what they are computed from is."""
+        """Stored dtypes of the tensors; for computed tensors, those of their sources."""
         known = dict(self.checkpoint.dtypes) if self.checkpoint is not None else {}
         lacking = [name for name in self.names if name not in known]
         if self.module is not None and lacking:

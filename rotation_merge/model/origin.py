@@ -1,4 +1,4 @@
-"""Where a model came from: its repository on the hub, the revision that was read, its licence."""
+"""The origin of a model: its hub repository, revision and licence."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _of(part: ModelPath, cache: str | None) -> dict[str, Any]:
 
 
 def _cached(part: ModelPath, cache: str | None) -> str | None:
-    """The folder of a downloaded repository, at the revision that loading it gives."""
+    """The cache folder of a downloaded repository, at the revision that loading it gives."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

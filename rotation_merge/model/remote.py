@@ -46,13 +46,13 @@ class RemoteModel:
 
     @property
     def bytes(self) -> int:
-        """What a merge downloads of it."""
+        """Bytes of the model that a merge downloads."""
         return sum(size for name, size in self.sizes.items() if name.endswith(DOWNLOADED) and "/" not in name)
 
 
 @dataclass(frozen=True)
 class RemoteHeaders:
-    """What could be learnt of models that are not here.
+    """Headers of models on the hub that are not downloaded.
 
     Attributes:
         models: by the name that they were asked for with (`org/name` or `org/name@revision`).

@@ -216,7 +216,7 @@ def _lives(info: TensorInfo) -> Lives:
 
 
 def _pieces(info: TensorInfo) -> Iterator[tuple[Lives, Cut]]:
-    """The pieces that follow one another in a tensor, and what lives in their axes."""
+    """The consecutive pieces of a tensor, and the spaces of their axes."""
     whole = _lives(info)
     for dim, axis in enumerate(info.axes):
         start = 0

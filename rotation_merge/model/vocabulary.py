@@ -142,7 +142,7 @@ def _has_tokenizer(reference: ModelReference) -> bool:
 
 
 def _folder(reference: ModelReference) -> str:
-    """Where a model's files lie; its name on the hub where they are not here."""
+    """The folder of a model's files; its name on the hub if they are not here."""
     path = reference.model.path
     return path if is_folder(path) else in_cache(path, reference.model.revision) or path
 

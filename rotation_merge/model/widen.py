@@ -39,7 +39,7 @@ REMEDY = "only neurons, heads and residual streams can be widened"
 
 
 class Widening:
-    """How to widen a model.
+    """The widening of a model to larger sizes.
 
     Args:
         narrow: the model's architecture.

@@ -37,7 +37,7 @@ Check = Callable[[str], tuple[bool, str]]
 
 @dataclass(frozen=True)
 class Storage:
-    """How a model is written: the largest weight file, the dtype (None: as it was stored), a head of its own."""
+    """Options of writing a model: the largest weight file, the dtype (None: unchanged), an untied head."""
 
     shard_size: int = 5_000_000_000
     dtype: str | None = None

@@ -1,1 +1,1 @@
-"""What was done, as data, and its renderers."""
+"""Reports as data, and their renderers."""

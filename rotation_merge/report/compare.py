@@ -1,4 +1,4 @@
-"""How far two models are apart, space by space, before and after an alignment."""
+"""Distances between two models, space by space, before and after an alignment."""
 
 from __future__ import annotations
 

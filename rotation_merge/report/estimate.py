@@ -1,4 +1,4 @@
-"""What an alignment will touch and what it will cost, from an architecture alone."""
+"""An alignment's spaces and cost, estimated from an architecture alone."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SpaceLine:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What matching one donor touches and costs.
+    """The spaces and the cost of matching one donor.
 
     Attributes:
         lines: the spaces.
@@ -131,7 +131,7 @@ def estimate(
 
 @dataclass(frozen=True)
 class AveragingCost:
-    """What a delegate of task vectors costs beside reading and writing.
+    """The cost of a delegate of task vectors, without reading and writing.
 
     Attributes:
         seconds: wall time on this machine's current threads.
@@ -249,7 +249,7 @@ def _sizes(space: Space) -> str:
 
 
 def _would_match(groups: Sequence[str], tied: bool) -> str:
-    """What would match a stream that keeps its coordinates, as `check_pair` admits it."""
+    """The option that would match a fixed stream, as `check_pair` admits it."""
     largest = groups[-1] if groups else "none"
     if largest == "none":
         return ": its outputs stand in it"
@@ -300,7 +300,7 @@ def _unaligned(
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often things are done, each as a share of the model.
+    """Repetitions of each step, as shares of the model.
 
     Attributes:
         local: local spaces are matched.
@@ -354,7 +354,7 @@ def _work(
 def _works(
     architecture: Architecture, block: Block, options: AlignConfig, near: bool = False
 ) -> dict[str, MatchingCost]:
-    """What each local space of a block costs that is matched, by name."""
+    """The cost of each matched local space of a block, by name."""
     block_options = options.at(architecture, block)
     costs = {space.name: admitted(space, block_options).work() for space in wanted_spaces(block, block_options)}
     return {name: work.between_near_models if near else work for name, work in costs.items()}
@@ -368,7 +368,7 @@ def _shape(info: TensorInfo, shapes: Shapes) -> tuple[int, ...]:
 def _memory(
     architecture: Architecture, sizes: dict[str, int], options: AlignConfig, itemsize: int, out_itemsize: int
 ) -> int:
-    """What is in memory at the most; with a residual stream all is matched before anything is written."""
+    """The peak memory; with a residual stream everything is matched before anything is written."""
     if options.residual != "none":
         matching = _residual_memory(architecture, sizes, options, itemsize)
         return max(matching, _writing_memory(architecture, sizes, itemsize, out_itemsize))
@@ -431,7 +431,7 @@ def _largest_layer(architecture: Architecture, sizes: dict[str, int]) -> int:
 
 
 def flops_per_second() -> float:
-    """What products of this size reach on this machine, measured in a moment, however busy it is, once a process."""
+    """This machine's speed for products of this size, measured once a process."""
     return REACHED * _products_per_second(torch.get_num_threads())
 
 

@@ -1,4 +1,4 @@
-"""What a file of ours holds, from its head: an alignment, statistics, or the report of a merge."""
+"""The content of one of our files from its header: an alignment, statistics, or a merge's report."""
 
 from __future__ import annotations
 

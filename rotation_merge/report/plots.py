@@ -16,7 +16,7 @@ MOST_CURVES = len(COLOURS)
 
 
 def check_plot(path: str) -> None:
-    """That `save_barrier` can write there.
+    """Check that `save_barrier` can write the file.
 
     Raises:
         RotationMergeError: matplotlib is not installed, or does not know the file's ending.

@@ -142,7 +142,7 @@ def identity(rows: Sequence[SpaceRow]) -> str:
 
 
 def cumulative(rows: Sequence[SpaceRow]) -> str:
-    """Which layers matter: the squared distance that alignment removed, summed from the first layer on."""
+    """The squared distance removed by alignment, summed from the first layer on."""
     total = sum(row.distance_before**2 for row in rows)
     layers = sorted({row.layer for row in rows if row.layer is not None})
     if not total or len(layers) < 2:
@@ -240,7 +240,7 @@ def footer(report: MergeReport) -> str:
 
 
 def fingerprints(report: MergeReport) -> str:
-    """Which weights these were."""
+    """A table of the models' fingerprints."""
     if not report.fingerprints:
         return ""
     lines = "".join(

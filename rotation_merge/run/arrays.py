@@ -132,7 +132,7 @@ def _sizes(
 
 
 def _dealt(tokens: list[int], places: list[int], name: str, source: str) -> Iterator[int]:
-    """How many pictures each example has, from its placeholder tokens."""
+    """Number of images of each example, from its placeholder tokens."""
     remaining = iter(tokens)
     for number, word_count in enumerate(places, 1):
         count, picture_words = 0, 0
@@ -160,7 +160,7 @@ def one_by_one(batch: Mapping[str, Tensor]) -> list[Batch]:
 
 
 def words_alone(batch: Batch, config: Any) -> Tensor:
-    """Which tokens are words, bool, (examples, tokens): neither padding nor what stands for a picture."""
+    """A mask of word tokens, bool, (examples, tokens): neither padding nor image placeholders."""
     ids = batch["input_ids"]
     mask = batch.get("attention_mask", torch.ones_like(ids)) == 1
     for keys in (keys for _, keys in SEEN.values()):

@@ -37,7 +37,7 @@ class Curve:
         return max(loss - ((1 - t) * first + t * last) for t, loss in zip(self.t, self.loss, strict=True))
 
     def gain(self) -> tuple[float, float]:
-        """How far the loss falls below the straight line between the ends at most, and where."""
+        """The largest fall of the loss below the straight line between the ends, and its position."""
         first, last = self.loss[0], self.loss[-1]
         falls = [((1 - t) * first + t * last - loss, t) for t, loss in zip(self.t, self.loss, strict=True)]
         return max(falls)
@@ -114,7 +114,7 @@ class Barrier:
 
 
 def read_barriers(path: str) -> list[Barrier]:
-    """What `rotation-merge barrier` wrote.
+    """Read the file that `rotation-merge barrier` wrote.
 
     Raises:
         RotationMergeError: the file is damaged.

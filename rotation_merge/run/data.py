@@ -31,7 +31,7 @@ UNLABELLED = ("embedding", "none")
 
 @dataclass(frozen=True)
 class Data:
-    """Batches of model inputs, with `labels` where there are any.
+    """Batches of model inputs, with `labels` if there are any.
 
     Attributes:
         batches: tensors by the names that the model's forward takes.
@@ -144,7 +144,7 @@ def _checked(
 
 
 def examples_in(batch: Batch) -> int:
-    """How many examples a batch holds."""
+    """Number of examples in a batch."""
     return len(next(iter(batch.values())))
 
 
@@ -376,7 +376,7 @@ def _padded_batch(texts: Sequence[Batch]) -> Batch:
 
 
 def _real(mask: Tensor, source: str) -> tuple[int, int]:
-    """Where the tokens of an example begin and end."""
+    """First and last real token of an example."""
     positions = mask.nonzero()[:, 0]
     begin, end = (int(positions[0]), int(positions[-1]) + 1) if len(positions) else (0, 0)
     if end - begin != len(positions) or not len(positions):

@@ -26,7 +26,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvaluateConfig(Config):
-    """What a model is judged on."""
+    """Options of judging a model."""
 
     limit: int | None = option(None, "use at most so many examples of each", int, low=1)
     batch_size: int = option(32, "examples in a batch", low=1)
@@ -35,7 +35,7 @@ class EvaluateConfig(Config):
 
 @dataclass(frozen=True)
 class BarrierConfig(Config):
-    """How the models between two are judged."""
+    """Options of judging the models on a path."""
 
     points: int = option(11, "models on the path", low=3, high=101)
     limit: int | None = option(None, "use at most so many examples", int, low=1)

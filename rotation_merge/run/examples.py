@@ -88,7 +88,7 @@ def tokenizer_of(model_path: str) -> Any:
 
 
 def _processor(name: str, model_path: str) -> Any:
-    """What one of transformers' Auto classes finds beside a model."""
+    """The processor that one of transformers' Auto classes finds beside a model."""
     import transformers
 
     try:
@@ -194,7 +194,7 @@ def _tokens(ids: Any, dims: int, place: str) -> Tensor:
 
 
 def _tensor(values: Any) -> Tensor | None:
-    """Numbers as a tensor; None of what is no number, and of rows of different lengths."""
+    """Numbers as a tensor; None for other values and for rows of different lengths."""
     try:
         return torch.tensor(values)
     except (TypeError, ValueError, RuntimeError):

@@ -120,7 +120,7 @@ def load(
 
 
 def hand_out_answers(config: Any) -> None:
-    """Switch off what a config has a model hand out besides what it computes."""
+    """Turn off a config's additional model outputs."""
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for key in BESIDE:
             if getattr(part, key, False):
@@ -228,7 +228,7 @@ def outputs(model: Any, batch: Mapping[str, Tensor]) -> Batch:
 
 
 def floating_outputs(model: Any, answer: Any) -> Batch:
-    """The floating tensors of what a model has given back; see `outputs`.
+    """The floating tensors among a model's outputs; see `outputs`.
 
     Raises:
         CheckpointError: there are none.

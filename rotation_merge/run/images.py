@@ -83,7 +83,7 @@ def preparer(directory: str, config: Any) -> Callable[[Any], Tensor]:
 
 
 def normalisation(directory: str, channels: int) -> tuple[float, Tensor, Tensor]:
-    """What a model's preprocessor does to values of 0 to 255: times a factor, minus a mean, over a deviation.
+    """Factor, mean and deviation by which a model's preprocessor normalises values of 0 to 255.
 
     Args:
         directory: where preprocessor_config.json lies, if there is one.

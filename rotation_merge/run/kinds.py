@@ -1,4 +1,4 @@
-"""What samples may be, in words."""
+"""Kinds of samples in words."""
 
 KINDS = (
     "text (.txt, .md, .py ...), a table (.csv, .tsv) with a header, .jsonl or .json, .npz, .safetensors, a folder of "

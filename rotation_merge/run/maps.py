@@ -42,13 +42,13 @@ class LinearMap:
 
     @property
     def norm(self) -> Norm | None:
-        """The norm that feeds it, where its gain and shift can be told from what it normalised."""
+        """The norm that feeds the map, if its gain and shift can be determined from its input."""
         stem = self.info.key.removesuffix(".weight")
         return next((n for n in self.block.norms if self.info.key in n.reads or stem in n.reads), None)
 
     @property
     def scale(self) -> Scale | None:
-        """The layer scale that multiplies what it gives."""
+        """The layer scale that multiplies the map's output."""
         return next((s for s in self.block.scales if self.info.key in s.writes), None)
 
 

@@ -36,7 +36,7 @@ MOST_DIFFERENCE = 1e-3
 
 @dataclass(frozen=True)
 class MeasureConfig(Config):
-    """What is measured of a model, on what."""
+    """Options of measuring a model."""
 
     kinds: tuple[str, ...] = option(("gram",), "what to measure", choices=STATISTICS)
     rank: int | None = option(None, "keep Grams of neurons as a diagonal plus this rank", int, low=1)
@@ -122,7 +122,7 @@ class ModelMeasurement:
         return result
 
     def passes(self, options: MeasureConfig) -> list[StatisticsPass]:
-        """What has to be run for all that the options ask for."""
+        """The passes that the options need."""
         return [*self._input_passes(options), *self._fisher_passes(options)]
 
     def run(
@@ -264,7 +264,7 @@ def check_watched(plain: Sequence[Tensor], watched: Sequence[Tensor], model: nn.
 
 
 class Probe:
-    """Which maps run, and which of them read the very same tensors."""
+    """The maps that run, and those that share an input tensor."""
 
     def __init__(self) -> None:
         self.inputs: dict[str, list[Tensor]] = {}

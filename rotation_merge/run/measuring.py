@@ -49,7 +49,7 @@ def checkpoint_of(name: str) -> Model:
 
 
 def place_beside(reference: ModelReference) -> Path:
-    """Where a model's statistics lie if nothing else is said: beside it (beside its adapter), else here."""
+    """The default place of a model's statistics: beside it (beside its adapter), otherwise here."""
     folder = Path(reference.lora.path if reference.lora is not None else reference.model.path)
     return folder / NAME if folder.is_dir() else Path(NAME)
 
@@ -155,7 +155,7 @@ def _measured(
     progress: Progress,
     device: str,
 ) -> tuple[MeasuredStatistics, Architecture]:
-    """What was found, and the architecture by whose names it goes."""
+    """The measured statistics, and the architecture whose names they have."""
     if model is not None:
         measurement = ModelMeasurement(model, architecture_of(model), batches, task)
         return measurement.run(options, state, progress), measurement.architecture

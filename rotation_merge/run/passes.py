@@ -147,7 +147,7 @@ def _run(pass_: StatisticsPass, state: UnfinishedMeasurement | None, progress: P
 
 
 def _marks(sums: Sums) -> dict[str, tuple[int, int]]:
-    """What tells sums from those to which something has been added, in place or not."""
+    """Marks that tell whether sums have been added to, in place or not."""
     return {key: (id(total), total._version) for key, total in sums.items()}
 
 

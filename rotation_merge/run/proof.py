@@ -43,7 +43,7 @@ class Proof:
 
 
 def prove(donor: str, result: str, probabilities: bool = False) -> Proof:
-    """Compare the outputs of a donor and of what was made of it, both from their files, class by class.
+    """Compare the outputs of a donor and of its moved copy, both from their files, class by class.
 
     Args:
         probabilities: logits by the probabilities that they stand for.

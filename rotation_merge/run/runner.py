@@ -279,7 +279,7 @@ class Runner:
         return {} if tensor is None else unstack(info, self.fill(info, tensor))
 
     def weights(self, blocks: Collection[str]) -> dict[str, Tensor]:
-        """What blocks hold, parameters and buffers, and the model's own, by their names in the model."""
+        """Parameters and buffers of blocks and of the model itself, by their names in the model."""
         tensors = dict(self.model.named_buffers()) | {n: p._parameters[s] for n, [(p, s), *_] in self._slots.items()}
         names = {name for b in self.architecture.blocks if b.name in blocks for i in b.tensors for name in i.names}
         return {name: tensor for name, tensor in tensors.items() if name in names or "." not in name}
@@ -393,7 +393,7 @@ class Runner:
                     self.run(batch)
 
     def answer(self, batch: int) -> Any:
-        """What the model gives back for a batch, once every block has been left."""
+        """The model's output for a batch, after the last block."""
         return self._forward(batch)
 
     @torch.no_grad()

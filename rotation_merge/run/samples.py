@@ -1,4 +1,4 @@
-"""Samples in whatever form a user of Python has them: batches, or the name of a source."""
+"""Samples from Python: batches, or the name of a source."""
 
 from __future__ import annotations
 

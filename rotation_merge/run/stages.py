@@ -47,7 +47,7 @@ class Stage:
 
     @property
     def wanted(self) -> frozenset[str]:
-        """Of what answers are needed."""
+        """The maps whose targets are needed."""
         return frozenset().union(*map(self.aims, self.keys))
 
 

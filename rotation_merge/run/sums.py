@@ -1,4 +1,4 @@
-r"""Sums over samples of what goes through the linear maps of a model, from which its statistics are made.
+r"""Sums over samples of linear maps' inputs and gradients, from which statistics are made.
 
 For inputs x of a map the sum of ``(x, 1) (x, 1)^T`` is kept (of what was normalised, where a norm feeds the map); for
 gradients g of what comes out of it, that of ``g g^T``. Of wide inputs a sketch is kept instead of the whole: the
@@ -34,7 +34,7 @@ Sums = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class StatisticsSelection:
-    """Which statistics are collected.
+    """The statistics to collect.
 
     Attributes:
         kinds: of KINDS.

@@ -24,7 +24,7 @@ LABELS = ("label", "labels", "score", "class", "category", "target", "similarity
 
 
 def read_table(path: Path) -> list[dict[str, Any]]:
-    """Records of a table: `text` (and `text_pair`), with `label` where there is one.
+    """Records of a table: `text` (and `text_pair`), with `label` if there is one.
 
     Columns are found by their names; where none is known, by what they hold: the longest texts, and one of numbers or
     of few different words.

@@ -30,7 +30,7 @@ MERGED = ("mergekit_config.yml", "rotation_merge.json")
 
 @dataclass(frozen=True)
 class TaskVectorBase:
-    """What models were tuned from.
+    """The common base of the models.
 
     Attributes:
         name: a folder, or a name on the hub.
@@ -89,7 +89,7 @@ def _tried(name: str, why: str, models: Mapping[str, Model]) -> TaskVectorBase |
 
 
 def _named(models: Sequence[str], opened: Mapping[str, Model]) -> Iterator[tuple[str, str]]:
-    """What adapters and cards name, as far as it is here."""
+    """The base that adapters and cards name, if it is here."""
     for name in models:
         reference = parse_reference(name)
         if reference.lora is not None:
@@ -105,7 +105,7 @@ def _named(models: Sequence[str], opened: Mapping[str, Model]) -> Iterator[tuple
 
 
 def _stated(folder: str) -> list[str]:
-    """What a model's card calls its base; none of a merge, which has several."""
+    """The base that a model's card names; None for a merge, which has several."""
     try:
         with open(os.path.join(folder, "README.md"), encoding="utf-8") as file:
             stated = front_matter(file.read())[0].get("base_model")
@@ -116,7 +116,7 @@ def _stated(folder: str) -> list[str]:
 
 
 def _nearest(models: Sequence[str], opened: Mapping[str, Model]) -> TaskVectorBase | None:
-    """Of the models themselves and the folders beside them, the one that all others changed each in its own way."""
+    """The base among the models and the folders beside them: the one that all others changed independently."""
     if len(models) < 2:
         return None
     candidates = [*(models if len(models) > 2 else []), *_beside(models)]

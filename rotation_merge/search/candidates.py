@@ -1,4 +1,4 @@
-"""What may be tried: recipes by name, from the plain average on."""
+"""Candidate recipes by name, from the plain average on."""
 
 from __future__ import annotations
 
@@ -79,8 +79,7 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """What takes its time: learning, refit, regmean, matching on samples, the search for a scale, or matching on
-        weights alone."""
+        """The most expensive step: learning, refit, regmean, matching on samples or weights, or the scale search."""
         if "match_on" in self.parameters:
             return "seen"
         if self.scale is not None:
@@ -97,7 +96,7 @@ class Candidate:
         return replace(self, parameters={**self.parameters, "lambda": scale}, scale=scale)
 
     def with_files(self, of_model: Mapping[str, Mapping[str, Any]]) -> Candidate:
-        """The same once what it needs is there."""
+        """The candidate with the files that it needs."""
         return replace(self, of_model=of_model, needs=None)
 
     def recipe(self, dtype: str | None) -> str:
@@ -143,23 +142,23 @@ class Planner:
     cosine: float = 0.0
 
     def candidates(self) -> list[Candidate]:
-        """What may be tried, the likeliest to win first."""
+        """Candidates to try, the likeliest to win first."""
         known = self._named()
         chosen = [known[name] for name in ORDER[self.relation] if name in known]
         return [*chosen, *([] if self.relation == SHARED else self._parts())]
 
     def left_out(self) -> dict[str, str]:
-        """What is not tried whatever time there is, and why."""
+        """Candidates that are never tried for these models, and why."""
         reasons = {}
         if self.relation == SHARED:
-            reasons["aligned merges"] = "the models share their coordinates, alignment leaves them where they are"
+            reasons["aligned merges"] = "the models share their coordinates, so alignment changes nothing"
         if self.other_ids:
             kinds = ("refits",) if self.relation == SHARED else ("refits", "learned alignments", "matching on samples")
             reasons[", ".join(kinds)] = "the models' token ids differ"
         if why := self._no_changes():
             reasons["averages of task vectors"] = why
         elif len(self._tuned) == 1:
-            reasons[", ".join(name for name in CHANGES if name != "task_arithmetic")] = "there is one task vector alone"
+            reasons[", ".join(name for name in CHANGES if name != "task_arithmetic")] = "there is only one task vector"
         if len(self.models) == 2 and self.relation != FAR and self.cosine >= PARALLEL:
             reasons["slerp"] = f"between matrices with a cosine of {self.cosine:.2f} it is the plain average"
         return reasons
@@ -167,10 +166,10 @@ class Planner:
     def _no_changes(self) -> str:
         """Why no changes of a base are merged; empty where they are."""
         if self.relation == FAR:
-            return "the models are no fine-tunes of one base"
+            return "the models are not fine-tunes of one base"
         if self.other_ids:
             return "the models' token ids differ"
-        return "" if self.base is not None else "no base is known, --base names it"
+        return "" if self.base is not None else "no base is known; name it by --base"
 
     @property
     def _tuned(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The time of a search: what it is at, how long that will take, and when it has to end."""
+"""The time of a search: the current step, its estimate, and the deadline."""
 
 from __future__ import annotations
 

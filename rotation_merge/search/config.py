@@ -1,4 +1,4 @@
-"""How the best merge is looked for: one config, from which command options and documentation are made."""
+"""Options of a search, and the key that tells searches apart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIME = Kind("seconds, or a time such as 90s, 10m or 2h", lambda value: seconds(v
 
 @dataclass(frozen=True, kw_only=True)
 class MergeConfig(Config):
-    """How the best merge is looked for."""
+    """Options of the search for the best merge."""
 
     samples: int = option(64, "samples of each set to merge with", low=8)
     budget: float | str = option("10m", "time for the search: 90s, 10m, 2h", TIME)

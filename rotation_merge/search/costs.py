@@ -1,4 +1,4 @@
-"""How long a candidate will take: by what this machine took so far, and by how much there is to do."""
+"""Estimates of a candidate's time from measured times and the amount of work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEEN = 8.0
 
 @dataclass
 class Costs:
-    """What is known of times.
+    """Measured times and estimates from them.
 
     Attributes:
         architecture, shapes: of the anchor.
@@ -56,7 +56,7 @@ class Costs:
     kinds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     def took(self, candidate: Candidate, seconds: float) -> None:
-        """What a candidate took."""
+        """Record the time of a candidate."""
         expected = self._work(candidate, 0.0)
         self.done[candidate.name] = seconds
         plain = self.done.get("plain", 0.0)

@@ -1,4 +1,4 @@
-"""What merges forget of their base: their loss on text that the base has written itself."""
+"""Forgetting of the base: loss of merges on text that the base has written."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Forgetting:
         return cls(judge, forgetting.measured(model, forgetting.base))
 
     def measured(self, model: Any, figures: Figures) -> Figures:
-        """What a model is worth, with its loss on the base's text."""
+        """Figures of a model, with its loss on the base's text."""
         return replace(figures, on_base=self.judge.measure(model).score)
 
     def lost(self, figures: Figures) -> float:
@@ -51,7 +51,7 @@ class Forgetting:
         return (figures.on_base or 0.0) - (self.base.on_base or 0.0)
 
     def gained(self, figures: Figures) -> float:
-        """What a model gains over the base on the samples that decide."""
+        """Gain of a model over the base on the selection samples."""
         return self.base.score - figures.score
 
     def excess(self, figures: Figures, plain: Figures | None) -> float:
@@ -67,14 +67,14 @@ class Forgetting:
     def why(self, name: str, figures: Figures, plain: Figures | None) -> str:
         """Why a merge with a better score is not the one that is taken."""
         return (
-            f"'{name}' scores {figures.score:.4f} on the samples that chose and is not taken: on the base's own text "
-            f"it loses {self._more(figures, plain):.4f} nats more than the plain average does, over a tenth of the "
-            f"{self.gained(figures):.4f} that it gains over the base."
+            f"'{name}' scores {figures.score:.4f} on the selection samples, but forgets too much: on the base's own "
+            f"text it loses {self._more(figures, plain):.4f} nats more than the plain average, over a tenth of its "
+            f"gain of {self.gained(figures):.4f} over the base."
         )
 
 
 def sentences(forgetting: Forgetting | None, tried: Sequence[tuple[str, Figures]], best: Figures) -> list[str]:
-    """Of every merge that scores better than the best one and forgets too much: why it is not the best one."""
+    """Reasons why merges with better scores that forget too much are not chosen."""
     if forgetting is None:
         return []
     plain = next((figures for name, figures in tried if name == "plain"), None)

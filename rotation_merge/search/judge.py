@@ -1,4 +1,4 @@
-"""What models are worth on held-out samples: by labels, or without any by likeness to the parents."""
+"""Scores of models on held-out samples: by labels, or by similarity to the parents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LEAST_LOG = -100.0
 
 @dataclass(frozen=True)
 class Figures:
-    """What one model is worth.
+    """The figures of one model.
 
     Attributes:
         score: what decides, less is better: the mean loss over the sets of samples (nats a token, or a byte where
@@ -87,7 +87,7 @@ def _in_columns(logs: Tensor, columns: Tensor) -> Tensor:
 
 @torch.no_grad()
 def answers(model: Any, batch: Batch, task: str, columns: Tensor | None = None) -> Predictions:
-    """What a model answers to a batch.
+    """Outputs of a model for a batch.
 
     Raises:
         DataError: the model has no logits.
@@ -101,7 +101,7 @@ def answers(model: Any, batch: Batch, task: str, columns: Tensor | None = None) 
         rows = torch.arange(len(logits))
         return Predictions(logits.float(), rows, rows)
     if logits.shape[-1] == 1:
-        problem = f"{type(model).__name__} gives one number, which says nothing without a score to compare it with"
+        problem = f"{type(model).__name__} gives one number, which needs a score to compare it with"
         raise DataError(problem, remedy="give data with labels or scores")
     counting = _counting(batch, task, logits)
     if task == "next token":
@@ -125,7 +125,7 @@ def _counting(batch: Batch, task: str, logits: Tensor) -> Tensor:
 
 
 def labels_of(batch: Batch, task: str) -> Tensor | None:
-    """Labels at the positions whose answers they are; None where there are none."""
+    """Labels shifted to the positions that predict them; None if there are none."""
     labels = batch.get("labels") if task != "none" else None
     return labels[:, 1:] if labels is not None and task == "next token" else labels
 
@@ -158,12 +158,12 @@ class Judge:
 
     @property
     def figure(self) -> str:
-        """What `Figures.accuracy` is called."""
+        """Name of `Figures.accuracy`."""
         return FIGURES.get(self.task, "accuracy")
 
     @property
     def unit(self) -> str:
-        """What `Figures.score` is."""
+        """Unit of `Figures.score`."""
         names = {"regression": "squared error", "similarity": "1 - Spearman", "embedding": "1 - Spearman"}
         words = "loss (nats a byte)" if self.by_bytes else "loss (nats)"
         return names.get(self.task, words if self.labelled else "divergence (nats)")
@@ -186,7 +186,7 @@ class Judge:
         return figures, None if together is None else together.figures()
 
     def measure(self, model: Any, reader: str = "", best: Figures | None = None) -> Figures:
-        """What a model is worth.
+        """Measure a model.
 
         Args:
             reader: the parent whose token ids it has.
@@ -242,7 +242,7 @@ class Judge:
         return labels[labels != -100]
 
     def numbers(self, i: int) -> Tensor:
-        """What the answers to a set of samples should be: labels, or without any the parent's own answers."""
+        """Targets of a set of samples: labels, or the parent's own outputs if there are none."""
         labels = [b["labels"].float().reshape(len(b["labels"]), -1) for b in self.sets[i].batches if self.labelled]
         targets = torch.cat(labels if self.labelled else self.targets[i])
         if len(targets) < 2:
@@ -318,7 +318,7 @@ class _Tally:
         return torch.cat(losses)
 
     def figures(self, unfinished: bool = False) -> Figures:
-        """What has been added so far."""
+        """The figures so far."""
         judge = self.judge
         if judge.task in FLOATS:
             per_set = [of_floats(torch.cat(v), judge.numbers(i), judge.task) for i, v in enumerate(self.values)]

@@ -1,4 +1,4 @@
-"""What candidates need before they can be merged: statistics of every model, an alignment learned on the samples."""
+"""Preparation of candidates: statistics of every model, an alignment learned on the samples."""
 
 from __future__ import annotations
 

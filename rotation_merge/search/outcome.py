@@ -1,4 +1,4 @@
-"""What a search finds."""
+"""The outcome of a search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rotation_merge.search.subsets import Subset, words
 
 @dataclass
 class Tried:
-    """One candidate and what it is worth on the deciding samples.
+    """A candidate and its figures on the selection samples.
 
     Attributes:
         expected: the seconds that were announced.
@@ -28,7 +28,7 @@ class Tried:
 
     @property
     def attempt(self) -> Attempt:
-        """What report and card say of it."""
+        """The candidate as a row of report and card."""
         f = self.figures
         name = self.name if self.scale is None else f"{self.name}, lambda {self.scale:g}"
         return Attempt(name, f.score, f.accuracy, f.on_base, self.seconds, f.unfinished)
@@ -36,7 +36,7 @@ class Tried:
 
 @dataclass
 class Outcome:
-    """What was found.
+    """The outcome of a search.
 
     Attributes:
         tried: by score, the best first; then those that forget too much, and those that were given up.
@@ -68,7 +68,7 @@ class Outcome:
 
     @property
     def verdict(self) -> Verdict:
-        """What report and card say of it."""
+        """The verdict for report and card."""
 
         def score(name: str, figures: Figures | None) -> Score | None:
             return None if figures is None else Score(name, figures.score, figures.accuracy, figures.on_base)

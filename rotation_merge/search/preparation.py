@@ -174,7 +174,7 @@ class Preparation:
             return None
         base = find_base(config.models, config.base)
         if base is None:
-            self.say("base: not known, so that task vectors are not merged; --base names it")
+            self.say("base: not known, so task vectors are not merged; name it by --base")
             return None
         names = shortened([*config.models, *([base.name] if base.name not in config.models else [])])
         lengths = ", ".join(f"{names[model]} {length:.3g}" for model, length in base.changes.lengths.items())
@@ -187,7 +187,7 @@ class Preparation:
     def _forgetting(
         self, base: TaskVectorBase | None, loaded: Mapping[str, Any], deciding: Judge, per_token: float
     ) -> Forgetting | None:
-        """What tells how much merges forget of their base; texts are shorter where time is short."""
+        """The measure of forgetting; its texts are shorter if time is short."""
         if base is None or self.other_ids:
             return None
         model = loaded[base.name] if base.name in loaded else load(base.name, like=self.config.models[0])
@@ -216,7 +216,7 @@ class Preparation:
         return cosine
 
     def _relation(self, architecture: Architecture, relations: Mapping[str, float]) -> str:
-        """How the models lie to each other: a few layers are matched where they are near."""
+        """The models' relation: a few layers are matched if they are near."""
         if any(cosine < RELATED for cosine in relations.values()):
             return FAR
         layers = sorted({block.index for block in architecture.blocks if block.index is not None})
@@ -264,7 +264,7 @@ class Preparation:
         return (time.perf_counter() - begin) / tokens_in([replace(data, batches=[batch])])
 
     def _split(self, samples: Sequence[Data], per_token: float) -> Sets:
-        """The parts of the samples, with as many held-out batches as there is time for to measure the models on."""
+        """The parts of the samples, with as many held-out batches as there is time to measure."""
         sets = split(samples, self.config.seed)
         held_out = [*sets.deciding, *sets.reported]
         share = self._share(per_token * len(self.config.models) * tokens_in(held_out))
@@ -283,7 +283,7 @@ class Preparation:
         return reduced
 
     def _share(self, seconds: float) -> float:
-        """What part of so many seconds of measuring there is time for."""
+        """The share of some seconds of measuring that the time allows."""
         return FOR_MEASURING * self.clock.left / max(seconds, 1e-9)
 
     def _sampled(self, loaded: dict[str, Any], per_token: float) -> Sets:
@@ -303,7 +303,7 @@ class Preparation:
         return Sets([], *parts)
 
     def _texts(self, models: int, per_token: float) -> tuple[int, int]:
-        """How many texts every model writes for each part, and of how many tokens."""
+        """Number and length of the texts that every model writes for each part."""
         config = self.config
         count, length = max(config.samples // 4, min(config.batch_size, LEAST_TEXTS)), config.length
         count = -(-count // min(config.batch_size, count)) * min(config.batch_size, count)  # whole batches
@@ -333,16 +333,16 @@ class Preparation:
         return replace(data, batches=batches)
 
     def _readers(self, held_out: Sequence[Data]) -> dict[str, Reader]:
-        """How each model reads the samples, where token ids differ; said once."""
+        """The readers of samples, if token ids differ; noted once."""
         if not self.other_ids:
             return {}
         readers = readers_of(self.config.models, held_out)
         if any(reader.by_text for reader in readers.values()):
-            words = "the models divide text into other tokens: each reads text with its own tokenizer"
+            words = "the models have different tokenizers: each reads text with its own"
             if held_out[0].task == "next token":
-                words += "; losses are nats a byte, and there is no ensemble of them"
+                words += "; losses are nats a byte, and there is no ensemble"
         else:
-            words = "the models' token ids differ: samples, and merges, take them by token"
+            words = "the models' token ids differ: samples and merges match them by token"
         self.notes.append(f"{words[0].upper()}{words[1:]}.")
         self.say(words)
         return readers
@@ -356,7 +356,7 @@ class Preparation:
 
 
 def _fewer(count: int, length: int, share: float) -> tuple[int, int]:
-    """So many texts of so many tokens, or where there is time for a share of that, fewer and shorter ones."""
+    """Number and length of texts, smaller if time is short."""
     if share >= 1:
         return count, length
     fewer = max(LEAST_TEXTS, int(count * share))

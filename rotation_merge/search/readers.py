@@ -1,4 +1,4 @@
-"""How each model reads held-out samples where the models' token ids differ: by token, or as text."""
+"""Readers of held-out samples for models whose token ids differ: by token, or as text."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TextReader(Reader):
             name for name, x in batch.items() if name not in (*PER_TOKEN, "labels") and x.shape[: ids.ndim] == shape
         }
         if labelled or beside or task == "masked token":
-            problem = f"{self.name} divides text into other tokens, and these samples have answers for single tokens"
+            problem = f"{self.name} has another tokenizer, and these samples have labels for single tokens"
             raise DataError(problem, remedy="give text for language models, or examples with one label each")
         encoded = [self._ids(text) for text in texts(batch, self.anchor)]
         longest = max(len(row) for row, _ in encoded)
@@ -109,7 +109,7 @@ class TextReader(Reader):
 
 
 def texts(batch: Batch, tokenizer: Any) -> list[str]:
-    """What a batch says, row by row; characters that a window cuts in two are left out."""
+    """The texts of a batch, row by row, without characters that a window cuts in two."""
     ids = batch["input_ids"].flatten(0, -2)
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).flatten(0, -2)
     rows = [row[row_mask == 1].tolist() for row, row_mask in zip(ids, mask, strict=True)]
@@ -117,7 +117,7 @@ def texts(batch: Batch, tokenizer: Any) -> list[str]:
 
 
 def readers_of(names: Sequence[str], sets: Sequence[Data]) -> dict[str, Reader]:
-    """How models whose token ids differ read samples that the first of them has read.
+    """Readers of samples that the first model has read, for models whose token ids differ.
 
     Where all divide the samples' text into the same tokens, ids are mapped by token; else each reads text.
 

@@ -152,7 +152,7 @@ class Search:
         reported = self.plain if best.name == "plain" and self.plain else self._report(best, figures)
         notes = sentences(self.forgetting, [(t.name, t.figures) for _, t in tried], figures.figures)
         if best.draws:
-            notes.append(f"It draws at random: 'mergekit-yaml --random-seed {self.config.seed}' makes it again.")
+            notes.append(f"The merge is random: 'mergekit-yaml --random-seed {self.config.seed}' reproduces it.")
         outcome = Outcome(
             self.reporting.labelled,
             sorted((t for _, t in tried), key=lambda t: (t.figures.unfinished, *self._rank(t.figures))),
@@ -210,32 +210,32 @@ class Search:
         )
 
     def _samples_words(self) -> str:
-        """What the samples are that only report."""
+        """The reporting samples in words."""
         count = sum(data.examples for data in self.reporting.sets)
         sources = ", ".join(os.path.basename(source.rstrip("/")) for source in self.config.data)
         origin = {SELF: "that the models wrote", SYNTHETIC: "of noise"}.get(self.config.data[0], f"of {sources}")
         return " ".join(filter(None, (f"{count} samples", origin, "that no merge has seen")))
 
     def _best(self, tried: Sequence[tuple[Candidate, Tried]]) -> tuple[Candidate, Tried]:
-        """The one with the least score among those that do not forget too much; of all where there is none."""
+        """The candidate with the lowest score that does not forget too much; of all, if none does."""
         whole = [pair for pair in tried if not pair[1].figures.unfinished]
         return min(whole, key=lambda pair: self._rank(pair[1].figures))
 
     def _rank(self, figures: Figures) -> tuple[float, float]:
-        """What is least of the best merge."""
+        """The key by which the best merge has the least value."""
         return self._excess(figures), figures.score
 
     def _excess(self, figures: Figures) -> float:
-        """What a merge forgets too much."""
+        """Excess forgetting of a merge."""
         return 0.0 if self.forgetting is None else self.forgetting.excess(figures, self.linear)
 
     def _place(self, candidate: Candidate) -> Path:
-        """Where a merge that was tried lies."""
+        """The folder of a tried merge."""
         mark = hashlib.blake2b(json.dumps([candidate.name, candidate.models]).encode(), digest_size=4).hexdigest()
         return self.work / ("".join(c if c.isalnum() else "-" for c in candidate.name)[:60] + f"-{mark}")
 
     def _soup(self, tried: list[tuple[Candidate, Tried]]) -> None:
-        """Of three and more models: add one after the other, in the order of their worth, and keep those that help."""
+        """Greedy soup: add models in the order of their scores, and keep those that help."""
         if len(self.parents.order) < 3 or not tried:
             return
         best, members, score = self._best(tried)[0], self.parents.order[:1], math.inf
@@ -251,7 +251,7 @@ class Search:
         remaining = max(self.clock.left - self.tail, 0.0)
         expected = self.parents.costs.expected(candidate, remaining)
         if tried and expected > remaining:
-            self.left_out[candidate.name] = f"would take {expected:.0f} s, {remaining:.0f} s of the budget are left"
+            self.left_out[candidate.name] = f"needs {expected:.0f} s, {remaining:.0f} s of the budget are left"
             return None
         more = f", {behind} more to try in {remaining:.0f} s" if behind else ""
         self.say(f"{candidate.name}, about {expected:.0f} s{more} ...")
@@ -322,12 +322,12 @@ class Search:
         return best_scale(self._load(self._place(candidate)), self._load(candidate.anchor), scale, measure)
 
     def _measured(self, model: Any, anchor: str, best: Figures | None) -> Figures:
-        """What a merge is worth, and what it forgets."""
+        """Score and forgetting of a merge."""
         figures = self.deciding.measure(model, anchor, best)
         return figures if self.forgetting is None or figures.unfinished else self.forgetting.measured(model, figures)
 
     def _kept(self, candidate: Candidate, key: str) -> Tried | None:
-        """What an interrupted search found for the same recipe and samples."""
+        """The result of an interrupted search for the same recipe and samples."""
         try:
             record = json.loads(Path(f"{self._place(candidate)}{FIGURES}").read_text(encoding="utf-8"))
             if record.pop("key") != key:
@@ -347,7 +347,7 @@ class Search:
         return hashlib.blake2b(json.dumps([self.mark, *of]).encode(), digest_size=16).hexdigest()
 
     def _report(self, candidate: Candidate, tried: Tried) -> Figures:
-        """What a merge that was tried is worth on the samples that only report."""
+        """Figures of a tried merge on the reporting samples."""
         begin = time.perf_counter()
         self._make(candidate, tried.recipe)
         figures = self.reporting.measure(self._load(self._place(candidate)), candidate.anchor)
@@ -357,7 +357,7 @@ class Search:
     # --- the end -----------------------------------------------------------------------------------------------
 
     def worth(self, model: str) -> Figures:
-        """What a model in the best merge's token ids is worth on the samples that only report."""
+        """Figures of a model in the best merge's token ids on the reporting samples."""
         return self.reporting.measure(self._load(model), self.best.anchor)
 
     def write(self) -> None:
@@ -371,7 +371,7 @@ class Search:
             self._complete(Path(staging))
 
     def _complete(self, folder: Path) -> None:
-        """What stands beside the weights: recipe, figures, the verdict in report and card."""
+        """Write the files beside the weights: recipe, figures, the verdict in report and card."""
         write_text(folder / RECIPE, self.text)
         if self.reporting.labelled and not self.reporting.by_bytes:
             self._keep_figures(folder)
@@ -384,7 +384,7 @@ class Search:
             write_text(card, renewed(text, report, name, class_of(str(folder))))
 
     def _keep_figures(self, folder: Path) -> None:
-        """What the merge is worth on the samples that only report, for its card."""
+        """Keep the merge's figures on the reporting samples for its card."""
         sets, best = self.reporting.sets, self.outcome.best
         figures = {} if best.accuracy is None else {self.reporting.figure.lower(): best.accuracy}
         if name := MEASURES.get(self.reporting.unit):

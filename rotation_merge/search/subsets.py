@@ -51,6 +51,8 @@ def drawn(models: int, count: int, seed: int) -> list[tuple[int, ...]]:
 
 
 def words(subsets: Sequence[Subset]) -> str:
-    """What was found, in a sentence."""
+    """The result in a sentence."""
     better = sum(subset.better for subset in subsets)
-    return f"In {better} of {len(subsets)} subsets of the models a merge in this way beats the best of them."
+    return (
+        f"The same merge of a subset of the models beats the subset's best model in {better} of {len(subsets)} subsets."
+    )

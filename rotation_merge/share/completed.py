@@ -49,7 +49,7 @@ def completed(recipe: str, used: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _entries(node: yaml.Node | None) -> Iterator[tuple[str, yaml.MappingNode]]:
-    """What names a model beside its parameters, as far as it is written as one word."""
+    """The keys that name a model beside its parameters, if written as one word."""
     if isinstance(node, yaml.MappingNode):
         model_node = next((v for k, v in node.value if k.value == "model" and isinstance(v, yaml.ScalarNode)), None)
         if model_node is not None and (model := reference(model_node.value)) is not None:
@@ -62,7 +62,7 @@ def _entries(node: yaml.Node | None) -> Iterator[tuple[str, yaml.MappingNode]]:
 
 
 def _edit(text: str, entry: yaml.MappingNode, file: str) -> Edit:
-    """What brings a file into an entry's parameters."""
+    """The edit that adds a file to an entry's parameters."""
     line = f"statistics: {json.dumps(file, ensure_ascii=False)}"
     parameters = next((value for key, value in entry.value if key.value == "parameters"), None)
     if parameters is None:

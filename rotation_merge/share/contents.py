@@ -1,4 +1,4 @@
-"""Which files a published folder may hold: those of a model, and those of the merge that made it."""
+"""Files that a published folder may hold: those of a model, and those of its merge."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def published_name(kind: str, number: int, name: str) -> str:
 
 
 def chosen_files(folder: str, include: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Which files of a folder are published, by their places in it, and which stay here; hidden ones are not looked at.
+    """Files of a folder to publish, by their places, and files that stay; hidden files are skipped.
 
     Args:
         include: patterns of files that are published although a merge has no such files.

@@ -26,7 +26,7 @@ LARGEST = 10_000_000
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder holds.
+    """The content of a published folder.
 
     Attributes:
         files: by place in the folder, the SHA-256 sum and the size.

@@ -21,7 +21,7 @@ WORD = re.compile(r"[\w-]+")
 
 
 def given_names(texts: Iterable[str]) -> dict[str, str]:
-    """What `--as LOCAL=org/name@revision` says.
+    """Names from `--as LOCAL=org/name@revision`.
 
     Raises:
         RotationMergeError: one is no such thing.
@@ -36,7 +36,7 @@ def given_names(texts: Iterable[str]) -> dict[str, str]:
 
 
 def same_places(targets: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
-    """What `--as` says, also of other spellings of the same place: `./donor` where a recipe says `donor`."""
+    """Names from `--as`, also for other spellings of a path: `./donor` for `donor`."""
     places = {os.path.realpath(name): target for name, target in targets.items() if os.path.exists(name)}
     places_of_known = {name: os.path.realpath(name) for name in known if os.path.exists(name)}
     return {**{name: places[place] for name, place in places_of_known.items() if place in places}, **targets}

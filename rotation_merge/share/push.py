@@ -1,4 +1,4 @@
-"""What is published of a folder that a merge wrote: every file, local names replaced, and the manifest of them."""
+"""The files to publish from a merge's folder, local names replaced, and their manifest."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Draft:
         return Renaming({**whole, **known, os.path.abspath(self.folder): self.repo})
 
     def first(self) -> list[Item]:
-        """What the recipe refers to, which is published first: the recipe names the commit that it is in."""
+        """Files named by the recipe, which are published first: the recipe names their commit."""
         renaming = self._renaming("main")
         return [self._item(place, name, renaming) for name, place in self.beside.items()]
 
@@ -130,7 +130,7 @@ class Draft:
         return [*items, Item(MANIFEST_FILE, manifest.text().encode())]
 
     def statistics(self, renaming: Renaming) -> list[Measurement]:
-        """How the statistics that the recipe reads and that stay here are measured again.
+        """Commands that measure unpublished statistics of the recipe.
 
         Raises:
             RotationMergeError: a file of them does not say it.
@@ -233,7 +233,7 @@ class Draft:
 def draft(
     folder: str, repo: str, targets: Sequence[str], with_data: bool = False, include: Sequence[str] = ()
 ) -> Draft:
-    """What would be published of a folder.
+    """The plan of publishing a folder.
 
     Args:
         targets: `LOCAL=org/name@revision`, for names that mean nothing elsewhere.
@@ -343,13 +343,13 @@ def _unpublished(folder: str, report: MergeReport, read: Mapping[str, str], name
 
 
 def _pulled(folder: str) -> Sequence[Measurement]:
-    """How statistics are measured again that a folder which was pulled came without."""
+    """Commands that measure statistics which a pulled folder came without."""
     path = os.path.join(folder, MANIFEST_FILE)
     return Manifest.read(path).statistics if os.path.isfile(path) else ()
 
 
 def _unknown(folder: str, missing: Sequence[str], data: Sequence[str]) -> RotationMergeError:
-    """What only this machine knows, and how each is to be mapped; `data`: the samples among it."""
+    """Local names without a name on the hub, and the remedy for each; `data`: the samples among them."""
     names = list(dict.fromkeys(missing))
     model_names = [name for name in names if name not in data]
     words = " ".join(f"--as {name}=org/name@revision" for name in model_names[:NAMED])
@@ -401,7 +401,7 @@ def _pinned(target: str) -> str:
 
 
 def _licence(hub: str, revision: str | None) -> str | None:
-    """What a repository's card says of its licence, if it can be asked."""
+    """The licence on a repository's card, if it can be fetched."""
     from huggingface_hub import hf_hub_download
 
     if not reachable():
@@ -489,7 +489,7 @@ def publish(plan: Draft, private: bool = False) -> str:
 
 
 def _asked(repo: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What the hub says.
+    """The hub's answer.
 
     Raises:
         RotationMergeError: it refuses, or cannot be reached.

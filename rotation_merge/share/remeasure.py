@@ -20,7 +20,7 @@ OPTIONS = ("samples", "seed", "length", "batch_size", "rank", "labels")
 
 @dataclass(frozen=True)
 class Measurement:
-    """How a file of statistics is made.
+    """The measurement of a file of statistics.
 
     Attributes:
         file: as the recipe names it.
@@ -76,7 +76,7 @@ class Measurement:
 
     @property
     def command(self) -> str:
-        """What makes it, built from these fields."""
+        """The command that makes the statistics."""
         words = ["rotation-merge", "measure", self.model, "--data", self.data, "--kinds", ",".join(self.kinds)]
         defaults = {field.name: field.default for field in fields(self)}
         for name in OPTIONS:

@@ -1,4 +1,4 @@
-"""Which group a local space admits: the one answer that matching, gauges, learning, estimates and tables go by.
+"""The group that a local space admits; matching, gauges, learning, estimates and tables use it.
 
 What an architecture file says of a space (rotary dimensions, norm of queries and keys, gate, activation) picks a row of
 these tables; what a recipe asks for takes from it. To add a group is to write it in a file of this folder and to name
@@ -104,7 +104,7 @@ WIDEST = GroupOptions(attention="invertible", heads="permutation", shift_head=Tr
 
 
 class Facts(Protocol):
-    """What is known of a local space (`architectures.model.Space`)."""
+    """Facts of a local space (`architectures.model.Space`) that decide its group."""
 
     @property
     def name(self) -> str: ...
@@ -140,13 +140,13 @@ def _maps(space: Facts, options: GroupOptions) -> Group:
 
 
 def _turns(space: Facts, options: GroupOptions) -> Group:
-    """What commutes with rotary embedding."""
+    """Maps that commute with rotary embedding."""
     planar = PlanarGroup(options.rescale, space.interleaved)
     return _beside_rotary(space, planar, _maps(space, options))
 
 
 def _signs(space: Facts, options: GroupOptions) -> Group:
-    """What commutes with a gained RMSNorm and rotary embedding."""
+    """Maps that commute with a gained RMSNorm and rotary embedding."""
     return _beside_rotary(space, PairSigns(space.interleaved), CoordinateSigns())
 
 
@@ -156,7 +156,7 @@ def _ordered(space: Facts, options: GroupOptions) -> Group:
 
 
 def _turns_alone(space: Facts, options: GroupOptions) -> Group:
-    """What commutes with rotary embedding and a norm without a gain: maps that keep lengths."""
+    """Norm-preserving maps that commute with rotary embedding and a norm without a gain."""
     return _beside_rotary(space, PlanarGroup(False, space.interleaved), OrthogonalGroup(False))
 
 

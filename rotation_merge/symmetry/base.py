@@ -1,4 +1,4 @@
-"""What every group element can do.
+"""The interface of group elements.
 
 Elements are batched: one object holds G elements of the same group, one for each head (or expert); whole-axis
 groups have G = 1. An element acts on one dimension of a tensor, with its batch on another. It maps donor
@@ -83,11 +83,11 @@ class GroupElement(ABC):
 
     @abstractmethod
     def distance(self) -> Tensor:
-        """How far each element is from the identity: shape (G,), float64, >= 0, zero only at the identity."""
+        """Distance of each element from the identity: shape (G,), float64, >= 0, zero only at the identity."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """What is needed to rebuild the element, by name; the reverse of `from_tensors`."""
+        """The tensors from which `from_tensors` rebuilds the element, by name."""
 
     @classmethod
     @abstractmethod
@@ -99,7 +99,7 @@ class GroupElement(ABC):
         return self.identity(self.batch, self.size)
 
     def tangent(self, freedom: Freedom) -> Steps:
-        """What learning may move, as parameters that stand at the element itself; none where it is discrete."""
+        """Learnable parameters at the element itself; none if it is discrete."""
         return {}
 
     def along(self: Self, steps: Steps, freedom: Freedom, exact: bool) -> Self:

@@ -35,7 +35,7 @@ COUNT = 4
 
 
 def multiplier(factors: Tensor, role: str) -> Tensor:
-    """What a role is multiplied by, shape (...), under factors (4, ...)."""
+    """The multiplier of a role, shape (...), for factors (4, ...)."""
     above, below = FACTORS[role]
     result = torch.ones_like(factors[0])
     for i in above:

@@ -28,7 +28,7 @@ from rotation_merge.symmetry.tangent import Freedom, Steps
 
 
 class SignedOrder(Monomial):
-    """A permutation with signs, of which nothing can be learned."""
+    """A permutation with signs, without learnable parameters."""
 
     kind = "signed_order"
 

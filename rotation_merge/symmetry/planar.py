@@ -21,7 +21,7 @@ from rotation_merge.symmetry.tangent import Freedom, Steps, like, scaled
 
 
 def pair_dims(size: int, interleaved: bool) -> tuple[slice, slice]:
-    """Where the two coordinates of each pair stand: (i, i + d/2), or (2i, 2i + 1) if interleaved."""
+    """Indices of the two coordinates of each pair: (i, i + d/2), or (2i, 2i + 1) if interleaved."""
     if interleaved:
         return slice(0, size, 2), slice(1, size, 2)
     return slice(0, size // 2), slice(size // 2, size)

@@ -71,7 +71,7 @@ class SpaceTransform(ABC):
 
     @abstractmethod
     def distances(self) -> dict[str, float]:
-        """How far the transform is from the identity, by part (order, qk, vo, neurons, ...)."""
+        """Distance of the transform from the identity, by part (order, qk, vo, neurons, ...)."""
 
     @abstractmethod
     def group(self) -> str:
@@ -90,7 +90,7 @@ class SpaceTransform(ABC):
 
 @dataclass(frozen=True)
 class MatchingCost:
-    """What matching a space costs.
+    """The cost of matching a space.
 
     Attributes:
         per_weight: floating-point operations for each entry of a tensor that lives in the space.
@@ -125,13 +125,13 @@ class SpaceGroup(ABC):
 
     @abstractmethod
     def refuses(self, transform: SpaceTransform) -> str | None:
-        """What keeps a transform from being one of the group, in words; None: it is one."""
+        """The reason why a transform is not in the group, in words; None if it is."""
 
     @property
     @abstractmethod
     def words(self) -> str:
-        """What matching looks for, in words."""
+        """The group in words."""
 
     @abstractmethod
     def work(self) -> MatchingCost:
-        """What matching it costs."""
+        """The cost of matching."""

@@ -1,4 +1,4 @@
-"""What learning moves of an element: parameters that are zero at the element and cannot lead out of its group."""
+"""Learnable parameters of an element: zero at the element, and inside its group."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Steps = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Freedom:
-    """What may be learned besides maps and angles.
+    """Learnable quantities besides maps and angles.
 
     Attributes:
         scales: rescalings.

@@ -22,7 +22,7 @@ class Workload(Protocol):
 
     @property
     def at_once(self) -> int:
-        """How many pieces this process may run at once; 0: one after the other, on the calling thread."""
+        """The number of pieces that this process may run at once; 0: sequentially, on the calling thread."""
 
     @property
     def size(self) -> int:

@@ -89,7 +89,7 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], count: int) 
 
 
 def workers_for(weights: int) -> int:
-    """How many blocks of this size to match at once: limited by torch's threads and free memory."""
+    """The number of blocks of this size to match at once: limited by torch's threads and free memory."""
     allowed = int(SHARE * free_memory() / (BYTES_A_WEIGHT * max(weights, 1)))
     return max(1, min(torch.get_num_threads(), allowed))
 

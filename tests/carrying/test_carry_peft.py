@@ -148,13 +148,13 @@ REFUSED: dict[str, tuple[str, AlignConfig, dict[str, Any], str]] = {
         "llama",
         ROTATION,
         {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
-        r"'model.*norm.weight' cannot be carried where the stream is turned",
+        r"'model.*norm.weight' cannot be carried with a rotated stream",
     ),
     "constants beside embeddings": (
         "gpt2",
         ROTATION,
         {"target_modules": ["c_attn", "wte"], "fan_in_fan_out": True},
-        "leave constants over",
+        "adds a constant",
     ),
 }
 
@@ -231,7 +231,7 @@ class TestBadInput:
             return {k: torch.cat([x, x], 1) if "lora_A" in k else x for k, x in tensors.items()}
 
         other = self.changed(folder, tmp_path / "wide", wider)
-        assert "its base says" in self.refused(folder, tmp_path / "out", other)
+        assert "in its base" in self.refused(folder, tmp_path / "out", other)
 
     def test_numbers_that_are_none(self, folder: Path, tmp_path: Path):
         def spoilt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -300,7 +300,7 @@ def test_command(llama: Home, tmp_path: Path) -> None:
     done = run("carry", first, *bases, tmp_path / "half", "--alignment", maps, "--scale", 0.5, "--lora", 7)
     assert done.exit_code == 0, done.output
     assert "multiplied by 0.5" in (tmp_path / "half" / "README.md").read_text()
-    assert "stays an adapter of rank 2" in done.output
+    assert "keeps its rank 2" in done.output
     done = run("carry", first, *bases, tmp_path / "one", "--alignment", maps)
     assert done.exit_code == 0, done.output
     one, two = (load_file(tmp_path / p / "adapter_model.safetensors") for p in ("one", "both/adapter"))

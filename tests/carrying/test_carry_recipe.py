@@ -57,7 +57,7 @@ def test_recipe_and_command_agree(
     pair = ("--from", there["old"], "--to", there["new"], "--residual", "none", "--heads", "permutation")
     done = run("carry", there["tuned"], *pair, tmp_path / "out", "--data", data, "--samples", 32, *flags)
     assert done.exit_code == 0, done.output
-    assert "On samples held out" in (tmp_path / "merged" / "rotation_merge.json").read_text()
+    assert "Loss on the judging samples" in (tmp_path / "merged" / "rotation_merge.json").read_text()
     mine, its = state(tmp_path / "merged"), state(tmp_path / "out")
     for name, tensor in its.items():
         torch.testing.assert_close(mine[name], tensor, atol=1e-5, rtol=1e-4, msg=name)

@@ -70,7 +70,7 @@ def test_a_fine_tune_and_its_adapter_are_carried_so(tmp_path: Path) -> None:
     asked = (*asked, "--data", tmp_path / "texts.jsonl")
     done = run("carry", tuned, tmp_path / "whole", *asked)
     assert done.exit_code == 0, done.output
-    assert "maps read was moved by maps of its own" in done.output
+    assert "linear maps have input maps of their own" in done.output
     assert "matched on weights and activations" in done.output
     assert any(
         not torch.equal(x, y) for x, y in zip(state(new).values(), state(tmp_path / "whole").values(), strict=True)

@@ -286,7 +286,7 @@ def test_samples_say_what_arrives_between_unlike_bases(
     done = parsed("carry", models[tuned], tmp_path / "out", "--from", models[old], "--to", models[new], *given)
     lines = " ".join(done["written"][0]["lines"])
     assert said in lines
-    assert "On samples held out" in lines
+    assert "Loss on the judging samples" in lines
     assert logits(tmp_path / "out").isfinite().all()
 
 

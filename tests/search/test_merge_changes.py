@@ -272,8 +272,8 @@ def test_the_verdict_says_why_a_better_score_was_not_taken(
     assert done.exit_code == 0, done.output
     assert "best merge: plain" in done.stdout
     assert "'refit, plain' scores" in done.stdout
-    assert "is not taken" in done.stdout
-    assert "is not taken" in (tmp_path / "out" / "README.md").read_text()
+    assert "forgets too much" in done.stdout
+    assert "forgets too much" in (tmp_path / "out" / "README.md").read_text()
 
 
 # --- subsets ---------------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def test_subsets_of_three_models_are_merged_in_the_best_way(tmp_path: Path, only
     assert done.exit_code == 0, done.output
     subsets = json.loads(done.stdout)["subsets"]
     assert [len(subset["models"]) for subset in subsets] == [2, 2]
-    assert "of 2 subsets of the models" in (tmp_path / "out" / "README.md").read_text()
+    assert "of 2 subsets" in (tmp_path / "out" / "README.md").read_text()
     assert "three or more" in run("merge", ENGLISH, C, tmp_path / "o", "--subsets", "2").output
 
 

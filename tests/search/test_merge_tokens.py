@@ -86,7 +86,7 @@ def test_permuted_ids_change_nothing(data: tuple[str, ...], other: Path, same: d
     if data == TEXTS:
         assert scores(found) == pytest.approx(scores(same), abs=1e-4)
     assert max(scores(found)) < 2.5, "wrong ids give more than four"
-    assert "token ids differ: samples, and merges, take them by token" in said
+    assert "token ids differ: samples and merges match them by token" in said
     assert {tried["name"] for tried in found["tried"]} == {"plain", "regmean"}
     assert "the models' token ids differ" in found["left_out"]["refits"]
     recipe = yaml.safe_load((tmp_path / "out" / "recipe.yml").read_text())

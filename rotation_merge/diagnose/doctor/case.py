@@ -1,4 +1,4 @@
-"""What is looked at: a recipe of any merge method, or a merged model with what it was made of."""
+"""The case that is diagnosed: a recipe of any merge method, or a merged model with its parents."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Case:
     )
 
     def match(self, pair: Pair, progress: Progress | None) -> tuple[Pair, Alignment, MergeReport]:
-        """What brings a parent to the first one under a pair's options; matched once."""
+        """The alignment of a parent to the first one under a pair's options; computed once."""
         key = (str(pair.donor.reference), pair.checked.options)
         if key not in self.matched:
             self.matched[key] = (pair, *match_pair(pair, progress))
@@ -76,14 +76,14 @@ class Case:
 
     @property
     def folders(self) -> list[str]:
-        """Where the files of the parents lie, the base's first."""
+        """Folders of the parents, the base's first."""
         parts = [parse_reference(name).model for name in self.parents]
         places = [part.path if os.path.isdir(part.path) else in_cache(part.path, part.revision) for part in parts]
         return [place for place in places if place is not None]
 
     @cached_property
     def defects(self) -> list[Defect]:
-        """What headers and small files of the merged model's folder tell."""
+        """Defects in headers and small files of the merged model's folder."""
         if self.merged is None or not os.path.isdir(self.merged):
             return []
         return check_folder(self.merged, self.folders)
@@ -99,7 +99,7 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        """What the merge is stored in: what its own weights are, or what the recipe asks for."""
+        """Dtype of the merge: that of its weights, or that in the recipe."""
         if self.patient is not None:
             kinds = {str(dtype) for dtype in self.patient.dtypes.values()}
             return "float16" if "torch.float16" in kinds else next(iter(kinds), "").removeprefix("torch.")
@@ -107,7 +107,7 @@ class Case:
 
 
 def open_case(name: str, parents: Sequence[str] = ()) -> Case:
-    """What is known of a recipe or of a merged model.
+    """Open a recipe or a merged model with its parents.
 
     Args:
         parents: models that it was merged from, where no recipe tells.

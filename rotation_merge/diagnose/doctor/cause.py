@@ -10,7 +10,7 @@ CERTAIN, LIKELY = 0.9, 0.5
 
 @dataclass(frozen=True)
 class Cause:
-    """What may make a merge bad.
+    """A possible cause of a bad merge.
 
     Attributes:
         name: what it is called, one or two words.

@@ -37,7 +37,7 @@ EVERYTHING = AlignConfig(heads="permutation", residual="largest")
 
 
 def of_pairs(case: Case, progress: Progress | None = None) -> Iterator[Cause]:
-    """What stands between the first parent and each other one."""
+    """Causes from comparing the first parent with each other one."""
     if case.method == "passthrough" and case.recipe.get("slices"):
         yield Cause(
             *("stacked layers", 0.6, "layers of models are stacked, not averaged"),
@@ -157,5 +157,5 @@ def _coordinates(case: Case, anchor: Model, donor: Model, progress: Progress | N
 
 
 def _more(after: float) -> str:
-    """What to do where something is left after alignment."""
+    """The remedy for differences that remain after alignment."""
     return f"; if that is not enough, {LEARN}" if after > ONE else ""

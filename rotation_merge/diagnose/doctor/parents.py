@@ -54,7 +54,7 @@ class Parent:
         return {(block.module, block.place, block.index): block for block in self.architecture.blocks}
 
     def tensor(self, block: Block, info: TensorInfo) -> Tensor | None:
-        """What meets a tensor of the merge; None where nothing does."""
+        """The parents' counterpart of a tensor of the merge; None if there is none."""
         index = block.index
         if self.layers is not None:
             if index not in self.layers:
@@ -84,7 +84,7 @@ class ParentSpan:
     complete: bool = True
 
     def tensors(self, block: Block, info: TensorInfo, shape: tuple[int, ...]) -> list[Tensor]:
-        """What of them meets a tensor of the merge that has this shape."""
+        """The parents' counterparts of a tensor of the merge that have its shape."""
         tensors = (parent.tensor(block, info) for parent in self.members)
         return [tensor for tensor in tensors if tensor is not None and tuple(tensor.shape) == shape]
 
@@ -145,7 +145,7 @@ def _moved(case: Case, progress: Progress | None) -> ParentSpan:
 
 
 def _alignment(case: Case, donor: RecipeDonor, progress: Progress | None) -> tuple[Pair, Alignment] | None:
-    """What moves a donor; None where it cannot be known, or takes too long to find again."""
+    """The alignment of a donor; None if it is unknown or would take too long."""
     settings: Any = case.recipe.get("parameters") or {}
     if donor.unlike or donor.match_on != WEIGHTS or settings.get("anchor") == "mean" or donor.name not in case.models:
         return None

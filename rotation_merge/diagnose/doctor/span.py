@@ -75,8 +75,8 @@ class Comparison:
 
 
 def of_span(case: Case, progress: Progress | None = None) -> Iterator[Cause]:
-    """What is wrong with single tensors of a merge, seen beside its parents'; of a recipe, with parents' beside the
-    first one's.
+    """Faults of single tensors of a merge compared with its parents; for a recipe, of parents compared with the first
+    one.
 
     Raises:
         RotationMergeError: a model cannot be read.

@@ -1,1 +1,1 @@
-"""What a merge does to which tensor: blocks, donors, moves, tasks, planner."""
+"""Plans of merges: blocks, donors, moves, tasks, planner."""

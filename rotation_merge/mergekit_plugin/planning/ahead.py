@@ -49,7 +49,7 @@ class Ahead:
         self.weights = max(self.weights, weights)
 
     def result(self, job: Job, whole: Alignment | None) -> BlockMatch:
-        """What matching a block found, waited for; blocks that follow are begun.
+        """The match of a block, waited for; the following blocks are started.
 
         Raises:
             AlignmentError: as matching does.
@@ -74,7 +74,7 @@ class Ahead:
         return block_match
 
     def end(self) -> None:
-        """Nothing is asked for any more, whoever ended the merge: what still runs stops."""
+        """Stop all running work when the merge ends."""
         if self._workers is not None:
             self._workers.close(wait=False)
 

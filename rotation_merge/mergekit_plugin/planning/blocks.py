@@ -37,7 +37,7 @@ def same_block(models: Models, model: ModelReference, block: Block) -> BlockPart
 
 @dataclass(frozen=True)
 class OutputBlock:
-    """What one block of the output is made of.
+    """The sources of one output block.
 
     Attributes:
         number: its place among all blocks of the output.
@@ -54,7 +54,7 @@ class OutputBlock:
     sources: list[BlockPart]
 
     def names(self, info: TensorInfo) -> tuple[str, ...]:
-        """What the pieces of a tensor are called in the output."""
+        """Output names of the pieces of a tensor."""
         return self.anchor.architecture.names(info, self.index)
 
     @property

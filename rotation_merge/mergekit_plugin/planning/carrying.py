@@ -29,7 +29,7 @@ ASKS = (*OPTIONS, "preset", "match_on", "carry", "scale", "data")
 
 @dataclass(frozen=True)
 class Carried:
-    """How a donor's change is carried.
+    """The way a donor's change is carried.
 
     Attributes:
         carrying: task that carries it with samples: the anchor's tensors as it changes them, by name.
@@ -43,7 +43,7 @@ class Carried:
 def transfer_config(
     recipe: Recipe, reader: ConfigReader, model: ModelReference, match: AlignConfig, seed: int
 ) -> TransferConfig:
-    """What a recipe says of how a donor's change is carried.
+    """The recipe's options for carrying a donor's change.
 
     Args:
         match: by which groups it is matched.
@@ -65,7 +65,7 @@ def carried(
     match: AlignConfig,
     shares_vocabulary: bool,
 ) -> Carried:
-    """How a donor is carried.
+    """The way a donor is carried.
 
     Args:
         origin: what it was tuned from, where it is a change that is merged.
@@ -73,7 +73,7 @@ def carried(
         shares_vocabulary: whether it has the anchor's.
 
     Raises:
-        RecipeError: there is no change to carry, or samples mean other things to its base than to the anchor.
+        RecipeError: there is no change to carry, or its base has another vocabulary than the anchor.
     """
     config = transfer_config(recipe, reader, model, match, options.random_seed or 0)
     if origin is None:
@@ -93,9 +93,9 @@ def carried(
         return Carried(scale=1.0 if config.factor is None else config.factor)
     if not shares_vocabulary and config.needs_samples:
         raise RecipeError(
-            f"the vocabulary of {origin} is not the anchor's: samples mean other things to the two",
+            f"the vocabulary of {origin} differs from the anchor's, so samples cannot be shared",
             where=str(model),
-            remedy="leave 'carry' and 'scale: auto' out: weights alone are carried by the tokens that both have",
+            remedy="leave out 'carry' and 'scale: auto': weights alone can be carried by shared tokens",
         )
     from rotation_merge.carrying.session import Execution
     from rotation_merge.mergekit_plugin.planning.carry_task import Carry
@@ -116,7 +116,7 @@ def carried(
 
 
 def unlike_of(recipe: Recipe, reader: ConfigReader, model: ModelReference) -> Resizing:
-    """What a recipe says of a donor's base: which of its shapes may differ from the anchor's."""
+    """The recipe's options for a donor's base of other shapes."""
     widths, layers = (recipe.of_model(name, reader, model) for name in ("widths", "layers_map"))
     return Resizing(bool(widths), str(layers or ""))
 

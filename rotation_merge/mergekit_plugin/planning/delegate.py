@@ -65,7 +65,7 @@ class Helper(Protocol):
 
 @dataclass(frozen=True)
 class Helped:
-    """What one model's part of a tensor is merged with.
+    """One model's part of a tensor with its weight and statistics.
 
     Attributes:
         tasks: whose results, put together, are `Source.held`.

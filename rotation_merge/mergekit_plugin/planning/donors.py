@@ -1,4 +1,4 @@
-"""How each donor of a recipe is to be aligned, settled before any block is planned."""
+"""Alignment options of each donor of a recipe, settled before any block is planned."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Donors:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The type of fewest digits that the recipe rounds to; None: everything stays what it is stored in."""
+        """The least precise dtype that the recipe rounds to; None: all tensors keep theirs."""
         named = (self.recipe.config.dtype, self.recipe.config.out_dtype)
         dtypes = [dtype for name in named if (dtype := dtype_from_name(name)) is not None]
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
@@ -229,7 +229,7 @@ class Donors:
         return Donor(origin, None, bases.rows, checked)
 
     def _match(self, model: ModelReference, origin: ModelReference | None, reader: ConfigReader) -> Match:
-        """What finds a donor's maps: of weights, or of activations ('match_on').
+        """The function that matches a donor: on weights, or on activations ('match_on').
 
         Raises:
             RecipeError: slices bring layers together that are not those of whole models.
@@ -393,7 +393,7 @@ class Donors:
 
     @staticmethod
     def name(model: ModelReference | str, origin: ModelReference | str | None) -> str:
-        """What the report calls a donor."""
+        """The donor's name in the report."""
         return title(model, origin)
 
 

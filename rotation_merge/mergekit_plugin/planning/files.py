@@ -55,7 +55,7 @@ def inputs_in(path: str) -> list[Input]:
 
 
 def recipe_outputs(config: MergeConfiguration, out: str | None) -> list[Output]:
-    """Everything that a recipe writes: the folder, and what its parameters ask for, in that folder or elsewhere.
+    """All outputs of a recipe: the folder, and files named by parameters.
 
     Args:
         out: the merged model's folder; None: it is not known yet.
@@ -127,7 +127,7 @@ def _names(name: str, value: Any, role: str) -> bool:
 
 
 def _references(value: Any) -> Iterator[ModelReference]:
-    """Every model that a configuration names, in whatever part of it."""
+    """All models that a configuration names."""
     if isinstance(value, ModelReference):
         yield value
     else:
@@ -146,7 +146,7 @@ def _parameters(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a part of a configuration holds, each with the name of its field; in mappings and lists they have none."""
+    """The children of a configuration's part, each with its field name; without names in mappings and lists."""
     if isinstance(value, BaseModel):
         yield from ((field, getattr(value, field)) for field in type(value).model_fields)
     else:

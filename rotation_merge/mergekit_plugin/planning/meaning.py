@@ -1,4 +1,4 @@
-"""Donors of which a delegate of our own cannot mean anything: refused by name, before any weight is read."""
+"""Rejects donors that a delegate of our own does not support, before any weight is read."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_pool(donors: Donors) -> None:
     """For activations on one pool of samples.
 
     Raises:
-        RecipeError: samples mean other things to a donor, or other layers of it are brought together.
+        RecipeError: a donor's vocabulary differs, or its layers are combined differently.
     """
     for model in donors.found:
         why = "delegate ot_fusion compares activations on the same tokens"

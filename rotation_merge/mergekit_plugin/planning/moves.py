@@ -22,7 +22,7 @@ from rotation_merge.model.biases import holders, inputs
 
 @dataclass(frozen=True)
 class Move:
-    """How one source's tensors of a block get to the anchor's coordinates.
+    """The move of one source's tensors of a block to the anchor's coordinates.
 
     Attributes:
         frame: the block whose space names the transforms go by.
@@ -52,7 +52,7 @@ class Moves:
         self.found = {source.model: self._carried(source, reader) for source in (out.anchor, *out.sources)}
 
     def _carried(self, source: BlockPart, reader: ConfigReader) -> Move:
-        """How one source's tensors are moved, or what carries them with samples."""
+        """The move of one source's tensors, or the task that carries them with samples."""
         donor = self.donors.found.get(source.model, Donor())
         if donor.carried.carrying is not None:
             frame = self._same_block(self.donors.recipe.base, source.block)
@@ -60,7 +60,7 @@ class Moves:
         return replace(self._move(source, reader), scale=donor.carried.scale)
 
     def _move(self, source: BlockPart, reader: ConfigReader) -> Move:
-        """How the tensors of one source's block are moved."""
+        """The move of one source's block."""
         recipe, anchor = self.donors.recipe, self.out.anchor
         donor = self.donors.found.get(source.model, Donor())
         origin = None if donor.origin is None else self._same_block(donor.origin, source.block)
@@ -96,7 +96,7 @@ class Moves:
         return Move(source, anchor.block, task, donor.whole, origin, donor.rows)
 
     def tasks(self, source: BlockPart, info: TensorInfo) -> tuple[Task, ...]:
-        """What gives a source's pieces of one tensor: the loads themselves, or a task that moves them."""
+        """Tasks for a source's pieces of one tensor: loads, or a task that moves them."""
         move, names = self.found[source.model], self.out.names(info)
         block = move.frame
         framed = block.tensor(info.key) or info
@@ -151,7 +151,7 @@ class Moves:
         return (task,) * len(names)
 
     def _stored(self, source: BlockPart, info: TensorInfo) -> torch.dtype | None:
-        """What a model with an adapter stores a tensor in; None of other models, whose tensors come in it."""
+        """Dtype of a tensor in a model with an adapter; None for other models, whose tensors have it."""
         if source.model.lora is None:
             return None
         model_info = source.block.tensor(info.key) or info

@@ -269,7 +269,7 @@ class RotationMergePlanner(MergePlanner):
 
 
 def delegated(donors: Donors, config: MergeConfiguration) -> Any:
-    """What plans the output tensors of a delegate of our own, by the unit it works on; None of mergekit's.
+    """The planner of output tensors for a delegate of our own, by its unit; None for mergekit's.
 
     Args:
         config: normalised (modules with slices).

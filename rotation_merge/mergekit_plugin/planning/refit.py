@@ -53,7 +53,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Lesson:
-    """Who answers to what.
+    """The models that answer each set of samples.
 
     Attributes:
         pooled: whether all models answer to all samples, and their mean counts; else each answers to its own.
@@ -130,7 +130,7 @@ def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, opti
 
 
 def _readers(config: MergeConfiguration) -> dict[ModelReference, ConfigReader]:
-    """Where each model's parameters are looked up."""
+    """The lookup of each model's parameters."""
     readers: dict[ModelReference, ConfigReader] = {}
     for module in (config.modules or {}).values():
         for piece in module.slices or []:

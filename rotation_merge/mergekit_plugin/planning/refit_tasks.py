@@ -164,7 +164,7 @@ class _Work:
         return result
 
     def _merged(self, shares: Sequence[float]) -> TensorSource:
-        """What the refit starts from, where that is not the anchor."""
+        """The start of the refit, if it is not the anchor."""
         lesson = self.lesson
         if lesson.start == "average":
             average = Average(self.sources, shares)
@@ -203,7 +203,7 @@ class _Work:
         return tensor.to(self._dtype(info.name)) if tensor.is_floating_point() else tensor
 
     def write_rest(self) -> None:
-        """What was not solved is what the merge started from."""
+        """Write the start's tensors that were not solved."""
         for info in self.base.architecture.tensors():
             if all(name in self.written for name in info.names):
                 continue
@@ -278,14 +278,14 @@ class _Work:
         return Runner(config, source, architecture, batches, self.states, prefix, self.exact, self.device, fill, untie)
 
     def _dtype(self, name: str) -> torch.dtype:
-        """What a tensor of the output is stored in."""
+        """The dtype of an output tensor."""
         stored = self.base.dtypes
         dtype = dtype_from_name(self.recipe.config.dtype) or stored.get(name) or next(iter(stored.values()))
         return cast(torch.dtype, dtype)
 
     @property
     def exact(self) -> torch.dtype:
-        """What is computed in."""
+        """The dtype of the computation."""
         return torch.promote_types(self._dtype(self.base.names[0]), torch.float32)
 
     def _rounded(self, info: TensorInfo, tensor: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class Books:
         return next((place for place in places if os.path.isfile(place)), None)
 
     def _command(self, model: Model, setting: str | None, exists: bool) -> str:
-        """How to make a model's statistics, and have the recipe find them."""
+        """The commands that make a model's statistics where the recipe finds them."""
         kinds = "" if self.plan.statistics == "gram" else f" --kinds {self.plan.statistics}"
         out = f" --out {setting}" if setting and not exists else ""
         hint = ", and name the file that it writes under 'statistics'" if setting and exists else ""
@@ -209,7 +209,7 @@ class CarriedStatistics:
 
 @dataclass(frozen=True)
 class CarryStatistics:
-    """What a model's statistics say of one map (or of one tensor), in the anchor's coordinates.
+    """A model's statistics of one map (or of one tensor), in the anchor's coordinates.
 
     Attributes:
         names: of the tensor in the model's own checkpoint, one for each stored piece.

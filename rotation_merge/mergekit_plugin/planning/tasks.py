@@ -34,7 +34,7 @@ from rotation_merge.symmetry import SpaceTransform
 
 
 class Unchecked(BaseModel):
-    """What our own code makes: fields are taken as they are, so that no schema of all their types is built."""
+    """A task made by our own code: fields are taken unchecked, so that no schema of their types is built."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True, frozen=True)
 
@@ -54,7 +54,7 @@ def _default(info: FieldInfo) -> dict[str, Any]:
 
 
 class LabelledLoad(Unchecked, LoadTensor):
-    """Loads a tensor with the others of its output block, whatever layer it comes from.
+    """Loads a tensor with the others of its output block, from any layer.
 
     The first look at it, while it is at hand, takes its fingerprint and makes sure that it holds numbers.
 
@@ -334,7 +334,7 @@ class CarriedTensor(KeyedTask):
 
 
 class AlignedGather(Unchecked, GatherTensors):
-    """What the delegate gets for one output tensor: the anchor as it is, every donor moved."""
+    """The delegate's input for one output tensor: the anchor unchanged, every donor moved."""
 
     key: str
     label: str

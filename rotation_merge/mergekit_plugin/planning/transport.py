@@ -184,7 +184,7 @@ class Transport:
     def _plans(
         self, model: ModelReference, info: TensorInfo, moves: Moves, parameters: Mapping[str, Any]
     ) -> tuple[Task, ...]:
-        """What moves one donor's tensor."""
+        """The transport plans for one donor's tensor."""
         soft = "soft plans, which are not symmetries: the averaged donor has other outputs than the original"
         words = "hard plans, which are permutations" if parameters["plan"] == "hard" else soft
         self.run.note(f"Delegate ot_fusion moved `{model}` by {words}.")
@@ -202,7 +202,7 @@ class Transport:
         return How(parameters["plan"] == "hard", default if regularisation is None else regularisation)
 
     def _watched(self, model: ModelReference) -> dict[str, Task]:
-        """Activations of the anchor and of a donor, where there are samples."""
+        """Activations of the anchor and of a donor, if there are samples."""
         if self.data is None:
             return {}
         base, seed = self.models[self.recipe.base], self.donors.options.random_seed or 0

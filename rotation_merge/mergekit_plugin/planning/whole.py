@@ -52,7 +52,7 @@ class WholeTask(KeyedTask):
 
 
 def devices_of(options: MergeOptions) -> tuple[str, ...]:
-    """Where whole models are matched: the merge's device, or all that `--multi-gpu` gives.
+    """Devices for matching whole models: the merge's, or all of `--multi-gpu`.
 
     Raises:
         RotationMergeError: it gives none.

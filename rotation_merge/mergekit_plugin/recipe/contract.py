@@ -1,4 +1,4 @@
-"""What a delegate asks of a recipe's models: how many, with a base or without, which parameters must be given."""
+"""A delegate's contract: number of models, base, required parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 
 def wanted(parameter: ParameterSpec) -> str:
-    """What values a delegate's parameter has, in words."""
+    """The type of a delegate's parameter in words."""
     types = [kind for kind in (parameter.value_type, *get_args(parameter.value_type)) if kind in KINDS]
     return KINDS[types[0]] if types else str(parameter.value_type)
 

@@ -1,4 +1,4 @@
-"""What may do the averaging: mergekit's methods, and our own. What can be said of them without a recipe."""
+"""The available delegates: mergekit's methods and our own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def get(name: str) -> MergeMethod:
 
 
 def registered_name(method: MergeMethod) -> str:
-    """What mergekit's registry knows a delegate by."""
+    """The delegate's name in mergekit's registry."""
     name = method.spec.name
     return f"{PREFIX}{name}" if OWN.get(name) is method else name
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def title(model: object, origin: object | None) -> str:
-    """What a report calls a donor."""
+    """The donor's name in reports."""
     return str(model) if origin is None else f"{model} (carried over from {origin})"
 
 

@@ -1,4 +1,4 @@
-"""What a recipe may say to rotation_merge: fields of configs that recipes have. What is not here is no parameter."""
+"""Parameters of recipes: fields of configs that recipes have; any other name is an error."""
 
 from __future__ import annotations
 

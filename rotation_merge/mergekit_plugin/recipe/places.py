@@ -1,4 +1,4 @@
-"""Where things stand in a recipe: its parts, the places of parameters, the models that are merged with one another."""
+"""Paths in a recipe: its parts, the places of parameters, the models merged together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rotation_merge.mergekit_plugin.recipe.names import DONOR_ONLY, EACH, OPTION
 
 
 def at(value: Any, path: Path) -> Any:
-    """The value at a path, None where there is none."""
+    """The value at a path; None if there is none."""
     for step in path:
         if isinstance(value, Mapping):
             value = value.get(step)
@@ -107,7 +107,7 @@ def filters(setting: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class MergedTogether:
-    """Models that are merged with one another: those of a slice, or of the whole recipe or module.
+    """Models merged together: those of a slice, a module or the whole recipe.
 
     Attributes:
         path: its place in the recipe.
@@ -128,7 +128,7 @@ class MergedTogether:
     adds_base: bool
 
     def inputs(self, base: ModelReference | None) -> list[ModelReference]:
-        """What the delegate gets when `base` is its base."""
+        """The delegate's inputs if `base` is its base."""
         return [*self.models, base] if self.adds_base and base and base not in self.models else self.models
 
 

@@ -190,7 +190,7 @@ def _parameters(document: Document, path: Path, ours: tuple[str, ...], delegate:
 
 
 def _where(name: str) -> str:
-    """Where a parameter of ours stands that stands somewhere else."""
+    """The place of a misplaced parameter of ours."""
     places = {RECIPE: "under the recipe's 'parameters'", DONOR_ONLY: "under one donor's 'parameters'"}
     return f"move it {places.get(BY_NAME[name].option.scope, 'under one model, or under the recipe')}"
 

@@ -50,7 +50,7 @@ def family_of(gguf: GgufFile) -> Family:
 
 
 def read_config(gguf: GgufFile, family: Family) -> dict[str, Any]:
-    """What config.json would hold.
+    """The content of config.json, from a GGUF's metadata.
 
     Raises:
         CheckpointError: the metadata lack something, or say what transformers has no words for.
@@ -136,7 +136,7 @@ def _rope(gguf: GgufFile, family: Family, share: float, rotated: int) -> dict[st
 
 
 def _scaling(gguf: GgufFile, rotated: int) -> dict[str, Any]:
-    """What stretches rotary positions."""
+    """The scaling of rotary positions."""
     kind, original = gguf.value("rope.scaling.type", "none"), gguf.value("rope.scaling.original_context_length")
     if LONG in gguf.entries:
         factors = {
@@ -176,7 +176,7 @@ def _llama3(gguf: GgufFile, divisors: Tensor, rotated: int) -> dict[str, Any]:
 
 
 def llama3_divisors(rope: Mapping[str, Any], rotated: int) -> Tensor:
-    """What Llama 3's rule divides rotary frequencies by, as llama.cpp's converter writes it.
+    """Divisors of rotary frequencies by Llama 3's rule, as in llama.cpp's converter.
 
     Args:
         rope: `rope_parameters` of a config.

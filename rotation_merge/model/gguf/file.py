@@ -54,11 +54,11 @@ class Entry:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it is read as."""
+        """Dtype of the tensor when read."""
         return FLOATS.get(self.kind, torch.float32)
 
     def bytes(self) -> np.ndarray:
-        """What the file holds of it, mapped."""
+        """The tensor's bytes in the file, mapped."""
         return np.memmap(self.path, np.uint8, "r", self.start, (self.size,))
 
     def part(self, index: int) -> Entry:
@@ -113,7 +113,7 @@ class GgufFile:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """How many tensors are of which type, the most frequent first."""
+        """Number of tensors of each type, the most frequent first."""
         kinds = [entry.kind for entry in self.entries.values()]
         return {kind: kinds.count(kind) for kind in sorted(set(kinds), key=lambda kind: (-kinds.count(kind), kind))}
 

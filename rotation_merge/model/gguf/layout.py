@@ -1,4 +1,4 @@
-"""Which tensor of transformers' is which of a GGUF, and how its numbers stand in it; `families.json` says both.
+"""The correspondence of transformers' tensors with those of a GGUF, from `families.json`.
 
 The order of numbers is that of llama.cpp's converter: queries and keys of Llama have the two numbers of a RoPE pair
 side by side, gains of Gemma are stored with the one that its norms add, GPT-2's linear maps as (out, in), experts of
@@ -81,7 +81,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of transformers' lies in a GGUF.
+    """Location of a transformers tensor in a GGUF.
 
     Attributes:
         stem: the name without its last word (weight or bias).

@@ -20,7 +20,7 @@ from rotation_merge.model.gguf.place import gguf_files
 
 @dataclass(frozen=True)
 class GgufTensors:
-    """What a GGUF holds, by transformers' names.
+    """The tensors of a GGUF, by transformers' names.
 
     Attributes:
         config: as transformers has it.

@@ -1,4 +1,4 @@
-"""Where a model's files lie: a folder, a repository of the hub, or what was made of a GGUF's metadata.
+"""Location of a model's files: a folder, a hub repository, or a folder made of a GGUF's metadata.
 
 For a GGUF, config and tokenizer are made once, in a folder of the hub's cache that bears the file's name; its weights
 stay where they are, and are turned into numbers one tensor at a time.
@@ -172,7 +172,7 @@ def _room() -> str:
 
 
 def _mark(paths: Sequence[str]) -> str:
-    """Of the files as they are, the tokenizer beside them, and what reads them."""
+    """A key of the files, the tokenizer beside them, and the code that reads them."""
     beside = os.path.join(os.path.dirname(paths[0]), "tokenizer.json")
     facts = [
         (os.path.realpath(p), os.stat(p).st_size, os.stat(p).st_mtime_ns) for p in (*paths, beside) if os.path.exists(p)
@@ -182,7 +182,7 @@ def _mark(paths: Sequence[str]) -> str:
 
 @cache
 def _code() -> str:
-    """Of the code and the tables that make a folder."""
+    """A key of the code and the tables that make a folder."""
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted(Path(__file__).parent.glob("*.*")):
         digest.update(file.read_bytes())

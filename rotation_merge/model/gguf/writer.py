@@ -107,7 +107,7 @@ class PlannedTensor(Entry):
 
 @dataclass(frozen=True)
 class GgufPlan:
-    """What will be written: the metadata, and the tensors in their order.
+    """The plan of a GGUF: metadata, and the tensors in order.
 
     Attributes:
         notes: what the user should know of it.
@@ -166,7 +166,7 @@ class GgufPlan:
 
 
 def plan_gguf(model: Model, kind: str = "f16", name: str = "") -> GgufPlan:
-    """How a checkpoint will be written; no weight is read.
+    """Plan a checkpoint's GGUF; reads no weights.
 
     Args:
         kind: f16 or q8_0.
@@ -250,7 +250,7 @@ def _order(name: str) -> tuple[int, int, str]:
 
 
 def _vocabulary(model: Model, rows: int, family: Family, label: str) -> tuple[dict[str, Any], list[str]]:
-    """Metadata of the tokenizer beside a model, and what is to be said where there is none."""
+    """Metadata of the tokenizer beside a model, and a note if there is none."""
     from transformers import AutoTokenizer
 
     try:
@@ -267,7 +267,7 @@ def _vocabulary(model: Model, rows: int, family: Family, label: str) -> tuple[di
 
 
 def _check_config(family: Family, gguf: GgufFile, model: Model) -> None:
-    """What is read back computes the same: all entries of the config that say what a model computes are the same.
+    """Check that a config read back from the GGUF describes the same computation.
 
     Raises:
         CheckpointError: names the first that GGUF does not hold.
@@ -376,7 +376,7 @@ def _tokens(content: Mapping[str, Any], rows: int, label: str) -> tuple[list[str
 def _kind(
     content: Mapping[str, Any], tokens: list[str], types: list[int], label: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What says how text is split, and in which order pieces are joined."""
+    """The pre-tokenizer's name in a GGUF."""
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in content["model"]["merges"]]
     if content["model"].get("byte_fallback"):
         ranks: dict[str, int] = {}

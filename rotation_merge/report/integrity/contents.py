@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds, by its headers and small files; nothing is believed, damage is kept as data."""
+"""The content of a checkpoint folder from its headers and small files; damage is kept as data."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Contents:
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
-        """Shards by tensor names, as the index has them; empty where there is none, or it is damaged."""
+        """Shards by tensor names, from the index; empty if it is absent or damaged."""
         if self.index is None:
             return {}
         weight_map = self.mapping(self.index).get("weight_map")
@@ -117,7 +117,7 @@ class Contents:
 
     @cached_property
     def shards(self) -> list[str]:
-        """Files called as shards are that hold weights, whatever an index says."""
+        """Weight files with shard names, whatever the index says."""
         return sorted(name for name in self.names if SHARD.fullmatch(name))
 
     @cached_property

@@ -77,7 +77,7 @@ Correction = JsonEntries | JsonFile | FileCopy | ShardHeader | ShardTensors
 
 @dataclass(frozen=True)
 class Defect:
-    """What is wrong with a checkpoint folder.
+    """A defect of a checkpoint folder.
 
     Attributes:
         kind: a few words, the same for each defect of the kind.
@@ -97,7 +97,7 @@ class Defect:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What two folders share that have the same defect."""
+        """A key that is equal for the same defect in two folders."""
         return self.kind, self.what
 
     @property

@@ -41,7 +41,7 @@ Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Loading:
-    """What transformers says of loading a checkpoint.
+    """The messages of transformers on loading a checkpoint.
 
     Attributes:
         model_class: its class.
@@ -100,7 +100,7 @@ class _Headers:
 
 
 def loading_of(contents: Contents) -> Loading | Defect | None:
-    """What transformers says; a defect where it cannot make the model, None where its code is not transformers' own."""
+    """The messages of transformers; a defect if it cannot make the model, None if its code is custom."""
     tensors = tuple((name, tensor.dtype, tensor.shape) for name, tensor in sorted(contents.tensors.items()))
     text = contents.text(CONFIG) if contents.config else None
     return _loading(_Headers(text or "", tensors, contents.folder))
@@ -215,7 +215,7 @@ def _dtype(code: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What transformers says while it loads is said here in a line of its own."""
+    """Silence transformers while it loads."""
     from transformers.utils import logging as transformers_logging
 
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
@@ -238,7 +238,7 @@ def _input_embedding(model: Any) -> str | None:
 
 
 def _stored_name(contents: Contents, name: str) -> str | None:
-    """What a tensor of the model is called in the files, which may spell what stands in front differently."""
+    """The stored name of a model's tensor, allowing for other prefixes."""
     if name in contents.tensors:
         return name
     steps = name.split(".")
@@ -251,7 +251,7 @@ def _stored_name(contents: Contents, name: str) -> str | None:
 
 
 def entry_paths(config: Mapping[str, Any], keys: Sequence[str], value: Any, before: str = "") -> Iterator[str]:
-    """Where a config says `value` under one of some keys, as paths with points."""
+    """Paths of a config's entries that hold `value` under one of some keys."""
     for key, entry in config.items():
         if key in keys and entry == value:
             yield before + key
@@ -280,7 +280,7 @@ def _vocabulary(
 def _layers(
     contents: Contents, loading: Loading, missing: set[str], unexpected: set[str], mismatched: Shapes
 ) -> Iterator[Defect]:
-    """Whole layers that the config counts and the files lack, or the other way round."""
+    """Layers that the config counts and the files lack, or the other way round."""
     expected = _by_layer(loading.names)
     unread_layers = _by_layer(frozenset(unexpected))
     for stack, layers in expected.items():
@@ -310,7 +310,7 @@ def _by_layer(names: frozenset[str]) -> dict[str, dict[int, set[str]]]:
 
 
 def _shortened(config: Mapping[str, Any], counted: int, stored: int) -> dict[str, Any]:
-    """Lists of an entry a layer, cut to the layers that there are."""
+    """Per-layer lists of the config, cut to the layers that exist."""
     return {
         key: value[:stored]
         for key, value in config.items()
@@ -344,7 +344,7 @@ def _prefix(
 
 
 def _prefixes(unexpected: set[str], missing: set[str]) -> tuple[str, str]:
-    """What most unexpected names begin with, and most missing ones, which else are the same; both empty where none are.
+    """The prefixes by which most unexpected and most missing names differ; empty if there are none.
 
     transformers brings some tensors together before it compares, so that these names need not be those of the files.
     """
@@ -386,7 +386,7 @@ def _differences(
     unexpected: set[str],
     mismatched: Shapes,
 ) -> Iterator[Defect]:
-    """What no single entry explains."""
+    """Differences that no single config entry explains."""
     if missing:
         problem = f"{len(missing)} tensors of {loading.model_class} are not stored: {named(sorted(missing))}"
         yield Defect("missing tensors", problem, _place(contents), "merge again, or '--mend-weights' takes a parent's",

@@ -31,7 +31,7 @@ CHUNK = 1 << 24
 
 
 def mend(folder: str, parents: Sequence[str] = (), weights: bool = False) -> list[str]:
-    """Correct whatever can be corrected without a question.
+    """Correct every defect that needs no decision.
 
     Args:
         weights: tensors may be dropped, and taken from a parent.
