@@ -7,7 +7,7 @@ import importlib
 from importlib.util import find_spec
 from pathlib import Path
 
-SCRIPTS = sorted((Path(__file__).resolve().parents[2] / "benchmarks").glob("*.py"))
+SCRIPTS = sorted((Path(__file__).resolve().parents[2] / "benchmarks").rglob("*.py"))
 
 
 def test_benchmarks_import_what_there_is() -> None:

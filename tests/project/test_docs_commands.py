@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 RUN = {"rotation-merge": app, "mergekit-yaml": mergekit_yaml, "mergekit-multi": mergekit_multi}
-OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "mergekit-evolve ", "torchrun ", "ray ")
+OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "mergekit-evolve ", "torchrun ", "ray ", "lm_eval ")
 """Beginnings of lines in ```bash blocks that are not run here (`test_evolve_ray.py` runs mergekit-evolve,
 `test_fit_together.py` what torchrun starts, `test_ray.py` what a cluster does)."""
 
