@@ -474,7 +474,10 @@ def _with_tokens(tuned: ModelLike, old: ModelLike, new: ModelLike) -> bool:
 def _transferred_files(
     tuned: ModelLike, old: ModelLike, new: ModelLike, config: TransferConfig
 ) -> View | AdapterWeights:
-    """What is carried as the command does it, from checkpoints; models in memory are written to a temporary folder."""
+    """Return the results of a transfer run on checkpoint files.
+
+    Models in memory are first written to a temporary folder.
+    """
     from rotation_merge.carrying.session import Execution
     from rotation_merge.carrying.transfer import carry
 

@@ -122,7 +122,8 @@ class Option:
         return f"{'some' if self.kind is tuple else 'one'} of: {', '.join(self.values)}"
 
     def check(self, name: str, value: Any, noun: str = "option") -> None:
-        """
+        """Check a value against the option's type, range and choices.
+
         Args:
             noun: what an option is called where the user wrote it.
 

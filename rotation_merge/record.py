@@ -83,7 +83,7 @@ def relative(rows: Sequence[SpaceRow]) -> tuple[float, float]:
 
 
 def gained(before: float, after: float, own_method: bool = False) -> str:
-    """One honest sentence on what alignment did, from the relative distances.
+    """One sentence on the effect of alignment, from the relative distances.
 
     Args:
         own_method: see `MergeReport`.
@@ -310,7 +310,7 @@ class MergeReport:
         return relative([row for row in self.rows if row.donor == donor])
 
     def verdict(self, donor: str) -> str:
-        """One honest sentence on what alignment did for a donor."""
+        """One sentence on the effect of alignment for a donor."""
         words = gained(*self.relative_distances(donor), self.own_method)
         if not any(row.donor == donor for row in self.rows):
             words = "nothing was matched"

@@ -1,4 +1,4 @@
-"""Architectures as data: one JSON file a family says which axis of which tensor lives in which space."""
+"""Architectures as data: one JSON file per family maps each tensor axis to its space."""
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, Part, Space, TensorInfo
 from rotation_merge.architecture.registry import families, find, register, resolve

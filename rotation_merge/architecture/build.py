@@ -1,4 +1,4 @@
-"""From an architecture file and a model's config to its spaces and labelled tensors."""
+"""Builds the spaces and labelled tensors of a model from its architecture file and config."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def variables(spec: ArchitectureSpec, config: Mapping[str, Any]) -> dict[str, An
 
 
 def _named(values: dict[str, Any], expressions: Mapping[str, Expression]) -> dict[str, Any]:
-    """The values with those of named expressions, each of which may use the ones before it."""
+    """Add the values of named expressions, in order. Each may use the ones before it."""
     for name, expression in expressions.items():
         values[name] = evaluate(expression, values)
     return values

@@ -294,7 +294,7 @@ class Architecture:
         return [kind for kind in STREAM_GROUPS if kind == "none" or len(self.admitting(kind)) == whole]
 
     def names(self, info: TensorInfo, index: int | None) -> tuple[str, ...]:
-        """What a tensor is called in layer `index` of a checkpoint that names its tensors as this one does."""
+        """Names of a tensor in layer `index` of a checkpoint that is spelled like this one."""
         key = info.key if index is None else info.key.replace("{i}", str(index))
         name = spell(key, self.base, self.spelling)
         return tuple(name.replace("{e}", str(e)) for e in range(len(info.names))) if info.stacked else (name,)
@@ -307,7 +307,7 @@ class Architecture:
         return [b for b in self.blocks if b.module == module and b.index is not None]
 
     def without(self, names: Collection[str]) -> Architecture:
-        """The same of which some tensors are not known."""
+        """Return the architecture without the named tensors."""
         if not names:
             return self
         known = [tuple(info for info in block.tensors if info.name not in names) for block in self.blocks]

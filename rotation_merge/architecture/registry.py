@@ -216,8 +216,10 @@ def resolve(
 
 
 def stores_codes(config: Mapping[str, Any]) -> Any:
-    """What a config says of weights that are stored as codes; of what transformers reads from a GGUF file it gives back
-    floating weights, whatever codes they were."""
+    """Return the config's quantization settings, or None.
+
+    A model read from a GGUF file has floating weights, so its settings are ignored.
+    """
     settings = config.get("quantization_config")
     return None if isinstance(settings, Mapping) and settings.get("quant_method") == "gguf" else settings
 

@@ -1,4 +1,4 @@
-"""How merges are refitted and adapters merged: configs, of which recipe keys, options and documentation are made."""
+"""Configs of refits and adapter merges, the source of their recipe keys, options and documentation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class RefitConfig(Config):
-    """How to refit a merge."""
+    """Options of a refit."""
 
     ridge: float = option(0.01, "strength of the pull of each map towards its start", low=0)
     alpha: float = option(1.0, "share of targets from the models' own inputs, not the merge's", low=0, high=1)

@@ -47,8 +47,9 @@ def _read_past(model: Any, name: str) -> bool:
 
 
 def begin_along(model: nn.Module, gradients: Callable[[], object]) -> None:
-    """Let every LoRA of a model begin along the gradient G of its map, in place: A gets orthonormal rows that span what
-    matters most of G's rows, B is 0, so that the model computes what it did.
+    """Initialise every LoRA of a model along the gradient G of its map, in place.
+
+    A gets orthonormal rows that span the dominant row space of G and B is 0, so the model's outputs stay the same.
 
     Found by half a step of subspace iteration, for which the LoRA's own gradients do: that of B is G Aᵀ, that of A is
     Bᵀ G. No gradient of a whole weight is ever held.

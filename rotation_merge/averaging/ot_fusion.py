@@ -249,7 +249,7 @@ def stream_plans(
 def stream_ends(
     architecture: Architecture, stream: str, anchor: TensorSource, donor: TensorSource
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What stands before and after the layers, as points of a stream's coordinates: unit rows (size, features).
+    """Stream coordinates as points, from the tensors outside the layers: unit rows (size, features).
 
     Args:
         donor: aligned; of the anchor's names and folding.

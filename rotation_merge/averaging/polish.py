@@ -122,7 +122,7 @@ class PolishReport:
         return self.before > ROUNDING and self.after < self.before * (1 - LEAST_GAIN)
 
     def verdict(self) -> str:
-        """One honest sentence."""
+        """One sentence on the result, in plain words."""
         if not self.gained:
             return f"polishing gains nothing: {self.before:.4g} nats from the teachers on held-out samples, as before"
         return (
@@ -233,7 +233,7 @@ class _Polish:
         return best
 
     def mark(self, start: dict[str, Tensor]) -> str:
-        """The fingerprint of what this is: weights, answers and every option that has an effect."""
+        """The fingerprint of a polishing run: weights, answers and every option that has an effect."""
         fingerprint = Fingerprint()
         for name, tensor in start.items():
             fingerprint.add(name, tensor)
@@ -244,12 +244,12 @@ class _Polish:
         return torch.optim.AdamW(self.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
 
     def draws(self, generator: torch.Generator) -> Iterator[list[int]]:
-        """For every step a batch of each teacher."""
+        """Yield one batch number per teacher for every step."""
         while True:
             yield [t[int(torch.randint(len(t), (), generator=generator))] for t in self.training]
 
     def step(self, optimiser: torch.optim.Optimizer, numbers: Sequence[int]) -> float:
-        """One step; gives the divergence before it."""
+        """Run one step and return the divergence before it."""
         optimiser.zero_grad()
         total = sum(self.gradient(answers, number) for answers, number in zip(self.answered, numbers, strict=True))
         nn.utils.clip_grad_norm_(self.trained, 1.0)

@@ -57,7 +57,7 @@ class Targets(Protocol):
         """The answers to one batch."""
 
     def keep(self, answer_keys: frozenset[str]) -> None:
-        """Let all other answers go."""
+        """Discard all answers except those with the given keys."""
 
 
 class Teachers:
@@ -96,7 +96,7 @@ class Teachers:
 
     @torch.no_grad()
     def by_own_modules(self, batch: int, key: str, inputs: Tensor) -> Tensor:
-        """What the donors' own map or norm makes of inputs of one batch, (positions, out)."""
+        """Weighted mean of the donors' own module outputs for the inputs of one batch, (positions, out)."""
         parts = [share * self._taps[donor].module(key)(inputs) for donor, _, share in self.batch_teachers[batch]]
         return torch.stack(parts).sum(0)
 
@@ -162,7 +162,7 @@ TIED, EXPERTS, UNSEEN = "tied to an embedding", "experts and routers", "not run 
 
 @dataclass(frozen=True)
 class _Written:
-    """Where a map goes in the checkpoint: the name of its weight there.
+    """The checkpoint tensor that a solved map is written to.
 
     Attributes:
         rows: which of the map's outputs that weight holds.
@@ -254,7 +254,7 @@ class Refit:
                 self.answers.keep(frozenset().union(*(later.wanted for later in chosen[number:])))
 
     def _places(self, block: Block, taps: Taps, result: Refitted) -> dict[str, list[_Written]]:
-        """By key of a map that can be solved: where it goes."""
+        """Checkpoint tensors that each solvable map is written to, by the map's key."""
         slots: dict[str, list[_Written]] = {}
         stored = next(
             (candidate for candidate in self.stored_architecture.blocks if same_place(candidate, block)), None
@@ -320,7 +320,7 @@ class Refit:
         return total
 
     def _norms(self, block: Block, taps: Taps) -> dict[str, tuple[Norm, dict[str, str]]]:
-        """By key of a gain that can be solved: the norm, and names in the checkpoint by the module's own names."""
+        """Each solvable norm with its checkpoint names (by the module's own names), by the key of its gain."""
         stored = next((other for other in self.stored_architecture.blocks if same_place(other, block)), None)
         if not self.norms or stored is None:
             return {}

@@ -118,7 +118,8 @@ class _BlockOfAdapter:
     rows: Rows = field(default_factory=dict)
 
     def carry(self, entries: list[AdapterEntry], saved: Mapping[str, str]) -> None:
-        """
+        """Carry the adapter's entries of this block, and the tensors that it stores whole.
+
         Args:
             saved: keys of the block's tensors that the adapter holds whole, by their names in it.
         """
@@ -194,7 +195,7 @@ class _BlockOfAdapter:
         return a, in_order(self.scale * b, self._order(info))
 
     def _order(self, info: TensorInfo) -> tuple[int, tuple[int, ...]] | None:
-        """What puts what is given out by a tensor, the first dimension, into the new base's order of classes."""
+        """The dimension (the first) and the order that bring a tensor's outputs into the new base's class order."""
         return (0, self.rows[info.name][1]) if info.name in self.rows else None
 
     def _check(self, info: TensorInfo, *factors: Tensor) -> None:
@@ -276,7 +277,7 @@ class _BlockOfAdapter:
     # --- whole tensors
 
     def _saved_change(self, name: str, key: str) -> Tensor:
-        """What training did to a tensor that the adapter holds whole: all of it, where the base has no such tensor."""
+        """The change of a tensor that the adapter stores whole: all of it if the base has no such tensor."""
         tensor, info = self.adapter.tensor(name).double(), self._info(key)
         if info.stacked:
             raise self._refused(f"'{info.key}' is held whole, expert by expert", WHOLE)

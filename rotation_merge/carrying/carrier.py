@@ -223,7 +223,7 @@ WIDEST = 8192
 
 
 def site_maps(carrier: Carrier, new: Activations, old: Activations) -> dict[str, Tensor]:
-    """Of every linear map whose inputs were seen: M, (inputs, inputs), float64, ``new reads M @ what old reads``.
+    """Input maps M, (inputs, inputs), float64, of all linear maps with recorded inputs: ``x_new ~ M @ x_old``.
 
     Alignment has one map for a stream, as the skip connection demands of whole models. A change need not keep to it:
     where the new base reads x' and the aligned old one reads x on the same samples, a change D of the map is carried as

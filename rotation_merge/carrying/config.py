@@ -119,7 +119,7 @@ class TransferConfig(Config):
 
     @property
     def matched_on(self) -> str:
-        """What chooses the maps: weights, activations or both."""
+        """The source of the maps: weights, activations or both."""
         return self.match_on or (BOTH if self.method == "activations" else WEIGHTS)
 
     @property

@@ -300,7 +300,7 @@ class Resizing:
         return self.widths or bool(self.layers)
 
     def met(self, new: Model, old: Model) -> Layers:
-        """By module, which layer of the new base meets which of the old one; of `auto`, layers at like heights.
+        """Pairs of matching layers (new base, old base), by module. `auto` pairs layers at equal relative depth.
 
         Raises:
             RotationMergeError: the bases are of unlike depth and nothing is said of it; or layers are named that are
@@ -322,7 +322,7 @@ class Resizing:
 
 
 def spread(new: int, old: int) -> list[tuple[int, int]]:
-    """As many layers as the shallower of the two has, evenly spread over the deeper one."""
+    """Select as many layers as the shallower model has, evenly spread over the deeper one."""
     count = min(new, old)
     if count < 2:
         return [(0, 0)][:count]

@@ -283,7 +283,7 @@ class Scaled:
     ends: dict[str, tuple[str, Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """By tensor: its block, the (folded) new base's value, and its change."""
+        """Record for every tensor its block, the (folded) new base's value, and its change."""
         carrier = self.carrier
         block_of = {
             name: block.name for block in carrier.architecture.blocks for i in block.tensors for name in i.names

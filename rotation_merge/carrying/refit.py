@@ -56,8 +56,10 @@ class FrameMaps:
         return dict(frame.layers.get(block.module, ())).get(block.index or 0)
 
     def of(self, block: Block, key: str) -> Tensor | None:
-        """What turns values of a map's output, or of a place of the stream: (old size, new size), float64,
-        ``new ~ old @ it``; None: tokens or classes, which mean the same in both."""
+        """The matrix M (old size, new size), float64, with ``new ~ old @ M``, for a map's output or a stream place.
+
+        None for tokens and classes, which mean the same in both.
+        """
         frame = self.carrier.frame
         assert frame is not None
         frame_block = next((b for b in self.carrier.architecture.blocks if same_place(b, block)), None)

@@ -112,7 +112,7 @@ class TransferSession:
 
     @property
     def token_words(self) -> list[str]:
-        """What became of chat template and tokens that the work added."""
+        """Lines on the result for the chat template and added tokens."""
         return [] if self.tokens is None else self.tokens.words()
 
     def write_tokens(self, folder: str) -> None:

@@ -46,7 +46,7 @@ OTHER_SHAPES = "the bases are of unlike shapes"
 
 @dataclass(frozen=True)
 class AddedTokens:
-    """What a fine-tune's tokenizer has beyond its base's, and what becomes of it at the new base.
+    """Tokens and chat template that a fine-tune adds to its base, and their place at the new base.
 
     Attributes:
         bases: the old one and the new one.
@@ -66,7 +66,7 @@ class AddedTokens:
 
     @classmethod
     def of(cls, bases: Bases, name: str, rank: int, resized: bool) -> AddedTokens:
-        """What a fine-tune of the old base has beyond it.
+        """Return the tokens that a fine-tune adds to the old base.
 
         Args:
             name: as it is loaded: a path, or `base+adapter`.
@@ -81,14 +81,14 @@ class AddedTokens:
 
     @classmethod
     def of_adapter(cls, bases: Bases, adapter: Adapter) -> tuple[AddedTokens, dict[str, Tensor]]:
-        """What an adapter of the old base has beyond it, and its whole embedding and head by tensor name."""
+        """Return the tokens that an adapter adds to the old base, and its whole embedding and head by tensor name."""
         rows = saved_rows(adapter, bases)
         length = min((tensor.shape[0] for tensor in rows.values()), default=0)
         return cls(bases, adapter.path, length, None, bool(rows), "" if rows else NO_ROWS), rows
 
     @cached_property
     def tokenizers(self) -> tuple[Any, Any, Any]:
-        """Of the new base, the old base and the fine-tune; None each where there is none."""
+        """Tokenizers of the new base, the old base and the fine-tune; None for each that is missing."""
         if not self.old_length or not os.path.isdir(self.folder):
             return None, None, None
         whole = self.model is not None and self.model.reference.lora is None
@@ -191,7 +191,7 @@ class AddedTokens:
         return max(self.new_length, new + 1), max(self.old_length, old + 1)
 
     def words(self, written: bool = True) -> list[str]:
-        """What the reader of a report should know.
+        """Lines for the report.
 
         Args:
             written: whether a tokenizer is written; a merge keeps its anchor's.

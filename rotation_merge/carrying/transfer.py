@@ -58,7 +58,7 @@ def _carry_weights(
     execution: Execution,
     progress: Progress | None,
 ) -> list[TransferResult]:
-    """By weights alone; nothing is written before all adapters are carried."""
+    """Carry changes by weights alone. All adapters are carried before anything is written."""
     adapters = {out: Adapter(path) for out, path in works.items() if is_adapter(path)}
     whole = {out: path for out, path in works.items() if out not in adapters}
     merged: dict[str, Adapter] = {}
@@ -94,7 +94,7 @@ def _carry_with_samples(
     execution: Execution,
     progress: Progress | None,
 ) -> list[TransferResult]:
-    """By solving for the changes, or by scaling them, on samples."""
+    """Carry changes by solving for them, or by scaling them, on samples."""
     from rotation_merge.carrying.sampled import SampledTransfer
 
     bases = bases_of(old, new, config, execution)
@@ -157,8 +157,9 @@ def settled_stream(config: TransferConfig, bases: Bases) -> TransferConfig:
 def left_as_they_are(
     works: Mapping[str, str], bases: Bases, config: TransferConfig, execution: Execution
 ) -> list[TransferResult] | None:
-    """What to say of work that can be used as it is, because the bases share their coordinates; None: it is carried,
-    as is what has tokens of its own, which plain addition would lose.
+    """Return results for work that needs no carrying because the bases share their coordinates, else None.
+
+    Work with added tokens is always carried, because plain addition would lose them.
 
     Raises:
         RotationMergeError: an adapter cannot be read, or is of another base.

@@ -150,7 +150,7 @@ def _learn(
 
 
 def _what(models: tuple[str, ...], values: dict[str, Any], untie: bool) -> tuple[list[str], AlignConfig, bool]:
-    """Anchor and donors, what to match, and whether to untie: of a recipe, or as the command line says."""
+    """Return the anchor and donors, the spaces to match, and whether to untie, from a recipe or the command line."""
     options = config_of(AlignConfig, values)
     if len(models) > 1:
         return list(models), options, untie

@@ -119,7 +119,7 @@ def matching_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def matcher(config: MatchConfig, anchor: str, donor: str, device: str, over: Over | None = None) -> Match:
-    """What --match-on stands for: how the donor's maps to the anchor are found; on weights, who does it."""
+    """Return the matcher that --match-on selects. On weights, `over` may share the work between processes."""
     from rotation_merge.matching.options import WEIGHTS
 
     if config.match_on == WEIGHTS:

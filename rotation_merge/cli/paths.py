@@ -53,7 +53,7 @@ class Reads(click.types.StringParamType):
         self.kind = kind
 
     def inputs(self, values: Sequence[str]) -> list[Input]:
-        """What one parameter names."""
+        """Return the inputs that one parameter names."""
         return [Input(value, self.kind) for value in values]
 
 
@@ -98,7 +98,7 @@ class Writes(click.types.StringParamType):
         self.kind, self.work, self.within, self.wrote, self.beside = kind, work, within, wrote, beside
 
     def outputs(self, value: str, option: str) -> list[Output]:
-        """What one parameter names."""
+        """Return the outputs that one parameter names."""
         path = os.path.join(value, self.within) if self.within else value.rstrip(os.sep) or os.sep
         written = Output(path, option, self.kind, self.wrote, self.beside)
         return [written, *(Output(f"{path}{ending}", option, WORK, beside=self.beside) for ending in self.work)]

@@ -96,7 +96,7 @@ def command(
 
 
 def _summarise(plan: Draft, items: Sequence[Item]) -> None:
-    """How many files, of which kinds, and what the models are called there."""
+    """Print the number and kinds of files, and the models' names on the hub."""
     from rotation_merge.share.contents import is_weights
 
     weights = [item for item in items if is_weights(item.place)]

@@ -264,8 +264,10 @@ def matters(change: Callable[[Any], Any], architecture: Architecture) -> bool:
 
 
 def _acts(part: Any) -> tuple[str, str]:
-    """What moves a part: both halves of gated neurons move alike where neither is rescaled; so do, to whoever exchanges
-    them, both maps that a convolution reads."""
+    """A key that is equal for parts that move alike.
+
+    Both halves of gated neurons do unless one is rescaled, and so do both factors that a convolution reads.
+    """
     alike = part.role in ("in", "gate") and part.space.degree == 0
     return part.space.name, {"second": "first"}.get(part.role, "in" if alike else part.role)
 

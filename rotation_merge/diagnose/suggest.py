@@ -75,8 +75,10 @@ class Lengths:
 
 
 def lengths_of_changes(path: str) -> Lengths | None:
-    """How long the changes are that a recipe of ours merges; None where it merges no changes of two and more models
-    that lie here, in the base's coordinates."""
+    """Lengths of the changes that a recipe merges.
+
+    None unless it merges two or more local models' changes in the base's coordinates.
+    """
     try:
         recipe = Recipe.of(last_recipe(path, "give a recipe of ours"))
     except (RotationMergeError, ValueError):
@@ -98,7 +100,7 @@ def lengths_of_changes(path: str) -> Lengths | None:
 
 
 def suggestions(path: str) -> list[Suggestion]:
-    """For each donor of a recipe of ours that lies here; none where the recipe merges otherwise.
+    """Suggestions for each local donor of a recipe; empty if the recipe does not use this method.
 
     A donor that is moved by a file, or whose task vector is carried, is not in question.
     """

@@ -132,7 +132,7 @@ def _single_out(favourites: Tensor, rows: int) -> bool:
 
 
 def _favourite_rows(similarity: Tensor) -> Tensor:
-    """For each column the row with the largest entry, measured in that row's standard deviations, shape (columns,)."""
+    """Row of the largest entry of each column, in units of that row's standard deviation, shape (columns,)."""
     columns = similarity.shape[1]
     best = torch.full((columns,), -torch.inf, dtype=similarity.dtype)
     favourite = torch.zeros(columns, dtype=torch.int64)

@@ -140,7 +140,7 @@ class Bound:
         return rows[pairs // len(prices)], pairs % len(prices)
 
     def keep(self, rows: Tensor, columns: Tensor, thresholds: Tensor, prices: Tensor) -> Tensor:
-        """Which of the given pairs this bound leaves open, shape (len(rows),), bool."""
+        """Whether the bound leaves each of the given pairs open, shape (len(rows),), bool."""
         (anchor, signed_anchor), (donor, signed_donor) = self.anchor, self.donor
         lower, price = _lowered(thresholds), _lowered(prices)
         open_pairs = torch.empty(len(rows), dtype=torch.bool)
@@ -204,7 +204,7 @@ def _starting_point(factors: Factors, diagonal: Tensor, fine: Bound) -> tuple[Te
 
 
 def _nearest(bound: Bound, rows: Tensor, squares: Tensor) -> Tensor:
-    """For each row the column with the largest bound less price, shape (len(rows),)."""
+    """Column with the largest bound less price for each row, shape (len(rows),)."""
     nearest = torch.empty(len(rows), dtype=torch.int64)
     (anchor, signed_anchor), (donor, signed_donor) = bound.anchor, bound.donor
     price = squares

@@ -21,5 +21,5 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """In the tensor's own type where it can be: what is summed is then not widened entry by entry."""
+    """Sum in the tensor's own dtype if possible, which avoids a widened copy."""
     return tensor.sum(dtype=torch.float32 if tensor.itemsize < 2 else None).float()

@@ -108,7 +108,7 @@ class RidgeSums:
 
     @property
     def norm(self) -> float:
-        """Of the Gram, without the bias."""
+        """Frobenius norm of the Gram without the bias."""
         upper = self._upper[: self.width, : self.width].triu()
         return float((2 * upper.square().sum() - upper.diagonal().square().sum()).sqrt())
 
@@ -145,7 +145,7 @@ class RidgeSums:
         return solved_with(factor, self.cross[key][:size])
 
     def _penalty(self, ridge: float) -> Tensor:
-        """Of each input and of the bias, (in + 1,)."""
+        """Ridge penalties of each input and of the bias, (in + 1,)."""
         penalty = torch.full_like(self._upper[0], ridge * float(self._upper.diagonal()[: self.width].mean()))
         penalty[self.width] = BIAS * self._upper[self.width, self.width]  # the rows, as they count
         return penalty
@@ -187,7 +187,7 @@ class ChannelSums:
 
     @property
     def norm(self) -> float:
-        """Of the Gram, which is diagonal here."""
+        """Frobenius norm of the diagonal Gram."""
         return float(self._sums[0].norm())
 
     def scale(self, factor: float) -> None:

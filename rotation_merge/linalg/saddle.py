@@ -27,7 +27,7 @@ _SPREAD = 0.85  # a typical |M|_* over sqrt(d) |M|_F, of a matrix of independent
 
 
 def plane_scale(primal: Tensor, dual: Tensor, norms: tuple[Tensor, Tensor], guess: Tensor) -> tuple[Tensor, Tensor]:
-    """Best scales of planes, h(a) = |a z + w / a|, and of which of them the bound proves that they are.
+    """Best scales of planes for h(a) = |a z + w / a|, and whether the bound proves each of them optimal.
 
     Args:
         primal, dual: z and w, complex, any shape.

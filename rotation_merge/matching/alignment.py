@@ -309,7 +309,7 @@ class Alignment:
         return replace(statistics, metadata=metadata, _file=tensors)
 
     def _moved_fingerprint(self, fingerprint: str) -> str:
-        """Of a model that this alignment moved, made of the model's own; it, too, where nothing moves."""
+        """Fingerprint of a model moved by this alignment, derived from the model's own. Unchanged if nothing moves."""
         if not self.transforms and not self.folded:
             return fingerprint
         tensors = {**packed(self.transforms)[0], **self._known().biases}
@@ -652,7 +652,7 @@ def _header(meta: Mapping[str, str]) -> _Header:
 
 
 def _basis(meta: Mapping[str, str], biases: Mapping[str, Tensor], donor_biases: Mapping[str, Tensor]) -> Basis:
-    """What the file says of its models, its types checked."""
+    """Read the file's facts on its models, with types checked."""
     values = json.loads(meta["basis"])
     shapes = {str(name): tuple(map(int, shape)) for name, shape in dict(values["shapes"]).items()}
     rows = {}
@@ -742,7 +742,7 @@ def _mixes(transform: SpaceTransform) -> bool:
 
 
 def _refused_stream(transform: SpaceTransform, name: str, architecture: Architecture) -> str | None:
-    """What keeps a transform from being of one of the groups that a stream admits; of several, the largest's words."""
+    """Return why a transform belongs to no group that a stream admits, or None. The reason is the largest group's."""
     refused: str | None = "it has to keep its coordinates"
     for kind in architecture.stream_groups[name]:
         refused = architecture.stream_group(name, kind).refuses(transform)

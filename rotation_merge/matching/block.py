@@ -419,7 +419,7 @@ class _Level:
         return total
 
     def gains(self) -> Tensor:
-        """What each pair takes off half the squared norms at most, (count, count)."""
+        """Upper bound on each pair's reduction of half the squared norms, (count, count)."""
         total = torch.zeros(self.count, self.count, dtype=torch.float64)
         for a, b in self.numbers:
             total += a.double() @ b.double().T

@@ -48,10 +48,10 @@ class Step(Protocol):
     def __call__(
         self, both: ModelPair, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], match: Match
     ) -> Any:
-        """On a block: the tensors are the step's own, and the dictionaries may be changed."""
+        """Run the step on one block. It owns the tensors and may change the dictionaries."""
 
     def plain(self, both: ModelPair, block: Block, parts: Slices) -> Any:
-        """On a block outside of layers that no local space moves (`ModelPair.is_plain`)."""
+        """Run the step on a block outside of layers without matched local spaces (`ModelPair.is_plain`)."""
 
 
 @dataclass(frozen=True)

@@ -276,7 +276,7 @@ def _check_head(member: Member, untie: bool) -> None:
 
 @dataclass(frozen=True)
 class _Moving:
-    """What moves under the options: streams by name, local spaces by the anchor's names and the donor's."""
+    """The spaces that move under the options: streams by name, local spaces by the anchor's names and the donor's."""
 
     anchor: Member
     donor: Member
@@ -286,7 +286,7 @@ class _Moving:
     excluded: Callable[[str], bool]
 
     def check(self, anchor_block: Block, donor_block: Block) -> None:
-        """What one of the two lacks may neither stay behind when its space moves, nor be needed by folding.
+        """Check that tensors missing in one model neither belong to a moved space nor are needed by folding.
 
         Raises:
             CheckpointError: names the tensor.
@@ -350,8 +350,9 @@ def _unaligned(
 
 
 def check_forward(anchor: Member, donor: Member) -> None:
-    """Refuse to average models of different kinds of which one computes otherwise than the other by the same weights:
-    what the merge's weights would be for, its class does not do.
+    """Refuse to average models of different kinds whose forward passes differ for equal weights.
+
+    The merge's class would not compute what the other model's weights were trained for.
 
     Raises:
         CheckpointError: names what differs, with both values.

@@ -114,7 +114,7 @@ class LearnedTransforms(nn.Module):
 
 
 def _freedom(architecture: Architecture, space: Space, rescale: bool, permutations: bool) -> Freedom:
-    """What may be learned of a space's elements."""
+    """Return the free parameters of a space's elements."""
     if space.kind == "stream":
         return Freedom(scales=False, fixes_ones=architecture.layer_normed(space.name))
     if space.kind in ("attention", "mixer", "convolution"):
@@ -357,7 +357,7 @@ class _Fit:
     # --- the fit -----------------------------------------------------------------------------------------------
 
     def starts(self) -> dict[str, list[Transforms]]:
-        """Where the fit may begin: all donors as they are, or as weight matching moves them."""
+        """Return the starting points of the fit: all donors unmoved, or as weight matching moves them."""
         starts: dict[str, list[Transforms]] = {}
         if self.options.start != "matched":
             gauge = random_gauge(self.architecture, self.match, torch.Generator().manual_seed(0))
@@ -371,7 +371,7 @@ class _Fit:
         return starts
 
     def _matcher(self, donor: nn.Module) -> Match:
-        """What matches a donor: on weights, or on the samples that are learned from as well."""
+        """Return the function that matches a donor: on weights, or also on the training samples."""
         if self.matcher is None or self.options.match_on == WEIGHTS:
             return match_model
         samples = [self.batches[i] for i in self.training]

@@ -164,7 +164,7 @@ class _Search:
                 self.products[k] = primal.unflatten(0, shape), dual.unflatten(0, shape)
 
     def _by_norms(self) -> Tensor:
-        """For one query head a group, from |M|_* <= sqrt(d) |M|_F."""
+        """Gain bounds for one query head per group, from |M|_* <= sqrt(d) |M|_F."""
         i, j = self.all_pairs
         total = torch.zeros(self.groups**2, dtype=torch.float64)
         for k, pairing in enumerate(self.pairings):

@@ -69,7 +69,7 @@ def match_seen(
     how: str,
     ledger: Ledger = NOWHERE,
 ) -> Alignment:
-    """As `match_model`, on activations; records are over the weights.
+    """Match two models on activations. Works as `match_model` does; records are over the weights.
 
     Args:
         activations: what both models' maps read and gave.
@@ -186,7 +186,7 @@ def seen_of(model: Any, batches: list[Batch]) -> Activations:
 
 
 def seen_on(source: str) -> Callable[[str, Any, Any, Sequence[Mapping[str, Tensor]]], Match]:
-    """What makes loaded models be matched on samples: on `activations` or `both`.
+    """Return a function that builds matchers of loaded models on samples: on `activations` or `both`.
 
     Args:
         source: what the samples are called, where they do not do.
@@ -284,7 +284,7 @@ class _Told:
         return bool(spaces - known) or (bool(spaces) and scales and stem_of(info.key) not in stems)
 
     def _of(self, linear: LinearMap, read: set[str]) -> Iterator[TensorInfo]:
-        """What one map gives; and what it reads of a stream, unless another map of its block reads the same."""
+        """Yield a map's outputs, and its stream inputs unless another map of its block reads the same."""
         (x, y), (u, v) = (activations.around(linear) for activations in self.activations)
         normed = all(activations.is_plain(linear) for activations in self.activations)
         source = self.activations[0].read_with(linear)

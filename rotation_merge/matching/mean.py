@@ -128,8 +128,10 @@ def _relative(architecture: Architecture, base: Transforms, frame: Transforms) -
 def _records(
     architecture: Architecture, alone: Alignment, transforms: Transforms, base: TensorSource, source: TensorSource
 ) -> list[tuple[Block, list[SpaceMatch]]]:
-    """What the report says of each space: the distances of the transforms there are now, not of those that matching
-    the model to the base alone had found."""
+    """Report records of each space, with distances of the current transforms.
+
+    Distances found when the model was matched to the base alone are replaced.
+    """
     result = []
     for block, matches in alone.records:
         anchor, donor = read_block(block, base), read_block(block, source)

@@ -44,7 +44,7 @@ class Product:
         )
 
     def centred(self) -> Product:
-        """Of the columns less their mean."""
+        """The product of the columns less their mean."""
         if self.sums is None:
             return self
         return replace(self, product=self.product - torch.outer(*self.sums) / self.columns, sums=None)
@@ -90,7 +90,7 @@ class TensorMeasurement:
         )
 
     def centred(self) -> TensorMeasurement:
-        """Of the rows less their mean."""
+        """The product of the rows less their mean."""
         if self.sums is None:
             return self
         shared = [float(x.square().sum()) / self.rows for x in self.sums]
@@ -169,7 +169,7 @@ def cross_product(a: Tensor, b: Tensor, precise: bool) -> Tensor:
 
 
 def _along(x: Tensor, dim: int) -> Tensor:
-    """What all entries along a dimension sum to, float64, flat."""
+    """Sums over all dimensions but one, float64, flat."""
     return _sums(x.movedim(dim, -1).reshape(-1, x.shape[dim]))
 
 

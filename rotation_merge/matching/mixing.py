@@ -127,7 +127,7 @@ class ParentTensors:
         return None if info is None else read_tensor(info, self.sources[number])
 
     def gains(self, number: int, block: Block, info: TensorInfo) -> dict[str, Tensor] | None:
-        """What folding makes of a matrix, if that is no more than gains that its inputs could have as well."""
+        """Gains on a matrix's inputs that are equal to folding, or None if folding does more."""
         return self.fold.on_inputs(block, info, lambda key: self.stored(number, block, key))
 
     def unfolded(self, number: int, block: Block, info: TensorInfo, dtype: torch.dtype) -> Tensor:
@@ -208,7 +208,7 @@ class Mixing:
             return self.mixed(block, info)
 
     def _learned(self, block: Block, info: TensorInfo) -> list[Tensor]:
-        """What a tensor of a block may have gradients to."""
+        """Return the leaf tensors of a block's tensor that may have gradients."""
         key = block.name, info.key
         if key not in self._leaves:
             infos = [known_info for known_info in map(block.tensor, inputs(block, info)) if known_info is not None] or [
@@ -273,7 +273,7 @@ class Mixing:
         return [*([still] if still else []), *([number] for number in moved)]
 
     def _products(self, numbers: Sequence[int], block: Block, info: TensorInfo, x: Tensor) -> Tensor:
-        """What the maps of some parents, times their coefficients, make of x, (n, out), in their own coordinates."""
+        """Sum of some parents' maps, times their coefficients, applied to x, (n, out), in their own coordinates."""
         readers, inputs_moved = [], []
         for number in numbers:
             gains = self.parents.gains(number, block, info)
@@ -329,8 +329,10 @@ class Mixing:
         return transform_axis(x, 1, axis, moving) if moving else x
 
     def _seen(self, number: int, axis: Axis, x: Tensor, gains: Mapping[str, Tensor]) -> Tensor:
-        """What an input axis reads, (..., in), in a parent's own coordinates, times gains of its own, (n, in); once for
-        all that read it."""
+        """Values (..., in) on an input axis in a parent's own coordinates, times its gains (n, in).
+
+        Computed once for all maps that read them.
+        """
         if self._read[0] is not x:
             self._read = x, {}
         moving, known = self._moving(number, axis), self._read[1]

@@ -32,7 +32,7 @@ Transforms = Mapping[str, SpaceTransform]
 
 @dataclass(frozen=True)
 class Feeding:
-    """What stands between a map and what was measured, as it is in the merge, before the donor is moved.
+    """Norm gain, shift and layer scale around a map as they are in the merge, before the donor is moved.
 
     Attributes:
         gain, shift: of the norm that feeds the map, the offset of the gain added.
@@ -56,7 +56,7 @@ def feeding_keys(linear: LinearMap) -> list[str]:
 
 
 def feeding(tensors: Mapping[str, Tensor], linear: LinearMap, fold: Fold | None) -> Feeding:
-    """What stands around a map in a merge that folds (or does not).
+    """Return the norm gain, shift and layer scale around a map in a merge that folds (or does not).
 
     Args:
         tensors: of the map's block as stored, by key: those of `feeding_keys`, and what folding needs for them.
@@ -154,14 +154,14 @@ def moved_moments(linear: LinearMap, moments: Tensor, transforms: Transforms, sh
 
 
 def _means(linear: LinearMap, vector: Tensor, transforms: Transforms) -> Tensor:
-    """What is paired with the axis of inputs, (..., n); experts in their new order."""
+    """Move values (..., n) that pair with the input axis, experts in their new order."""
     vector = _experts(linear, vector, transforms)
     axis = linear.inputs
     return transform_axis(vector, int(linear.stacked), axis, transforms, dual=True) if axis.parts else vector
 
 
 def _experts(linear: LinearMap, tensor: Tensor, transforms: Transforms) -> Tensor:
-    """What has a row for each expert, (experts, ...), in their new order; the very same tensor of other maps."""
+    """Reorder the expert rows of (experts, ...). Tensors of maps without experts are returned as they are."""
     return transform_axis(tensor, 0, linear.info.axes[0], transforms) if linear.stacked else tensor
 
 
@@ -252,7 +252,7 @@ def _no_mixing(info: TensorInfo, dims: tuple[int, ...] | range, transforms: Tran
 
 
 def value_shift(linear: LinearMap, donor: Get, anchor: Get, transforms: Transforms) -> Tensor | None:
-    """What the anchor's bias of values adds to all that a map reads, shape (in,); None where nothing is added.
+    """The shift, (in,), that the anchor's value bias adds to a map's inputs; None if nothing is added.
 
     Args:
         donor, anchor: give biases of the map's block by key, folded where the donor is moved.

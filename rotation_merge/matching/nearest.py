@@ -126,7 +126,7 @@ def _open_pairs(anchor_sketch: Tensor, right: Tensor, halves: Tensor, rows: Tens
 
 
 def _still_open(anchor: Tensor, donor: Tensor, halves: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of the given pairs that the whole sketch leaves open too."""
+    """Filter the given pairs by the whole sketch."""
     open_pairs = []
     for first, second in zip(i.split(_BLOCK // anchor.shape[1]), j.split(_BLOCK // anchor.shape[1]), strict=True):
         distance = (anchor[first] - donor[second]).square_().sum(1)

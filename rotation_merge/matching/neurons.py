@@ -26,7 +26,7 @@ _ROWS = 1 << 22  # entries of a block of rows of the similarity
 
 @dataclass(frozen=True)
 class Row:
-    """For every neuron of a role, float64 (n,): squared norms of both models and the squared distance."""
+    """Squared norms of both models and squared distances for every neuron of a role, float64 (n,)."""
 
     anchor: Tensor
     donor: Tensor
@@ -80,7 +80,7 @@ class Neurons:
 
     @property
     def device(self) -> torch.device:
-        """Where the anchor lies."""
+        """The anchor's device."""
         return self.pairs[0][0].device
 
     def reordered(self, index: Tensor) -> Neurons:

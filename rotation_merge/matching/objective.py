@@ -131,7 +131,7 @@ def labels_loss(outputs: Any) -> Tensor:
 def weighed(
     model: nn.Module, outputs: Any, batch: Batch, taught: Sequence[Tensor] | None, coefficients: Tensor
 ) -> Tensor:
-    """What the loss of some rows is a mean over, so that the parts of a batch can be put together.
+    """Total weight that the loss of some rows is a mean over, for combining the parts of a batch.
 
     Raises:
         RecipeError: they cannot.

@@ -76,7 +76,10 @@ class Opening:
     widths: bool
 
     def elsewhere(self) -> Opening:
-        """What gives the same tensors in a process that works in another folder: of the options, streams count."""
+        """Return an opening that gives the same tensors in a process with another working directory.
+
+        Of the options, only those of streams are kept.
+        """
         options = NOTHING.with_residual(self.options.residual)
         return replace(self, anchor=whole_path(self.anchor), donor=whole_path(self.donor), options=options)
 
@@ -183,7 +186,7 @@ class Pair:
         return self.marks[0].hexdigest(self.anchor.config), self.marks[1].hexdigest(self.donor.config)
 
     def basis(self, folded: Sequence[str]) -> Basis:
-        """What an alignment of the two keeps of them; of streams that it folds, biases are folded."""
+        """Return the facts on both models that an alignment stores. Biases of folded streams are folded."""
         marks = zip((self.anchor, self.donor), self.fingerprints(), self.marks, strict=True)
         anchor, donor = (Identity(str(model.reference), mark, known.sums()) for model, mark, known in marks)
         biases, donor_biases = (hidden_biases(self.architecture, source, folded) for source in self.sources)

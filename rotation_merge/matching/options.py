@@ -84,7 +84,7 @@ class AlignConfig(GroupOptions):
 
 @dataclass(frozen=True)
 class MatchConfig(Config):
-    """What chooses the maps of an alignment, and how its models are opened."""
+    """Options that select how an alignment's maps are found and how its models are opened."""
 
     match_on: str = option(
         WEIGHTS, "what chooses the maps: weights, activations of both models on samples, or both", choices=MATCH_ON
@@ -111,7 +111,8 @@ class VaryingOptions(AlignConfig):
     """Options that differ from block to block; its own fields are those of the whole model."""
 
     def __init__(self, whole: AlignConfig, of: Callable[[str, float], AlignConfig]) -> None:
-        """
+        """Set options that differ from block to block.
+
         Args:
             of: options by a block's module path and its place among the layers, from 0 to 1.
         """

@@ -54,7 +54,7 @@ class Pairing:
 
     @property
     def at_once(self) -> int:
-        """Of how many pairs of groups statistics are looked at together."""
+        """Number of pairs of groups whose statistics are computed at once."""
         size = self.dual.shape[2]
         return max(32, _ENTRIES // (size * size if self.group.statistic == "full" else size))
 

@@ -85,7 +85,7 @@ class Walk:
 
     @cached_property
     def sample(self) -> list[int]:
-        """What starts are compared on: all parts, or in deep models some layers, evenly spread."""
+        """Parts on which starts are compared: all of them, or evenly spread layers in deep models."""
         blocks = self.architecture.blocks
         inner = [number for number, block in enumerate(blocks) if block.index is not None]
         sampled = inner
@@ -164,7 +164,7 @@ class Walk:
         self.ledger.keep(block.name, lambda: entry_of(block_match.match, **facts))
 
     def _known(self, number: int) -> StepResult | None:
-        """What an earlier run has found for the last match of a block."""
+        """Return the last match of a block from an earlier run, or None."""
         block = self.architecture.blocks[number]
         entry = self.ledger.get(block.name)
         if entry is None:
@@ -240,7 +240,7 @@ def _solved(walk: Walk, statistics: StreamStatistics, current: Transforms) -> Tr
 
 @dataclass
 class _Run:
-    """Where the passes stand.
+    """The state of the passes.
 
     Attributes:
         transforms: of the streams; `best`: as they were when the pass began.
@@ -271,7 +271,7 @@ class _Run:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of tensors, by name."""
+        """Weights of tensors, by name."""
         return {name: weight for part in self.parts.values() for name, weight in part.weights.items()}
 
     def packed(self, precise: bool) -> LedgerEntry:
@@ -334,7 +334,7 @@ class _Gathering:
         return statistics
 
     def sharpen(self) -> None:
-        """From now on sum in float64: the models nearly agree."""
+        """Sum in float64 from now on, because the models nearly agree."""
         if not self.precise:
             self.precise, self.plain_measurements = True, None
 

@@ -46,7 +46,7 @@ class HeadProjections:
         self.device = self.pairs[0][0].device if self.pairs else device
 
     def narrowed(self, dims: slice, statistic: str) -> HeadProjections:
-        """Some of the coordinates."""
+        """Projections of a slice of the coordinates."""
         groups, per_group, _ = self.shape
         pairs = [(a[:, :, dims], b[:, :, dims]) for a, b in self.pairs]
         shape = (groups, per_group, dims.stop - dims.start)
@@ -69,7 +69,7 @@ class HeadProjections:
 
     @cached_property
     def _unmoved(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """In the donor's own order squared norms of both models, squared distances and statistics, in one pass."""
+        """Squared norms of both models, squared distances and statistics in the donor's own order, in one pass."""
         anchor, donor, apart = self._zeros(self.shape), self._zeros(self.shape), self._zeros(self.shape[:1])
         products = self._zeros((self.shape[0], *self._statistic_shape()), self.statistic == "pairs")
         for pair in self.pairs:
@@ -173,7 +173,7 @@ class HeadProjections:
         return 8 * math.prod(self.shape) ** 2
 
     def head_products(self, anchor: Tensor, donor: Tensor) -> Tensor:
-        """For N pairs of groups the `full` products of every pair of their heads, (N, r, r, d, d)."""
+        """Products of every pair of heads for N pairs of groups with `full` statistics, (N, r, r, d, d)."""
         _, r, d = self.shape
         total = self._zeros((len(anchor), r, r, d, d))
         for a, b in self.pairs:

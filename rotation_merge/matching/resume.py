@@ -57,7 +57,8 @@ class State:
         mark: str,
         together: Together | None = None,
     ) -> None:
-        """
+        """Set the file, the parts and the key of the state to save or restore.
+
         Args:
             mark: what the fit is of (see `fit_mark`); a state of anything else is refused.
             together: the processes that fit; the first of them reads and writes.

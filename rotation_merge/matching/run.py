@@ -218,7 +218,7 @@ def how_far(subject: str, change: float, origin: float, of: str) -> str:
 
 
 def _log(donor: str, block: Block, matches: list[SpaceMatch]) -> None:
-    """What was decided for a donor's block: one line, and at debug one for each space."""
+    """Log the decision for a donor's block: one line, and one per space at debug level."""
     if not LOG.isEnabledFor(logging.INFO):
         return
     words = [

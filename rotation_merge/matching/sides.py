@@ -60,7 +60,7 @@ def views(
     transforms: Mapping[str, SpaceTransform],
     without: Collection[str] = (),
 ) -> Iterator[tuple[TensorInfo, Part, int, Tensor, Tensor]]:
-    """As `sides`, with axes where they stand: tensor, part, the part's first dimension, and both models' views."""
+    """Like `sides`, but with axes in place: tensor, part, the part's first dimension, and both models' views."""
     other_transforms = {name: transform for name, transform in transforms.items() if name != space.name}
     for info in block.tensors:
         if info.key not in anchor or info.key not in donor or space not in info.spaces():

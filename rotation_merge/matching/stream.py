@@ -68,8 +68,10 @@ class StreamStatistics:
         return math.exp(self._logs / self._entries) if self._entries else 0.0
 
     def bound(self, transforms: Mapping[str, SpaceTransform]) -> float:
-        """No less than the objective under other maps of the streams, the local spaces held still: the logarithm lies
-        below its tangent. Equal to the objective under the maps that everything was counted under."""
+        """Upper bound on the objective under other maps of the streams, with local spaces held fixed.
+
+        It uses the tangent of the logarithm, and equals the objective under the maps used for counting.
+        """
         logs = self._logs - 2 * (self._overlapping(transforms) - self._overlap)
         return math.exp(logs / self._entries) if self._entries else 0.0
 
@@ -90,7 +92,7 @@ class StreamStatistics:
         return total
 
     def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """As tensors and facts for JSON."""
+        """Return the statistics as tensors and facts for JSON."""
         parts = (("products", self.products), ("gains", self.gains))
         tensors = {
             f"{part}|{stream}": x for part, tensors_by_stream in parts for stream, x in tensors_by_stream.items()

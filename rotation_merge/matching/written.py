@@ -81,8 +81,10 @@ def aligned_model(pair: Pair, alignment: Alignment, untie: bool = False) -> Any:
 
 
 def left_behind(pair: Pair, alignment: Alignment) -> list[str]:
-    """What the donor does not read and has to be left out, because a stream moves that it was made for: layers that
-    predict tokens further ahead (MTP)."""
+    """Tensors that the donor does not read and that a moving stream invalidates, to be left out.
+
+    Layers that predict tokens further ahead (MTP) are among them.
+    """
     return pair.donor.ignored if alignment.moves_streams(pair.architecture) else []
 
 

@@ -72,7 +72,7 @@ class MergedAdapter:
     maps: Mapping[str, MergedMap]
 
     def shares(self) -> list[float]:
-        """For each input, the mean share of its change in the merged maps."""
+        """Mean share of each input's change in the merged maps."""
         by_source = zip(*(merged.shares for merged in self.maps.values()), strict=True)
         present = [[share for share in column if share is not None] for column in by_source]
         return [sum(column) / len(column) for column in present]

@@ -80,7 +80,7 @@ _LESS = {
 
 
 def _out_of_memory(text: str, device: str) -> RotationMergeError:
-    """What torch, or Python, says of a device that has not enough."""
+    """Build the error for a device without enough memory from the message of torch or Python."""
     size = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", text)
     return RotationMergeError(
         f"{device} ran out of memory" + (f" (tried to allocate {size[1]})" if size else ""),

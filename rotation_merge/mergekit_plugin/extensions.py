@@ -33,8 +33,10 @@ def _mentions(obj: object) -> bool:
 
 
 def extend_common(module: Any) -> None:
-    """Let every merge read models in GGUF: their config and tokenizer from the folder that was made of them, their
-    weights one at a time."""
+    """Make every merge able to read GGUF models.
+
+    Config and tokenizer come from the converted folder, weights are read one at a time.
+    """
     reference = module.ModelReference
     config, local_path, lazy_loader = reference.config, reference.local_path, reference.lazy_loader
     if not _once(module):
@@ -74,7 +76,7 @@ def _in_folder(reference: Any, cache: str | None = None) -> Any:
 
 
 def extend_tokenizers(module: Any) -> None:
-    """Let tokenizers be brought together where models lie in GGUF."""
+    """Make mergekit able to combine tokenizers of GGUF models."""
     stock = module.build_tokenizer
     if not _once(module):
         return
@@ -98,7 +100,7 @@ def extend_tokenizers(module: Any) -> None:
 
 
 def extend_registry(module: Any) -> None:
-    """Let the merge method be found by its name, and inside our merges delegates of our own by theirs."""
+    """Register the merge method by its name, and our own delegates inside our merges."""
     from rotation_merge.mergekit_plugin.method import Methods
 
     if not isinstance(module._METHODS, Methods):
@@ -148,7 +150,7 @@ def extend_architecture(module: Any) -> None:
 
 
 def extend_plan(module: Any) -> None:
-    """Let `MergePlanner(...)` build our planner for our recipes."""
+    """Make `MergePlanner(...)` build our planner for our recipes."""
     planner = module.MergePlanner
     if not _once(module):
         return
@@ -218,7 +220,7 @@ def extend_command(module: Any) -> None:
 
 
 def _ours_in(path: str) -> list[bool]:
-    """For each recipe in this file, whether it names our method; empty where none does.
+    """Whether each recipe in this file names our method; empty if none does.
 
     Where the file is no YAML, its text decides: a line that gives our method's name, or nearly that, as the method.
     """
@@ -237,5 +239,5 @@ def _ours_in(path: str) -> list[bool]:
 
 
 def extend_genome(module: Any) -> None:
-    """Let mergekit-evolve search over the weights of aligned models."""
+    """Make mergekit-evolve able to search over the weights of aligned models."""
     module.METHOD_PARAM_MAPS.setdefault(METHOD, ["weight"])

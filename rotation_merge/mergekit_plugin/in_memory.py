@@ -62,7 +62,7 @@ class Loader:
         return tensor.to(wide)
 
     def flush(self) -> None:
-        """Nothing is held open."""
+        """Do nothing, because no file is open."""
 
 
 class HeldModel(Model):
@@ -86,7 +86,7 @@ class HeldModel(Model):
         self.module = lambda: as_stored(opened).to_module()
 
     def check_files(self) -> None:
-        """There are none."""
+        """Do nothing, because there are no files."""
 
     @property
     def transformers_config(self) -> Any:
@@ -124,7 +124,7 @@ class Planned:
         return tensor
 
     def _result(self, task: Task[Any]) -> Any:
-        """What a task gives; of whole models, and within a block of what its tensors share, once."""
+        """Result of a task. Results for whole models, and those shared by a block's tensors, are computed once."""
         for known in (self._whole, self._block):
             if task in known:
                 return known[task]

@@ -147,7 +147,7 @@ def _read(config: MergeConfiguration) -> list[ModelReference]:
 
 
 def _mark(session: Session, options: MergeOptions) -> str:
-    """What a merge is of: the files of its models, and those that the recipe names; the recipe; what it is run with."""
+    """A stable key of a merge: the files of its models and of the recipe, the recipe, and its options."""
     config, donors = session.recipe.config, session.donors
     origins = [donor.origin for donor in donors.found.values() if donor.origin is not None] if donors else []
     models = [session.models[reference] for reference in dict.fromkeys([*config.referenced_models(), *origins])]
@@ -244,10 +244,12 @@ _apart: ContextVar[Apart | None] = ContextVar("rotation_merge_apart", default=No
 
 @contextmanager
 def _as_it_is_here(apart: Apart) -> Iterator[None]:
-    """Let nothing be written that holds NaN, and gather what is to be written apart; write the card without asking the
-    hub whether it knows a directory that is here, which without a network would end the merge at its last step, and
-    with names that Markdown shows as they are; and take the base model's small files from where they are, not from a
-    cache of models merged with their adapters; and wait for the results of every device."""
+    """Patch mergekit's writing within the block.
+
+    NaN is refused and the tensors of `apart` are collected; the card asks the hub for no local directory and escapes
+    names for Markdown; small files come from the base model itself, not from a cache of merged adapters; and the
+    results of every device are awaited.
+    """
     token = _apart.set(apart)
     cards = (card, "is_hf", _on_hub), (card, "maybe_link_hf", _linked), (merge, "generate_card", _fenced)
     small = *cards, (merge, "_get_donor_model", _base_folder)
@@ -377,7 +379,7 @@ DONORS, NOTES = 5, 3
 
 
 def closing(report: MergeReport, out: str) -> list[str]:
-    """What was aligned and how far, what else there is to know, and where the report lies."""
+    """Lines on the alignment and its distances, further notes, and the path of the report."""
     donors = report.donors()
     lines = [f"rotation_merge: aligned to {report.anchor}, averaged by {report.delegate}, {report.seconds:.0f} s"]
     lines += [f"  {donor}: {report.verdict(donor)}" for donor in donors[:DONORS]]

@@ -51,7 +51,7 @@ class RotationMergeMethod(MergeMethod):
     def validate_inputs(
         self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
     ) -> None:
-        """Only reached where the planner was bypassed."""
+        """Raise, because this is only reached when the planner was bypassed."""
         with one_line():
             raise RecipeError(_REFUSAL, remedy=_REMEDY)
 

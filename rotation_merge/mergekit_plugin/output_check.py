@@ -97,7 +97,7 @@ def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) 
 
 
 def say(lines: Iterable[str]) -> None:
-    """In a command on stderr, from Python as log."""
+    """Print lines on stderr in a command, log them from Python."""
     for line in lines:
         if click.get_current_context(silent=True) is not None:
             click.echo(printable(line), err=True)

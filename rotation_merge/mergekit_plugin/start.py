@@ -18,7 +18,7 @@ _LOOKED_AT = 1 << 20  # bytes of a recipe
 
 @contextmanager
 def collector_held() -> Iterator[None]:
-    """Nothing is collected in the block, what it leaves is never looked at, and nor is anything when Python ends."""
+    """Turn garbage collection off in the block and freeze its objects, also when Python ends."""
     if not gc.isenabled() or not any(map(_is_ours, sys.argv[1:])):
         yield
         return

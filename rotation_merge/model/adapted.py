@@ -46,7 +46,8 @@ class AdaptedLoader:
     """Reads like mergekit's `LazyTensorLoader`; the adapter's changes come in float32 at least."""
 
     def __init__(self, base: Any, adapter: Adapter, places: Callable[[], Places]) -> None:
-        """
+        """Wrap the base model's loader.
+
         Args:
             base: mergekit's loader of the base model.
             places: what `find_places` gives, asked for when the first tensor is read.

@@ -96,7 +96,8 @@ class Adapter:
     """
 
     def __init__(self, path: str) -> None:
-        """
+        """Read the adapter of a directory.
+
         Args:
             path: the directory.
 
@@ -226,7 +227,7 @@ class Adapter:
         return changes
 
     def _scaled(self, name: str, change: Change) -> Change:
-        """With s, which may be different for each module."""
+        """Return the change with its scale s, which may differ between modules."""
         module = name.rpartition(".")[0]
         key = change.b or change.shift
         if key is None:

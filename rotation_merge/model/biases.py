@@ -182,7 +182,7 @@ def along(hidden: HiddenBiases, info: TensorInfo, dim: int, shift: Tensor) -> Te
 
 
 class _Placed:
-    """A source computed from another one tensor by tensor, each of which may need others of its block."""
+    """A source computed from another one tensor by tensor, where a tensor may need others of its block."""
 
     def __init__(self, architecture: Architecture, source: TensorSource) -> None:
         self.source = source

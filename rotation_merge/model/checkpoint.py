@@ -56,7 +56,7 @@ def in_turn(loader: Any) -> Any:
 
 
 class Opened(Protocol):
-    """What reads them (`models.Model`)."""
+    """An opened model with a loader (`models.Model`)."""
 
     @property
     def loader(self) -> Any: ...

@@ -61,7 +61,7 @@ def _asked(endpoint: str) -> bool:
 
 
 def no_answer() -> tuple[str, str]:
-    """Why the hub cannot be asked, and the remedy."""
+    """The reason why the hub cannot be asked, and the remedy."""
     if _silenced:
         return "the hub does not answer", "check the connection, or name a folder"
     return "HF_HUB_OFFLINE is set", "unset it, or name a folder"

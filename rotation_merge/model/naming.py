@@ -44,7 +44,7 @@ def anywhere(model: str) -> str:
 
 
 def check_different(models: Sequence[str]) -> None:
-    """Before anything is opened: no model is named twice.
+    """Refuse models that are named twice, before anything is opened.
 
     Raises:
         RotationMergeError: one is.

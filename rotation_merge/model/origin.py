@@ -20,8 +20,11 @@ HEADS = ("config.json", "adapter_config.json")
 
 
 def origins(models: Iterable[ModelReference], cache: str | None = None) -> dict[str, dict[str, Any]]:
-    """By the name that a report calls each model: `hub` (org/name), `revision` (the commit that was read), `license`,
-    and the same of its adapter. What is not known is None; nothing is fetched."""
+    """Origin of each model and its adapter, by the model's name in a report.
+
+    Its entries are `hub` (org/name), `revision` (the commit that was read) and `license`. Unknown values are None;
+    nothing is fetched.
+    """
     facts_by_name = {}
     for reference in models:
         facts = _of(reference.model, cache)

@@ -92,7 +92,7 @@ def remote_headers(names: Sequence[str], offline: bool = False) -> Iterator[Remo
 
 @contextmanager
 def _in_place_of_cache(folder: str) -> Iterator[None]:
-    """Let the libraries take `folder` for the hub's cache, with links to what is in that, and be offline."""
+    """Make the libraries use `folder` as an offline hub cache, with links to the real cache's contents."""
     from huggingface_hub import constants
     from mergekit.io.tasks import LoaderCache
 

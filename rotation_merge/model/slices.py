@@ -24,7 +24,7 @@ def rows(info: TensorInfo, tensor: Tensor) -> list[slice]:
 
 
 def narrowed(infos: Iterable[tuple[str, TensorInfo]], tensors: Mapping[str, Tensor], part: slice) -> dict[str, Tensor]:
-    """Some tensors, views of a slice of those that have a vocabulary.
+    """Narrow the tensors with a vocabulary axis to a slice, as views.
 
     Args:
         infos: what each name stands for; the vocabularies are of one size.

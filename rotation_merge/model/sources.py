@@ -183,7 +183,7 @@ Lives = tuple[tuple[tuple[str, str], ...], ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """Some of a tensor's entries along a dimension."""
+    """A slice of a tensor's entries along a dimension."""
 
     info: TensorInfo
     dim: int
@@ -200,7 +200,7 @@ class ComposedTensor:
 
 
 def other_form(stored: Block, named: Block) -> dict[str, ComposedTensor]:
-    """How to compose the tensors of a block that another block stores in another form, by key.
+    """Compositions that build a block's tensors from another block's form of storage, by key.
 
     Args:
         stored: the block that has the other form.
@@ -248,7 +248,7 @@ def _made(info: TensorInfo, cuts: Mapping[Lives, Cut]) -> ComposedTensor | None:
 
 
 def vocabulary_axes(architecture: Architecture) -> dict[str, int]:
-    """By name of a tensor whose axis is the vocabulary: which axis that is. Names of tied tensors among them."""
+    """The vocabulary axis of each tensor that has one, by name, including names of tied tensors."""
     infos = [info for info in architecture.tensors() if not info.stacked]
     axes = {name: info.vocabulary_axis for info in infos for name in (*info.names, *info.tied)}
     return {name: axis for name, axis in axes.items() if axis is not None}

@@ -113,8 +113,9 @@ def _other_ids(anchor: Model, moved: int, whole: int) -> str:
 
 
 def moved_tokens(anchor: Model, donor: Model, both: bool = False) -> tuple[int, int]:
-    """How many of the anchor's tokens stand at other ids in the donor, or at ids of other tokens there, and how many
-    tokens there are; 0 of 0 where vocabularies have other sizes or no tokenizer lies here.
+    """Count the anchor's tokens that have other ids in the donor, or whose ids are other tokens there, and all tokens.
+
+    0 of 0 if the vocabularies differ in size or a tokenizer is missing.
 
     Args:
         both: count only tokens that both know.

@@ -117,7 +117,7 @@ def _sums(anchor: Tensor, donor: Tensor, aligned: Tensor | None) -> _Sums:
 
 
 def parted(gaps: list[Gap]) -> str:
-    """In one sentence: are the two in the same coordinates, and where did they part?"""
+    """One sentence on whether the two are in the same coordinates, and where they diverge."""
     whole = gaps[-1]
     if whole.distance_before == 0:
         return "the two models are equal in every shared tensor"

@@ -318,8 +318,11 @@ class Rounds:
 
     @classmethod
     def of(cls, architecture: Architecture, options: AlignConfig, near: bool) -> Rounds:
-        """As `matching/passes.py` goes about it: starts on a sample of layers, passes part by part, and a last look at
-        everything. What stands outside of layers is looked at once, turned for the last look and for the result."""
+        """Count rounds as `matching/passes.py` runs them.
+
+        Starts use a sample of layers, passes go part by part, and a last one covers everything; tensors outside of
+        layers are read once, and turned for the last pass and the result.
+        """
         if options.residual == "none":
             return cls()
         layers = sum(block.index is not None for block in architecture.blocks)
@@ -386,10 +389,13 @@ def _local_memory(architecture: Architecture, sizes: dict[str, int], options: Al
 
 
 def _residual_memory(architecture: Architecture, sizes: dict[str, int], options: AlignConfig, itemsize: int) -> int:
-    """For every worker both models' tensors of a layer as they are stored and widened, the largest space once more as
-    the stream's map turns it, and its similarities; products of the stream of each part, embedding, head and map, and
-    for every worker of two layers; what is kept of models that are read again; and what is freed and stays with the
-    process: layers of 1B and 8B shape and an embedding of 1B were measured to take so much."""
+    """Peak memory of matching streams.
+
+    For every worker it counts both models' tensors of a layer as stored and widened, the largest space once more as
+    turned by the stream's map, and its similarities; then the stream products of each part, embedding, head and map,
+    and of two layers per worker; tensors kept of models that are read again; and freed memory that the process keeps,
+    as measured on layers of 1B and 8B shape and an embedding of 1B.
+    """
     layers, peak = 0, 0
     for block in architecture.blocks:
         if block.index is None:

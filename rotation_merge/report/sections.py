@@ -55,7 +55,7 @@ def header(report: MergeReport, title: str) -> str:
 
 
 def search(verdict: Verdict | None) -> str:
-    """Why it was this merge, where a search chose it."""
+    """The reasons for choosing this merge, if a search chose it."""
     if verdict is None:
         return ""
     names = shortened([parent.name for parent in verdict.parents])

@@ -43,7 +43,7 @@ class InMemoryModel:
         return load(self.path, self.dtype, self.like)
 
     def on(self, inputs: Sequence[Batch]) -> list[Batch]:
-        """What it gives back for each batch."""
+        """Outputs of the model for each batch."""
         return [outputs(self.model, {k: self._cast(v) for k, v in batch.items()}) for batch in inputs]
 
     @torch.no_grad()
@@ -84,7 +84,7 @@ class LayerwiseModel:
         return empty_model(self.config)
 
     def on(self, inputs: Sequence[Batch]) -> list[Batch]:
-        """What it gives back for each batch.
+        """Outputs of the model for each batch.
 
         Raises:
             CheckpointError: it cannot be run one layer at a time.

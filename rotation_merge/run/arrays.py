@@ -74,7 +74,7 @@ def _check_lengths(arrays: Mapping[str, Tensor], picture_rows: Mapping[str, list
 def _pictures(
     arrays: Mapping[str, Tensor], model: Any, takes: set[str], name: str, source: str
 ) -> dict[str, list[int]]:
-    """By array of images (`name` and its companions): how many rows each example has."""
+    """Rows of each example in each array of images (`name` and its companions), by array."""
     grid, keys = SEEN[name]
     token = next((getattr(model.config, key) for key in keys if getattr(model.config, key, None) is not None), None)
     if token is None:
@@ -109,7 +109,7 @@ def _pictures(
 def _sizes(
     arrays: Mapping[str, Tensor], config: Any, name: str, places: int, source: str
 ) -> tuple[list[int], list[int]]:
-    """For each picture its number of rows in `name`, and of placeholder tokens."""
+    """Number of rows in `name`, and of placeholder tokens, of each picture."""
     grid = SEEN[name][0]
     if grid in arrays:
         patches = [int(row.prod()) for row in arrays[grid]]

@@ -217,8 +217,10 @@ def _all_labelled(batches: Sequence[Batch], model: Any) -> list[Batch]:
 
 
 def _begun(batch: Batch, model: Any) -> Batch:
-    """Of an encoder and its decoder: what the decoder reads, where only what it should write is given (no further than
-    the batch's texts are long)."""
+    """Add decoder inputs to the batch of an encoder-decoder model that has only labels.
+
+    They are no longer than the batch's texts.
+    """
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if shift is None or "labels" not in batch or "decoder_input_ids" in batch or batch["labels"].ndim < 2:
         return batch

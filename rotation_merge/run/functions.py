@@ -222,8 +222,10 @@ def unlabelled(batch: Mapping[str, Tensor]) -> Batch:
 
 @torch.no_grad()
 def outputs(model: Any, batch: Mapping[str, Tensor]) -> Batch:
-    """What a model gives back by default: every floating tensor, those of its parts too (`text_model_output.NAME`), but
-    for caches, which are its own affair."""
+    """Default outputs of a model: every floating tensor except caches.
+
+    Tensors of its parts are included (`text_model_output.NAME`).
+    """
     return floating_outputs(model, model(**unlabelled(batch)))
 
 

@@ -96,7 +96,7 @@ class ByLayer:
         return dict(stored_in(part))
 
     def _look(self, block: Block, tapped: Tapped) -> dict[str, str]:
-        """Which maps run for the first time, and whose inputs stand for theirs; settles which norms are split."""
+        """Find maps that run for the first time and those that share their inputs, and settle the split norms."""
         probe = Probe()
         plain = self._outputs(block, tapped, probe)
         shared = {name: same for name, same in probe.shared(tapped).items() if name not in self.shared}
@@ -112,8 +112,7 @@ class ByLayer:
         return shared
 
     def _outputs(self, block: Block, tapped: Tapped, watcher: Watcher) -> list[Tensor]:
-        """What a layer (or, outside of the layers, the model) gives for the first batch; nothing where it ends
-        early."""
+        """Outputs of a layer (or, outside of the layers, the model) for the first batch; empty if it ends early."""
         outputs: list[Any] = []
         place = self.runner.module_of(block) or self.runner.model
         hook = place.register_forward_hook(lambda _, __, output: outputs.append(output))

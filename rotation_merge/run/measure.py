@@ -276,7 +276,7 @@ class Probe:
         pass
 
     def shared(self, tapped: Tapped) -> dict[str, str]:
-        """By map, the first of its block that reads the same."""
+        """First map of its block that reads the same inputs, by map."""
         leaders: dict[tuple[str, tuple[int, ...]], str] = {}
         first_reader = {}
         for name, linear in tapped.maps.items():

@@ -1,4 +1,4 @@
-"""From a model and samples to its statistics file: what is written at the head, and where the file lies.
+"""Measures a model on samples and writes its statistics file: its header and its place.
 
 Statistics go by the names of the checkpoint, which may hold tensors apart or together that the module in memory does
 not.
@@ -119,7 +119,7 @@ def measured_in_memory(model: nn.Module, opened: OpenedModel, data: Data, option
 def _of_samples(
     data: Data, source: str, batches: Sequence[dict[str, Tensor]], options: MeasureConfig
 ) -> dict[str, Any]:
-    """What the head of a statistics file says of the samples and the options."""
+    """Header entries of a statistics file on samples and options."""
     return {
         **described(data, source, batches),
         "kinds": sorted(options.kinds),

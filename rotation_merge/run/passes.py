@@ -46,7 +46,8 @@ class UnfinishedMeasurement(Unfinished):
     """The finished passes of an interrupted measurement, and the state of the one that ran."""
 
     def __init__(self, out: Path, identity: Mapping[str, Any]) -> None:
-        """
+        """Take up the passes of an interrupted measurement with the same identity.
+
         Args:
             out: the statistics file that it stands beside.
             identity: everything that decides what is measured.

@@ -21,8 +21,10 @@ BATCHES = 2
 
 @dataclass(frozen=True)
 class Proof:
-    """What a proof found: the largest difference of outputs and what is allowed, relative to their size; None where
-    none could be run, for the reason given."""
+    """Result of a proof: the largest difference of outputs and its limit, both relative.
+
+    None with a reason if none could be run.
+    """
 
     difference: float | None = None
     allowed: float | None = None

@@ -255,7 +255,7 @@ class BlockActivations:
     order: list[str] = field(default_factory=list)
 
     def part(self, whole: frozenset[str], outputs_only: frozenset[str], mask: Tensor | None) -> BlockActivations:
-        """What some maps read and gave, or only gave, and the stream at places among them, without padding."""
+        """Inputs and outputs (or only outputs) of some maps, and the stream at some places, without padding."""
         real: dict[int, Tensor] = {}
         at = None if mask is None else mask.flatten().nonzero()[:, 0]
 

@@ -223,7 +223,7 @@ class Runner:
         return self.model
 
     def _claims(self) -> dict[str, Block]:
-        """By tensor name: the first block that has the parameter, under whatever name."""
+        """First block that has each parameter, under any name, by tensor name."""
         first: dict[Any, Block] = {}
         claims = {}
         for block in self.architecture.blocks:
@@ -420,7 +420,7 @@ def filled_model(
 
 
 def _slots(model: nn.Module, architecture: Architecture) -> dict[str, list[tuple[nn.Module, str]]]:
-    """By tensor name: every place in the model that holds the same parameter."""
+    """Every place in the model with the same parameter, by tensor name."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():

@@ -48,7 +48,7 @@ def with_modules(model: nn.Module, modules: list[dict[str, Any]], tensors: Mappi
 
 
 def with_empty_modules(model: nn.Module, modules: list[dict[str, Any]], label: str | None = None) -> Any:
-    """As `with_modules`, without setting the weights of dense maps.
+    """Add modules as `with_modules` does, without setting the weights of dense maps.
 
     Raises:
         CheckpointError: an activation that is not known.

@@ -41,7 +41,7 @@ class Stage:
         return frozenset(self.keys).union(*map(self.aims, self.keys))
 
     def aims(self, key: str) -> frozenset[str]:
-        """Of what a map needs the answers: of its output, or of the stream and what else is added there."""
+        """Activations that a map's target needs: its output, or the stream and the other terms added there."""
         branch = self.branches.get(key)
         return frozenset([key] if branch is None else [branch.place, *(key for key, _ in branch.added)])
 

@@ -397,7 +397,7 @@ def _outputs(module: Any) -> int:
 
 
 def _parts(layer: nn.Module, maps: Mapping[str, nn.Module]) -> dict[str, set[str]]:
-    """By name: the modules of a layer that hold maps, and which."""
+    """Modules of a layer that hold maps, with those maps, by the module's name."""
     places = {id(module): key for key, module in maps.items()}
     parts = {
         name: {places[id(inner)] for inner in module.modules() if id(inner) in places}

@@ -164,7 +164,7 @@ class Planner:
         return reasons
 
     def _no_changes(self) -> str:
-        """Why no changes of a base are merged; empty where they are."""
+        """The reason for merging no changes of a base; empty if they are merged."""
         if self.relation == FAR:
             return "the models are not fine-tunes of one base"
         if self.other_ids:

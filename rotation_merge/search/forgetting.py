@@ -65,7 +65,7 @@ class Forgetting:
         return self.lost(figures) - (0.0 if plain is None else max(self.lost(plain), 0.0))
 
     def why(self, name: str, figures: Figures, plain: Figures | None) -> str:
-        """Why a merge with a better score is not the one that is taken."""
+        """The reason for rejecting a merge with a better score."""
         return (
             f"'{name}' scores {figures.score:.4f} on the selection samples, but forgets too much: on the base's own "
             f"text it loses {self._more(figures, plain):.4f} nats more than the plain average, over a tenth of its "

@@ -51,7 +51,7 @@ def split(samples: Sequence[Data], seed: int) -> Sets:
 
 
 def with_batches(data: Data, batches: Sequence[Batch]) -> Data:
-    """Some of the batches of a set of samples."""
+    """A subset of the batches of a set of samples."""
     return replace(data, batches=[*batches], examples=sum(map(examples_in, batches)))
 
 

@@ -1,4 +1,4 @@
-"""What a search is asked for, and what tells one search from another."""
+"""The config of a search, and the key that tells it from other searches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rotation_merge.search.config import MergeConfig
 
 @dataclass(frozen=True)
 class SearchConfig(MergeConfig):
-    """A search: what is merged to where, and how.
+    """Config of a search: the models, the output and the options.
 
     Attributes:
         models: the first is the anchor.
@@ -29,7 +29,7 @@ class SearchConfig(MergeConfig):
     data: tuple[str, ...]
 
     def key(self) -> str:
-        """Stands for what is merged with what: the models, the samples, and their files as they are."""
+        """Stable key of the models, the samples and the options, and of the state of their files."""
         options = {name: value for name, value in asdict(self).items() if name not in ("budget", "out", "subsets")}
         models = [*self.models, *([self.base] if self.base else [])]
         files = [path for model in models for path in _weights(model)] + list(filter(os.path.exists, self.data))
@@ -38,7 +38,7 @@ class SearchConfig(MergeConfig):
 
 
 def usual_data(model: str) -> str:
-    """What stands in for data: text of the models' own, or made images.
+    """Default data: texts written by the models, or random images.
 
     Raises:
         RotationMergeError: the model can make up neither.

@@ -112,7 +112,7 @@ def answers(model: Any, batch: Batch, task: str, columns: Tensor | None = None) 
 
 
 def _counting(batch: Batch, task: str, logits: Tensor) -> Tensor:
-    """Which positions count, of each example: those with a label; where there are none, those that are no padding."""
+    """Mask of the positions that count: those with a label or, without labels, those without padding."""
     labels = labels_of(batch, task)
     if labels is not None:
         return labels != -100
@@ -131,7 +131,7 @@ def labels_of(batch: Batch, task: str) -> Tensor | None:
 
 
 def _cosines(outputs: Any) -> Tensor:
-    """How alike the texts of each pair are, (pairs, 1); of single texts, those of a batch with each other."""
+    """Cosine similarity of the texts of each pair, (pairs, 1), or of all pairs in a batch of single texts."""
     if "logits" in outputs:
         pairs: Tensor = outputs.logits.float()
         return pairs
@@ -169,8 +169,10 @@ class Judge:
         return names.get(self.task, words if self.labelled else "divergence (nats)")
 
     def parents(self, models: Mapping[str, Any]) -> tuple[dict[str, Figures], Figures | None]:
-        """What the parents are worth alone, and the mean of their probabilities; None where they divide text
-        differently. Without labels, their answers are from here on what is wanted."""
+        """Figures of each parent alone, and of the mean of their probabilities (None if they tokenize differently).
+
+        Without labels, the parents' answers become the targets.
+        """
         tallies = {name: _Tally(self, name) for name in models}
         together = None if self.by_bytes else _Tally(self, "")
         self.targets = [[] for _ in self.sets]

@@ -89,7 +89,7 @@ class Outcome:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For programs; without the losses of single examples."""
+        """Return the facts as a dictionary for JSON, without the losses of single examples."""
         facts = asdict(self)
         single = [facts["ensemble"], facts["best"], facts["plain"], *facts["parents"].values(), facts["base"]]
         for figures in [*single, *(tried["figures"] for tried in facts["tried"])]:

@@ -348,7 +348,7 @@ class Preparation:
         return readers
 
     def _files(self, training: Sequence[Data]) -> dict[str, str]:
-        """For each model, where its samples to merge with lie (or the word that makes them)."""
+        """Files of merge samples for each model (or the word that generates them)."""
         if not training:
             return dict.fromkeys(self.config.models, self.config.data[0])
         paths = [str(write_data(data, self.files / f"{i}.safetensors")) for i, data in enumerate(training)]

@@ -13,7 +13,7 @@ from rotation_merge.search.judge import Figures
 
 @dataclass(frozen=True)
 class Subset:
-    """Some of the models, what their merge is worth, and the best of them, on their own samples.
+    """A subset of the models: the score of its merge, and of its best model, on their own samples.
 
     Attributes:
         merge, parent: scores, less is better.
@@ -25,7 +25,8 @@ class Subset:
 
     @classmethod
     def of(cls, chosen: Sequence[int], models: Sequence[str], merge: Figures, parents: Sequence[Figures]) -> Subset:
-        """
+        """Score the merge of a subset and its best parent.
+
         Args:
             chosen: which of all models are merged.
             parents: what each of all models is worth.
@@ -44,7 +45,7 @@ class Subset:
 
 
 def drawn(models: int, count: int, seed: int) -> list[tuple[int, ...]]:
-    """At most so many subsets of two or more models, but not of all; all there are, or some at random."""
+    """At most the given number of subsets of two or more models, without the full set. Random if there are more."""
     every = [s for size in range(2, models) for s in itertools.combinations(range(models), size)]
     order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed)).tolist()
     return [every[i] for i in sorted(order[:count])]

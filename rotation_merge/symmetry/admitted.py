@@ -49,7 +49,7 @@ STREAMS = Kind("groups by stream (decoder=rotation,encoder=permutation)", lambda
 
 @dataclass(frozen=True)
 class GroupOptions(Config):
-    """Which groups may be used: the names and values of recipes and of the command line."""
+    """Options that admit groups, by the names and values of recipes and of the command line."""
 
     attention: str = option(
         "rotation",
@@ -185,7 +185,7 @@ QUERIES: dict[str | None, Choose] = {
 
 
 def _exchanged(space: Facts, options: GroupOptions) -> Group:
-    """What the gains of norms before rotary embedding may exchange."""
+    """The group of gain exchanges of norms before rotary embedding."""
     return _beside_rotary(space, PairExchange(space.interleaved), CoordinateExchange())
 
 

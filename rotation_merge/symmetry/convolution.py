@@ -115,7 +115,7 @@ class ConvolutionGroup(SpaceGroup):
         return self.element(torch.arange(self.size), torch.ones(COUNT, self.size, dtype=torch.float64))
 
     def element(self, order: Tensor, factors: Tensor) -> ConvolutionTransform:
-        """From an order (n,) and factors (4, n)."""
+        """Build an element from an order (n,) and factors (4, n)."""
         return ConvolutionTransform(Monomial(Permutation(order.repeat(COUNT, 1)), Scaling(factors)))
 
     def random(self, generator: torch.Generator) -> ConvolutionTransform:

@@ -91,7 +91,7 @@ class Group(ABC):
         return element, gain
 
     def reach(self, products: Tensor) -> Tensor:
-        """What the group can make of each product at most, real."""
+        """Upper bound on each product under the group, real."""
         return products.abs()
 
     def bound(self, primal: Tensor, dual: Tensor, grams: Grams) -> Tensor:

@@ -15,7 +15,7 @@ from rotation_merge.symmetry.stream import StreamGroup, StreamTransform
 
 
 class LatentTransform(StreamTransform):
-    """As that of a stream, of one layer; the roles are the same."""
+    """A stream transform of one layer, with the same roles."""
 
     space_kind = "latent"
 

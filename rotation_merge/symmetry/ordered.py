@@ -70,7 +70,7 @@ class OrderedSigns(Group):
         return SignedOrder(Permutation(index), Scaling(signs)), (2 * chosen * signs).sum(1).to(value) - grams.norms()
 
     def values(self, agreement: Tensor) -> Tensor:
-        """What coordinates gain beside each other, from their inner products, less their norms."""
+        """Gains of pairs of coordinates from their inner products, less their norms."""
         return agreement.abs() if self.signs else agreement
 
     def agreement(self, element: GroupElement, products: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class OrderedExchange(GatedOrder):
     symbol = "gain exchange"
 
     def values(self, grams: Grams) -> Tensor:
-        """What coordinates gain beside each other."""
+        """Gains of pairs of coordinates."""
         return self._values(grams)[1]
 
     def unordered(self) -> Group:

@@ -106,7 +106,7 @@ class OrthogonalGroup(Group):
         return ScaledElement(rotation, scale), -cost(scale, primal, dual, *inner)
 
     def ceiling(self, grams: Grams) -> Tensor:
-        """With `rescale`, by `joint_ceiling`; where that knows none, from singular values at a few scales."""
+        """Upper bound on the gain: with `rescale` by `joint_ceiling`, else from singular values at a few scales."""
         if not self.rescale:
             return 2 * nuclear_norm(grams.primal + grams.dual) - grams.norms()
         if self.rescale == "sequential":

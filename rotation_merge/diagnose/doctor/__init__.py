@@ -1,4 +1,4 @@
-"""Why is a merge bad? Causes of gibberish in a recipe or a merged model, each with its remedy, the likeliest first."""
+"""Diagnoses of a bad merge: causes in a recipe or a merged model, each with its remedy, the likeliest first."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FATAL, NOTED = 0.97, 0.3
 
 
 def of_integrity(case: Case) -> Iterator[Cause]:
-    """What headers and small files tell of the merged model's folder."""
+    """Causes that headers and small files of the merged model's folder show."""
     for defect in case.defects:
         path = os.path.join(case.name, defect.where)
         yield Cause(defect.kind, FATAL if defect.fatal else NOTED, defect.what, path, defect.remedy)

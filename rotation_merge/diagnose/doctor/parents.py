@@ -198,8 +198,10 @@ Found = tuple[Space, str, Layout | None]
 
 
 def layouts_in(info: TensorInfo, merged: Tensor, parents: Tensor) -> Iterator[Found]:
-    """How one tensor of a merge stands to the mean of its parents: for each space whose coordinates may stand in
-    another order, its role there, and that order."""
+    """Compare one tensor of a merge with the mean of its parents.
+
+    Yields each space with its role in the tensor and the order of its coordinates that fits the parents better.
+    """
     if info.stacked or merged.ndim != len(info.axes):
         return
     for dim, axis in enumerate(info.axes):
@@ -245,7 +247,10 @@ def _of_heads(part: Part, name: str, merged: Tensor, parents: Tensor) -> Layout 
 
 
 def _rope_orders(part: Part, size: int) -> list[tuple[int, ...]]:
-    """From halves to neighbours and back; what rotary embedding leaves alone stays."""
+    """Orders that convert rotary pairs between halves and neighbours.
+
+    Coordinates without rotary embedding stay in place.
+    """
     turned = part.space.rotary // part.space.rotary_parts
     pairs = torch.arange(turned).view(2, -1)
     orders = []
@@ -275,7 +280,7 @@ def _cosine(merged: Tensor, parents: Tensor) -> float:
 
 
 def _cosines(ours: Tensor, parents: Tensor) -> Tensor:
-    """Of each row of the first with each of the second."""
+    """Cosine similarity of each row of the first matrix with each row of the second."""
     tiny = torch.finfo(torch.float32).tiny
     ours, parents = (x / x.norm(dim=1, keepdim=True).clamp(min=tiny) for x in (ours, parents))
     return ours @ parents.T

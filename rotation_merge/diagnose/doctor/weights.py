@@ -196,7 +196,7 @@ def _runs(name: str) -> bool:
 
 
 def _spreads(model: Any) -> dict[str, tuple[float, float]]:
-    """By layer: the spread of its output over features, median over the tokens, and its largest number."""
+    """Spread of each layer's output over features (median over tokens) and its largest value, by layer."""
     spread_of: dict[str, tuple[float, float]] = {}
 
     def look(name: str, output: Any) -> None:

@@ -33,7 +33,8 @@ class Ahead:
     """The blocks of one merge, matched side by side in the order in which mergekit asks for them: that of labels."""
 
     def __init__(self, single: bool) -> None:
-        """
+        """Start with no blocks waiting.
+
         Args:
             single: only one block at a time (`--low-cpu-memory`).
         """

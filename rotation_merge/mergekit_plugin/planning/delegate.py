@@ -56,7 +56,7 @@ class Helper(Protocol):
     """Plans what a delegate takes beside the models' tensors."""
 
     def needs(self, request: Wanted, models: Sequence[ModelReference]) -> dict[ModelReference, Helped]:
-        """For every model that counts what its part of one output tensor is merged with; empty where there is nothing.
+        """Extra inputs for one output tensor, by model with a nonzero weight; empty if there are none.
 
         Raises:
             RotationMergeError: it is missing, or a parameter means nothing.

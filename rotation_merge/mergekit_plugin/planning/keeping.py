@@ -86,7 +86,7 @@ def keep_alignments(session: Session, folder: str) -> list[str]:
 
 
 def _identity(session: Session, reference: ModelReference) -> Identity:
-    """Which model this is; what the merge did not read of it is read now."""
+    """Identity of a model. Tensors that the merge did not read are read now."""
     model = session.models[reference]
     mark = session.run.marks.setdefault(str(reference), Fingerprint())
     mark.complete(model.architecture.named(), model.stored)

@@ -44,7 +44,7 @@ def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
 
 
 def check_pool(donors: Donors) -> None:
-    """For activations on one pool of samples.
+    """Check that the donors' activations can be measured on one pool of samples.
 
     Raises:
         RecipeError: a donor's vocabulary differs, or its layers are combined differently.

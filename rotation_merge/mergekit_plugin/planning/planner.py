@@ -51,7 +51,7 @@ class RotationMergePlanner(MergePlanner):
             out_model_config.tie_word_embeddings = False
 
     def normalize_config(self) -> None:
-        """As mergekit's; a delegate that takes these models only without a base is given none."""
+        """Normalise the config as mergekit does. A delegate that merges these models only without a base gets none."""
         base = self.config.base_model
         if self.recipe.plain:
             self.config.base_model = None
@@ -83,8 +83,10 @@ class RotationMergePlanner(MergePlanner):
         ]
 
     def plan_in_memory(self) -> list[ReturnTensor]:
-        """As mergekit's (that of 0.1.5 fails at its own types), which mergekit-evolve asks for; what is no number ends
-        the merge, as it ends one that is written."""
+        """Plan an in-memory merge as mergekit does, for mergekit-evolve (0.1.5's own method fails at its own types).
+
+        NaN ends the merge, as in a written one.
+        """
         self._plan()
         return [
             FiniteTensor.model_construct(weight_info=w, tensor_task=t, dtype=w.force_dtype or self.config.out_dtype)

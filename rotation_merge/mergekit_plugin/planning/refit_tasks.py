@@ -180,8 +180,9 @@ class _Work:
         return MergedSource(method, self.base.architecture, named, weights, {"lambda": lesson.scale})
 
     def _losses(self, judged: Sequence[tuple[float, Data]], first: int) -> tuple[float, float] | None:
-        """What the start and the refitted merge lose on samples held out, each model's by its share; None: the merge's
-        head has no such labels.
+        """Losses of the start and the refitted merge on held-out samples, weighted by the models' shares.
+
+        None if the merge's head has no such labels.
 
         Args:
             first: number of the first of their batches among the merge's.

@@ -263,7 +263,7 @@ class CarryStatistics:
     def _shift(
         self, linear: LinearMap, maps: Mapping[str, SpaceTransform], values: Mapping[str, Tensor | None]
     ) -> Tensor | None:
-        """What the anchor's bias of values adds to all that the map reads."""
+        """The shift that the anchor's value bias adds to the map's inputs."""
         if not self.biases:
             return None
 

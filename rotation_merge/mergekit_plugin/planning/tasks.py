@@ -233,7 +233,7 @@ class MoveTensor(KeyedTask):
         return tensors[info.key] if self.fold is None else self.fold.tensor(self.block, info, tensors.get)
 
     def _in_slices(self, stored: Tensor, values: Values, make: Callable[[Values], Tensor]) -> Tensor:
-        """What `make` makes of what was loaded, of a long vocabulary slice by slice, where all models have the same."""
+        """Apply `make` to the loaded tensors, slice by slice for a long vocabulary if all models have the same."""
         known = {name: tensor for name, tensor in values.items() if tensor is not None}
         infos = [(name, info) for name in known if (info := self.block.tensor(name.split(":")[1])) is not None]
         alike = [stored, *(tensor for name, tensor in known.items() if name.split(":")[1] == self.info.key)]

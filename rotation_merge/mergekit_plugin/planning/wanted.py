@@ -40,7 +40,7 @@ class Wanted:
         return f"{self.moves.out.number}:{self.label}"
 
     def models(self, base: ModelReference) -> list[ModelReference]:
-        """Those that count, the base first.
+        """Models with a nonzero weight, the base first.
 
         Raises:
             StatisticsError: none does.
@@ -51,7 +51,7 @@ class Wanted:
         return sorted(counting, key=lambda model: model != base)
 
     def check_shares(self, delegate: str) -> None:
-        """What a model knows can be left out, not taken away: sums of statistics have to stay positive.
+        """Refuse negative weights, because sums of statistics have to stay positive.
 
         Raises:
             RecipeError: a weight is negative.

@@ -48,7 +48,7 @@ PLACES = {
 
 @dataclass(frozen=True)
 class RecipeConfig(Config):
-    """What recipes say beside the options of aligning, carrying and refitting."""
+    """Recipe keys other than the options of aligning, carrying and refitting."""
 
     finetuned_from: str | None = option(
         None,

@@ -27,7 +27,7 @@ def resembles(name: object) -> bool:
 
 
 def ours_in(text: str) -> list[bool]:
-    """For each document of a recipe file, whether it is ours.
+    """Whether each document of a recipe file is ours.
 
     Raises:
         RecipeError: the text is not YAML.

@@ -81,7 +81,7 @@ def check_settings(document: Document) -> None:
 
 
 def tokenizer_source(value: Mapping[str, Any]) -> tuple[Path, str | None]:
-    """Where a recipe says whose tokenizer the result gets, and the model named there; None for `base` or `union`."""
+    """The path of the recipe's tokenizer source, and the model named there; None for `base` or `union`."""
     for path in (("tokenizer", "source"), ("tokenizer_source",)):
         source = at(value, path)
         if source is not None and source not in ("base", "union"):

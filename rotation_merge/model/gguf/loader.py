@@ -90,7 +90,8 @@ class GgufLoader:
     lazy_unpickle = False
 
     def __init__(self, folder: str) -> None:
-        """
+        """Open the GGUF file behind a folder.
+
         Args:
             folder: that was made of the file (`model/gguf/place.py`).
         """
@@ -110,11 +111,11 @@ class GgufLoader:
         return self.tensors[key].to(device)
 
     def flush(self) -> None:
-        """Nothing is kept."""
+        """Do nothing, because no tensor is cached."""
 
 
 def quantised(folder: str) -> str:
-    """What the weights behind a folder that was made of a GGUF were quantised with, in words; empty for others."""
+    """Describe the quantisation of the weights of a folder made of a GGUF; empty for other folders."""
     paths = gguf_files(folder)
     if not paths:
         return ""

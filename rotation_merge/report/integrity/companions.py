@@ -73,7 +73,7 @@ def _tokenizer(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defe
 
 
 def _processors(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
-    """What makes inputs of images and sounds, of a parent of the same kind."""
+    """Image and audio processors of a parent of the same kind."""
     kind = contents.config.get("model_type")
     for parent in (parent for parent in parents if parent.config.get("model_type") == kind):
         names = _matching(parent, PROCESSOR_FILES)

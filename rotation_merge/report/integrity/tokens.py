@@ -132,7 +132,7 @@ def _stated(content: Any, usual: Mapping[str, list[Any]], before: str = "") -> I
 
 
 def _usual(contents: Contents) -> dict[str, list[Any]]:
-    """By entry, the values that the config of the model's class, and those inside of it, have by themselves."""
+    """Default values of the entries in the config of the model's class and its nested configs, by entry."""
     try:
         content = type(settings_of(contents))().to_dict()
     except Exception:  # classes that cannot be made of nothing, of every kind
@@ -242,7 +242,7 @@ def _templates(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defect]:
 def _turns(
     contents: Contents, vocabulary: Vocabulary, file: str, template: str, tokens: Sequence[str]
 ) -> Iterator[Defect]:
-    """Of the tokens with which a template ends what somebody says, one ends writing."""
+    """Check that a token with which a template ends a turn also ends generation."""
     closing = [token for token in tokens if token in vocabulary.ids and ("end" in token or "eot" in token)]
     ends = _ends(contents)
     if not closing or not ends or "eos_token" in template or ends & {vocabulary.ids[token] for token in closing}:
