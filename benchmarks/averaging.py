@@ -48,7 +48,7 @@ from rotation_merge.run.demo import CHECKPOINTS, digits, text
 from rotation_merge.run.demo import windows as demo_windows
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load
-from rotation_merge.run.written import self_written
+from rotation_merge.run.generated_samples import self_written
 
 MATCHINGS: dict[str, dict[str, Any]] = {
     "none": {"attention": "none", "ffn": "none", "rescale": False},

@@ -56,7 +56,7 @@ from rotation_merge.matching.options import BOTH, AlignConfig
 from rotation_merge.run import demo
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import load
-from rotation_merge.run.written import self_written
+from rotation_merge.run.generated_samples import self_written
 
 WHOLE = AlignConfig(heads="permutation", residual="rotation")
 SHORT = {"C++": ("llama-0-cpp", "cpp"), "English": ("llama-0-english", "english"), "C": ("llama-0-c", "c")}

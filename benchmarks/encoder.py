@@ -37,11 +37,11 @@ from transformers import AutoTokenizer, BertForTokenClassification
 from transformers.utils import logging
 
 from rotation_merge.files.scratch import Scratch
-from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.run.data import read_batches
 from rotation_merge.run.functions import load
 from rotation_merge.run.measure import MeasureConfig
-from rotation_merge.run.measuring import checkpoint_of, record
+from rotation_merge.run.statistics_writer import checkpoint_of, record
 
 LENGTH = 48
 STEPS = 250

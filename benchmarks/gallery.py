@@ -20,7 +20,7 @@ from rotation_merge.cli.show import quieten
 from rotation_merge.diagnose import donors_of
 from rotation_merge.diagnose.matchings import ALIGNED, PLAIN
 from rotation_merge.diagnose.paths import Paths
-from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.run.curves import Barrier
 from rotation_merge.run.data import read_batches
 from rotation_merge.run.demo import CHECKPOINTS

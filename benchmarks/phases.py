@@ -76,7 +76,7 @@ class Watch:
         from mergekit.graph import Task
         from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 
-        from rotation_merge.matching import both
+        from rotation_merge.matching import model_pair
         from rotation_merge.matching.stream import StreamStatistics
         from rotation_merge.mergekit_plugin import merge
         from rotation_merge.mergekit_plugin.planning import planner, tasks
@@ -85,12 +85,12 @@ class Watch:
         for task in every_task(Task):
             if not getattr(task.__dict__.get("execute"), "__isabstractmethod__", "execute" not in task.__dict__):
                 self.over(task, "execute", TASKS.get(task.__name__, "averaging"), _task_in_layer)
-        for owner in (both, tasks):
+        for owner in (model_pair, tasks):
             self.over(owner, "match_block", "matching", _in_layer)
-        self.over(both, "read_block", "reading", _in_layer)
-        self.over(both, "squared_distances", "stream", _in_layer)
+        self.over(model_pair, "read_block", "reading", _in_layer)
+        self.over(model_pair, "squared_distances", "stream", _in_layer)
         self.over(StreamStatistics, "add", "stream", lambda _, block, *rest: _in_layer(block))
-        self.over(both.BlockMeasurement, "of", "stream", lambda block, *_: _in_layer(block))
+        self.over(model_pair.BlockMeasurement, "of", "stream", lambda block, *_: _in_layer(block))
         self.over(StreamStatistics, "count", "stream", lambda *_: False)
         self.over(StreamStatistics, "solve", "solving", lambda *_: False)
         self.over(merge, "complete", "checking", lambda *_: False)

@@ -32,7 +32,7 @@ from rotation_merge.averaging.polish import PolishConfig
 from rotation_merge.cli.app import app
 from rotation_merge.cli.polish import polished
 from rotation_merge.files.scratch import Scratch
-from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.run import demo
 from rotation_merge.run.functions import load
 

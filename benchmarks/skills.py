@@ -26,7 +26,7 @@ from torch import Tensor
 from train_checkpoints import known, save, train_vit
 from transformers.utils import logging
 
-from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.run import demo
 from rotation_merge.run.functions import load
 

@@ -44,7 +44,7 @@ from transformers import (
 )
 
 from rotation_merge.run import demo as data
-from rotation_merge.run.written import self_written
+from rotation_merge.run.generated_samples import self_written
 
 CONTEXT = 128
 DIGITS = "0123456789"

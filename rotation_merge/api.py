@@ -30,11 +30,11 @@ from rotation_merge.matching.run import Run
 from rotation_merge.matching.teachers import Answered, write_answers
 from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, opened_views
 from rotation_merge.model.adapters import Adapter, is_adapter
-from rotation_merge.model.halves import NOTE
+from rotation_merge.model.language_half import NOTE
 from rotation_merge.model.lora import AdapterWeights
+from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_names, open_like
 from rotation_merge.model.naming import anywhere, check_different
 from rotation_merge.model.nearness import nearness
-from rotation_merge.model.opened import ModelLike, OpenedModel, check_names, open_like
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import Either, Relabelled
 from rotation_merge.model.view import View, as_stored
@@ -42,12 +42,12 @@ from rotation_merge.model.writing import Storage, small_files
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import unpadded
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
-from rotation_merge.run.kinds import SAMPLES, SOURCES
+from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.measure import MeasureConfig
-from rotation_merge.run.measuring import measured_in_memory
+from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
 from rotation_merge.run.samples import Samples, for_each, read_samples
 from rotation_merge.run.statistics_file import Statistics
-from rotation_merge.run.written import SELF
+from rotation_merge.run.statistics_writer import measured_in_memory
 from rotation_merge.search.clock import Clock
 from rotation_merge.search.config import MergeConfig
 from rotation_merge.search.job import SearchConfig, usual_data

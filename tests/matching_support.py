@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Space
 from rotation_merge.matching.alignment import Alignment, Basis, Identity, save_alignment
+from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.sides import Side
 from rotation_merge.symmetry import HeadTransform, Orthogonal, SpaceTransform
 from rotation_merge.symmetry.admitted import admitted
 

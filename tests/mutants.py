@@ -95,11 +95,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/matching/gauge.py": ("project/test_add_group.py", "matching/test_laws_of_matching.py"),
     "rotation_merge/matching/mean.py": ("matching/test_laws_of_matching.py", "matching/test_mean.py"),
     "rotation_merge/matching/stream.py": ("matching/test_residual.py",),
-    "rotation_merge/matching/measured.py": ("matching/test_residual.py",),
+    "rotation_merge/matching/stream_products.py": ("matching/test_residual.py",),
     "rotation_merge/files/ledger.py": ("files/test_going_on.py",),
     "rotation_merge/matching/passes.py": ("matching/test_residual.py", "matching/test_spanning.py"),
     "rotation_merge/matching/alignment.py": ("matching/test_mean.py", "matching/test_residual.py"),
-    "rotation_merge/matching/both.py": (
+    "rotation_merge/matching/model_pair.py": (
         "matching/test_residual.py",
         "matching/test_workers.py",
         "matching/test_spanning.py",
@@ -107,12 +107,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/workers/pieces.py": ("matching/test_workers.py",),
     "rotation_merge/workers/threads.py": ("matching/test_workers.py",),
     "rotation_merge/mergekit_plugin/planning": MERGES,
-    "rotation_merge/mergekit_plugin/planning/ahead.py": ("matching/test_workers.py", *MERGES),
+    "rotation_merge/mergekit_plugin/planning/prefetch.py": ("matching/test_workers.py", *MERGES),
     "rotation_merge/mergekit_plugin/planning/statistics.py": ("averaging/test_averaging.py", "carrying/test_carry.py"),
     "rotation_merge/mergekit_plugin/planning/carrying.py": ("carrying/test_carry_recipe.py", *MERGES),
     "rotation_merge/mergekit_plugin/planning/carry_task.py": ("carrying/test_carry_recipe.py",),
     "rotation_merge/mergekit_plugin/planning/transport.py": ("averaging/test_ot_fusion.py",),
-    "rotation_merge/mergekit_plugin/planning/keeping.py": ("matching/test_save_alignment.py",),
+    "rotation_merge/mergekit_plugin/planning/save_alignments.py": ("matching/test_save_alignment.py",),
     "rotation_merge/mergekit_plugin/planning/refit.py": ("averaging/test_refit_sources.py", "averaging/test_refit.py"),
     "rotation_merge/mergekit_plugin/planning/refit_tasks.py": (
         "averaging/test_refit_sources.py",
@@ -124,7 +124,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         "matching/test_save_alignment.py",
         "model/test_heads.py",
     ),
-    "rotation_merge/mergekit_plugin/planning/wanted.py": ("averaging/test_averaging.py", "averaging/test_ot_fusion.py"),
+    "rotation_merge/mergekit_plugin/planning/output_tensor.py": (
+        "averaging/test_averaging.py",
+        "averaging/test_ot_fusion.py",
+    ),
     "rotation_merge/mergekit_plugin/recipe": (
         "mergekit_plugin/test_recipe_reader.py",
         "cli/test_cli_bad_inputs.py",

@@ -34,7 +34,7 @@ from rotation_merge.run import demo
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load
-from rotation_merge.run.written import self_written
+from rotation_merge.run.generated_samples import self_written
 
 STEPS = 100
 """Of tuning a ViT."""

@@ -21,7 +21,7 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model import slices
 from rotation_merge.model.factors import LowRank, dense, stacks, transposed
 from rotation_merge.model.fold import folded_source
-from rotation_merge.model.opened import ModelLike, OpenedModel, check_names, open_like
+from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_names, open_like
 from rotation_merge.model.source import TensorSource, read_tensor, unstack
 from rotation_merge.model.sources import Replaced
 from rotation_merge.model.view import View

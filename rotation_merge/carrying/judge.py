@@ -25,8 +25,8 @@ from rotation_merge.model.sources import Replaced
 from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import Batch, local_path
+from rotation_merge.run.generated_samples import SELF, writes_text
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.written import SELF, writes_text
 
 AT_ONCE = 16
 HELD_OUT = 0.25

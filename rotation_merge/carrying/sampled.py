@@ -43,8 +43,8 @@ from rotation_merge.model.sources import Renamed, Replaced
 from rotation_merge.run.data import Data, read_batches, unpadded
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import Batch, architecture_of, load, local_path
+from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.written import SELF
 
 REFITTED = "The new base's linear maps were solved layer by layer to reproduce the change on samples."
 HOW = {

@@ -80,9 +80,9 @@ def command(
     """
     from rotation_merge.errors import not_written
     from rotation_merge.files.ledger import kept_beside
+    from rotation_merge.matching.aligned_output import left_behind, match_pair, write_aligned
     from rotation_merge.matching.open_pair import open_pair, write_alignment
-    from rotation_merge.matching.written import left_behind, match_pair, write_aligned
-    from rotation_merge.model.stamps import mark_of, unchanged
+    from rotation_merge.model.run_keys import mark_of, unchanged
     from rotation_merge.model.writing import Storage, check_dtype, parse_size
     from rotation_merge.run.proof import Proof, prove
     from rotation_merge.workers.cluster import spread

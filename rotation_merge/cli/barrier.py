@@ -41,7 +41,7 @@ from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.report.plots import check_plot, save_barrier, text_plot
 from rotation_merge.run.curves import CENTRE, FILE, Barrier, Curve
 from rotation_merge.run.evaluate import PATH, BarrierConfig
-from rotation_merge.run.kinds import KINDS
+from rotation_merge.run.sample_kinds import KINDS
 
 if TYPE_CHECKING:
     from rotation_merge.diagnose import RecipeDonor

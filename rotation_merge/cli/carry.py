@@ -74,7 +74,7 @@ def command(
     from rotation_merge.carrying.transfer import carry, check_places
     from rotation_merge.files.ledger import kept_beside
     from rotation_merge.model.checkpoint import open_model
-    from rotation_merge.model.stamps import mark_of
+    from rotation_merge.model.run_keys import mark_of
     from rotation_merge.model.writing import Storage, check_dtype, parse_size
 
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]

@@ -28,8 +28,8 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     Use it to see whether two models share their coordinates, and where they differ. Distances are relative to the
     anchor's norm. Angles are in degrees between tensors as vectors; 90 means unrelated.
     """
+    from rotation_merge.matching.aligned_output import match_pair
     from rotation_merge.matching.open_pair import open_pair
-    from rotation_merge.matching.written import match_pair
     from rotation_merge.report.compare import gaps, parted
 
     options = config_of(AlignConfig, values)

@@ -10,7 +10,7 @@ from rotation_merge.cli.options import config_of, config_options
 from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE
 from rotation_merge.cli.show import json_option, print_json, shown, table
 from rotation_merge.run.evaluate import EvaluateConfig, score
-from rotation_merge.run.kinds import KINDS
+from rotation_merge.run.sample_kinds import KINDS
 
 TITLES = {
     "accuracy": "accuracy",
@@ -47,7 +47,7 @@ def command(
     """
     from rotation_merge.run.data import read_batches
     from rotation_merge.run.functions import load
-    from rotation_merge.run.measuring import keep_figures
+    from rotation_merge.run.statistics_writer import keep_figures
 
     config, table_rows = config_of(EvaluateConfig, values), []
     for name in models:

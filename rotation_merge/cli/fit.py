@@ -24,8 +24,8 @@ from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files.outputs import FILE, Output
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, VaryingOptions
-from rotation_merge.run.checked import check_labels
 from rotation_merge.run.data import KINDS, described, read_batches
+from rotation_merge.run.data_checks import check_labels
 from rotation_merge.run.functions import load, narrowed, stored_dtype
 
 
@@ -78,7 +78,7 @@ def command(
     several donors are fitted jointly, with one file each (FILE-1, FILE-2, ...). An interrupted fit continues. Under
     torchrun the processes share each batch, and the first one writes.
     """
-    from rotation_merge.matching.together import joined
+    from rotation_merge.matching.fit_processes import joined
 
     names, match, untie = _what(models, values, untie)
     files = [Output(file, "--alignment", FILE) for file in _files(out, len(names) - 1)]

@@ -128,7 +128,7 @@ def _averaging(path: str) -> AveragingCost | None:
     from rotation_merge.averaging.task_vectors import TaskVectorMethod
     from rotation_merge.diagnose.donors import last_recipe
     from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-    from rotation_merge.run.measuring import checkpoint_of
+    from rotation_merge.run.statistics_writer import checkpoint_of
 
     recipe = Recipe.of(last_recipe(path, "give two models instead"))
     method, config = recipe.delegate, recipe.config
@@ -310,7 +310,7 @@ def _fingerprint(target: str, _: object, as_json: bool) -> int:
     if is_document(target):
         marks = described(target)["fingerprints"]
     else:
-        from rotation_merge.run.measuring import checkpoint_of
+        from rotation_merge.run.statistics_writer import checkpoint_of
 
         model = checkpoint_of(target)
         marks = {str(model.reference): model.fingerprint}

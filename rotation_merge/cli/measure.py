@@ -10,8 +10,8 @@ import click
 from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
 from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE, STATISTICS, writes, writing
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
-from rotation_merge.run.kinds import KINDS, SAMPLES, SOURCES
 from rotation_merge.run.measure import MeasureConfig
+from rotation_merge.run.sample_kinds import KINDS, SAMPLES, SOURCES
 
 
 @click.command(
@@ -54,12 +54,12 @@ def command(
     does not fit in memory is run layer by layer from its files: they are read once for gram and moments, and again for
     every batch with gradients and for every token of '--data self'.
     """
-    from rotation_merge.run.checked import check_labels
     from rotation_merge.run.data import read_batches
+    from rotation_merge.run.data_checks import check_labels
     from rotation_merge.run.functions import load
     from rotation_merge.run.layers import in_layers
-    from rotation_merge.run.measuring import checkpoint_of, place_beside, record
     from rotation_merge.run.passes import fits
+    from rotation_merge.run.statistics_writer import checkpoint_of, place_beside, record
 
     config = config_of(MeasureConfig, values)
     checkpoint = checkpoint_of(model)

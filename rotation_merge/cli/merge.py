@@ -14,7 +14,7 @@ from rotation_merge.cli.options import config_of, config_options
 from rotation_merge.cli.paths import MODEL, MODELS_AND_OUT, NEW_MODEL, SAMPLE_SOURCE, outputs_of, writing
 from rotation_merge.cli.show import StatusLine, json_option, note, print_json, say, shown, table
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.run.kinds import KINDS
+from rotation_merge.run.sample_kinds import KINDS
 from rotation_merge.search.config import MergeConfig
 
 if TYPE_CHECKING:

@@ -63,7 +63,7 @@ def command(
     inputs = [random_batch(a.model, generator) for _ in range(batches)]
     if data is not None:
         from rotation_merge.run.data import read_batches
-        from rotation_merge.run.written import SELF
+        from rotation_merge.run.generated_samples import SELF
 
         if data == SELF and isinstance(a, LayerwiseModel):
             problem = "is too large to be held whole, as writing text itself would need"

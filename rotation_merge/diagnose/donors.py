@@ -19,7 +19,7 @@ from rotation_merge.mergekit_plugin.recipe.names import METHOD, OF_MODEL, OPTION
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.checkpoint import Model, Models, parse_reference
 from rotation_merge.model.heads import head_names
-from rotation_merge.model.stamps import mark_of
+from rotation_merge.model.run_keys import mark_of
 
 KEPT = ("exclude", "unsupported", "untie")
 """Options of the whole merge that say something about each donor."""

@@ -22,12 +22,12 @@ from rotation_merge.files.durable import replacing
 from rotation_merge.files.outputs import Output, check_replaced
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.matching.block import SpaceMatch
-from rotation_merge.matching.both import Transforms
 from rotation_merge.matching.check_pair import check_pair
 from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.model_pair import Transforms
 from rotation_merge.matching.moved_statistics import MovedTensors
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.packed import packed, unpacked
+from rotation_merge.matching.serialisation import packed, unpacked
 from rotation_merge.matching.spanning import torn
 from rotation_merge.model import slices
 from rotation_merge.model.biases import Aligned, holders
@@ -36,7 +36,7 @@ from rotation_merge.model.fold import folded_source
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import Rows as LabelRows
 from rotation_merge.model.member import Member
-from rotation_merge.model.opened import ModelLike, OpenedModel, open_like, stored_dtype
+from rotation_merge.model.model_inputs import ModelLike, OpenedModel, open_like, stored_dtype
 from rotation_merge.model.source import TensorSource, check_shapes, read_tensor, unstack
 from rotation_merge.model.sources import Renamed
 from rotation_merge.model.view import View

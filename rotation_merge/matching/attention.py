@@ -25,10 +25,10 @@ from torch import Tensor
 from rotation_merge.architecture.model import Space
 from rotation_merge.linalg.assignment import assign_small
 from rotation_merge.matching.head_order import head_order
+from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.pairing import Pairing, assembled, pairings_of, shared_gains
 from rotation_merge.matching.products import HeadProjections, Order
-from rotation_merge.matching.sides import Side
 from rotation_merge.symmetry import GroupElement, HeadTransform
 from rotation_merge.symmetry.admitted import heads
 from rotation_merge.symmetry.heads import HeadGroup

@@ -22,8 +22,8 @@ from rotation_merge.matching.attention import AttentionMatch, match_attention
 from rotation_merge.matching.convolution import match_convolution
 from rotation_merge.matching.experts import ExpertsMatch, match_experts
 from rotation_merge.matching.ffn import NeuronMatch, match_ffn
+from rotation_merge.matching.matrix_pairs import Side, Tensors, sides
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.sides import Side, Tensors, sides
 from rotation_merge.matching.spanning import Leads, held, led, ordered
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import settled

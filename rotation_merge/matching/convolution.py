@@ -16,8 +16,8 @@ from torch import Tensor
 from rotation_merge.architecture.model import Space
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.scaling import LARGEST_LOG_SCALE, best_scale
+from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.sides import Side
 from rotation_merge.symmetry.admitted import convolution
 from rotation_merge.symmetry.convolution import COUNT, FACTORS, ConvolutionTransform, multiplier
 

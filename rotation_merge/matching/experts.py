@@ -16,10 +16,10 @@ from torch import Tensor
 from rotation_merge.architecture.model import Block, Space
 from rotation_merge.linalg.assignment import assign, assign_small
 from rotation_merge.matching.ffn import NeuronMatch, match_neurons, neurons_of
+from rotation_merge.matching.matrix_pairs import Tensors, views
 from rotation_merge.matching.nearest import least_distance
 from rotation_merge.matching.neurons import Neurons, Pairs
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.sides import Tensors, views
 from rotation_merge.symmetry import ExpertTransform, Monomial, Permutation, Scaling, SpaceTransform
 
 MOST_WORK = 4e11

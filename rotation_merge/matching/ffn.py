@@ -9,10 +9,10 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Space
 from rotation_merge.linalg.assignment import assign, assign_factored
+from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.nearest import nearest_order
 from rotation_merge.matching.neurons import Neurons, Pairs
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.sides import Side
 from rotation_merge.symmetry import Monomial, Permutation, Scaling
 from rotation_merge.symmetry.admitted import neurons as neuron_group
 

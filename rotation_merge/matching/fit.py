@@ -35,6 +35,7 @@ from rotation_merge.matching.engine import (
     same_names,
     untie_heads,
 )
+from rotation_merge.matching.fit_processes import Together
 from rotation_merge.matching.fit_records import LOOKS, FitConfig, FitReport
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match import Match, match_model
@@ -49,8 +50,7 @@ from rotation_merge.matching.objective import (
 )
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 from rotation_merge.matching.resume import State, fit_mark
-from rotation_merge.matching.together import Together
-from rotation_merge.model.opened import open_like
+from rotation_merge.model.model_inputs import open_like
 from rotation_merge.run.functions import architecture_of, take_rows, unlabelled
 from rotation_merge.symmetry import GroupElement, SpaceTransform
 from rotation_merge.symmetry.admitted import neurons

@@ -31,7 +31,7 @@ from rotation_merge.matching.activations import Activations
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, AlignConfig
-from rotation_merge.matching.recorded import recorded
+from rotation_merge.matching.report_rows import recorded
 from rotation_merge.matching.stream import StreamStatistics, residual_groups
 from rotation_merge.model.checkpoint import Models, parse_reference
 from rotation_merge.model.fold import folded_source
@@ -39,8 +39,8 @@ from rotation_merge.model.source import Progress, TensorSource, read_tensor
 from rotation_merge.model.vocabulary import moved_tokens, shared_rows
 from rotation_merge.run.data import SAMPLES, read_batches, unpadded
 from rotation_merge.run.functions import Batch, architecture_of, load, local_path, unlabelled
+from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import LinearMap, linear_map
-from rotation_merge.run.written import SELF
 from rotation_merge.symmetry import SpaceTransform
 
 WHITENING = 0.25

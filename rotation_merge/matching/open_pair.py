@@ -28,14 +28,14 @@ from rotation_merge.matching.alignment import (
 )
 from rotation_merge.matching.check_pair import CheckedPair, check_pair, residual_of
 from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.matching.recorded import recorded
+from rotation_merge.matching.report_rows import recorded
 from rotation_merge.matching.run import Run
 from rotation_merge.model.adapter_base import check_own_base
 from rotation_merge.model.checkpoint import Model, Models, parse_reference, whole_path
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.gguf.place import is_absent
-from rotation_merge.model.halves import language_half
 from rotation_merge.model.hub import local_file
+from rotation_merge.model.language_half import language_half
 from rotation_merge.model.origin import origins
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import OnDevice, Rows

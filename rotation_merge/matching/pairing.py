@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Space
+from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.products import HeadProjections, Order
-from rotation_merge.matching.sides import Side
 from rotation_merge.symmetry import DirectSum, GroupElement
 from rotation_merge.symmetry.group import Group
 from rotation_merge.symmetry.heads import QUERY_ROLES, SHARED_GAINS, HeadGroup

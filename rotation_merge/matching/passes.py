@@ -23,7 +23,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.files.ledger import NOWHERE, Ledger, LedgerEntry
 from rotation_merge.matching.block import SpaceMatch
-from rotation_merge.matching.both import (
+from rotation_merge.matching.model_pair import (
     BlockMeasurement,
     Ends,
     Final,
@@ -35,7 +35,7 @@ from rotation_merge.matching.both import (
     StepWithLeads,
     Transforms,
 )
-from rotation_merge.matching.packed import entry_of, match_of, packed, unpacked
+from rotation_merge.matching.serialisation import entry_of, match_of, packed, unpacked
 from rotation_merge.matching.stream import FLOOR, StreamStatistics
 from rotation_merge.model.source import Progress
 from rotation_merge.symmetry import HeadTransform

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from rotation_merge.errors import AlignmentError, RotationMergeError, no_space, short
 from rotation_merge.files.durable import replacing
+from rotation_merge.matching.fit_processes import Together
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.together import Together
 from rotation_merge.model.fingerprint import Fingerprint
 
 WITHOUT_EFFECT = ("minutes", "state", "checkpointing")

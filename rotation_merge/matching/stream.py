@@ -26,8 +26,8 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import AlignmentError, RecipeError, nearest
-from rotation_merge.matching.measured import Product, TensorMeasurement, measured
-from rotation_merge.matching.sides import Tensors
+from rotation_merge.matching.matrix_pairs import Tensors
+from rotation_merge.matching.stream_products import Product, TensorMeasurement, measured
 from rotation_merge.symmetry import SpaceTransform, StreamTransform
 from rotation_merge.symmetry.admitted import by_stream
 

@@ -15,8 +15,8 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin import state
 from rotation_merge.mergekit_plugin.console import one_line
 from rotation_merge.mergekit_plugin.host import check_host
+from rotation_merge.mergekit_plugin.recipe.detect import is_ours, ours_in, read_from
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
-from rotation_merge.mergekit_plugin.recipe.ours import is_ours, ours_in, read_from
 
 
 def _once(target: Any) -> bool:

@@ -36,7 +36,7 @@ from rotation_merge.mergekit_plugin.recipe.document import Document
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, METHOD
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.checkpoint import Model, Models
-from rotation_merge.model.opened import OpenedModel
+from rotation_merge.model.model_inputs import OpenedModel
 from rotation_merge.model.view import View, as_stored
 
 MERGING = ("exclude", "targets", "start", "spill")

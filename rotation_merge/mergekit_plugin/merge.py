@@ -28,15 +28,15 @@ from rotation_merge.errors import AlignmentError
 from rotation_merge.files.ledger import kept_beside
 from rotation_merge.files.outputs import FOLDER, check_outputs, check_replaced, check_writable, outputs_locked
 from rotation_merge.files.scratch import Scratch
+from rotation_merge.matching.aligned_output import empty_report, write_aligned
 from rotation_merge.matching.open_pair import open_pair, read_alignment
 from rotation_merge.matching.options import NOTHING
-from rotation_merge.matching.written import empty_report, write_aligned
 from rotation_merge.mergekit_plugin.output_check import complete, say, vocabulary_note
 from rotation_merge.mergekit_plugin.planning.files import check_pulled, recipe_inputs, recipe_outputs
-from rotation_merge.mergekit_plugin.planning.keeping import keep_alignments
+from rotation_merge.mergekit_plugin.planning.save_alignments import keep_alignments
 from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
 from rotation_merge.mergekit_plugin.planning.tasks import check_output
-from rotation_merge.mergekit_plugin.planning.whole import devices_of
+from rotation_merge.mergekit_plugin.planning.whole_model_tasks import devices_of
 from rotation_merge.mergekit_plugin.recipe.delegates import OWN
 from rotation_merge.mergekit_plugin.recipe.donor import entries
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
@@ -46,8 +46,8 @@ from rotation_merge.model.gguf.place import downloaded, in_cache, is_folder, is_
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.origin import origins
 from rotation_merge.model.output import staged
+from rotation_merge.model.run_keys import mark_of, unchanged
 from rotation_merge.model.sentence import module_of, write_modules
-from rotation_merge.model.stamps import mark_of, unchanged
 from rotation_merge.model.writing import Storage
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.workers.progress import listener

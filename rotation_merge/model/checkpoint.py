@@ -20,12 +20,11 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import find, stores_codes, tied_head, unaligned
 from rotation_merge.architecture.sentence import KEY as SENTENCE
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
-from rotation_merge.model.adapted import AdaptedLoader, Places, find_places
+from rotation_merge.model.adapted_loader import AdaptedLoader, Places, find_places
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.fingerprint import Fingerprint, Watched, fingerprint
 from rotation_merge.model.gguf.loader import GgufLoader, quantised
 from rotation_merge.model.gguf.place import downloaded, gguf_files, in_cache, is_folder, is_gguf
-from rotation_merge.model.halves import NOTE, HalfLoader, LanguageHalf
 from rotation_merge.model.headers import (
     Shapes,
     check_codes,
@@ -38,6 +37,7 @@ from rotation_merge.model.headers import (
 )
 from rotation_merge.model.hub import check_available, is_hub_name, reachable
 from rotation_merge.model.labels import Rows, in_order, labels, named_rows
+from rotation_merge.model.language_half import NOTE, HalfLoader, LanguageHalf
 from rotation_merge.model.member import Member
 from rotation_merge.model.sentence import SentenceLoader, read_modules
 from rotation_merge.model.source import TensorSource, check_shapes

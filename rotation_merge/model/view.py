@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.opened import OpenedModel, stored_dtype
+from rotation_merge.model.model_inputs import OpenedModel, stored_dtype
 from rotation_merge.model.output import staged
 from rotation_merge.model.source import read_tensor, unstack
 from rotation_merge.model.writing import Storage, parse_size, untied, write_beside

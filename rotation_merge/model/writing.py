@@ -21,9 +21,9 @@ from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.headers import safetensors_entries, safetensors_in
 from rotation_merge.model.output import free_name, staged
+from rotation_merge.model.run_keys import unchanged
 from rotation_merge.model.sentence import module_of, write_modules
 from rotation_merge.model.source import Progress
-from rotation_merge.model.stamps import unchanged
 from rotation_merge.record import MergeReport
 
 KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")

@@ -14,7 +14,7 @@ import torch
 from rotation_merge.architecture.model import Architecture, Block, Space, TensorInfo
 from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.matching.block import wanted_spaces
-from rotation_merge.matching.both import BYTES_FOLDED
+from rotation_merge.matching.model_pair import BYTES_FOLDED
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.passes import PARTS, SAMPLE
 from rotation_merge.matching.stream import residual_groups

@@ -13,7 +13,7 @@ from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.model.adapter_base import check_own_base
 from rotation_merge.model.checkpoint import open_model, weights_of
 from rotation_merge.model.labels import label_rows, labels
-from rotation_merge.run.empty import empty_model
+from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.functions import Batch, floating_outputs, kind_at, load, outputs
 from rotation_merge.run.runner import Fill, Runner
 

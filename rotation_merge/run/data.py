@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rotation_merge.errors import DataError
 from rotation_merge.run.arrays import ExampleBatches, one_by_one, words_alone
-from rotation_merge.run.checked import (
+from rotation_merge.run.data_checks import (
     check_decoder,
     check_inputs,
     check_numbers,
@@ -21,9 +21,9 @@ from rotation_merge.run.checked import (
 )
 from rotation_merge.run.examples import KINDS, read_examples, tokenizer_of
 from rotation_merge.run.functions import Batch, check_kind, predicts_next, unlabelled
-from rotation_merge.run.kinds import SAMPLES
+from rotation_merge.run.generated_samples import SOURCES, write_samples
+from rotation_merge.run.sample_kinds import SAMPLES
 from rotation_merge.run.sentence import is_sentence_model
-from rotation_merge.run.written import SOURCES, write_samples
 
 UNLABELLED = ("embedding", "none")
 """Tasks of data without labels."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from rotation_merge.config import Config, option
 from rotation_merge.errors import DataError
 from rotation_merge.files.ledger import NOWHERE, Ledger, LedgerEntry
-from rotation_merge.run.checked import check_labels
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import UNLABELLED, Data
+from rotation_merge.run.data_checks import check_labels
 from rotation_merge.run.functions import Batch, unlabelled
 from rotation_merge.run.tables import PAIRS
 

@@ -19,7 +19,7 @@ from rotation_merge.model.vocabulary import is_hollow
 from rotation_merge.run.arrays import ExampleBatches, by_example
 from rotation_merge.run.functions import Batch, local_path, read_config
 from rotation_merge.run.images import preparer, read_images
-from rotation_merge.run.kinds import KINDS as KINDS
+from rotation_merge.run.sample_kinds import KINDS as KINDS
 from rotation_merge.run.sentence import is_sentence_model
 from rotation_merge.run.tables import ENDINGS, read_table
 

@@ -15,7 +15,8 @@ from torch.utils import _pytree
 
 from rotation_merge.architecture.model import Block
 from rotation_merge.model.checkpoint import Model
-from rotation_merge.run.empty import empty_model
+from rotation_merge.run.empty_models import empty_model
+from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import linear_maps
 from rotation_merge.run.measure import MeasureConfig, MeasuredStatistics, Probe, check_watched
 from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, stored_in
@@ -24,7 +25,6 @@ from rotation_merge.run.runner import Runner, streamed_model
 from rotation_merge.run.statistics_file import DeferredTensor
 from rotation_merge.run.store import hooked
 from rotation_merge.run.sums import Collector, StatisticsSelection, finished
-from rotation_merge.run.written import SELF
 from rotation_merge.workers.memory import give_back
 
 WITHOUT_GRADIENTS = frozenset({"gram", "moments"})

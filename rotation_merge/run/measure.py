@@ -22,9 +22,9 @@ from rotation_merge.config import Config, option
 from rotation_merge.errors import DataError, StatisticsError
 from rotation_merge.run.arrays import one_by_one
 from rotation_merge.run.functions import check_answers, unlabelled
-from rotation_merge.run.kinds import SAMPLES, STATISTICS
 from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, packed, room, run_passes
 from rotation_merge.run.recorder import Tapped
+from rotation_merge.run.sample_kinds import SAMPLES, STATISTICS
 from rotation_merge.run.statistics_file import DeferredTensor
 from rotation_merge.run.sums import Collector, StatisticsSelection, Sums, finished, has_gradient
 

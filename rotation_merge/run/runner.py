@@ -29,7 +29,7 @@ from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.source import TensorSource, read_tensor, unstack
 from rotation_merge.model.sources import Renamed, Respelled
-from rotation_merge.run.empty import empty_model, whole_model
+from rotation_merge.run.empty_models import empty_model, whole_model
 from rotation_merge.run.functions import Batch, architecture_of, unlabelled
 from rotation_merge.run.store import Arguments, LayerArguments, Place, SharedKVCache, Store
 

@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from rotation_merge.errors import DataError
-from rotation_merge.model.opened import OpenedModel
+from rotation_merge.model.model_inputs import OpenedModel
 from rotation_merge.model.view import as_stored
 from rotation_merge.run.data import Data, held_data, read_batches
-from rotation_merge.run.empty import empty_model
+from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.functions import local_path
-from rotation_merge.run.written import SOURCES
+from rotation_merge.run.generated_samples import SOURCES
 
 Samples = Any
 """Batches of what a model's forward takes, or the name of a source: a file, `self`, `synthetic`, `demo:NAME`."""

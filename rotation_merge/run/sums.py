@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rotation_merge.run import kinds
+from rotation_merge.run import sample_kinds
 from rotation_merge.run.maps import LinearMap
 
-KINDS = kinds.STATISTICS
+KINDS = sample_kinds.STATISTICS
 
 WIDEST = 8192
 """Wider inputs of neurons are sketched, and of wider outputs no gradients are kept."""

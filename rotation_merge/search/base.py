@@ -15,7 +15,7 @@ from rotation_merge.model.checkpoint import Model, parse_reference
 from rotation_merge.model.gguf.place import in_cache, is_absent
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.nearness import RELATED, SampledChanges, likeness, sampled_changes
-from rotation_merge.run.measuring import checkpoint_of
+from rotation_merge.run.statistics_writer import checkpoint_of
 
 UNRELATED = 0.35
 """Fine-tunes change a base in directions of their own: the cosine of two changes to it is below this. Seen from a

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rotation_merge.run.data import Data
-from rotation_merge.run.written import self_written
+from rotation_merge.run.generated_samples import self_written
 from rotation_merge.search.judge import Figures, Judge
 
 TOLERATED = 0.1

@@ -12,10 +12,10 @@ import torch
 
 from rotation_merge.architecture import Architecture
 from rotation_merge.errors import DataError
+from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.check_pair import check_forward
 from rotation_merge.matching.open_pair import Pair, open_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.matching.written import match_pair
 from rotation_merge.mergekit_plugin.planning.presets import RELATED, likeness
 from rotation_merge.model.naming import shortened
 from rotation_merge.model.vocabulary import token_ids_differ
@@ -23,8 +23,8 @@ from rotation_merge.record import SMALL_GAIN
 from rotation_merge.run.data import UNLABELLED, Data, read_batches
 from rotation_merge.run.examples import tokenizer_of
 from rotation_merge.run.functions import load
-from rotation_merge.run.measuring import checkpoint_of
-from rotation_merge.run.written import SELF, SOURCES, writes_text
+from rotation_merge.run.generated_samples import SELF, SOURCES, writes_text
+from rotation_merge.run.statistics_writer import checkpoint_of
 from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.candidates import FAR, NEAR, SHARED
 from rotation_merge.search.clock import Clock

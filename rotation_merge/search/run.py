@@ -20,7 +20,7 @@ import yaml
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.durable import write_text
 from rotation_merge.mergekit_plugin.console import OneLineError
-from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.card import class_of, renewed
 from rotation_merge.model.headers import reason
 from rotation_merge.model.naming import shortened
@@ -28,14 +28,14 @@ from rotation_merge.model.output import staged
 from rotation_merge.report.html import REPORT_FILE, read_report
 from rotation_merge.run.data import data_hash
 from rotation_merge.run.functions import load
-from rotation_merge.run.measuring import keep_figures
-from rotation_merge.run.written import SELF, SYNTHETIC
+from rotation_merge.run.generated_samples import SELF, SYNTHETIC
+from rotation_merge.run.statistics_writer import keep_figures
+from rotation_merge.search.candidate_inputs import Maker
 from rotation_merge.search.candidates import FIRST_PART, Candidate, Planner, with_models
 from rotation_merge.search.clock import Clock, OutOfTime
 from rotation_merge.search.forgetting import Forgetting, sentences
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures
-from rotation_merge.search.making import Maker
 from rotation_merge.search.outcome import Outcome, Tried
 from rotation_merge.search.preparation import Preparation
 from rotation_merge.search.scaling import best_scale

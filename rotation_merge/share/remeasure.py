@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from rotation_merge.run.kinds import SOURCES
-from rotation_merge.run.kinds import STATISTICS as KINDS
+from rotation_merge.run.sample_kinds import SOURCES
+from rotation_merge.run.sample_kinds import STATISTICS as KINDS
 from rotation_merge.share.contents import PART
 from rotation_merge.share.fields import checked_count, checked_word
 from rotation_merge.share.paths import FILE_NAME, MODEL_NAME

@@ -362,7 +362,7 @@ def test_a_pulled_recipe_writes_below_the_folder_it_is_run_in(
 def test_from_python_and_from_several_recipes(tmp_path: Path, pair: tuple[Path, Path]) -> None:
     from mergekit.scripts.multimerge import main
 
-    from rotation_merge.mergekit_plugin.merging import merge_recipe
+    from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 
     text = yaml.safe_dump(recipe_for("linear", *pair))
     before = snapshot(pair[0].parent)

@@ -23,11 +23,11 @@ from tiny_models import ALL, planted
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import ledger
 from rotation_merge.files.ledger import Ledger, LedgerEntry, kept_beside
-from rotation_merge.matching import both
+from rotation_merge.matching import model_pair
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.packed import packed
+from rotation_merge.matching.serialisation import packed
 from rotation_merge.mergekit_plugin.planning import tasks
 from rotation_merge.run.evaluate import StraightPath
 
@@ -37,7 +37,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls, self.last, self._lock = 0, 10**9, threading.Lock()
-        for module in (both, tasks):
+        for module in (model_pair, tasks):
             monkeypatch.setattr(module, "match_block", self._counted(module.match_block))
 
     def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from tiny_models import difference, inputs, outputs
 import rotation_merge as rm
 from rotation_merge.errors import AlignmentError, CheckpointError, RecipeError
 from rotation_merge.matching.alignment import BIAS
-from rotation_merge.model.opened import open_like
+from rotation_merge.model.model_inputs import open_like
 
 CASES = [
     ("llama", "llama", "rotation"),

@@ -29,7 +29,7 @@ from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.matching.check_pair import CheckedPair, check_pair
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.member import Member
 from rotation_merge.model.source import transform_state
 

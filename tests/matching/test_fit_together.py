@@ -31,9 +31,9 @@ from transformers import (
 from rotation_merge.cli.app import app
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.matching.fit import FitResult, fit
+from rotation_merge.matching.fit_processes import joined
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.together import joined
 
 
 def _one(rank: int, port: int, work: Callable[[int], Any], out: Any) -> None:

@@ -18,9 +18,9 @@ from rotation_merge.linalg.polar import nuclear_norm
 from rotation_merge.matching.attention import match_attention
 from rotation_merge.matching.experts import match_experts
 from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.mean import _relative
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.sides import Side
 from rotation_merge.model.source import transform_state
 from rotation_merge.symmetry import DirectSum, Orthogonal, Planar, Scaling
 from rotation_merge.symmetry.planar import PlanarGroup

@@ -24,7 +24,7 @@ from rotation_merge.architecture import Architecture
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.symmetry.admitted import by_stream
 
 

@@ -12,14 +12,14 @@ from plugin_support import merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, case, checkpoint, recipe, report, twin
 from tiny_models import make, save
 
-from rotation_merge.matching import both
+from rotation_merge.matching import model_pair
 from rotation_merge.matching.alignment import aligned_tensors
-from rotation_merge.matching.both import MatchingPass, ModelPair
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.measured import measured
+from rotation_merge.matching.model_pair import MatchingPass, ModelPair
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.passes import Walk
 from rotation_merge.matching.stream import StreamStatistics
+from rotation_merge.matching.stream_products import measured
 from rotation_merge.model import slices
 from rotation_merge.model.source import transform_state
 from rotation_merge.symmetry import Monomial, Orthogonal, Permutation, Scaling, StreamTransform
@@ -217,7 +217,9 @@ def test_long_vocabularies_are_looked_at_in_slices(
     anchor, donor = (checkpoint(family, name, tmp_path / str(seed), seed=seed) for seed in range(2))
     options = AlignConfig(residual="rotation")
     found, seen = [], list[int]()
-    monkeypatch.setattr(both, "measured", lambda info, a, b, *rest: seen.append(len(a)) or measured(info, a, b, *rest))
+    monkeypatch.setattr(
+        model_pair, "measured", lambda info, a, b, *rest: seen.append(len(a)) or measured(info, a, b, *rest)
+    )
     for most in (slices.LONG, 1000):
         monkeypatch.setattr(slices, "LONG", most)
         seen.clear()

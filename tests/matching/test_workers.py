@@ -23,12 +23,12 @@ from plugin_support import EVERYTHING, make, merged, mergekit_yaml, one_error, r
 from rotation_merge.architecture import table
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.errors import AlignmentError
-from rotation_merge.matching import both
-from rotation_merge.matching.both import ModelPair
+from rotation_merge.matching import model_pair
 from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.model_pair import ModelPair
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import AlignConfig, VaryingOptions
-from rotation_merge.mergekit_plugin.planning import ahead, tasks
+from rotation_merge.mergekit_plugin.planning import prefetch, tasks
 from rotation_merge.workers import threads
 from rotation_merge.workers.pieces import Devices
 from rotation_merge.workers.threads import BYTES_A_WEIGHT, SHARE, in_order, keep_freed_memory, workers_for
@@ -107,7 +107,7 @@ def test_blocks_under_way_end_with_those_who_wanted_them(waiting: bool) -> None:
         workers = threads.Workers(1)
         workers.submit(work, 1)
         assert begun.wait(20)
-        blocks = ahead.Ahead(single=False)
+        blocks = prefetch.Ahead(single=False)
         blocks._workers = workers
         blocks.end()
     assert ended.wait(5)
@@ -130,7 +130,7 @@ def test_merges_are_the_same_bytes_however_many_workers(
     donor = make("llama", tmp_path / "donor", seed=1)
     found = []
     for count in (1, 3):
-        for part in (ahead, both):
+        for part in (prefetch, model_pair):
             monkeypatch.setattr(part, "workers_for", lambda _, count=count: count)
         merged(recipe_for("linear", anchor, donor, **options), tmp_path / str(count))
         found.append((tmp_path / str(count) / "model.safetensors").read_bytes())
@@ -152,7 +152,7 @@ def test_multi_gpu_merges_match_blocks_on_every_device_to_the_same_bytes(
     alone = merged(recipe, tmp_path / "alone")
     two_devices(monkeypatch)
     used: set[tuple[str, str]] = set()
-    for part in (both, tasks):
+    for part in (model_pair, tasks):
         stock = part.match_block
 
         def watched(*given: Any, stock: Any = stock, part: Any = part) -> Any:
@@ -162,7 +162,7 @@ def test_multi_gpu_merges_match_blocks_on_every_device_to_the_same_bytes(
         monkeypatch.setattr(part, "match_block", watched)
     together = merged(recipe, tmp_path / "together", "--multi-gpu")
     assert all(torch.equal(together[name], alone[name]) for name in alone)
-    matched = "both" if options else "tasks"
+    matched = "model_pair" if options else "tasks"
     assert len({thread for part, thread in used if part == matched}) >= 2
 
 
@@ -245,7 +245,7 @@ def test_ray_that_is_not_there_is_said_in_one_line(
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pytest.MonkeyPatch, failing: bool) -> None:
-    monkeypatch.setattr(ahead, "workers_for", lambda weights: 2)
+    monkeypatch.setattr(prefetch, "workers_for", lambda weights: 2)
 
     def match(whole: object) -> Any:
         if failing:
@@ -255,7 +255,7 @@ def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pyt
     before, jobs = torch.get_num_threads(), []
     torch.set_num_threads(3)
     try:
-        blocks = ahead.Ahead(single=False)
+        blocks = prefetch.Ahead(single=False)
         for key in "abc":
             jobs.append(SimpleNamespace(key=key, label=key, donor_name="d", whole=None, match=match))
             blocks.add(jobs[-1], 1)

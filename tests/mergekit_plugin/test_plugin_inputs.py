@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from rotation_merge.mergekit_plugin.planning import ahead, tasks
+from rotation_merge.mergekit_plugin.planning import prefetch, tasks
 
 Pair = tuple[Path, Path]
 
@@ -159,7 +159,7 @@ def test_pickles_read_lazily(pair: Pair, tmp_path: Path, shards: int, monkeypatc
         at_once[:] = [0]
 
     monkeypatch.setattr(loader, "torch_lazy_load", watched)
-    monkeypatch.setattr(ahead, "workers_for", lambda _: 3)
+    monkeypatch.setattr(prefetch, "workers_for", lambda _: 3)
     pickled = [as_pickle(model, tmp_path / f"{number}", shards) for number, model in enumerate(pair)]
     recipe = recipe_for("linear", *pickled)
     result = mergekit_yaml(recipe, out, "--lazy-unpickle")

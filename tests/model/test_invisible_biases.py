@@ -26,7 +26,7 @@ from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.biases import HiddenBiases, unseen
 from rotation_merge.model.source import transform_state
-from rotation_merge.run.measuring import checkpoint_of
+from rotation_merge.run.statistics_writer import checkpoint_of
 
 TOLERANCE = 2e-4
 BIASED = ("vit", "bert", "opt", "gpt2", "whisper", "bart", "clip", "distilbert", "siglip", "dinov2", "phi", "gpt_neox")

@@ -17,7 +17,7 @@ from widths_support import CASES, doubled, widening
 
 from rotation_merge import align
 from rotation_merge.errors import CheckpointError
-from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.fold import Folded
 from rotation_merge.model.widen import Widened, wide_shapes
 from rotation_merge.run.functions import load as load_model

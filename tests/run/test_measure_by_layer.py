@@ -24,10 +24,10 @@ from rotation_merge.run.data import Data
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.layers import ByLayer
 from rotation_merge.run.measure import MeasureConfig, MeasuredStatistics, ModelMeasurement
-from rotation_merge.run.measuring import checkpoint_of, record
 from rotation_merge.run.passes import StatisticsPass, UnfinishedMeasurement, run_passes
 from rotation_merge.run.runner import Runner, streamed_model
 from rotation_merge.run.statistics_file import NAME, unwritten
+from rotation_merge.run.statistics_writer import checkpoint_of, record
 from rotation_merge.workers import memory
 
 HARD = ("gpt2", "bart", "t5", "clip", "gemma2", "dinov2", "qwen3_next")

@@ -15,7 +15,7 @@ from tiny_models import ALL, save
 from tiny_models import make as tiny
 from torch import Tensor
 
-from rotation_merge.matching import written as aligned
+from rotation_merge.matching import aligned_output as aligned
 from rotation_merge.model.sources import Renamed
 from rotation_merge.run import answers, proof, runner
 from rotation_merge.run.inputs import random_batch

@@ -12,7 +12,7 @@ from rotation_merge.errors import DataError
 from rotation_merge.run.data import read_batches, together, unpadded
 from rotation_merge.run.demo import CHECKPOINTS
 from rotation_merge.run.functions import fused_attention, load
-from rotation_merge.run.written import self_written
+from rotation_merge.run.generated_samples import self_written
 
 LLAMA, VIT = str(CHECKPOINTS / "llama-0"), str(CHECKPOINTS / "vit-0")
 

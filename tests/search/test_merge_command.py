@@ -23,7 +23,7 @@ from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.demo import CHECKPOINTS
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load
-from rotation_merge.run.measuring import checkpoint_of
+from rotation_merge.run.statistics_writer import checkpoint_of
 from rotation_merge.search.candidates import FAR, NEAR, SHARED, Candidate, Planner
 from rotation_merge.search.clock import Clock
 from rotation_merge.search.costs import Costs

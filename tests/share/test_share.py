@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.alignment import load_alignment
 from rotation_merge.record import MANIFEST_FILE
-from rotation_merge.share.completed import completed
+from rotation_merge.share.complete_recipe import completed
 from rotation_merge.share.manifest import Manifest, sum_of
 from rotation_merge.share.names import Renaming, given_names, left_over
 from rotation_merge.share.push import _with_header

@@ -17,7 +17,7 @@ from rotation_merge.carrying.transfer import carry
 from rotation_merge.cli.demo.twin import make_twin
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.html import read_report, write_page
 from rotation_merge.run import demo as data

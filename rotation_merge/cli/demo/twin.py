@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
+from rotation_merge.matching.aligned_output import write_aligned
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
-from rotation_merge.matching.written import write_aligned
 from rotation_merge.model.writing import Storage
 
 

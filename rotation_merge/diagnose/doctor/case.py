@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from rotation_merge.diagnose.donors import RecipeDonor, donors_of
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError
+from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.open_pair import Pair
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.written import match_pair
 from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.mergekit_plugin.recipe.settings import MULTI_KEYS, explain

@@ -10,7 +10,7 @@ from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.session import Execution
 from rotation_merge.carrying.transfer import transferred
 from rotation_merge.matching.run import Run
-from rotation_merge.mergekit_plugin.planning.whole import WholeTask
+from rotation_merge.mergekit_plugin.planning.whole_model_tasks import WholeTask
 from rotation_merge.mergekit_plugin.recipe.donor import title
 
 

@@ -17,8 +17,8 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.averaging.methods import MergeLog, OwnMethod, Source, Target, plan_of
 from rotation_merge.errors import StatisticsError
 from rotation_merge.mergekit_plugin.planning.donors import Donors
+from rotation_merge.mergekit_plugin.planning.output_tensor import Wanted
 from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
-from rotation_merge.mergekit_plugin.planning.wanted import Wanted
 from rotation_merge.model.source import TensorSource
 from rotation_merge.run.maps import linear_map
 

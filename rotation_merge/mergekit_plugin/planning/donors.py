@@ -23,10 +23,16 @@ from rotation_merge.matching.open_pair import check_together
 from rotation_merge.matching.options import BOTH, NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.run import GivenFile, Run
 from rotation_merge.matching.spanning import whole_spans
-from rotation_merge.mergekit_plugin.planning.ahead import Ahead
 from rotation_merge.mergekit_plugin.planning.carrying import Carried, added_as_it_is, carried, check_adapter, unlike_of
+from rotation_merge.mergekit_plugin.planning.prefetch import Ahead
 from rotation_merge.mergekit_plugin.planning.presets import settle_presets
-from rotation_merge.mergekit_plugin.planning.whole import KnownAlignment, MatchMean, MatchWhole, Pick, devices_of
+from rotation_merge.mergekit_plugin.planning.whole_model_tasks import (
+    KnownAlignment,
+    MatchMean,
+    MatchWhole,
+    Pick,
+    devices_of,
+)
 from rotation_merge.mergekit_plugin.recipe.donor import title
 from rotation_merge.mergekit_plugin.recipe.names import UNMOVED
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe

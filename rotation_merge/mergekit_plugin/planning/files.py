@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 from rotation_merge.config import MODEL, READ, WRITTEN, Kind
 from rotation_merge.errors import RecipeError
 from rotation_merge.files.outputs import FOLDER, MATCHING_UNFINISHED, ROOM, WORK, Input, Output
+from rotation_merge.mergekit_plugin.recipe.detect import recipe_file
 from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.donor import entries
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
-from rotation_merge.mergekit_plugin.recipe.ours import recipe_file
 from rotation_merge.mergekit_plugin.recipe.places import items, leaves
 from rotation_merge.mergekit_plugin.recipe.settings import check_settings
 from rotation_merge.record import MANIFEST_FILE

@@ -22,13 +22,13 @@ from rotation_merge.averaging.methods import BLOCK, MODEL, STOCK, plan_of
 from rotation_merge.errors import RecipeError, not_written
 from rotation_merge.mergekit_plugin.planning.blocks import BlockPart, OutputBlock, same_block
 from rotation_merge.mergekit_plugin.planning.delegate import Delegated
+from rotation_merge.mergekit_plugin.planning.donor_checks import check_meaning
 from rotation_merge.mergekit_plugin.planning.donors import Donors
-from rotation_merge.mergekit_plugin.planning.keeping import check_keepable
-from rotation_merge.mergekit_plugin.planning.meaning import check_meaning
 from rotation_merge.mergekit_plugin.planning.moves import Moves
+from rotation_merge.mergekit_plugin.planning.output_tensor import Wanted
+from rotation_merge.mergekit_plugin.planning.save_alignments import check_keepable
 from rotation_merge.mergekit_plugin.planning.session import session_of, settle_heads
 from rotation_merge.mergekit_plugin.planning.tasks import AlignedGather, FiniteTensor
-from rotation_merge.mergekit_plugin.planning.wanted import Wanted
 from rotation_merge.mergekit_plugin.recipe.delegates import registered_name
 from rotation_merge.model.vocabulary import check_token_ids
 

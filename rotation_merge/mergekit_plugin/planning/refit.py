@@ -14,9 +14,9 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.run.data import Data, parted, read_batches, together, unpadded
-from rotation_merge.run.empty import empty_model
+from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.functions import Batch, local_path
-from rotation_merge.run.written import SELF, SYNTHETIC, writes_text
+from rotation_merge.run.generated_samples import SELF, SYNTHETIC, writes_text
 
 AT_ONCE = 16
 """Examples in a batch."""

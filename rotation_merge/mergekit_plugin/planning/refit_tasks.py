@@ -27,7 +27,7 @@ from rotation_merge.matching.open_pair import WithTied
 from rotation_merge.mergekit_plugin.planning.delegate import DelegateTask, MergedSource
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.refit import AT_ONCE, LENGTH, Lesson, Teacher, read_lesson
-from rotation_merge.mergekit_plugin.planning.whole import progress_bar
+from rotation_merge.mergekit_plugin.planning.whole_model_tasks import progress_bar
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.heads import head_names, is_head

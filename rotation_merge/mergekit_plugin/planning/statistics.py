@@ -29,8 +29,8 @@ from rotation_merge.mergekit_plugin.planning.blocks import same_block
 from rotation_merge.mergekit_plugin.planning.delegate import DelegateTask, Helped
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.moves import Move, Moves
+from rotation_merge.mergekit_plugin.planning.output_tensor import Wanted
 from rotation_merge.mergekit_plugin.planning.tasks import Loads, load_arguments, loaded, map_arguments
-from rotation_merge.mergekit_plugin.planning.wanted import Wanted
 from rotation_merge.model.biases import read_by
 from rotation_merge.model.checkpoint import Model, Models
 from rotation_merge.model.fold import Fold, Get

@@ -20,9 +20,9 @@ from rotation_merge.linalg.finite import all_finite
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import BlockMatch, match_block, named
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.packed import match_once
 from rotation_merge.matching.run import Run
-from rotation_merge.mergekit_plugin.planning.ahead import Ahead
+from rotation_merge.matching.serialisation import match_once
+from rotation_merge.mergekit_plugin.planning.prefetch import Ahead
 from rotation_merge.model import slices
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import with_biases

@@ -28,11 +28,11 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.matching.activations import Activations, activation_points, stream_points
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.mergekit_plugin.planning.delegate import DelegateTask, Helped
+from rotation_merge.mergekit_plugin.planning.donor_checks import check_pool
 from rotation_merge.mergekit_plugin.planning.donors import Donors
-from rotation_merge.mergekit_plugin.planning.meaning import check_pool
 from rotation_merge.mergekit_plugin.planning.moves import Moves
+from rotation_merge.mergekit_plugin.planning.output_tensor import Wanted
 from rotation_merge.mergekit_plugin.planning.tasks import Loads, load_arguments, loaded, map_arguments
-from rotation_merge.mergekit_plugin.planning.wanted import Wanted
 from rotation_merge.model.biases import Aligned
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.fold import Fold, Folded

@@ -24,7 +24,6 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.recipe import delegates
 from rotation_merge.mergekit_plugin.recipe.contract import check_contract, wanted
 from rotation_merge.mergekit_plugin.recipe.document import Document, Path
-from rotation_merge.mergekit_plugin.recipe.idle import check_idle
 from rotation_merge.mergekit_plugin.recipe.names import (
     BLOCK,
     BY_NAME,
@@ -48,6 +47,7 @@ from rotation_merge.mergekit_plugin.recipe.places import (
     scopes,
     varies,
 )
+from rotation_merge.mergekit_plugin.recipe.unused_options import check_idle
 
 MULTI_KEYS = ("name",)
 """Keys that mergekit-multi adds to a document."""

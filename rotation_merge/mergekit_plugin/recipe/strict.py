@@ -8,8 +8,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from rotation_merge.errors import RecipeError
+from rotation_merge.mergekit_plugin.recipe.detect import is_ours
 from rotation_merge.mergekit_plugin.recipe.document import Document, Fault, documents
-from rotation_merge.mergekit_plugin.recipe.ours import is_ours
 from rotation_merge.mergekit_plugin.recipe.settings import check_settings
 
 _of_a_checked_file: ContextVar[bool] = ContextVar("_of_a_checked_file", default=False)

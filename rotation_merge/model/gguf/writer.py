@@ -32,7 +32,7 @@ from rotation_merge.model.gguf.tokenizer import (
     splittings,
     tokenizer_of,
 )
-from rotation_merge.model.stamps import unchanged
+from rotation_merge.model.run_keys import unchanged
 from rotation_merge.model.vocabulary import is_hollow
 from rotation_merge.workers.progress import Progress
 

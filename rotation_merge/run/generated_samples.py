@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import DataError
-from rotation_merge.run import kinds
+from rotation_merge.run import sample_kinds
 from rotation_merge.run.examples import tokenizer_of
 from rotation_merge.run.functions import Batch, check_answers, fused_attention, local_path, outputs
 from rotation_merge.run.images import normalisation
 from rotation_merge.workers.progress import listener
 
-SOURCES = SELF, SYNTHETIC = kinds.SOURCES
+SOURCES = SELF, SYNTHETIC = sample_kinds.SOURCES
 """Words that stand where a file may."""
 
 AT_ONCE = 64

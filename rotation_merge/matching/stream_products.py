@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Axis, Space, TensorInfo
-from rotation_merge.matching.sides import axis_views
+from rotation_merge.matching.matrix_pairs import axis_views
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.symmetry import SpaceTransform
 

@@ -13,9 +13,9 @@ from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.open_pair import open_pair, write_alignment
 from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.functions import load
+from rotation_merge.run.generated_samples import SOURCES
 from rotation_merge.run.measure import MeasureConfig
-from rotation_merge.run.measuring import checkpoint_of, record
-from rotation_merge.run.written import SOURCES
+from rotation_merge.run.statistics_writer import checkpoint_of, record
 from rotation_merge.search.candidates import Candidate
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.readers import Reader

@@ -17,9 +17,9 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.model.adapter_base import check_own_base
 from rotation_merge.model.checkpoint import Model, open_model
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.model.halves import language_half
 from rotation_merge.model.headers import check_codes, codes
 from rotation_merge.model.labels import Rows, labels, named_rows
+from rotation_merge.model.language_half import language_half
 from rotation_merge.model.member import Member
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import Relabelled, Spelled
@@ -77,8 +77,10 @@ class OpenedModel:
         return Member(self.name, self.config, self.architecture, self.shapes, tied)
 
     def within(self, anchor: Member) -> OpenedModel | None:
-        """A text-only model as the language half of one of the anchor's kind (`model/halves.py`), without the rest;
-        None where it is none."""
+        """Return a text-only model as the language half of one of the anchor's kind, without the rest, else None.
+
+        See `model/language_half.py`.
+        """
         half = language_half(anchor, self.member)
         if half is None:
             return None

@@ -23,7 +23,7 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.durable import write_text
 from rotation_merge.model.card import MEASURED, measured_in
 from rotation_merge.model.checkpoint import Model, Models, parse_reference
-from rotation_merge.model.opened import OpenedModel
+from rotation_merge.model.model_inputs import OpenedModel
 from rotation_merge.model.origin import origins
 from rotation_merge.record import versions
 from rotation_merge.run.data import Data, described, first_apart, unpadded

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.matching.block import BlockMatch, check_finite, match_block, squared_distances, wanted_spaces
-from rotation_merge.matching.measured import TensorMeasurement, measured
+from rotation_merge.matching.matrix_pairs import Tensors
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.sides import Tensors
 from rotation_merge.matching.spanning import whole_spans
 from rotation_merge.matching.stream import StreamStatistics, compared
+from rotation_merge.matching.stream_products import TensorMeasurement, measured
 from rotation_merge.model import slices
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import settled
