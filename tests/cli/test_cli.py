@@ -69,7 +69,7 @@ class TestCheck:
         assert done.exit_code == 1
         for place, words in {
             "10:3": "did you mean 'rotation'?",
-            "11:3": "write 'all', or ranges",
+            "11:3": "it must be all, or ranges",
             "13:3": "there is no parameter 'colour'",
             "14:1": "did you mean 'float32'?",
             "15:1": "did you mean 'base_model'?",

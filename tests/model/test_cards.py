@@ -180,8 +180,8 @@ def test_a_donor_that_has_vanished(models: tuple[Path, Path], tmp_path: Path) ->
 WORDS = {
     "layers: '100'": ({"layers": "100"}, "layers 0 to 1"),
     "layers: 0,2-5": ({"layers": "0,2-5"}, "'2-5'"),
-    "layers without end": ({"layers": "0-999999999999"}, "write 'all'"),
-    "layers backwards": ({"layers": "3-1"}, "write 'all'"),
+    "layers without end": ({"layers": "0-999999999999"}, "ranges such as 0-5,11"),
+    "layers backwards": ({"layers": "3-1"}, "ranges such as 0-5,11"),
     "exclude": ({"exclude": "lm_haed"}, "lm_head"),
     "one of two excludes": ({"exclude": "lm_head, up_prj"}, "up_proj"),
 }
