@@ -67,6 +67,17 @@ MERGES: dict[str, dict[str, Any]] = {
 """By title: the merge method and its settings; `ours`: as a delegate; `searched`: also at the best of SCALES."""
 KEPT = "rows of several runs: what an earlier one measured is kept"
 NAMES = ("de", "fr", "c", "own")
+SHORT = (
+    "base",
+    "tuned on de alone",
+    "each fine-tune on its own text",
+    "linear",
+    "task_arithmetic, best lambda",
+    "ties, density 0.5",
+    "wudi",
+    "refit, 32 texts",
+)
+"""Rows that the README shows."""
 NOT_OF_RECIPE = ("weight", "density", "data", "measured", "searched", "ours", "method")
 TASKS = {"two": ("de", "fr"), "three": ("de", "fr", "c")}
 
@@ -295,7 +306,7 @@ def write_merges(bench: Bench, size: str, tasks: tuple[str, ...]) -> None:
             sorted({f"{row['seconds']:.0f}" for row in figures if "seconds" in row}, key=float)
         )
         columns["GB"] = " to ".join(sorted({f"{row['GB']:.1f}" for row in figures if "GB" in row}))
-        table.add({"merge": title, **columns, "seeds": len(figures)})
+        table.add({"merge": title, **columns, "seeds": len(figures), "README": "yes" if title in SHORT else ""})
 
 
 def spread(values: list[float]) -> str:
@@ -387,13 +398,13 @@ def coordinates(bench: Bench) -> None:
             {"model": str(root / first), "parameters": {"weight": 0.5}},
             {"model": str(root / second), "parameters": {"weight": 0.5, **of_second}},
         ]
-        step = by_recipe(ours(root / first, models, {"delegate": "linear", **options}), root / "merged")
-        return {**bench.judge(read(root / "merged"), ("de", "fr"), halves=False), **step}
+        step = by_recipe(ours(root / first, models, {"delegate": "linear", **options}), root / "aligned")
+        return {**bench.judge(read(root / "aligned"), ("de", "fr"), halves=False), **step}
 
     def brought() -> dict[str, Any]:
         models = [{"model": str(root / "de-twin"), "parameters": {"weight": 1.0, **twin_base}}]
-        step = by_recipe(ours(root / "base", models, {"delegate": "linear", **whole}), root / "merged")
-        return {**bench.judge(read(root / "merged"), ("de", "fr"), halves=False), **step}
+        step = by_recipe(ours(root / "base", models, {"delegate": "linear", **whole}), root / "aligned")
+        return {**bench.judge(read(root / "aligned"), ("de", "fr"), halves=False), **step}
 
     local, whole = {"heads": "permutation"}, {"heads": "permutation", "residual": "rotation", "untie": True}
     twin_base = {"finetuned_from": str(root / "twin")}
