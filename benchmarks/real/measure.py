@@ -402,7 +402,10 @@ def coordinates(bench: Bench) -> None:
         return {**bench.judge(read(root / "aligned"), ("de", "fr"), halves=False), **step}
 
     def brought() -> dict[str, Any]:
-        models = [{"model": str(root / "de-twin"), "parameters": {"weight": 1.0, **twin_base}}]
+        models = [
+            {"model": str(root / "base"), "parameters": {"weight": 0.0}},
+            {"model": str(root / "de-twin"), "parameters": {"weight": 1.0, **twin_base}},
+        ]
         step = by_recipe(ours(root / "base", models, {"delegate": "linear", **whole}), root / "aligned")
         return {**bench.judge(read(root / "aligned"), ("de", "fr"), halves=False), **step}
 
