@@ -478,7 +478,6 @@ def by_command(bench: Bench, name: str, options: Iterable[object]) -> dict[str, 
     bases = ("--from", bench.root / "base", "--to", bench.root / "new-base")
     data = ("--data", bench.samples(task), "--samples", 32, "--controls", "--force")
     step = run(BIN / "rotation-merge", "carry", bench.root / name, out, *bases, *data, *options)
-    print(step["output"][-1500:])
     lift = json.loads((out / "rotation_merge.json").read_text()).get("lift") or {}
     controls = {"random": lift.get("random controls"), "net": lift.get("net of controls"), "taken": lift.get("method")}
     return {**bench.judge(on_new_base(bench, out), (task, "own")), **step, **controls}

@@ -80,6 +80,11 @@ class Bases:
         new, old = self.pair.sources
         return new, self._named(old, self.old)
 
+    @cached_property
+    def nearness(self) -> Nearness:
+        """The nearness of the two by a few matrices, read once; without cosines if their shapes differ."""
+        return Nearness({}) if self.frame is not None else nearness(self.architecture, *self.sources)
+
     def _named(self, source: TensorSource, model: Model) -> TensorSource:
         """The tensors of the old base, or of what was trained on it, under the new base's names."""
         if self.frame is not None:
@@ -269,18 +274,13 @@ def _in_form_of(reference: Architecture, member: Member) -> Member:
     return replace(member, architecture=replace(member.architecture, blocks=tuple(blocks)))
 
 
-def how_near(bases: Bases) -> Nearness:
-    """The nearness of two bases by a few matrices; without cosines if their shapes differ."""
-    return Nearness({}) if bases.frame is not None else nearness(bases.architecture, *bases.sources)
-
-
 def usable_as_it_is(works: Mapping[str, str], bases: Bases) -> dict[str, list[str]] | None:
     """Lines on work that can be used without carrying, by output directory; None: it must be carried.
 
     Raises:
         RotationMergeError: work cannot be read, or is not of the old base.
     """
-    near = how_near(bases)
+    near = bases.nearness
     if not near.shared or bases.old.rows:
         return None
     if bases.rows is not None and any(_by_token(work, bases) for work in works.values()):

@@ -8,10 +8,9 @@ rows everything else is carried as it is between bases of any vocabulary.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from rotation_merge.carrying.bases import Bases
 from rotation_merge.carrying.carrier import Carrier
+from rotation_merge.files.durable import write_json
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.checkpoint import Model, open_model
 from rotation_merge.model.factors import dense
@@ -247,11 +247,11 @@ class AddedTokens:
         for part in (config, *(part for part in config.values() if isinstance(part, dict))):
             if self.rows and part.get("vocab_size") == self.new_length:
                 part["vocab_size"] = self.lengths[0]
-        _write(path, {**config, **self._numbers(self.model, "config.json")})
+        write_json(path, {**config, **self._numbers(self.model, "config.json")})
         path = os.path.join(folder, GENERATION)
         generation = read_json(path) if os.path.exists(path) else {}
         if changed := self._numbers(self.model, GENERATION):
-            _write(path, {**generation, **changed})
+            write_json(path, {**generation, **changed})
 
     def _write_tokenizer(self, folder: str) -> None:
         if self.tokenizers[2] is None or not (self.tokens or self.template) or not (self.whole or self.tokenizer):
@@ -299,12 +299,6 @@ def _tokenizer_files(folder: str) -> list[str]:
 def _read(model: Model, file: str) -> dict[str, Any]:
     path = os.path.join(model.folder, file)
     return read_json(path) if os.path.exists(path) else {}
-
-
-def _write(path: str, content: Mapping[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
 
 
 def _moved(carrier: Carrier, rows: TensorSource, count: int) -> dict[str, Tensor]:

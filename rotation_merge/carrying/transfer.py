@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rotation_merge.carrying.bases import Bases, how_near, usable_as_it_is
+from rotation_merge.carrying.bases import Bases, usable_as_it_is
 from rotation_merge.carrying.config import PLAIN, TransferConfig
 from rotation_merge.carrying.lora import adapter_of, left_out
 from rotation_merge.carrying.session import Execution, TransferResult, TransferSession, bases_of, check_head
@@ -149,7 +149,7 @@ def _write_moved(session: TransferSession, sampled: SampledTransfer, work: str, 
 def settled_stream(config: TransferConfig, bases: Bases) -> TransferConfig:
     """The config with `residual: largest` as none where the bases share their coordinates: their streams lie as they
     are, and a tied head stays tied."""
-    if config.match.residual != "largest" or not how_near(bases).shared:
+    if config.match.residual != "largest" or not bases.nearness.shared:
         return config
     return replace(config, match=replace(config.match, residual="none"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -76,6 +77,13 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a text file, whole or not at all."""
     with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
+
+
+def write_json(path: str, content: object) -> None:
+    """Write a JSON file into a folder that takes its place as a whole."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
 
 
 def sync(path: str) -> None:

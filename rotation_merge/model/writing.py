@@ -18,6 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
+from rotation_merge.files.durable import write_json
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.headers import safetensors_entries, safetensors_in
 from rotation_merge.model.output import free_name, staged
@@ -189,9 +190,7 @@ def write_beside(like: Model, out: str, storage: Storage, changed: Mapping[str, 
         config["dtype" if "dtype" in config else "torch_dtype"] = storage.dtype
     if storage.untie:
         config = untied(config)
-    with open(os.path.join(out, "config.json"), "w", encoding="utf-8") as file:
-        json.dump(config, file, indent=2)
-        file.write("\n")
+    write_json(os.path.join(out, "config.json"), config)
 
 
 CHUNK = 1 << 20

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rotation_merge.errors import CheckpointError
-from rotation_merge.files.durable import sync_tree, temporary_name
+from rotation_merge.files.durable import sync_tree, temporary_name, write_json
 from rotation_merge.model import hub
 from rotation_merge.model.gguf.file import ENDING, GgufFile, open_gguf, split_files
 
@@ -199,8 +199,8 @@ def _make(gguf: GgufFile, folder: str) -> None:
     staging = temporary_name(folder)
     try:
         os.makedirs(staging)
-        _write_json(os.path.join(staging, "config.json"), config)
-        _write_json(os.path.join(staging, FILES), [os.path.abspath(path) for path in gguf.paths])
+        write_json(os.path.join(staging, "config.json"), config)
+        write_json(os.path.join(staging, FILES), [os.path.abspath(path) for path in gguf.paths])
         if "tokenizer.json" in beside:
             place = os.path.dirname(gguf.paths[0])
             check_vocabulary(gguf, os.path.join(place, "tokenizer.json"))
@@ -217,9 +217,3 @@ def _make(gguf: GgufFile, folder: str) -> None:
             raise CheckpointError(problem, where=folder, remedy="set HF_HOME to a folder of your own") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _write_json(path: str, content: object) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
