@@ -54,7 +54,7 @@ def parameters(*places: str) -> str:
     for option in options():
         if option.where in places:
             values = ", ".join(map(code, option.values)) if len(option.values) > 1 else option.values[0]
-            text = option.detail
+            text = option.text
             if option.where == PLACES[EACH]:
                 text += " Under the recipe's `parameters`: for every model."
             rows.append((code(option.name), values, code(option.default), text))

@@ -69,7 +69,7 @@ class Option:
     """One option of a job.
 
     Attributes:
-        help: what it does, a short sentence without its name.
+        help: what it does, in Markdown, without its name, default and range.
         kind: of its values: int, float, str, bool, tuple of words, or a `Kind`.
         choices: the only values that it may have; of a tuple, its words.
         low, high: the range of a number.
@@ -80,7 +80,6 @@ class Option:
         command: whether the command line has it.
         scope: where recipes may have it; empty: nowhere.
         delegates: our own delegates that read it in recipes; empty: it holds whatever the delegate.
-        detail: what recipes' documentation says instead of `help`, in Markdown.
     """
 
     help: str
@@ -95,7 +94,11 @@ class Option:
     command: bool = True
     scope: str = ""
     delegates: tuple[str, ...] = ()
-    detail: str = ""
+
+    @property
+    def text(self) -> str:
+        """The help as plain text, for terminals."""
+        return self.help.replace("`", "")
 
     @property
     def literals(self) -> list[str]:

@@ -111,7 +111,7 @@ class Target:
     log: MergeLog = field(default_factory=MergeLog, repr=False)
 
 
-WEIGHT = ParameterSpec("weight", float, ParameterScope.INPUT, description="share of each model")
+WEIGHT = ParameterSpec("weight", float, ParameterScope.INPUT, description="share of the model")
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,10 @@ def parameter(name: str, default: Any, help: str, kind: type | None = None, **mo
 def described_parameter(name: str, default: Any, described: Option) -> OwnParameter:
     """A parameter of a delegate that a config describes."""
     kind: Any = described.kind | None if described.optional else described.kind  # type: ignore[operator]
-    return OwnParameter(name, kind, ParameterScope.SHARED, default, described.help, option=described)
+    return OwnParameter(name, kind, ParameterScope.SHARED, default, described.text, option=described)
 
 
-RIDGE = Option("added to Grams, relative to their mean diagonal", float, low=0)
+RIDGE = Option("ridge added to Grams, relative to their mean diagonal", float, low=0)
 
 
 class OwnMethod(MergeMethod):
@@ -233,7 +233,7 @@ class RegMean(StatisticsMethod):
         reference_url="https://arxiv.org/abs/2212.09849",
         parameters=(
             WEIGHT,
-            parameter("shrink", 0.9, "what off-diagonals of Grams are multiplied by", low=0, high=1),
+            parameter("shrink", 0.9, "factor of the off-diagonals of Grams", low=0, high=1),
             described_parameter("ridge", 1e-3, RIDGE),
         ),
         contract=InputContract(base=BasePolicy.OPTIONAL),
@@ -255,8 +255,10 @@ class Fisher(StatisticsMethod):
         reference_url="https://arxiv.org/abs/2111.09832",
         parameters=(
             WEIGHT,
-            parameter("normalize", True, "divide by the norm of each whole Fisher"),
-            parameter("floor", 1e-6, "least Fisher of base_model, kept where all are 0", low=0),
+            parameter("normalize", True, "divide each Fisher by its norm"),
+            parameter(
+                "floor", 1e-6, "least Fisher of base_model, which keeps its weights where all Fishers are 0", low=0
+            ),
         ),
         contract=InputContract(base=BasePolicy.OPTIONAL),
     )
@@ -284,7 +286,7 @@ class Kfac(StatisticsMethod):
         pretty_name="K-FAC",
         parameters=(
             WEIGHT,
-            parameter("shrink", 1.0, "what off-diagonals of both are multiplied by", low=0, high=1),
+            parameter("shrink", 1.0, "factor of the off-diagonals of both K-FAC factors", low=0, high=1),
             described_parameter("ridge", 0.1, RIDGE),
         ),
         contract=InputContract(base=BasePolicy.OPTIONAL),

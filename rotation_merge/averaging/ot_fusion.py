@@ -41,14 +41,16 @@ class OtFusion(OwnMethod):
         reference_url="https://arxiv.org/abs/2310.05719",
         parameters=(
             WEIGHT,
-            parameter("plan", "soft", "soft (Sinkhorn) or hard (a permutation)", choices=("soft", "hard")),
+            parameter(
+                "plan", "soft", "transport plan: soft (Sinkhorn) or hard (a permutation)", choices=("soft", "hard")
+            ),
             parameter(
                 "stream",
                 "transport",
-                "transport, or identity: leave it as it is",
+                "residual stream: transport it, or leave it as it is (identity)",
                 choices=("transport", "identity"),
             ),
-            parameter("regularisation", None, "of soft plans", float, low=0, above=True),
+            parameter("regularisation", None, "entropic regularisation of soft plans", float, low=0, above=True),
         ),
         contract=InputContract(base=BasePolicy.REQUIRED),
     )

@@ -59,10 +59,10 @@ class PolishConfig(Config):
 
     samples: int = option(64, "number of samples of each teacher", low=2)
     steps: int = option(50, "optimiser steps", low=1)
-    lora: int = option(0, "train a LoRA of this rank; 0: all weights", low=0)
-    merge_lora: bool = option(False, "write the model with the LoRA merged in, not an adapter")
+    lora: int = option(0, "train a LoRA of this rank; `0`: all weights", low=0)
+    merge_lora: bool = option(False, "write the model with the LoRA merged in, instead of an adapter")
     learning_rate: float | None = option(
-        None, "learning rate; not given: chosen on held-out samples", float, low=0, above=True
+        None, "learning rate. Not given: chosen on held-out samples", float, low=0, above=True
     )
     length: int = option(128, "tokens in a text", low=2)
     seed: int = option(0, "seed of all random numbers")

@@ -33,9 +33,16 @@ PRIOR = 0.7
 
 COMMON = (
     ParameterSpec("weight", float, ParameterScope.INPUT, 1.0, "importance of each model"),
-    parameter("lambda", 1.0, "what the merged change is multiplied by"),
-    parameter("others", "mean", "norms, biases, embeddings: mean or sum of their changes", choices=("mean", "sum")),
-    parameter("lengths", "auto", "auto: even out lengths that differ by more than two; keep", choices=("auto", "keep")),
+    parameter("lambda", 1.0, "factor of the merged change"),
+    parameter(
+        "others", "mean", "changes of norms, biases and embeddings: their mean or their sum", choices=("mean", "sum")
+    ),
+    parameter(
+        "lengths",
+        "auto",
+        "auto: even out lengths that differ by a factor of more than two; keep: leave them",
+        choices=("auto", "keep"),
+    ),
 )
 
 CONTRACT = InputContract(base=BasePolicy.REQUIRED, min_non_base=1)
@@ -131,14 +138,21 @@ class Wudi(TaskVectorMethod):
         reference_url="https://arxiv.org/abs/2503.08099",
         parameters=(
             *COMMON,
-            parameter("ridge", 0.1, "towards the mean of the changes, relative to the mean diagonal", low=0),
+            parameter(
+                "ridge",
+                0.1,
+                "strength of the pull towards the mean of the changes, relative to the mean diagonal",
+                low=0,
+            ),
             parameter(
                 "gram_norm",
                 "norm",
-                "what Grams are divided by: norm, trace or none",
+                "divisor of Grams: norm, trace or none",
                 choices=("norm", "trace", "none"),
             ),
-            parameter("sides", "one", "one: inputs; both: outputs, too", choices=("one", "both")),
+            parameter(
+                "sides", "one", "Grams of one side (inputs) or both (inputs and outputs)", choices=("one", "both")
+            ),
         ),
         contract=CONTRACT,
     )
@@ -293,7 +307,7 @@ class Iso(TaskVectorMethod):
         reference_url="https://arxiv.org/abs/2502.04959",
         parameters=(
             *COMMON,
-            parameter("share", 1.0, "of directions that are the sum's; 0.8 is Iso-CTS", low=0, high=1),
+            parameter("share", 1.0, "share of the directions that the sum keeps; 0.8 is Iso-CTS", low=0, high=1),
         ),
         contract=CONTRACT,
     )

@@ -29,57 +29,53 @@ class TransferConfig(Config):
 
     method: str = option(
         "weights",
-        "how the change is carried: weights moves it by the alignment; activations also by a map of the inputs of each "
-        "linear map; refit solves the new base's linear maps for it; distil trains on from the refit",
+        "how the change is carried. `weights`: moved by the alignment; `activations`: moved also by a map that is "
+        "fitted to the inputs of each linear map; `refit`: the new base's linear maps are solved for it; `distil`: "
+        "trained further from `refit`",
         choices=METHODS,
         key="carry",
         scope=DONOR_ONLY,
     )
     scale: float | str | None = option(
         None,
-        "factor of the change; auto: chosen on held-out samples (default except with weights), with weights for "
-        "groups of blocks",
+        "factor of the change. `auto`: chosen on held-out samples, for groups of blocks with `carry: weights`. Not "
+        "given: 1 with `carry: weights`, `auto` with the others",
         float,
         words=(AUTO,),
         scope=DONOR_ONLY,
     )
-    steps: int = option(50, "training steps of distil", low=1, scope=DONOR_ONLY)
-    data: str = option("self", "samples: a file, or self, text written by the fine-tune")
+    steps: int = option(50, "training steps of `carry: distil`", low=1, scope=DONOR_ONLY)
+    data: str = option("self", "samples: a file, or `self`, text that the fine-tune writes")
     samples: int = option(64, "number of samples", low=1)
     judge: str | None = option(
         None,
-        "samples that choose scales and judge the result, instead of a quarter of the other samples",
+        "samples that choose scales and judge the result. Not given: a quarter of the other samples",
         FILE,
         scope=DONOR_ONLY,
     )
     controls: bool = option(
         False,
-        "compare the result with ten random changes of the same singular values and with the negated change",
+        "compare the result with ten random changes of the same singular values, and with the negated change",
         scope=DONOR_ONLY,
     )
     length: int = option(128, "tokens in a sample", low=2, command=False)
     seed: int = option(0, "seed of all random numbers")
-    rank: int = option(0, "write a fine-tune's change as an adapter of this rank; 0: as a model", low=0, key="lora")
-    widths: bool = option(False, "the old base may have other sizes than the new one", scope=DONOR_ONLY)
+    rank: int = option(0, "write a fine-tune's change as an adapter of this rank; `0`: as a model", low=0, key="lora")
+    widths: bool = option(False, "accept an old base of other sizes than the new base's", scope=DONOR_ONLY)
     layers_map: str | None = option(
         None,
-        "pairs of layers OLD:NEW,... of bases with different depths; auto: by similarity",
+        "pairs of layers OLD:NEW where the bases' depths differ, as `0-3:0-3,4:6`. `auto`: by similarity",
         PAIRS,
         words=(AUTO,),
         scope=DONOR_ONLY,
     )
     match_on: str | None = option(
         None,
-        "what chooses the maps: weights, activations of both models on samples ('data'), or both (not given: weights; "
-        "both for 'carry: activations')",
+        "what chooses the maps: `weights`, `activations` of both models on `data`, or `both`. Both models need one "
+        "vocabulary. Not given: `both` with `carry: activations`, else `weights`",
         str,
         choices=MATCH_ON,
         scope=EACH,
-        detail="What chooses the maps. `activations`: inputs and outputs of both models' linear maps on the same "
-        "samples (`data`, `samples`; by default each model writes half of the text), centred and partly whitened; "
-        "experts, mixers, latents and scales still by weights. `both`: weights and activations. The donor's outputs "
-        "stay the same in any case. Both models need one vocabulary. Default: `weights`; with `carry: activations`, "
-        "`both`.",
     )
     alignment: Any = None
     match: AlignConfig = field(default_factory=lambda: AlignConfig(residual="largest"))

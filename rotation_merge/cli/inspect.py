@@ -359,7 +359,7 @@ def _methods(as_json: bool) -> int:
     rows = [(d.name, d.models, d.base, ", ".join(d.required), ", ".join(d.optional)) for d in known]
     table("Delegates", ("delegate", "models", "base_model", "must be given", "may be given"), rows)
     say("")
-    rows = [(o.name, o.where, ", ".join(o.values), o.default, o.text) for o in options()]
+    rows = [(o.name, o.where, ", ".join(o.values), o.default, o.text.replace("`", "")) for o in options()]
     table("rotation_merge's own parameters", ("parameter", "stands", "values", "default", "meaning"), rows)
     return 0
 

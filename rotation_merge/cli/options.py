@@ -79,7 +79,7 @@ def _option(
     name: str, described: Option, default: Any, kind: click.ParamType | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     flag = f"--{(described.key or name).replace('_', '-')}"
-    text = sentence(described.help, described.choices)
+    text = sentence(described.text, described.choices)
     if described.kind is bool and not described.choices:
         return click.option(flag, name, is_flag=True, help=text)
     more: dict[str, Any] = {"help": text, "show_default": default is not None}
@@ -97,7 +97,7 @@ def _option(
         if described.literals and described.kind is not tuple:
             more["metavar"] = f"[{'|'.join(described.literals)}{'' if described.choices else '|...'}]"
     if described.kind is tuple:
-        default, more["help"] = ",".join(default), sentence(f"{described.help}, of {', '.join(described.choices)}")
+        default, more["help"] = ",".join(default), sentence(f"{described.text}, of {', '.join(described.choices)}")
     return click.option(flag, name, default=str(default).lower() if type(default) is bool else default, **more)
 
 

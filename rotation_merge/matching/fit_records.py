@@ -20,11 +20,12 @@ class FitConfig(Config):
 
     objective: str = option(
         "auto",
-        "distill: match the parents' outputs, without labels; labels: the model's own loss; auto: labels if present",
+        "`distill`: match the parents' outputs, without labels; `labels`: the models' own loss; `auto`: `labels` if "
+        "the data has labels",
         choices=OBJECTIVES,
     )
     steps: int = option(600, "optimiser steps", low=1)
-    minutes: float = option(0.0, "stop after this many minutes; 0: no limit", low=0)
+    minutes: float = option(0.0, "stop after this many minutes; `0`: no limit", low=0)
     patience: int = option(
         5,
         f"stop after this many evaluations on held-out samples ({LOOKS} in all) without a better state",
@@ -33,22 +34,25 @@ class FitConfig(Config):
     )
     learning_rate: float = option(0.02, "peak learning rate of Adam, with cosine decay to 0", low=0, above=True)
     coefficients: tuple[float, ...] | None = option(
-        None, "fixed shares of the models, anchor first; None: drawn at random around the middle", tuple, command=False
+        None,
+        "fixed shares of the models, anchor first. Not given: drawn at random around the middle",
+        tuple,
+        command=False,
     )
     permutations: bool = option(False, "also learn the order of FFN neurons")
     start: str = option(
         "auto",
-        "start of the search; auto: the better of the two on held-out samples",
+        "start of the search. `auto`: the better of the other two on held-out samples",
         choices=("auto", "matched", "identity"),
     )
     match_on: str = option(
         "weights",
-        "what the start is matched on: weights, activations of the samples, or both",
+        "what chooses the start's maps: `weights`, `activations` of both models on the samples, or `both`",
         choices=MATCH_ON,
     )
     mixing: float = option(
         0.5,
-        "share of distillation steps on mixtures of two samples (not of token ids); helps with few samples",
+        "share of distillation steps on mixtures of two samples, which helps with few samples; token ids are not mixed",
         low=0,
         high=1,
         command=False,
@@ -61,7 +65,7 @@ class FitConfig(Config):
     checkpointing: bool = option(False, "gradient checkpointing: less memory, more time")
     state: FilePath | None = option(
         None,
-        "file for the state of an unfinished fit; if it exists, the fit continues from it",
+        "file for the state of an unfinished fit. A fit continues from it if it exists",
         FilePath,
         command=False,
     )

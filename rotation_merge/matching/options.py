@@ -35,13 +35,7 @@ RANGES = Kind("all, or ranges such as 0-5,11", _are_ranges)
 class AlignConfig(GroupOptions):
     """The groups that matching may use, and the layers."""
 
-    layers: str = option(
-        "all",
-        "all, or ranges such as 0-5,11: match only these layers",
-        RANGES,
-        scope=WHOLE,
-        detail="Layers to match; ranges such as `0-5,11`.",
-    )
+    layers: str = option("all", "layers to match, as `0-5,11`", RANGES, scope=WHOLE)
 
     def layer_ranges(self) -> tuple[range, ...] | None:
         """Layers to match, as ranges of numbers; None for all."""
@@ -87,19 +81,18 @@ class MatchConfig(Config):
     """Options that select how an alignment's maps are found and how its models are opened."""
 
     match_on: str = option(
-        WEIGHTS, "what chooses the maps: weights, activations of both models on samples, or both", choices=MATCH_ON
+        WEIGHTS,
+        "what chooses the maps: `weights`, `activations` of both models on samples, or `both`",
+        choices=MATCH_ON,
     )
-    data: str = option("self", "samples for activations; self: text of which each of the two models writes half")
+    data: str = option("self", "samples for activations. `self`: text of which each of the two models writes half")
     samples: int = option(64, "number of samples", low=1)
-    seed: int = option(0, "seed of written samples")
+    seed: int = option(0, "seed of the samples that models write")
     widths: bool = option(
         False, "bring a donor with fewer neurons, heads or a narrower stream to the anchor's sizes first"
     )
     untie: bool = option(
-        False,
-        "give a tied output head its own tensor, which a residual rotation needs",
-        scope=RECIPE,
-        detail="Give a tied output head its own tensor; a residual rotation needs it.",
+        False, "give a tied output head a tensor of its own, which a residual rotation needs", scope=RECIPE
     )
 
 

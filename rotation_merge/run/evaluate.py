@@ -28,7 +28,7 @@ LOG = logging.getLogger(__name__)
 class EvaluateConfig(Config):
     """Options of judging a model."""
 
-    limit: int | None = option(None, "use at most so many examples of each", int, low=1)
+    limit: int | None = option(None, "largest number of examples of each data set", int, low=1)
     batch_size: int = option(32, "examples in a batch", low=1)
     length: int = option(128, "tokens in a window of text", low=2)
 
@@ -38,7 +38,7 @@ class BarrierConfig(Config):
     """Options of judging the models on a path."""
 
     points: int = option(11, "models on the path", low=3, high=101)
-    limit: int | None = option(None, "use at most so many examples", int, low=1)
+    limit: int | None = option(None, "largest number of examples", int, low=1)
     batch_size: int = option(32, "examples in a batch", low=1)
     length: int = option(128, "tokens in a window of text", low=2)
 

@@ -39,16 +39,18 @@ class MeasureConfig(Config):
     """Options of measuring a model."""
 
     kinds: tuple[str, ...] = option(("gram",), "what to measure", choices=STATISTICS)
-    rank: int | None = option(None, "keep Grams of neurons as a diagonal plus this rank", int, low=1)
+    rank: int | None = option(None, "keep Grams of neurons as a diagonal plus a matrix of this rank", int, low=1)
     labels: str = option(
         "sampled",
-        "labels of the gradients: sampled from the model (exact for classifiers), or the data's",
+        "labels of the gradients: sampled from the model (exact for classifiers), or those of the data",
         choices=("sampled", "data"),
     )
-    seed: int = option(0, "seed of written samples and sampled labels")
-    memory: int | None = option(None, "most bytes for sums; None: half of the free memory", int, low=1, command=False)
+    seed: int = option(0, "seed of the samples that the model writes and of sampled labels")
+    memory: int | None = option(
+        None, "most bytes for sums. Not given: half of the free memory", int, low=1, command=False
+    )
     samples: int | None = option(
-        None, f"largest number of samples; None: all, {SAMPLES} of self and synthetic", int, low=1
+        None, f"largest number of samples. Not given: all of a file, {SAMPLES} of `self` and `synthetic`", int, low=1
     )
     batch_size: int = option(16, "examples in a batch", low=1)
     length: int = option(128, "tokens in a window of text", low=2)

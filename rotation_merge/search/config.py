@@ -27,17 +27,17 @@ TIME = Kind("seconds, or a time such as 90s, 10m or 2h", lambda value: seconds(v
 class MergeConfig(Config):
     """Options of the search for the best merge."""
 
-    samples: int = option(64, "samples of each set to merge with", low=8)
-    budget: float | str = option("10m", "time for the search: 90s, 10m, 2h", TIME)
+    samples: int = option(64, "number of samples of each set to merge with", low=8)
+    budget: float | str = option("10m", "time for the search, as `90s`, `10m` or `2h`", TIME)
     seed: int = option(0, "seed of all random numbers")
     length: int = option(128, "tokens in a window of text", low=2)
     batch_size: int = option(8, "examples in a batch", low=1)
-    dtype: str | None = option(None, "store weights in this type (not given: as the models)", str, choices=DTYPES)
-    base: str | None = option(None, "common base of the models (not given: found from adapters, cards or weights)", str)
+    dtype: str | None = option(None, "type of the weights. Not given: that of the models", str, choices=DTYPES)
+    base: str | None = option(None, "common base of the models. Not given: found from adapters, cards or weights", str)
     subsets: int = option(
         0,
-        "number of random subsets of three or more models to merge by the best way, too: how often does the merge beat "
-        "the best model?",
+        "number of random subsets of three or more models to merge in the best way, too, which shows how often a merge "
+        "beats the best model",
         low=0,
     )
 

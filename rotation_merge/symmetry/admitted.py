@@ -53,43 +53,39 @@ class GroupOptions(Config):
 
     attention: str = option(
         "rotation",
-        "maps inside attention heads",
+        "maps inside attention heads. `permutation`: orders of coordinates; `rotation`: the largest compact group that "
+        "the layer admits; `invertible`: any invertible map, where the layer admits it",
         choices=("rotation", "none", "permutation", "invertible"),
         scope=BLOCK,
-        detail="Maps inside attention heads. `permutation`: orders of coordinates. `rotation`: the largest compact "
-        "group that the layer admits. `invertible`: any invertible map, where the layer admits it.",
     )
     heads: str = option(
         "none",
-        "order of attention heads",
+        "order of the attention heads. `permutation`: the best order together with the maps inside heads; `spectral`: "
+        "by singular values, as TransFusion does, for comparison",
         choices=("none", "permutation", "spectral"),
         scope=BLOCK,
-        detail="Order of attention heads. `permutation`: the joint optimum of the order and the maps inside heads. "
-        "`spectral`: by singular values, as TransFusion does (here of all four matrices and biases), for comparison.",
     )
     ffn: str = option(
-        "permutation", "order of FFN neurons and of experts", choices=("permutation", "none"), scope=BLOCK
+        "permutation", "order of the FFN neurons and of the experts", choices=("permutation", "none"), scope=BLOCK
     )
     rescale: bool | str = option(
         True,
-        "rescaling, positive or (where allowed) signed; sequential: after the rotation",
+        "rescaling of heads and neurons, with a sign where the layer admits it. `sequential`: after the rotation, as "
+        "in the ICML 2025 paper, instead of jointly",
         choices=(True, False, "sequential"),
         scope=BLOCK,
-        detail="Rescaling, with a sign where the layer admits it. `sequential`: after the rotation, as in the ICML "
-        "2025 paper, instead of jointly.",
     )
     residual: str = option(
         "none",
-        "group of the residual stream; or by stream, as decoder=rotation,encoder=permutation",
+        "group of the residual stream, one map for the whole model; or one group for each stream, as "
+        "`decoder=rotation,encoder=permutation`",
         STREAMS,
         words=RESIDUAL,
         scope=WHOLE,
-        detail="Group of the residual stream, one map for the whole model. See [Merge independent "
-        "models](merge-independent.md#why-the-residual-stream-matters).",
     )
     shift_head: bool = option(
         False,
-        "let an untied head's rows move by one vector: logits change, probabilities do not",
+        "shift all rows of an untied output head by one vector; this changes logits, but no probabilities",
         choices=(False, True),
         scope=BLOCK,
     )

@@ -80,7 +80,7 @@ def test_commands_have_every_option_and_judge_it_alike(config: type[Config]) -> 
         for name, described in config.options().items():
             if not described.command:
                 continue
-            assert described.help[1:] in str(options[name].help)
+            assert described.text[1:] in str(options[name].help)
             assert flag(described, name) in options[name].opts
             context = click.Context(command)
             assert options[name].get_default(context) in (None, False) or (

@@ -11,6 +11,7 @@ from rotation_merge.averaging.methods import METHODS
 from rotation_merge.averaging.ot_fusion import OtFusion
 from rotation_merge.averaging.refit_method import RefitMethod
 from rotation_merge.averaging.task_vectors import TASK_VECTORS
+from rotation_merge.config import Option
 from rotation_merge.mergekit_plugin.recipe.names import KEYS, METHOD, PLACES
 
 _METHODS: tuple[MergeMethod, ...] = (*METHODS, *TASK_VECTORS, OtFusion(), RefitMethod())
@@ -67,18 +68,13 @@ class Delegate:
 
 @dataclass(frozen=True)
 class DelegateOption:
-    """One parameter of rotation_merge.
-
-    Attributes:
-        detail: what the documentation says of it, in Markdown.
-    """
+    """One parameter of rotation_merge; `text` is Markdown."""
 
     name: str
     where: str
     values: list[str]
     default: str
     text: str
-    detail: str
 
 
 def delegates() -> list[Delegate]:
@@ -117,8 +113,15 @@ def options() -> list[DelegateOption]:
             PLACES[key.option.scope],
             key.option.values,
             str(key.default).lower(),
-            key.option.help + (f" (delegate {', '.join(key.option.delegates)})" if key.option.delegates else ""),
-            key.option.detail or f"{key.option.help[:1].upper()}{key.option.help[1:]}.",
+            _sentence(key.option),
         )
         for key in KEYS
     ]
+
+
+def _sentence(described: Option) -> str:
+    """The help of an option as a sentence that names the delegates that read it."""
+    text = f"{described.help[:1].upper()}{described.help[1:]}."
+    return (
+        f"{text} Delegate: {', '.join(f'`{name}`' for name in described.delegates)}." if described.delegates else text
+    )

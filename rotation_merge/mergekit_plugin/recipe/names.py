@@ -52,104 +52,76 @@ class RecipeConfig(Config):
 
     finetuned_from: str | None = option(
         None,
-        "the donor is a fine-tune of this model: its task vector is carried",
+        "base that the donor was fine-tuned from. It is aligned to the anchor, and the delegate receives anchor + "
+        "map(donor - base)",
         MODEL,
         scope=DONOR_ONLY,
-        detail="The base that the donor was fine-tuned from. It is aligned to the anchor, and the delegate receives "
-        "anchor + map(donor - base).",
     )
     alignment: str | None = option(
         None,
-        "file of transforms to apply instead of matching",
+        "alignment file to apply instead of matching, written by `rotation-merge align --alignment` or `rotation-merge "
+        "fit`: a path, or `org/repo/file@revision` on the hub",
         FILE,
         scope=DONOR_ONLY,
-        detail="A file of transforms, written by `rotation-merge align --alignment` or `rotation-merge fit`, to apply "
-        "instead of matching: a path, or `org/repo/file@revision` on the hub. Options of matching beside it are an "
-        "error.",
     )
     statistics: str | None = option(
         None,
-        "what 'rotation-merge measure' wrote of the model; by itself or beside the model. Not given: beside the model",
+        "file that `rotation-merge measure` wrote. Not given: the one beside the model",
         FILE,
         scope=EACH,
         delegates=("regmean", "fisher", "kfac"),
-        detail="File written by `rotation-merge measure`. Default: the one beside the model.",
     )
     data: str | None = option(
         None,
-        "samples; for ot_fusion one pool for all models (not given: weights alone), for refit each model's own, for "
-        "donors that are carried ('carry', 'scale: auto') or matched on activations ('match_on') theirs",
+        "samples: one pool for all models with `ot_fusion` (not given: it matches on weights), else those of each "
+        "model; also for `carry`, `scale: auto` and `match_on`",
         FILE,
         words=("self", "synthetic"),
         scope=EACH,
         delegates=("ot_fusion", "refit"),
-        detail="Samples: one pool for all models with `ot_fusion` (default: weights alone), each model's own with "
-        "`refit`; also for donors that are carried (`carry`, `scale: auto`) or matched on activations (`match_on`).",
     )
-    delegate: str = option(
-        "linear",
-        "the merge method that does the averaging",
-        METHOD_NAME,
-        scope=RECIPE,
-        detail="The merge method that averages. See [Delegates](delegates.md).",
-    )
+    delegate: str = option("linear", "merge method that averages", METHOD_NAME, scope=RECIPE)
     unsupported: str = option(
         "error",
-        "merge: merge without alignment what cannot be aligned",
+        "tensors that cannot be aligned. `merge`: merge them as they are; the report names them",
         choices=("error", "merge"),
         scope=RECIPE,
-        detail="`merge`: tensors that cannot be aligned are merged as they are; the report names them.",
     )
     exclude: str | None = option(
         None,
-        "comma-separated parts of tensor names: such tensors are copied from base_model",
+        "comma-separated parts of tensor names; tensors with such names are copied from `base_model`",
         NAMES,
         scope=RECIPE,
-        detail="Comma-separated parts of tensor names. These tensors are copied from `base_model`.",
     )
     heads_of: str = option(
         "base",
-        "each: the merged body is also written under every donor's head",
+        "output head of the merge. `each`: also write the merged body under every donor's head",
         choices=("base", "each"),
         scope=RECIPE,
-        detail="`each`: also write the merged body under every donor's head.",
     )
     anchor: str = option(
         "base",
-        "mean: align all models to their running mean",
+        "model that donors are aligned to. `mean`: the running mean of all models, in the coordinates of `base_model`",
         choices=("base", "mean"),
         scope=RECIPE,
-        detail="`mean`: align all models to their running mean, in the coordinates of `base_model`.",
     )
     save_alignment: bool | str | None = option(
         None,
-        "keep the transforms used, in this file or beside the model",
+        "write the alignment for `alignment:`. `true`: to `alignment.safetensors` beside the model. Of further donors: "
+        "to `NAME-2`, `NAME-3`",
         NEW_FILE,
         words=(False, True),
         scope=RECIPE,
-        detail="Store the transforms for `alignment:`. `true`: as `alignment.safetensors` beside the model. Further "
-        "donors: `NAME-2`, `NAME-3`.",
     )
     preset: str | None = option(
         None,
-        "options for near or far models; auto: as the weights say",
+        "options for near or for far models. `auto`: chosen from the weights",
         str,
         choices=("near", "far", "auto"),
         scope=RECIPE,
-        detail="Options for near or far models. `auto`: decided by the weights.",
     )
-    prove: bool = option(
-        False,
-        "true: compare outputs of donors moved by alignment files with the donors'",
-        scope=RECIPE,
-        detail="`true`: check that donors moved by alignment files keep their outputs.",
-    )
-    report: bool = option(
-        False,
-        "true: also write the report as an HTML page",
-        scope=RECIPE,
-        detail="Also write the report as an HTML page, `report.html`.",
-    )
+    prove: bool = option(False, "check that donors that alignment files move keep their outputs", scope=RECIPE)
+    report: bool = option(False, "also write the report as an HTML page, `report.html`", scope=RECIPE)
 
 
 @dataclass(frozen=True)
@@ -157,8 +129,8 @@ class Key:
     """A recipe's parameter.
 
     Attributes:
-        option: what there is to say of it.
-        default: what holds where it is not given.
+        option: its meaning, kind and range.
+        default: value where it is not given.
     """
 
     name: str
