@@ -31,8 +31,9 @@ CHANGES = {
 }
 """Delegates that merge changes of a base, the likeliest to win first, with what stands under each model."""
 
-SCALES = {"wudi": 1.2, "ties": 1.5, "dare_ties": 1.5}
-"""Where the search for `lambda` begins; elsewhere at 1, for sums of changes at one over the root of their number."""
+SCALES = {"wudi": 1.1, "ties": 1.2}
+SUMS = ("task_arithmetic", "dare_ties")
+"""The first `lambda` that is tried: of sums of changes, one over the root of their number; of all others 1."""
 
 ORDER = {
     SHARED: ("plain", *CHANGES, "slerp", "refit", "regmean"),
@@ -64,7 +65,8 @@ class Candidate:
         needs: what must be made before: `fit` or `statistics`; None for nothing.
         other_ids: whether token ids of the models differ, so that tokens are matched by name.
         weights: of the models: equal shares, one for each, or none.
-        scale: where the search for `lambda` begins; None: the delegate has none.
+        scale: `lambda`; None: the delegate has none.
+        searched: whether the best `lambda` is searched, from `scale` on.
     """
 
     name: str
@@ -76,14 +78,20 @@ class Candidate:
     other_ids: bool = False
     weights: Literal["share", "one", "none"] = "share"
     scale: float | None = None
+    searched: bool = False
+
+    @property
+    def title(self) -> str:
+        """The name of this attempt."""
+        return f"{self.name}, best lambda" if self.searched else self.name
 
     @property
     def kind(self) -> str:
-        """The most expensive step: learning, refit, regmean, matching on samples or weights, or the scale search."""
+        """The most expensive step: learning, refit, regmean, matching on samples or weights, changes, their scale."""
         if "match_on" in self.parameters:
             return "seen"
         if self.scale is not None:
-            return "scaled"
+            return "searched" if self.searched else "changes"
         return "learned" if self.needs == "fit" else str(self.parameters.get("delegate", "matching"))
 
     @property
@@ -92,8 +100,8 @@ class Candidate:
         return self.parameters.get("delegate") in DRAWING
 
     def scaled(self, scale: float) -> Candidate:
-        """The same with another `lambda`."""
-        return replace(self, parameters={**self.parameters, "lambda": scale}, scale=scale)
+        """The same with another `lambda`, which is not searched."""
+        return replace(self, parameters={**self.parameters, "lambda": scale}, scale=scale, searched=False)
 
     def with_files(self, of_model: Mapping[str, Mapping[str, Any]]) -> Candidate:
         """The candidate with the files that it needs."""
@@ -184,7 +192,7 @@ class Planner:
         candidates = {}
         for name, values in CHANGES.items():
             if len(tuned) > 1 or name == "task_arithmetic":
-                scale = SCALES.get(name, 1 / math.sqrt(len(tuned)) if name == "task_arithmetic" else 1.0)
+                scale = SCALES.get(name, 1 / math.sqrt(len(tuned)) if name in SUMS else 1.0)
                 candidate = self._candidate(name, {"delegate": name, **options}, dict.fromkeys(tuned, values))
                 variant = replace(candidate, anchor=self.base.name, models=tuple(tuned), weights="one")
                 candidates[name] = variant.scaled(round(scale, 3))

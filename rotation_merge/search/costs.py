@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.recipe.delegates import OWN
 from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
 from rotation_merge.report.estimate import averaging, estimate
-from rotation_merge.search.candidates import FAR, Candidate
+from rotation_merge.search.candidates import CHANGES, FAR, Candidate
 
 WRITING = 1.3
 """A model takes so much longer to write a text than to read it, many texts at once."""
@@ -22,6 +23,9 @@ before each of its solves."""
 
 STATISTICS = 3.0
 """Measuring Grams takes so many times what reading the samples takes."""
+
+SPARSIFYING = 1.5e-7
+"""Seconds that mergekit takes to choose the largest changes, a weight and model."""
 
 SCALED = 5.0
 """Scales that the search for the best one measures."""
@@ -86,16 +90,19 @@ class Costs:
             "refit": REFIT * read + write,
             "seen": REFIT * read + write + (SEEN - 1) * matching,
             "regmean": STATISTICS * read + write,
-            "scaled": SCALED * self.judging + self._averaging(candidate),
+            "changes": self._averaging(candidate),
+            "searched": SCALED * self.judging + self._averaging(candidate),
         }
         return matching + extra.get(candidate.kind, 0.0)
 
     def _averaging(self, candidate: Candidate) -> float:
-        """The estimate for a delegate that merges task vectors, twice: the second time with its best scale."""
-        method = OWN.get(str(candidate.parameters.get("delegate")))
+        """The estimate for a delegate that merges task vectors."""
+        name = str(candidate.parameters.get("delegate"))
+        method = OWN.get(name)
         if not isinstance(method, TaskVectorMethod):
-            return 0.0
-        return 2 * averaging(method, {}, self.architecture, dict(self.shapes), len(candidate.models)).seconds
+            weights = sum(map(math.prod, self.shapes.values()))
+            return SPARSIFYING * weights * len(candidate.models) if "density" in CHANGES.get(name, ()) else 0.0
+        return averaging(method, {}, self.architecture, dict(self.shapes), len(candidate.models)).seconds
 
     @property
     def _plain(self) -> float:

@@ -104,8 +104,8 @@ def answers(model: Any, batch: Batch, task: str, columns: Tensor | None = None) 
         problem = f"{type(model).__name__} gives one number, which needs a score to compare it with"
         raise DataError(problem, remedy="give data with labels or scores")
     counting = _counting(batch, task, logits)
-    if task == "next token":
-        logits = logits[:, : counting.shape[1]]
+    if task == "next token":  # positions of the whole tensor, since a part of it would be a copy
+        counting = torch.nn.functional.pad(counting, (0, logits.shape[1] - counting.shape[1]))
     flat = logits.reshape(-1, logits.shape[-1])
     positions = counting.reshape(-1).nonzero()[:, 0]
     return Predictions(flat, positions, positions // max(1, counting[0].numel()), columns)
@@ -195,16 +195,16 @@ class Judge:
             best: of the best model so far: one that is surely worse is given up early.
         """
         tally = _Tally(self, reader)
-        rounds = list(self._order())
-        for number, (i, j) in enumerate(rounds):
-            tally.add(i, j, self._answers(model, reader, i, j))
-            whole = number + 1 == len(rounds) or rounds[number + 1][1] > j
-            if best is not None and whole and number + 1 < len(rounds) and hopeless(tally.examples, best.examples):
+        round_number = 0
+        for i, j in self._order():
+            if j > round_number and best is not None and hopeless(tally.examples, best.examples):
                 return tally.figures(unfinished=True)
+            round_number = j
+            tally.add(i, j, self._answers(model, reader, i, j))
         return tally.figures()
 
     def _order(self) -> Iterator[tuple[int, int]]:
-        """Every batch, as (set, number): the first ones of all sets, then the second ones."""
+        """Every batch, as (set, number): the first ones of all sets, then the second ones. Tells of the progress."""
         tell = listener()
         places = [(i, j) for i, data in enumerate(self.sets) for j in range(len(data.batches))]
         for done, place in enumerate(sorted(places, key=lambda place: (place[1], place[0]))):

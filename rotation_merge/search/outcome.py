@@ -16,7 +16,7 @@ class Tried:
 
     Attributes:
         expected: the seconds that were announced.
-        scale: the `lambda` that was found for it.
+        scale: its `lambda`; None: it has none.
     """
 
     name: str

@@ -17,6 +17,7 @@ from rotation_merge.matching.check_pair import check_forward
 from rotation_merge.matching.open_pair import Pair, open_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.mergekit_plugin.planning.presets import RELATED, likeness
+from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.naming import shortened
 from rotation_merge.model.vocabulary import token_ids_differ
 from rotation_merge.record import SMALL_GAIN
@@ -110,13 +111,9 @@ class Preparation:
         """
         models = self.config.models
         with self.clock.step("opening the models"):
-            pairs = {model: open_pair(models[0], model, NOTHING) for model in models[1:]}
-            for pair in pairs.values():
-                check_forward(pair.checked.anchor, pair.checked.donor)
-            relations = {model: self._relate(pair, model) for model, pair in pairs.items()}
             anchor = checkpoint_of(models[0])
             architecture = anchor.architecture
-            self.other_ids = any(token_ids_differ(anchor, pair.donor) for pair in pairs.values())
+            relations = self._relations(anchor)
             relation = self._relation(architecture, relations)
             base = self._base(relation)
             loaded = {model: load(model, like=models[0]) for model in models}
@@ -143,7 +140,7 @@ class Preparation:
             anchor.shapes,
             per_token,
             tokens_in(sets.training[:1]) or self.config.samples * self.config.length,
-            per_token * tokens_in(deciding.sets),
+            per_token * tokens_in([*deciding.sets, *([] if forgetting is None else forgetting.judge.sets)]),
             self.made_up,
             relation,
         )
@@ -166,6 +163,15 @@ class Preparation:
             forgetting,
             self.notes,
         )
+
+    def _relations(self, anchor: Model) -> dict[str, float]:
+        """Cosine of every other model to the first one; the files that it maps into memory are closed again."""
+        models = self.config.models
+        pairs = {model: open_pair(models[0], model, NOTHING) for model in models[1:]}
+        for pair in pairs.values():
+            check_forward(pair.checked.anchor, pair.checked.donor)
+        self.other_ids = any(token_ids_differ(anchor, pair.donor) for pair in pairs.values())
+        return {model: self._relate(pair, model) for model, pair in pairs.items()}
 
     def _base(self, relation: str) -> TaskVectorBase | None:
         """The models' base, where they may have one; said."""

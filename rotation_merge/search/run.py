@@ -64,6 +64,7 @@ class Search:
         self.files = Path(f"{os.path.abspath(config.out)}-samples") / self.mark
         self.left_out: dict[str, str] = {}
         self.tail = SPARE
+        self.searched: set[str] = set()
         self.forgetting: Forgetting | None = None
         self.plain: Figures | None = None
         self.linear: Figures | None = None
@@ -141,9 +142,12 @@ class Search:
             self.say(f"left out: {name} ({why})")
         parts = next((i for i, candidate in enumerate(planned) if candidate.name == FIRST_PART), len(planned))
         for number, candidate in enumerate(planned):
+            if candidate.scale is None and number and planned[number - 1].scale is not None:
+                self._search_scales(tried, 1)
             if number == parts:
                 self._soup(tried)
             self._try(candidate, tried, len(planned) - number - 1)
+        self._search_scales(tried)
         if parts == len(planned):
             self._soup(tried)
         if not tried:
@@ -177,7 +181,6 @@ class Search:
     def _subsets(self, way: Candidate, tried: Tried) -> list[Subset]:
         """Merges of subsets of the models in one way, with its `lambda`, on the samples that only report."""
         models, subsets = self.config.models, []
-        way = way if tried.scale is None else replace(way.scaled(tried.scale), scale=None)
         parents = [self.parents.figures[model] for model in models]
         merged = [number for number, model in enumerate(models) if model in way.models]
         chosen = [[merged[i] for i in indices] for indices in drawn(len(merged), self.config.subsets, self.config.seed)]
@@ -231,8 +234,8 @@ class Search:
 
     def _place(self, candidate: Candidate) -> Path:
         """The folder of a tried merge."""
-        mark = hashlib.blake2b(json.dumps([candidate.name, candidate.models]).encode(), digest_size=4).hexdigest()
-        return self.work / ("".join(c if c.isalnum() else "-" for c in candidate.name)[:60] + f"-{mark}")
+        mark = hashlib.blake2b(json.dumps([candidate.title, candidate.models]).encode(), digest_size=4).hexdigest()
+        return self.work / ("".join(c if c.isalnum() else "-" for c in candidate.title)[:60] + f"-{mark}")
 
     def _soup(self, tried: list[tuple[Candidate, Tried]]) -> None:
         """Greedy soup: add models in the order of their scores, and keep those that help."""
@@ -247,32 +250,44 @@ class Search:
             if result is not None and result.figures.score < score:
                 members, score = models, result.figures.score
 
+    def _search_scales(self, tried: list[tuple[Candidate, Tried]], limit: int | None = None) -> None:
+        """Search `lambda` for merged changes, the best ones first; a better merge takes the place of the first one."""
+        changes = [pair for pair in tried if pair[0].scale is not None and not pair[1].figures.unfinished]
+        due = [pair for pair in changes if pair[0].name not in self.searched]
+        for pair in sorted(due, key=lambda pair: self._rank(pair[1].figures))[:limit]:
+            self.searched.add(pair[0].name)
+            result = self._try(replace(pair[0], searched=True), tried, 0)
+            if result is None:
+                return
+            result.seconds += pair[1].seconds
+            tried.remove(pair)
+
     def _try(self, candidate: Candidate, tried: list[tuple[Candidate, Tried]], behind: int) -> Tried | None:
         remaining = max(self.clock.left - self.tail, 0.0)
         expected = self.parents.costs.expected(candidate, remaining)
         if tried and expected > remaining:
-            self.left_out[candidate.name] = f"needs {expected:.0f} s, {remaining:.0f} s of the budget are left"
+            self.left_out[candidate.title] = f"needs {expected:.0f} s, {remaining:.0f} s of the budget are left"
             return None
         more = f", {behind} more to try in {remaining:.0f} s" if behind else ""
-        self.say(f"{candidate.name}, about {expected:.0f} s{more} ...")
+        self.say(f"{candidate.title}, about {expected:.0f} s{more} ...")
         try:
-            with self.clock.step(candidate.name, expected, remaining if tried else None):
-                result = self._tried(candidate, remaining, self._best(tried)[1].figures if tried else None)
+            with self.clock.step(candidate.title, expected, remaining if tried else None):
+                result = self._tried(candidate, remaining, tried)
                 if candidate.name == "plain":
                     self.linear, self.plain = result.figures, self._report(candidate, result)
         except OutOfTime:
-            self.left_out[candidate.name] = f"was not done within the budget, {remaining:.0f} s were left"
+            self.left_out[candidate.title] = f"was not done within the budget, {remaining:.0f} s were left"
         except (RotationMergeError, OneLineError) as error:
             out_of_time = isinstance(error.__context__, OutOfTime) or isinstance(error.__cause__, OutOfTime)
             late = f"was not done within the budget, {remaining:.0f} s were left"
-            self.left_out[candidate.name] = late if out_of_time else str(error)
+            self.left_out[candidate.title] = late if out_of_time else str(error)
         else:
             result.expected = expected
             self.parents.costs.took(candidate, result.seconds)
-            tried.append((candidate, result))
+            tried.append((candidate if result.scale is None else candidate.scaled(result.scale), result))
             self.say(self._words(result))
             return result
-        self.say(f"{candidate.name}: left out, {self.left_out[candidate.name]}")
+        self.say(f"{candidate.title}: left out, {self.left_out[candidate.title]}")
         return None
 
     def _words(self, tried: Tried) -> str:
@@ -283,23 +298,24 @@ class Search:
         words += " on its first samples, given up" if figures.unfinished else ""
         return f"{tried.name}: {words} ({tried.seconds:.0f} s)"
 
-    def _tried(self, candidate: Candidate, remaining: float, best: Figures | None) -> Tried:
+    def _tried(self, candidate: Candidate, remaining: float, tried: Sequence[tuple[Candidate, Tried]]) -> Tried:
         """A candidate as it was tried before the search was interrupted, or is tried now."""
         begin = time.perf_counter()
         ready = self.maker.ready(candidate, max(remaining / 2, 1.0))
-        key = self._key(ready.recipe(self.config.dtype), self.samples_mark)
+        text, best = ready.recipe(self.config.dtype), self._best(tried)[1].figures if tried else None
+        key = self._key(text, self.samples_mark)
         if (result := self._kept(candidate, key)) is not None:
             return result
-        self._make(ready, ready.recipe(self.config.dtype))
-        figures = scale = None
-        if ready.scale is not None:
-            scale, figures = self._scaled(ready, ready.scale)
-            ready = ready.scaled(scale)
-        text = ready.recipe(self.config.dtype)
-        if figures is None or best is None or self._rank(figures) < self._rank(best):  # else its scale is all to know
+        if ready.searched:
+            first = next(result.figures for other, result in tried if other.name == candidate.name)
+            ready, figures = self._scaled(ready, first)
+            text = ready.recipe(self.config.dtype)
+            if best is None or self._rank(figures) < self._rank(best):  # else its scale is all to know
+                self._make(ready, text)
+        else:
             self._make(ready, text)
             figures = self._measured(self._load(self._place(ready)), ready.anchor, best)
-        result = Tried(candidate.name, figures, time.perf_counter() - begin, text, None, scale)
+        result = Tried(candidate.name, figures, time.perf_counter() - begin, text, None, ready.scale)
         write_text(Path(f"{self._place(candidate)}{FIGURES}"), json.dumps({"key": key, **asdict(result)}))
         return result
 
@@ -312,14 +328,22 @@ class Search:
         merge_recipe(text, str(place), tokenizer=True, seed=self.config.seed if candidate.draws else None)
         write_text(Path(f"{place}{KEY}"), self._key(text))
 
-    def _scaled(self, candidate: Candidate, scale: float) -> tuple[float, Figures]:
-        """The best `lambda` of a merge that was made, and what the merge is worth with it."""
+    def _scaled(self, candidate: Candidate, first: Figures) -> tuple[Candidate, Figures]:
+        """A merge of changes with its best `lambda`, and its figures; `first`: those with the `lambda` that it has."""
+        start = 1.0 if candidate.scale is None else candidate.scale
+        candidate = candidate.scaled(start)
+        self._make(candidate, candidate.recipe(self.config.dtype))
 
         def measure(model: Any, best: Figures | None) -> tuple[float, Figures]:
-            figures = self._measured(model, candidate.anchor, best)
+            figures = self.deciding.measure(model, candidate.anchor, best)
+            if best is not None and (figures.unfinished or figures.score >= best.score):
+                return 0.0, figures  # not better, whatever it forgets
+            figures = figures if self.forgetting is None else self.forgetting.measured(model, figures)
             return self._excess(figures), figures
 
-        return best_scale(self._load(self._place(candidate)), self._load(candidate.anchor), scale, measure)
+        merged, base = self._load(self._place(candidate)), self._load(candidate.anchor)
+        scale, figures = best_scale(merged, base, start, (self._excess(first), first), measure)
+        return candidate.scaled(scale), figures
 
     def _measured(self, model: Any, anchor: str, best: Figures | None) -> Figures:
         """Score and forgetting of a merge."""

@@ -18,7 +18,9 @@ MOST = 8
 Measure = Callable[[Any, Figures | None], tuple[float, Figures]]
 
 
-def best_scale(merged: Any, base: Any, scale: float, measure: Measure) -> tuple[float, Figures]:
+def best_scale(
+    merged: Any, base: Any, scale: float, first: tuple[float, Figures], measure: Measure
+) -> tuple[float, Figures]:
     """The scale of a merged change with the least score, by steps from the first one for as long as they help.
 
     A scale by which the merge forgets too much comes after every other one. One that is surely worse than the best one
@@ -26,30 +28,30 @@ def best_scale(merged: Any, base: Any, scale: float, measure: Measure) -> tuple[
 
     Args:
         merged: the base with `scale` times the merged change; left as the base with some multiple of it.
-        measure: of a model what it forgets too much, and what it is worth, given the best figures so far.
+        first: excess forgetting and figures of `merged`.
+        measure: excess forgetting and figures of a model, given the best figures so far.
 
     Returns:
-        The scale, and what it is worth.
+        The scale and its figures.
     """
     ends = {name: tensor.clone() for name, tensor in merged.state_dict().items() if tensor.is_floating_point()}
     starts = base.state_dict()
-    measured: dict[float, tuple[float, Figures]] = {}
+    measured: dict[float, tuple[float, Figures]] = {0.0: first}
 
     @torch.no_grad()
-    def better(step: float, best: float | None) -> bool:
+    def better(step: float, best: float) -> bool:
         """Whether so many steps up from the first scale are better than the best ones so far."""
         if step in measured or len(measured) == MOST:
             return False
         for name, tensor in merged.state_dict().items():
             if name in ends:
                 tensor.copy_(torch.lerp(starts[name].to(ends[name]), ends[name], STEP**step))
-        excess, figures = (0.0, None) if best is None else measured[best]
+        excess, figures = measured[best]
         measured[step] = measure(merged, None if excess else figures)
         after, now = measured[step]
-        return figures is None or (not now.unfinished and (after, now.score) < (excess, figures.score))
+        return not now.unfinished and (after, now.score) < (excess, figures.score)
 
     best = 0.0
-    better(best, None)
     for move in (1.0, -1.0, 0.5, -0.5):
         while better(best + move, best):
             best += move

@@ -203,6 +203,18 @@ def test_the_scale_is_searched_and_the_recipe_makes_the_merge(
     assert "base's own text" in card
 
 
+def test_every_method_is_tried_before_any_scale_is_searched(tmp_path: Path, only: Callable[..., None]) -> None:
+    only("plain", "wudi", "task_arithmetic")
+    done = run("merge", ENGLISH, C, tmp_path / "out", *TINY, "--data", "demo:english", "--data", "demo:c", "--json")
+    assert done.exit_code == 0, done.output
+    begun = [line.partition(", about")[0] for line in done.stderr.splitlines() if line.endswith("...")]
+    steps = [name for name in begun if name.startswith(("plain", "wudi", "task_arithmetic"))]
+    assert steps[:3] == ["plain", "wudi", "task_arithmetic"]
+    assert all(name.endswith("best lambda") for name in steps[3:])
+    tried = json.loads(done.stdout)["tried"]
+    assert len({entry["name"] for entry in tried}) == len(tried)  # one row a method, with its best scale
+
+
 # --- the scale -------------------------------------------------------------------------------------------------------
 
 
@@ -219,7 +231,7 @@ def line(goal: float, limit: float = 9.0) -> tuple[float, list[float]]:
     with torch.no_grad():
         merged.weight.fill_(2.0)
         base.weight.fill_(1.0)
-    return best_scale(merged, base, 1.0, measure)[0], seen
+    return best_scale(merged, base, 1.0, measure(merged, None), measure)[0], seen
 
 
 @pytest.mark.parametrize("goal", [1.6, 2.0, 2.9])
@@ -315,5 +327,5 @@ def test_loading_leaves_a_base_as_it_is() -> None:
     """The search for a scale moves the merge alone."""
     base, merged = load(BASE), load(C)
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    best_scale(merged, base, 1.0, lambda *_: (0.0, Figures(1.0, None, [])))
+    best_scale(merged, base, 1.0, (0.0, figures(1.0, 0.0)), lambda *_: (0.0, figures(1.0, 0.0)))
     assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
