@@ -78,9 +78,8 @@ def command(
     differ by more than rounding, it is kept as OUT.rejected. After an interruption, matching continues from
     OUT.matching.unfinished.
     """
-    from rotation_merge.errors import not_written
     from rotation_merge.files.ledger import kept_beside
-    from rotation_merge.matching.aligned_output import left_behind, match_pair, write_aligned
+    from rotation_merge.matching.aligned_output import match_pair, write_aligned
     from rotation_merge.matching.open_pair import open_pair, write_alignment
     from rotation_merge.model.run_keys import mark_of, unchanged
     from rotation_merge.model.writing import Storage, check_dtype, parse_size
@@ -108,6 +107,7 @@ def command(
     pair = open_pair(anchor, donor, options, untie, device, widths=widths)
     progress = Progress()
     proof: Proof | None = None
+    lost: tuple[str, ...] = ()
     mark = mark_of((pair.anchor, pair.donor), on, on=on, options=asdict(options), untie=untie, widths=widths)
     with kept_beside(out or str(alignment_file), lambda: mark, device) as ledger:
         with unchanged([pair.anchor.reference, pair.donor.reference]), spread(ray, worker_device) as over:
@@ -120,9 +120,8 @@ def command(
                 proofs.append(prove(donor, staging, options.shift_head))
                 return not proofs[0].failed, proofs[0].words
 
-            write_aligned(
-                pair, alignment, report, out, Storage(shard_bytes, dtype, untie), progress, check if verify else None
-            )
+            storage = Storage(shard_bytes, dtype, untie)
+            lost = write_aligned(pair, alignment, out, storage, progress, check if verify else None).notes
             proof = proofs[0] if proofs else None
             if html:
                 from rotation_merge.report.html import write_page
@@ -149,8 +148,7 @@ def command(
         return 0
     for warning in pair.checked.warnings:
         say(f"Warning: {warning}", "yellow")
-    unread = left_behind(pair, alignment) if out is not None else []
-    for note in (*pair.notes(), *alignment.notes, *([not_written(unread)] if unread else [])):
+    for note in (*pair.notes(), *alignment.notes, *lost):
         say(note)
     say(f"{report.verdict(name)[:1].upper()}{report.verdict(name)[1:]}.")
     if out is not None:

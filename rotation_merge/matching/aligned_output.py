@@ -9,9 +9,8 @@ from typing import Any
 import yaml
 from mergekit.common import dtype_from_name
 
-from rotation_merge.errors import not_written
 from rotation_merge.files.ledger import NOWHERE, Ledger
-from rotation_merge.matching.alignment import Alignment, aligned_tensors
+from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import named
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import Pair
@@ -19,6 +18,7 @@ from rotation_merge.matching.run import Run
 from rotation_merge.model.card import metadata, notes, section, with_metadata
 from rotation_merge.model.markdown import code, plain
 from rotation_merge.model.source import Progress
+from rotation_merge.model.view import View
 from rotation_merge.model.writing import STORAGE, Check, Storage, stored, untied, write_checkpoint
 from rotation_merge.record import MergeReport, versions
 from rotation_merge.run.functions import load
@@ -27,7 +27,7 @@ from rotation_merge.run.functions import load
 def match_pair(
     pair: Pair, progress: Progress | None = None, match: Match = match_model, ledger: Ledger = NOWHERE
 ) -> tuple[Alignment, MergeReport]:
-    """The best alignment of the donor to the anchor, and the report on it.
+    """The best alignment of the donor to the anchor, and the report on it, which the alignment has, too.
 
     Args:
         ledger: where what is found is kept, and looked for.
@@ -38,54 +38,40 @@ def match_pair(
     with named(str(pair.anchor.reference), str(pair.donor.reference)):
         alignment = match(pair.architecture, anchor, donor, options, progress, ledger=ledger)
     run.aligned(str(pair.donor.reference), alignment)
-    recipe = yaml.safe_dump(asdict(options), sort_keys=False)
-    return alignment, pair.report(run, recipe)
-
-
-def empty_report(pair: Pair) -> MergeReport:
-    """A report of nothing, where nothing was matched."""
-    return pair.report(Run())
+    report = pair.report(run, yaml.safe_dump(asdict(options), sort_keys=False))
+    return replace(alignment, report=report), report
 
 
 def write_aligned(
     pair: Pair,
     alignment: Alignment,
-    report: MergeReport,
     out: str,
     storage: Storage = STORAGE,
     progress: Progress | None = None,
     check: Check | None = None,
-) -> None:
-    """The aligned donor as a normal checkpoint: weights, config, tokenizer, card and report, whole or not at all."""
-    anchor, donor = pair.sources
-    tensors = aligned_tensors(pair.architecture, donor, alignment, anchor, dtype_from_name(storage.dtype))
-    unread = left_behind(pair, alignment)
-    if unread:
-        report = replace(report, notes=[*report.notes, not_written(unread)])
+) -> View:
+    """The aligned donor as a normal checkpoint: weights, config, tokenizer, card and report, whole or not at all.
+
+    The report is the alignment's; where nothing was matched, one of nothing.
+    """
+    view = pair.aligned(alignment, dtype_from_name(storage.dtype))
+    report = alignment.report or pair.report(Run())
+    report = replace(report, notes=[*report.notes, *view.notes])
     text = card(pair, report, os.path.basename(out))
-    write_checkpoint(pair.donor, tensors, report, text, out, storage, progress, check, unread)
+    write_checkpoint(pair.donor, view.tensors(), report, text, out, storage, progress, check, view.left_out)
+    return view
 
 
 def aligned_model(pair: Pair, alignment: Alignment, untie: bool = False) -> Any:
     """The aligned donor in memory: what `write_aligned` would write, loaded in float32."""
-    anchor, donor = pair.sources
-    tensors = dict(aligned_tensors(pair.architecture, donor, alignment, anchor))
-    absent = {*tensors, *left_behind(pair, alignment)}
-    tensors |= {name: pair.donor[name] for name in pair.donor.names if name not in absent}
-    dtypes = pair.donor.dtypes
-    state = {name: stored(tensor, dtypes.get(name)).clone() for name, tensor in tensors.items()}
-    changed = pair.donor.rewritten
+    view, donor = pair.aligned(alignment), pair.donor
+    tensors = view.state_dict()
+    tensors |= {name: donor[name] for name in donor.names if name not in tensors and name not in view.left_out}
+    state = {name: stored(tensor, donor.dtypes.get(name)).clone() for name, tensor in tensors.items()}
+    changed = donor.rewritten
     if untie:
-        changed = {**changed, **{k: v for k, v in untied(pair.donor.config).items() if v != pair.donor.config.get(k)}}
-    return load(str(pair.donor.reference), state=state, changed=changed)
-
-
-def left_behind(pair: Pair, alignment: Alignment) -> list[str]:
-    """Tensors that the donor does not read and that a moving stream invalidates, to be left out.
-
-    Layers that predict tokens further ahead (MTP) are among them.
-    """
-    return pair.donor.ignored if alignment.moves_streams(pair.architecture) else []
+        changed = {**changed, **{k: v for k, v in untied(donor.config).items() if v != donor.config.get(k)}}
+    return load(str(donor.reference), state=state, changed=changed)
 
 
 def card(pair: Pair, report: MergeReport, name: str) -> str:

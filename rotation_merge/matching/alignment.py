@@ -263,8 +263,7 @@ class Alignment:
         opened = self.opened_donor(donor, strict)
         renamed = Renamed(self._known().biases, self._known().architecture, opened.architecture)
         biases = renamed if self._known().biases else None
-        mover = Mover(opened.architecture, opened.source, self, biases)
-        return self._view(opened, mover, dtype, self._known().donor if strict else None)
+        return self.view_of(opened, biases, dtype, self._known().donor if strict else None)
 
     def opened_donor(self, donor: ModelLike, strict: bool) -> OpenedModel:
         """The donor as it is moved: in the anchor's sizes, its classes in the anchor's order. Errors as of `apply`."""
@@ -284,10 +283,7 @@ class Alignment:
         still, identity = replace(self, transforms={}), self._known().anchor
         if isinstance(anchor, Statistics):
             return still.without_biases()._statistics(anchor, identity, strict)
-        opened = self._opened(anchor, identity, strict)
-        return still._view(
-            opened, Mover(opened.architecture, opened.source, still), dtype, identity if strict else None
-        )
+        return still.view_of(self._opened(anchor, identity, strict), None, dtype, identity if strict else None)
 
     def without_biases(self) -> Alignment:
         """The same by its maps alone: a moved donor keeps its own biases."""
@@ -317,23 +313,40 @@ class Alignment:
         mark.complete(tensors, tensors)
         return mark.hexdigest({"of": fingerprint, "folded": self.folded, "rows": self._known().rows})
 
-    def _view(self, opened: OpenedModel, mover: Mover, dtype: torch.dtype | None, identity: Identity | None) -> View:
+    def view_of(
+        self,
+        opened: OpenedModel,
+        biases: TensorSource | None = None,
+        dtype: torch.dtype | None = None,
+        identity: Identity | None = None,
+        unread: Sequence[str] | None = None,
+    ) -> View:
+        """A view of a model that has been checked to fit: folded, transformed, given the anchor's biases, rounded once.
+
+        Args:
+            biases: gives the anchor's biases, by the model's names, folded where the alignment folds; None: the model
+                keeps its own.
+            dtype: as of `apply`.
+            identity: of the model that it is known to be.
+            unread: tensors that the model does not read, and that a moving stream invalidates; None: `opened.unread`.
+        """
+        mover = Mover(opened.architecture, opened.source, self, biases)
         whole = opened.whole or opened
-        left_out = whole.unread if self.moves_streams(opened.architecture) else ()
+        left_out = (whole.unread if unread is None else unread) if self.moves_streams(opened.architecture) else ()
         notes = [not_written(left_out)] if left_out else []
 
         def moved() -> str | None:
             return self._moved_fingerprint(identity.fingerprint) if identity and identity.fingerprint else None
 
         if opened.whole is None:
-            return View(opened, mover.tensor, dtype, left_out, notes, identity=moved)
+            return View(opened, mover.tensor, dtype, left_out, notes, self.report, moved)
         places = opened.architecture.places()
         places_by_name = {own_name: places[name][:2] for name, own_name in opened.own_names.items() if name in places}
 
         def of_half(block: Block, info: TensorInfo, rounded: torch.dtype | None) -> Tensor | None:
             return mover.tensor(*places_by_name[info.names[0]], rounded) if info.names[0] in places_by_name else None
 
-        return View(whole, of_half, dtype, left_out, notes)
+        return View(whole, of_half, dtype, left_out, notes, self.report)
 
     def inverse(self) -> Alignment:
         """The alignment that moves the moved donor back, its outputs unchanged.

@@ -33,12 +33,15 @@ from rotation_merge.matching.run import Run
 from rotation_merge.model.adapter_base import check_own_base
 from rotation_merge.model.checkpoint import Model, Models, parse_reference, whole_path
 from rotation_merge.model.fingerprint import Fingerprint
+from rotation_merge.model.fold import folded_source
 from rotation_merge.model.gguf.place import is_absent
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.language_half import language_half
+from rotation_merge.model.model_inputs import OpenedModel
 from rotation_merge.model.origin import origins
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import OnDevice, Rows
+from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import matched_on, other_order, shared_rows
 from rotation_merge.model.widened import widened
 from rotation_merge.record import MergeReport, figures, versions
@@ -172,6 +175,21 @@ class Pair:
         if self.opening is not None:
             return Again(self.opening, 0, anchor), Again(self.opening, 1, donor)
         return anchor, donor
+
+    def aligned(self, alignment: Alignment, dtype: torch.dtype | None = None) -> View:
+        """The donor in the anchor's coordinates, as `Alignment.apply` gives it; both models are known to fit.
+
+        Args:
+            dtype: of its tensors; None: as the donor's.
+        """
+        model, (anchor, donor) = self.donor, self.sources
+        opened = OpenedModel(
+            *(str(model.reference), model.config, donor, tuple(model.names), model.shapes, self.untie),
+            checkpoint=model,
+            layout=self.architecture,
+        )
+        biases = folded_source(self.architecture, anchor, alignment.folded)
+        return alignment.view_of(opened, biases, dtype, unread=model.ignored)
 
     def notes(self) -> list[str]:
         """Notes for the report beside the warnings."""

@@ -28,7 +28,7 @@ from rotation_merge.errors import AlignmentError
 from rotation_merge.files.ledger import kept_beside
 from rotation_merge.files.outputs import FOLDER, check_outputs, check_replaced, check_writable, outputs_locked
 from rotation_merge.files.scratch import Scratch
-from rotation_merge.matching.aligned_output import empty_report, write_aligned
+from rotation_merge.matching.aligned_output import write_aligned
 from rotation_merge.matching.open_pair import open_pair, read_alignment
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.mergekit_plugin.output_check import complete, say, vocabulary_note
@@ -196,7 +196,7 @@ def prove_files(session: Session, place: str) -> None:
         alignment = read_alignment(pair, file)
         with Scratch(place) as folder:
             moved = os.path.join(folder, "moved")
-            write_aligned(pair, alignment, empty_report(pair), moved, Storage(untie=recipe.untie))
+            write_aligned(pair, alignment, moved, Storage(untie=recipe.untie))
             spaces = pair.anchor.architecture.spaces()
             shifted = any(spaces[name].head for name in alignment.transforms if name in spaces)
             proof = prove(donor, moved, shifted)

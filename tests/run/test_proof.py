@@ -15,8 +15,8 @@ from tiny_models import ALL, save
 from tiny_models import make as tiny
 from torch import Tensor
 
-from rotation_merge.matching import aligned_output as aligned
 from rotation_merge.model.sources import Renamed
+from rotation_merge.model.view import View
 from rotation_merge.run import answers, proof, runner
 from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.proof import Proof, prove
@@ -41,13 +41,13 @@ def test_right_work_passes(family: str, dtype: str, models: dict[str, tuple[Path
 
 def spoil(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     """Let `align` move tensors of this name wrongly, but for the second layer's."""
-    real = aligned.aligned_tensors
+    real = View.tensors
 
-    def spoilt(*arguments: Any) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in real(*arguments):
+    def spoilt(view: View) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in real(view):
             yield name, tensor.flip(0) if wrong in name and ".1." not in name else tensor
 
-    monkeypatch.setattr(aligned, "aligned_tensors", spoilt)
+    monkeypatch.setattr(View, "tensors", spoilt)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
