@@ -22,21 +22,19 @@ from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, RecipeError, not_written
 from rotation_merge.files.outputs import FOLDER, Input, Output, check_outputs
 from rotation_merge.files.scratch import Scratch
-from rotation_merge.matching.alignment import Alignment, Basis
+from rotation_merge.matching.aligned_output import match_pair
+from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.check_pair import check_forward, check_pair
 from rotation_merge.matching.match import Match, match_model
+from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
-from rotation_merge.matching.run import Run
 from rotation_merge.matching.teachers import Answered, write_answers
 from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, opened_views
 from rotation_merge.model.adapters import Adapter, is_adapter
-from rotation_merge.model.language_half import NOTE
 from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_names, open_like
 from rotation_merge.model.naming import anywhere, check_different
 from rotation_merge.model.nearness import nearness
-from rotation_merge.model.source import TensorSource
-from rotation_merge.model.sources import Either, Relabelled
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.writing import Storage, small_files
 from rotation_merge.run.curves import Curve
@@ -97,30 +95,15 @@ def align(
     chosen = AlignConfig.of(config, options)
     first, second = open_like(anchor, "anchor", untie=untie), open_like(donor, "donor", untie=untie)
     match = _matcher(match_on, samples, first, second)
-    widening = ""
     if widths:
-        second, widening = second.widened(first.member)
-    half = second.within(first.member)
-    matched = second if half is None else _with_rest(half, first)
-    checked = check_pair(first.member, matched.member, chosen, untie=untie)
-    check_names(first, matched)
-    source = Relabelled(matched.source, checked.rows)
-    alignment = match(first.architecture, first.source, source, checked.options, None)
-    basis = Basis.of(first, half or second, alignment.folded, checked.rows, bool(widening))
-    run = Run()
-    if widening:
-        run.note(widening)
-    if half is not None:
-        run.note(f"The donor {NOTE.format(anchor='the anchor')}.")
-    run.aligned(second.name, alignment)
-    for note in (*checked.warnings, *checked.notes()):
-        run.note(note)
-    further = second.unread if alignment.moves_streams(first.architecture) else []
-    if further:
-        run.note(not_written(further))
-        LOG.warning("%s", not_written(further))
-    recipe = "\n".join(f"{name}: {value}" for name, value in asdict(checked.options).items())
-    return replace(alignment, basis=basis, report=run.report(first.name, "none", recipe))
+        second = second.widened(first.member)
+    pair = replace(open_pair(first, second, chosen, untie), widths=widths)
+    alignment, report = match_pair(pair, match=match)
+    if second.unread and alignment.moves_streams(pair.architecture):
+        further = not_written(second.unread)
+        LOG.warning("%s", further)
+        report = replace(report, notes=[*report.notes, further])
+    return replace(alignment, basis=pair.basis(alignment.folded), report=report)
 
 
 def average(
@@ -521,11 +504,3 @@ def _matcher(how: str, samples: Batches | None, anchor: OpenedModel, donor: Open
 
     batches = [dict(batch) for batch in samples]
     return partial(match_seen, activations=(seen_of(anchor.module, batches), seen_of(donor.module, batches)), how=how)
-
-
-def _with_rest(half: OpenedModel, anchor: OpenedModel) -> OpenedModel:
-    """A language half with the anchor's own tensors beside it, for matching."""
-    half_names = set(half.names)
-    source: TensorSource = Either(half.source, anchor.source, lambda name: name not in half_names)
-    shapes = {**anchor.shapes, **half.shapes}
-    return OpenedModel(half.name, half.config, source, tuple(shapes), shapes, half.untie)

@@ -410,7 +410,7 @@ class Alignment:
         basis = self._known()
         opened = open_like(model, identity.name, untie=basis.untie)
         if basis.widths:
-            opened, _ = opened.widened(basis.member)
+            opened = opened.widened(basis.member)
         opened = opened.within(basis.member) or opened
         family = basis.architecture.family
         if opened.architecture.family != family:

@@ -1,4 +1,4 @@
-"""Two checkpoints opened side by side: what is read of them, their fingerprints, alignment files made for them."""
+"""Two models opened side by side: what is read of them, their fingerprints, alignment files made for them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ from rotation_merge.model.checkpoint import Model, Models, parse_reference, whol
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.gguf.place import is_absent
+from rotation_merge.model.held_model import HeldModel
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.language_half import language_half
-from rotation_merge.model.model_inputs import OpenedModel
+from rotation_merge.model.model_inputs import OpenedModel, check_names
 from rotation_merge.model.origin import origins
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import OnDevice, Rows
@@ -128,7 +129,7 @@ def _opened(opening: Opening) -> Pair:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two checkpoints of one architecture, opened lazily.
+    """Two models of one architecture, read lazily.
 
     Attributes:
         opening: how they were opened; None: another process cannot do that.
@@ -217,7 +218,7 @@ class Pair:
         marks = dict(zip(names, self.fingerprints(), strict=True))
         for note in (*self.checked.warnings, *self.notes()):
             run.note(note)
-        models = origins((self.anchor.reference, self.donor.reference))
+        models = origins(model.reference for model in (self.anchor, self.donor) if model.has_files)
         return run.report(self.anchor.reference, "none", recipe, marks, models, "finetune", base or names[1])
 
 
@@ -245,8 +246,8 @@ def check_together(models: Models, anchor: ModelReference, donors: Iterable[Mode
 
 
 def open_pair(
-    anchor: str,
-    donor: str,
+    anchor: str | OpenedModel,
+    donor: str | OpenedModel,
     options: AlignConfig,
     untie: bool = False,
     device: str = "cpu",
@@ -256,9 +257,10 @@ def open_pair(
     widths: bool = False,
     any_base: bool = False,
 ) -> Pair:
-    """Two checkpoints, checked to fit together under these options.
+    """Two models, checked to fit together under these options.
 
     Args:
+        anchor, donor: names of checkpoints; or both models, open.
         widths: bring a smaller donor to the anchor's sizes first.
         any_base: take adapters of other bases: the caller has checked them, or was told to.
         words: whether their vocabularies must be of one size, too, and a warning tells of tokens at other ids.
@@ -268,18 +270,19 @@ def open_pair(
     Raises:
         RotationMergeError: one is missing, damaged or not supported, or they do not fit together.
     """
-    opening = Opening(anchor, donor, options, untie, unsupported, words, widths) if excluded is None else None
-    opening = None if any_base else opening
+    opening = None
+    if isinstance(anchor, str) and isinstance(donor, str) and excluded is None and not any_base:
+        opening = Opening(anchor, donor, options, untie, unsupported, words, widths)
     excluded = excluded or (lambda _: False)
     models = Models(MergeOptions(), unsupported, untie and widths)
-    first, second = parse_reference(anchor), parse_reference(donor)
+    first, second = (_reference(models, model) for model in (anchor, donor))
     if widths:
         models[second] = widened(models[second], models[first])
     check_together(models, first, [second])
     for model in (a := models[first], d := models[second]):
         if not any_base:
             check_own_base(model)
-    architecture = a.architecture if not untie else resolve(a.config, a.names, anchor, untie=True)
+    architecture = a.architecture if not untie else resolve(a.config, a.names, str(first), untie=True)
     checked = check_pair(
         replace(a.member, architecture=architecture), d.member, options, untie=untie, excluded=excluded
     )
@@ -296,12 +299,25 @@ def open_pair(
             continue
         if ours != donor_shape:
             raise CheckpointError(
-                f"tensor '{info.name}' is {list(donor_shape)}, in {anchor} it is {list(ours)}",
-                where=donor,
+                f"tensor '{info.name}' is {list(donor_shape)}, in {first} it is {list(ours)}",
+                where=str(second),
                 remedy="other vocabularies or heads meet in a merge ('tokenizer', 'heads_of: each' or 'exclude' in its "
                 "recipe); 'evaluate' and 'barrier --heads-of each' measure task by task",
             )
+    if isinstance(a, HeldModel) and isinstance(d, HeldModel):
+        check_names(a.opened, d.opened)
     return Pair(a, d, architecture, checked, device, opening=opening, untie=untie, widths=widths)
+
+
+def _reference(models: Models, model: str | OpenedModel) -> ModelReference:
+    """What a model is called among these: one that is open stands there as it is."""
+    if isinstance(model, str):
+        return parse_reference(model)
+    held = HeldModel(model)
+    if held.reference in models and model.source is not model.checkpoint:  # two views of one model
+        held = HeldModel(replace(model, name=f"{model.name} (donor)"))
+    models[held.reference] = held
+    return held.reference
 
 
 def check_models(

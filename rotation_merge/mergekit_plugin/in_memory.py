@@ -6,12 +6,11 @@ import keyword
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from mergekit.common import ModelReference
 from mergekit.config import (
     InputSliceDefinition,
     MergeConfiguration,
@@ -35,66 +34,16 @@ from rotation_merge.mergekit_plugin.recipe import delegates
 from rotation_merge.mergekit_plugin.recipe.document import Document
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, METHOD
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.model.checkpoint import Model, Models
+from rotation_merge.model.checkpoint import Models
+from rotation_merge.model.held_model import HeldModel
 from rotation_merge.model.model_inputs import OpenedModel
-from rotation_merge.model.view import View, as_stored
+from rotation_merge.model.view import View
 
 MERGING = ("exclude", "targets", "start", "spill")
 """Parameters of ours that say how models are merged, not how they are aligned."""
 
 STILL = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
 """Models that are averaged stay where they are."""
-
-
-@dataclass(frozen=True)
-class Loader:
-    """A model's tensors, as mergekit's loaders give those of files; floats in float32 at least."""
-
-    opened: OpenedModel
-
-    @property
-    def index(self) -> Any:
-        return SimpleNamespace(tensor_paths=dict.fromkeys(self.opened.names, ""), base_path=self.opened.name)
-
-    def get_tensor(self, name: str, device: str = "cpu") -> Tensor:
-        tensor = self.opened.source[name]
-        wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(wide)
-
-    def flush(self) -> None:
-        """Do nothing, because no file is open."""
-
-
-class HeldModel(Model):
-    """A model in memory, or a view of one, as the planner sees models."""
-
-    def __init__(self, opened: OpenedModel, reference: ModelReference) -> None:
-        super().__init__(reference, MergeOptions(), untie=opened.untie)
-        known = {
-            "loader": Loader(opened),
-            "config": dict(opened.config),
-            "names": list(opened.names),
-            "shapes": dict(opened.shapes),
-            "dtypes": opened.dtypes,
-            "adapter": None,
-            "modules": [],
-            "_layout": opened.architecture,
-            "member": opened.member,
-        }
-        vars(self).update(known)  # instead of reading them from files
-        self.opened = opened
-        self.module = lambda: as_stored(opened).to_module()
-
-    def check_files(self) -> None:
-        """Do nothing, because there are no files."""
-
-    @property
-    def transformers_config(self) -> Any:
-        return self.opened.transformers_config
-
-    @property
-    def fingerprint(self) -> str:
-        return self.opened.mark.hexdigest(self.opened.config)
 
 
 class Planned:
@@ -199,7 +148,7 @@ def merge_views(
     models = Models(MergeOptions(quiet=True, random_seed=seed))
     held_models = []
     for i, held_model in enumerate(opened):
-        model = HeldModel(held_model, ModelReference.parse(held_model.name))
+        model = HeldModel(held_model)
         model.statistics = statistics[i] if statistics else None
         model.samples = samples[i] if samples else None
         models[model.reference] = model

@@ -388,7 +388,12 @@ class Model:
         return {**self.sizes, **named_rows(tuple(names[i] for i in order))}
 
     @property
-    def stored(self) -> CheckpointTensors:
+    def has_files(self) -> bool:
+        """Whether it lies in files, with what belongs to it."""
+        return True
+
+    @property
+    def stored(self) -> TensorSource:
         """Its tensors as stored, before its classes are reordered."""
         return CheckpointTensors(self)
 
@@ -479,6 +484,9 @@ class Models:
         if reference not in self._opened:
             self._opened[reference] = Model(reference, self.options, self.unsupported, self.untie)
         return self._opened[reference]
+
+    def __contains__(self, reference: object) -> bool:
+        return reference in self._opened
 
     def __setitem__(self, reference: ModelReference, model: Model) -> None:
         self._opened[reference] = model

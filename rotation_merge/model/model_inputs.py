@@ -46,6 +46,7 @@ class OpenedModel:
         checkpoint: where the model is a folder or a name of the hub.
         changed: entries of the config that are not those of its files.
         beside: small files that belong to a model in memory (a tokenizer), by name.
+        note: what the reader of a report should know of it.
         whole, own_names, layout: of a language half (`within`): the text-only model, by name here the name there, and
             the architecture.
     """
@@ -60,6 +61,7 @@ class OpenedModel:
     checkpoint: Model | None = None
     changed: Mapping[str, Any] = field(default_factory=dict)
     beside: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    note: str = ""
     whole: OpenedModel | None = None
     own_names: Mapping[str, str] = field(default_factory=dict)
     layout: Architecture | None = field(default=None, repr=False)
@@ -72,9 +74,10 @@ class OpenedModel:
     def member(self) -> Member:
         """The model as `check_pair` sees it."""
         if self.checkpoint is not None:
-            return replace(self.checkpoint.member, architecture=self.architecture)
+            member, facts = self.checkpoint.member, (self.config, self.architecture, self.shapes)
+            return Member(self.name, *facts, member.tied, " ".join(filter(None, (member.note, self.note))))
         tied = tied_head(dict(self.config), self.names, self.name)
-        return Member(self.name, self.config, self.architecture, self.shapes, tied)
+        return Member(self.name, self.config, self.architecture, self.shapes, tied, self.note)
 
     def within(self, anchor: Member) -> OpenedModel | None:
         """Return a text-only model as the language half of one of the anchor's kind, without the rest, else None.
@@ -93,30 +96,23 @@ class OpenedModel:
             self.name, config, source, tuple(names), shapes, self.untie, whole=self, own_names=names, layout=layout
         )
 
-    def widened(self, anchor: Member) -> tuple[OpenedModel, str]:
-        """The model widened to the anchor's sizes (`model/widen.py`), and a note on it; itself if the sizes agree.
+    def widened(self, anchor: Member) -> OpenedModel:
+        """The model widened to the anchor's sizes (`model/widen.py`), with a note on it; itself if the sizes agree.
 
         Raises:
             CheckpointError: it is of another family or larger in some way, or has no room for zeros.
         """
         grown = widening(self.member, anchor, self.untie)
         if grown is None:
-            return self, ""
+            return self
         config, wide = grown
         source, shapes = Widened(self.source, wide), wide_shapes(self.shapes, wide)
         changed = {key: value for key, value in config.items() if value != self.config.get(key)}
-        wider = OpenedModel(
-            self.name,
-            config,
-            source,
-            self.names,
-            shapes,
-            self.untie,
-            None,
-            self.checkpoint,
-            {**self.changed, **changed},
+        return OpenedModel(
+            *(self.name, config, source, self.names, shapes, self.untie, None, self.checkpoint),
+            changed={**self.changed, **changed},
+            note=words(self.member, anchor, config),
         )
-        return wider, words(self.member, anchor, config)
 
     def with_classes(self, rows: Rows) -> OpenedModel:
         """The same with its classes in another order, in its config, too (`model/labels.py`)."""

@@ -37,7 +37,9 @@ def shared_rows(models: Sequence[Model]) -> list[Tensor] | None:
     sizes = [vocabulary_size(model) for model in models]
     if any(size is None for size in sizes):
         return None
-    tokens = [_tokens(model.reference, model.options.trust_remote_code) for model in models]
+    tokens = [
+        _tokens(model.reference, model.options.trust_remote_code) if model.has_files else None for model in models
+    ]
     lacking = next((m for m, t in zip(models, tokens, strict=True) if t is None), None)
     if lacking is not None:
         if len(set(sizes)) == 1:
@@ -124,7 +126,7 @@ def moved_tokens(anchor: Model, donor: Model, both: bool = False) -> tuple[int, 
     if (
         anchor is donor
         or (not both and vocabulary_size(anchor) != vocabulary_size(donor))
-        or not all(_has_tokenizer(m.reference) for m in models)
+        or not all(m.has_files and _has_tokenizer(m.reference) for m in models)
     ):
         return 0, 0
     if len({_tokenizer(m.reference, m.options.trust_remote_code) for m in models}) == 1:
