@@ -13,8 +13,10 @@ from carry_support import make_adapter
 from cli_support import parsed, run
 from plugin_support import merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, recipe, transport, twin
+from safetensors.torch import load_file
 from test_plugin_inputs import with_tokenizer
 
+import rotation_merge as rm
 from rotation_merge.model.fold import Folded
 from rotation_merge.run.functions import load
 
@@ -92,6 +94,19 @@ def test_every_other_path_warns(models: tuple[Checkpoint, Checkpoint, torch.Tens
         assert WARNED in (tmp_path / "aligned" / name).read_text(), name
     file.write_text(yaml.safe_dump({**made, "tokenizer": {"source": "base"}}))
     assert WARNED not in " ".join(run("inspect", file).output.split())
+
+
+def test_python_matches_on_the_shared_tokens_as_the_command_does(
+    models: tuple[Checkpoint, Checkpoint, torch.Tensor], tmp_path: Path
+) -> None:
+    anchor, donor, _ = models
+    done = run("align", anchor.path, donor.path, tmp_path / "aligned", "--residual", "rotation")
+    assert done.exit_code == 0, done.output
+    alignment = rm.align(anchor.path, donor.path, residual="rotation")
+    assert "share 50 tokens" in " ".join(alignment.report.notes)
+    assert WARNED in " ".join(alignment.report.notes)
+    written, moved = load_file(tmp_path / "aligned" / "model.safetensors"), alignment.apply(donor.path).state_dict()
+    assert all(torch.equal(moved[name], tensor) for name, tensor in written.items())
 
 
 def test_no_change_is_taken_from_a_model_of_other_ids(
