@@ -14,14 +14,11 @@ from torch.func import functional_call
 from torch.nn.utils import stateless
 
 from rotation_merge.architecture import Architecture
-from rotation_merge.architecture.registry import tied_head
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.alignment import Transforms
 from rotation_merge.matching.mixing import Mixed, Mixing, ParentTensors
 from rotation_merge.model.fold import Fold
-from rotation_merge.model.member import Member
 from rotation_merge.model.source import TensorSource, unstack
-from rotation_merge.run.functions import architecture_of
 from rotation_merge.symmetry import SpaceTransform
 
 Batch = Mapping[str, Tensor]
@@ -55,28 +52,6 @@ def untie_heads(model: nn.Module, architecture: Architecture) -> None:
             owner, _, leaf = info.name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, nn.Parameter(parameters[info.name].detach().clone()))
     cast(Any, model).config.tie_word_embeddings = False
-
-
-def member_of(model: nn.Module, name: str = "", untie: bool = True) -> Member:
-    """A loaded model as `check_pair` sees it."""
-    name = name or type(model).__name__
-    config = {**cast(Any, model).config.to_dict(), "architectures": [type(model).__name__]}
-    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    return Member(name, config, architecture_of(model, untie), shapes, tied_head(config, list(shapes), name))
-
-
-@dataclass(frozen=True)
-class Brought:
-    """A source whose tensors are taken to a device when they are asked for."""
-
-    source: TensorSource
-    device: torch.device
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.source
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        return self.source[name].to(self.device)
 
 
 LARGEST_HELD = 1 << 28

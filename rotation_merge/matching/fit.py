@@ -27,11 +27,9 @@ from rotation_merge.matching.alignment import Alignment, Basis, Transforms
 from rotation_merge.matching.check_pair import check_pair
 from rotation_merge.matching.engine import (
     Batch,
-    Brought,
     Path,
     checkpointed,
     lookalike,
-    member_of,
     same_names,
     untie_heads,
 )
@@ -51,6 +49,7 @@ from rotation_merge.matching.objective import (
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 from rotation_merge.matching.resume import State, fit_mark
 from rotation_merge.model.model_inputs import open_like
+from rotation_merge.model.sources import OnDevice
 from rotation_merge.run.functions import architecture_of, take_rows, unlabelled
 from rotation_merge.symmetry import GroupElement, SpaceTransform
 from rotation_merge.symmetry.admitted import neurons
@@ -224,7 +223,7 @@ class _Fit:
         self.given = parents
         self.parents = [parent.eval() for parent in parents]
         self.architecture = architecture_of(self.parents[0], untie=True)
-        members = [member_of(parent) for parent in self.parents]
+        members = [open_like(parent, type(parent).__name__, untie=True).member for parent in self.parents]
         pairs = [check_pair(members[0], donor, match, untie=True) for donor in members[1:]]
         self.match, self.folded = pairs[-1].options, pairs[-1].folded
         self.rows = [checked.rows for checked in pairs]
@@ -363,7 +362,7 @@ class _Fit:
             gauge = random_gauge(self.architecture, self.match, torch.Generator().manual_seed(0))
             starts["identity"] = [identities(gauge) for _ in self.states[1:]]
         if self.options.start != "identity":
-            anchor, *moved = (Brought(state, self.device) for state in self.states)
+            anchor, *moved = (OnDevice(state, self.device) for state in self.states)
             starts["matched"] = [
                 self._matcher(donor)(self.architecture, anchor, state, self.match, None).transforms
                 for donor, state in zip(self.parents[1:], moved, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib import resources
 from typing import Any
 
@@ -36,9 +36,11 @@ from rotation_merge.mergekit_plugin.recipe.names import (
     normal,
 )
 from rotation_merge.mergekit_plugin.recipe.places import (
+    MergedTogether,
     at,
     existing,
     filters,
+    groups,
     items,
     leaves,
     outputs,
@@ -47,7 +49,9 @@ from rotation_merge.mergekit_plugin.recipe.places import (
     scopes,
     varies,
 )
-from rotation_merge.mergekit_plugin.recipe.unused_options import check_idle
+
+MATCHING = (*OPTIONS, "preset", "match_on")
+"""Parameters that only say how donors are matched."""
 
 MULTI_KEYS = ("name",)
 """Keys that mergekit-multi adds to a document."""
@@ -77,7 +81,7 @@ def check_settings(document: Document) -> None:
     _slices(document)
     if delegate is not None:
         check_contract(document, delegate)
-        check_idle(document, [parameter.name for parameter in delegate.spec.parameters])
+        _unused_options(document, [parameter.name for parameter in delegate.spec.parameters])
 
 
 def tokenizer_source(value: Mapping[str, Any]) -> tuple[Path, str | None]:
@@ -334,3 +338,42 @@ def check_filters(document: Document, blocks: Iterable[str]) -> None:
                     problem = f"the filter '{text}' of '{option}' matches no block"
                     remedy = f"options of the alignment hold for whole blocks, which are called like '{example}'"
                     document.fault((*path, option), problem, remedy)
+
+
+def _unused_options(document: Document, delegate_names: Collection[str]) -> None:
+    """Collect options beside `alignment`, and options for all donors where files move every one of them.
+
+    Where slices bring together layers of different places, what a file does not hold is matched: options count there.
+
+    Args:
+        delegate_names: parameters of the delegate, which reads those of the same name.
+    """
+    base = reference(document.value.get("base_model"))
+    all_groups = list(groups(document.value))
+    moved = {entry: _moved(group, i) for group in all_groups for i, entry in enumerate(group.entries)}
+    donors = {e for group in all_groups for e, model in zip(group.entries, group.models, strict=True) if model != base}
+    for entry in sorted(donors, key=str):
+        if moved[entry]:
+            _unused_at(document, (*entry, "parameters"), delegate_names, "the file under 'alignment' moves this donor")
+    for scope in sorted({path for entry in donors for path in _above(entry)}, key=str):
+        if all(moved[entry] for entry in donors if entry[: len(scope)] == scope):
+            _unused_at(document, (*scope, "parameters"), delegate_names, "files under 'alignment' move every donor")
+
+
+def _above(entry: Path) -> list[Path]:
+    """The parts of a recipe whose parameters hold for an entry: its slice, its module, the whole."""
+    return [entry[:length] for length in range(len(entry) - 1)]
+
+
+def _moved(group: MergedTogether, number: int) -> bool:
+    """Whether a file moves a model, and nothing of it is matched."""
+    if group.settings[number].get("alignment") in (None, False, "none"):
+        return False
+    spans = [at(group.sources[i], ("layer_range",)) for i in range(len(group.sources))]
+    return all(span == spans[0] for span in spans)
+
+
+def _unused_at(document: Document, path: Path, delegate_names: Collection[str], why: str) -> None:
+    for name in at(document.value, path) or {}:
+        if name in MATCHING and name not in delegate_names:
+            document.fault((*path, str(name)), f"'{name}' does nothing: {why}", "leave out one of the two")
