@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from matching_support import save_for
 from plugin_support import from_file, merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_models import exactly, inputs
 
+import rotation_merge as rm
 from rotation_merge.cli.app import app
-from rotation_merge.errors import AlignmentError
-from rotation_merge.matching.alignment import Alignment, aligned_tensors, load_alignment
-from rotation_merge.matching.match import match_model
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.checkpoint import CheckpointTensors
 from rotation_merge.model.fingerprint import Fingerprint, fingerprint
-from rotation_merge.symmetry import Orthogonal, StreamTransform
 
 CASES = [
     ("llama", "llama", "rotation"),
@@ -54,19 +51,18 @@ def test_file_stands_in_for_matching(family: str, name: str, residual: str, flag
 def test_half_precision_keeps_maps_orthogonal(family: str, name: str, residual: str, tmp_path: Path) -> None:
     """Between independent models: the donor aligned by a file in float16 computes what the donor computes."""
     anchor, donor = (checkpoint(family, name, tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor")))
-    architecture = anchor.architecture
     own = {name: x.double() for name, x in donor.state.items()}
-    found = match_model(architecture, anchor.state, own, AlignConfig(heads="permutation", residual=residual))
-    file = tmp_path / "map.safetensors"
-    save_for(file, found, architecture, "a", "b", {"note": 1}, torch.float16)
-    loaded = load_alignment(file, architecture)
-    marks = loaded.basis.anchor.fingerprint, loaded.basis.donor.fingerprint
-    assert (*marks, loaded.metadata) == ("a", "b", {"note": 1})
-    assert set(loaded.alignment.transforms) == set(found.transforms)
-    stream = loaded.alignment.transforms[next(iter(architecture.streams))]
-    assert isinstance(stream, StreamTransform)
-    if isinstance(stream.element, Orthogonal):
-        matrix = stream.element.matrix[0]
+    double = own, donor.config
+    made = rm.align((anchor.state, anchor.config), double, heads="permutation", residual=residual)
+    made.save(tmp_path / "map.safetensors", {"note": 1}, half=True)
+    with safe_open(tmp_path / "map.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["made"]) == {"note": 1}
+    loaded = rm.Alignment.load(tmp_path / "map.safetensors")
+    assert (loaded.basis.anchor, loaded.basis.donor) == (made.basis.anchor, made.basis.donor)
+    assert set(loaded.transforms) == set(made.transforms)
+    stream = loaded.transforms[next(iter(anchor.architecture.streams))].element
+    if residual == "rotation":
+        matrix = stream.matrix[0]
         eye = torch.eye(len(matrix), dtype=torch.float64)
         torch.testing.assert_close(matrix @ matrix.T, eye, atol=1e-13, rtol=0)
     model = donor.case.model_class.from_pretrained(donor.path, dtype=torch.float64, attn_implementation="eager")
@@ -74,7 +70,7 @@ def test_half_precision_keeps_maps_orthogonal(family: str, name: str, residual: 
     from tiny_models import difference, outputs, reload
 
     expected = outputs(model.eval(), given)
-    moved = dict(aligned_tensors(architecture, own, loaded.alignment))
+    moved = loaded.apply(double).state_dict()
     with exactly():
         assert difference(outputs(reload(donor.case, donor.path, moved), given), expected) <= 1e-9
 
@@ -124,30 +120,33 @@ def test_other_weights_are_refused(other: str, tmp_path: Path) -> None:
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     model = checkpoint("llama", "llama", tmp_path / "model")
-    architecture = model.architecture
     path = tmp_path / "map.safetensors"
     path.write_bytes(b"not a safetensors file")
-    with pytest.raises(AlignmentError, match="cannot be read"):
-        load_alignment(path, architecture)
+    with pytest.raises(rm.RotationMergeError, match="cannot be read"):
+        rm.Alignment.load(path)
     save_file({"x": torch.ones(1)}, path)
-    with pytest.raises(AlignmentError, match="is not an alignment file"):
-        load_alignment(path, architecture)
-    save_for(path, Alignment({}), architecture, "a", "b")
-    assert load_alignment(path, architecture).alignment == Alignment({})
+    with pytest.raises(rm.RotationMergeError, match="is not an alignment file"):
+        rm.Alignment.load(path)
+    path.unlink()
+    still = rm.align(model.path, model.path, attention="none", ffn="none", rescale=False)
+    still.save(path)
+    assert rm.Alignment.load(path) == replace(still, records=[])
     other = checkpoint("vit", "classifier", tmp_path / "vit")
-    with pytest.raises(AlignmentError, match="was made for llama models, not for vit"):
-        load_alignment(path, other.architecture)
+    with pytest.raises(rm.RotationMergeError, match="was made for llama models"):
+        rm.Alignment.load(path).apply(other.path)
+    document = from_file(recipe(other, twin(other, tmp_path / "twin", "none"), residual="none"), path)
+    assert "was made for llama models, not for vit" in one_error(mergekit_yaml(document, tmp_path / "out").output)
     with safe_open(path, "pt") as file:
         meta = file.metadata()
     save_file({}, path, {**meta, "format": "rotation_merge.alignment.1"})
-    with pytest.raises(AlignmentError, match="another version"):
-        load_alignment(path, architecture)
+    with pytest.raises(rm.RotationMergeError, match="another version"):
+        rm.Alignment.load(path)
     save_file({"residual|orthogonal:matrix": torch.eye(3)[None]}, path, {**meta, "kinds": '{"residual": "stream"}'})
-    with pytest.raises(AlignmentError, match="names a space twice"):
-        load_alignment(path, architecture)
+    with pytest.raises(rm.RotationMergeError, match="names a space twice"):
+        rm.Alignment.load(path)
     save_file({"residual|odd:matrix": torch.eye(3)[None]}, path, {**meta, "kinds": '{"residual": "stream"}'})
-    with pytest.raises(AlignmentError, match="no group element"):
-        load_alignment(path, architecture)
+    with pytest.raises(rm.RotationMergeError, match="no group element"):
+        rm.Alignment.load(path)
 
 
 def test_fingerprint_sees_weights_names_and_config(tmp_path: Path) -> None:

@@ -20,12 +20,10 @@ from torch import Tensor
 import rotation_merge
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.check_pair import check_pair
-from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.matching.options import NOTHING
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.labels import label_rows, labels
 from rotation_merge.model.member import Member
-from rotation_merge.model.source import transform_state
 
 NAMES = ("bad", "good", "fair")
 MOVED = ("fair", "bad", "good")
@@ -65,8 +63,9 @@ def test_every_family_is_put_into_the_anchors_order(case: Case) -> None:
     first, second = member("anchor", case, names), member("donor", case, names[::-1])
     back = label_rows(second, first)
     assert back
-    gauge = random_gauge(model.architecture, AlignConfig(heads="permutation"), torch.Generator().manual_seed(2))
-    donor = Named(reordered(transform_state(model.architecture, model.state, gauge), back))
+    whole = model.state, model.config
+    moved = rotation_merge.Alignment.random(whole, heads="permutation", seed=2).apply(whole).state_dict()
+    donor = Named(reordered(moved, back))
     donor.config = second.config
     assert model.differs(dict(donor)) > 1e-3
     pair = (model.state, first.config), (donor, second.config)

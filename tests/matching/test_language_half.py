@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from cli_support import parsed, run
-from plugin_support import merged, one_error, recipe_for, state, write_state
+from plugin_support import merged, one_error, recipe_for, state
 from tiny_models import ALL, Case, difference, inputs, load, make, outputs, save
 
 import rotation_merge
 from rotation_merge.architecture import resolve
-from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import AlignConfig
-from rotation_merge.model.source import transform_state
 from rotation_merge.report.integrity import check_folder
 
 TEXT = {
@@ -54,11 +50,9 @@ def text_of(anchor: Path, case: Case, where: Path) -> Path:
     assert not odd
     assert known.keys() == model.state_dict().keys()
     model.save_pretrained(where / "plain")
-    tensors, config = state(where / "plain"), json.loads((where / "plain" / "config.json").read_text())
-    config = transformers.AutoConfig.from_pretrained(where / "plain").to_dict() | config
-    architecture = resolve(config, list(tensors), "text")
-    gauge = random_gauge(architecture, AlignConfig(heads="permutation"), torch.Generator().manual_seed(3))
-    return write_state(transform_state(architecture, tensors, gauge), where / "plain", where / "text")
+    twin = rotation_merge.Alignment.random(where / "plain", heads="permutation", seed=3)
+    twin.apply(where / "plain").save_pretrained(where / "text")
+    return where / "text"
 
 
 @pytest.mark.parametrize("family", TEXT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,15 @@ import torch
 from cli_support import run
 from plugin_support import make as checkpoint
 from plugin_support import merged, mergekit_yaml, one_error, recipe_for, state
-from plugin_support import twin as moved
+from plugin_support import twin as twin_of
 from residual_support import report
 from tiny_models import ALL, Case, difference, exactly, inputs, outputs, planted
 
-import rotation_merge
-from rotation_merge.errors import RotationMergeError
+import rotation_merge as rm
 from rotation_merge.matching.activations import Activations
-from rotation_merge.matching.alignment import Alignment, aligned_tensors
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match_on import ROWS, centred, match_seen
-from rotation_merge.matching.options import ACTIVATIONS, BOTH, AlignConfig
-from rotation_merge.model.source import transform_state
-from rotation_merge.run.functions import architecture_of
+from rotation_merge.matching.options import ACTIVATIONS, BOTH, NOTHING
+from rotation_merge.model.model_inputs import open_like
 
 FIRST = list({case.family: case for case in reversed(ALL)}.values())
 KINDS = ("llama", "gpt2", "bert", "vit", "t5", "whisper", "gemma2", "gpt_neox", "mixtral", "deepseek", "falcon_h1")
@@ -31,35 +28,33 @@ KINDS = ("llama", "gpt2", "bert", "vit", "t5", "whisper", "gemma2", "gpt_neox", 
 LLAMA = next(case for case in FIRST if case.family == "llama")
 
 
-def twins(case: Case, rescale: bool = True) -> tuple[Any, Any, AlignConfig]:
+def twins(case: Case, rescale: bool = True) -> tuple[Any, Any, rm.AlignConfig]:
     """A tiny model, and it in other coordinates of every space, its streams without rotations (gains stay)."""
     model = planted(case).made
-    architecture = architecture_of(model)
-    groups = {n: [g for g in own if g != "rotation"][-1] for n, own in architecture.stream_groups.items()}
+    admitted = planted(case).architecture.stream_groups
+    groups = {name: [group for group in known if group != "rotation"][-1] for name, known in admitted.items()}
     residual = ",".join(f"{name}={group}" for name, group in groups.items()) or "none"
-    options = AlignConfig(heads="permutation", rescale=rescale, residual=residual)
-    gauge = random_gauge(architecture, options, torch.Generator().manual_seed(1))
+    options = rm.AlignConfig(heads="permutation", rescale=rescale, residual=residual)
     other = copy.deepcopy(model)
-    other.load_state_dict(transform_state(architecture, model.state_dict(), gauge), strict=False)
+    moved = rm.Alignment.random(model, options, seed=1).apply(model).state_dict()
+    other.load_state_dict(moved, strict=False)
     other.tie_weights()
     return model, other, options
 
 
-def seen(model: Any, batches: list[dict[str, torch.Tensor]]) -> Activations:
+def aligned(model: Any, other: Any, how: str, options: rm.AlignConfig, samples: Any) -> rm.Alignment:
     with exactly():
-        return Activations.of(model, architecture_of(model), batches, ROWS)
+        return rm.align(model, other, options, match_on=how, samples=samples)
 
 
-def match(case: Case, how: str, batches: int = 6) -> tuple[Any, Any, Alignment]:
+def match(case: Case, how: str, batches: int = 6) -> tuple[Any, Any, rm.Alignment]:
     model, other, options = twins(case)
     with exactly():
-        given = [inputs(case, model, seed) for seed in range(2, 2 + batches)]
-    pair = seen(model, given), seen(other, given)
-    states = model.state_dict(), other.state_dict()
-    return model, other, match_seen(architecture_of(model), *states, options, None, pair, how)
+        samples = [inputs(case, model, seed) for seed in range(2, 2 + batches)]
+    return model, other, aligned(model, other, how, options, samples)
 
 
-def left(alignment: Alignment) -> float:
+def left(alignment: rm.Alignment) -> float:
     """The largest share of a space's squared distance that is left."""
     return max(m.after / m.before for _, found in alignment.records for m in found if m.before > 0)
 
@@ -72,12 +67,12 @@ def test_a_twin_is_found_again_from_activations(case: Case) -> None:
 
 def test_the_aligned_donor_computes_what_it_did() -> None:
     """Also where samples are too few to say anything: another choice of element never changes the function."""
-    model, other, alignment = match(LLAMA, ACTIVATIONS, batches=1)
+    _, other, alignment = match(LLAMA, ACTIVATIONS, batches=1)
     other.lm_head.weight.data += 1.0  # so that it is no twin
-    architecture, given = architecture_of(model), planted(LLAMA).given
+    given = planted(LLAMA).given
     before = outputs(other, given)
-    aligned = dict(aligned_tensors(architecture, other.state_dict(), alignment))
-    other.load_state_dict(aligned, strict=False)
+    moved = alignment.apply(other, strict=False).state_dict()
+    other.load_state_dict(moved, strict=False)
     assert difference(outputs(other, given), before) < 1e-9
     assert any("do not span" in note for note in alignment.notes) == (14 < 16)
     assert "matched on activations" in alignment.notes[0]
@@ -85,21 +80,25 @@ def test_the_aligned_donor_computes_what_it_did() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "vit", "t5"])
 def test_activations_decide_where_weights_say_nothing(family: str) -> None:
-    """The weights that are handed over are others in both models; only activations know the twin."""
+    """The weights that are handed over are others in both models; only activations know the twin.
+
+    Not to be reached from outside, where activations are always those of the weights.
+    """
     case = next(case for case in FIRST if case.family == family)
     model, other, options = twins(case, rescale=False)
     with exactly():
         given = [inputs(case, model, seed) for seed in range(2, 8)]
-    pair = seen(model, given), seen(other, given)
+    architecture = open_like(model).architecture
+    with exactly():
+        pair = [Activations.of(m, architecture, given, ROWS) for m in (model, other)]
     draw = torch.Generator().manual_seed(3)
     states = [
         {n: x if x.ndim < 2 else 0.1 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in m.items()}
         for m in (model.state_dict(), other.state_dict())
     ]
-    architecture = architecture_of(model)
-    found = match_seen(architecture, *states, options, None, pair, ACTIVATIONS)
-    moved = dict(aligned_tensors(architecture, other.state_dict(), found))
-    anchor = model.state_dict()
+    found = match_seen(architecture, *states, options, None, (pair[0], pair[1]), ACTIVATIONS)
+    anchor, blank = model.state_dict(), rm.align(model, other, NOTHING)
+    moved = replace(blank.without_biases(), transforms=found.transforms).apply(other).state_dict()
     for name, tensor in moved.items():
         torch.testing.assert_close(tensor, anchor[name], rtol=1e-4, atol=1e-4)
 
@@ -111,11 +110,9 @@ def test_nothing_depends_on_the_order_of_samples() -> None:
     with torch.no_grad():
         for parameter in other.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=noise, dtype=parameter.dtype)
-    states, found = (model.state_dict(), other.state_dict()), []
-    for order in (given, [{"input_ids": torch.cat([b["input_ids"] for b in reversed(given)]).flip(0)}]):
-        pair = seen(model, order), seen(other, order)
-        found.append(match_seen(architecture_of(model), *states, options, None, pair, BOTH))
-    one, two = (dict(aligned_tensors(architecture_of(model), states[1], alignment)) for alignment in found)
+    reversed_samples = [{"input_ids": torch.cat([b["input_ids"] for b in reversed(given)]).flip(0)}]
+    alignments = [aligned(model, other, BOTH, options, order) for order in (given, reversed_samples)]
+    one, two = (alignment.apply(other).state_dict() for alignment in alignments)
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, two[name], rtol=1e-4, atol=1e-4)
 
@@ -134,7 +131,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A Llama and a twin of it, as checkpoints."""
     folder = tmp_path_factory.mktemp("pair")
     anchor = checkpoint("llama", folder / "anchor")
-    return anchor, moved(anchor, folder / "donor")
+    return anchor, twin_of(anchor, folder / "donor")
 
 
 def test_align_on_activations(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -163,15 +160,15 @@ def test_the_api_matches_on_activations() -> None:
     model, other, _ = twins(LLAMA)
     samples = [inputs(LLAMA, model, seed) for seed in range(2, 8)]
     wanted = {"heads": "permutation", "residual": "signed_permutation"}
-    alignment = rotation_merge.align(model, other, match_on="activations", samples=samples, **wanted)
-    aligned = alignment.apply(other).state_dict()
+    alignment = rm.align(model, other, match_on="activations", samples=samples, **wanted)
+    moved = alignment.apply(other).state_dict()
     for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(aligned[name], tensor, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(moved[name], tensor, rtol=1e-4, atol=1e-4)
     assert any("matched on activations" in note for note in alignment.report.notes)
-    with pytest.raises(RotationMergeError, match="give modules"):
-        rotation_merge.align(model, (other.state_dict(), model.config), match_on="both", samples=samples)
-    with pytest.raises(RotationMergeError, match="one of: weights, activations, both"):
-        rotation_merge.align(model, other, match_on="inputs")
+    with pytest.raises(rm.RotationMergeError, match="give modules"):
+        rm.align(model, (other.state_dict(), model.config), match_on="both", samples=samples)
+    with pytest.raises(rm.RotationMergeError, match="one of: weights, activations, both"):
+        rm.align(model, other, match_on="inputs")
 
 
 @pytest.mark.parametrize(

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from matching_support import save_for
 from plugin_support import merged, recipe_for
 from safetensors.torch import save_file
 from tiny_models import ALL, Planted, planted
 
-from rotation_merge.errors import AlignmentError
-from rotation_merge.matching.alignment import Alignment, load_alignment
+import rotation_merge as rm
 from rotation_merge.matching.fit import LearnedTransforms
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.mean import match_to_mean
-from rotation_merge.matching.options import AlignConfig, VaryingOptions
+from rotation_merge.matching.options import VaryingOptions
 from rotation_merge.matching.spanning import torn, whole_spans
 from rotation_merge.model.source import transform_state
-from rotation_merge.symmetry import HeadTransform
 
 FIRST, LAST = "layers.2.attn", "layers.4.attn"
 """A layer of the tiny model and the one that meets its keys and values."""
@@ -42,22 +40,22 @@ def noisy(state: dict[str, torch.Tensor], seed: int, size: float = 0.5) -> dict[
     return {n: x + size * torch.randn(x.shape, generator=draw(seed), dtype=x.dtype) for n, x in state.items()}
 
 
-def apart(_: str, place: float) -> AlignConfig:
-    return AlignConfig(heads="permutation", attention="none" if place == 1.0 else "rotation")
+def apart(_: str, place: float) -> rm.AlignConfig:
+    return rm.AlignConfig(heads="permutation", attention="none" if place == 1.0 else "rotation")
 
 
 OPTIONS = {
-    "all": AlignConfig(heads="permutation", residual="signed_permutation"),
-    "no order": AlignConfig(residual="none"),
-    "order alone": AlignConfig(attention="none", heads="permutation"),
-    "by singular values": AlignConfig(heads="spectral"),
-    "without the last layer": AlignConfig(heads="permutation", layers="0-3"),
-    "the last layer by itself": VaryingOptions(AlignConfig(heads="permutation"), apart),
+    "all": rm.AlignConfig(heads="permutation", residual="signed_permutation"),
+    "no order": rm.AlignConfig(residual="none"),
+    "order alone": rm.AlignConfig(attention="none", heads="permutation"),
+    "by singular values": rm.AlignConfig(heads="spectral"),
+    "without the last layer": rm.AlignConfig(heads="permutation", layers="0-3"),
+    "the last layer by itself": VaryingOptions(rm.AlignConfig(heads="permutation"), apart),
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_whatever_is_matched_donors_compute_what_they_did(model: Planted, options: AlignConfig) -> None:
+def test_whatever_is_matched_donors_compute_what_they_did(model: Planted, options: rm.AlignConfig) -> None:
     """Of models with nothing in common; a layer that is left out holds those that it shares keys with."""
     donor = noisy(model.state, 3)
     before = model.differs(donor)
@@ -74,26 +72,27 @@ def test_whatever_is_matched_donors_compute_what_they_did(model: Planted, option
 
 def test_planted_twins_are_found_by_everything_that_matches(model: Planted) -> None:
     """One donor, and several aligned to their mean; the order of query heads is each layer's own."""
-    options = AlignConfig(heads="permutation")
-    gauge = random_gauge(model.architecture, options, draw(1))
-    first, last = gauge[FIRST], gauge[LAST]
-    assert isinstance(first, HeadTransform)
-    assert isinstance(last, HeadTransform)
+    options, base = rm.AlignConfig(heads="permutation"), (model.state, model.config)
+    draws = [rm.Alignment.random(base, options, seed=seed) for seed in (1, 2)]
+    first, last = (draws[0].transforms[name] for name in (FIRST, LAST))
     assert torch.equal(first.groups, last.groups)
     assert not torch.equal(first.queries, last.queries)
-    twins = {"base": model.state, "one": transform_state(model.architecture, model.state, gauge)}
-    gauge = random_gauge(model.architecture, options, draw(2))
-    twins["two"] = transform_state(model.architecture, model.state, gauge)
-    alone = match_model(model.architecture, model.state, twins["one"], options)
-    together = match_to_mean(model.architecture, twins, "base", options)
-    for name, alignment in (("one", alone), *together.items()):
-        back = transform_state(model.architecture, twins[name], alignment.transforms)
+    one, two = (draw.apply(base).state_dict() for draw in draws)
+    together = match_to_mean(model.architecture, {"base": model.state, "one": one, "two": two}, "base", options)
+    alone = rm.align(base, (one, model.config), options)
+    for twin, transforms in ((one, alone.transforms), *zip((one, two), maps_of(together), strict=True)):
+        back = replace(alone, transforms=transforms).apply((twin, model.config), strict=False)
         assert max(float((back[n] - model.state[n]).abs().max()) for n in back) <= 1e-6
 
 
+def maps_of(alignments: Mapping[str, rm.Alignment]) -> list[Any]:
+    """The transforms of those that are not the base; only recipes align several donors to their mean."""
+    return [alignments[name].transforms for name in ("one", "two")]
+
+
 def test_learning_leaves_them_together(model: Planted) -> None:
-    gauge = random_gauge(model.architecture, AlignConfig(heads="permutation"), draw(1))
-    learned = LearnedTransforms(model.architecture, gauge)
+    drawn = rm.Alignment.random((model.state, model.config), heads="permutation", seed=1)
+    learned = LearnedTransforms(model.architecture, drawn.transforms)
     with torch.no_grad():
         for parameter in learned.parameters():
             parameter.add_(0.1)
@@ -103,23 +102,21 @@ def test_learning_leaves_them_together(model: Planted) -> None:
 
 
 def test_a_file_that_tears_them_is_refused(model: Planted, tmp_path: Path) -> None:
-    gauge = random_gauge(model.architecture, AlignConfig(), draw(1))
-    lead, own = gauge[FIRST], gauge[LAST]
-    assert isinstance(own, HeadTransform)
-    for change in ({LAST: replace(own, qk=own.qk.still())}, {LAST: None}, {FIRST: None}):
-        torn_apart = {name: t for name, t in (gauge | change).items() if t is not None}
-        save_for(tmp_path / "file", Alignment(torn_apart), model.architecture, "a", "b")
-        with pytest.raises(AlignmentError, match=f"space '{LAST}' moves apart from its keys and values"):
-            load_alignment(tmp_path / "file", model.architecture)
-    save_for(tmp_path / "file", Alignment(gauge), model.architecture, "a", "b")
-    assert load_alignment(tmp_path / "file", model.architecture).alignment.transforms[FIRST].group() == lead.group()
+    draw = rm.Alignment.random((model.state, model.config), seed=1)
+    lead, last = draw.transforms[FIRST], draw.transforms[LAST]
+    for number, change in enumerate(({LAST: replace(last, qk=last.qk.still())}, {LAST: None}, {FIRST: None})):
+        torn_apart = {name: t for name, t in (draw.transforms | change).items() if t is not None}
+        replace(draw, transforms=torn_apart).save(tmp_path / str(number))
+        with pytest.raises(rm.RotationMergeError, match=f"space '{LAST}' moves apart from its keys and values"):
+            rm.Alignment.load(tmp_path / str(number))
+    draw.save(tmp_path / "file")
+    assert rm.Alignment.load(tmp_path / "file").transforms[FIRST].group() == lead.group()
 
 
 def test_slices_that_make_up_the_whole(model: Planted, tmp_path: Path) -> None:
     """mergekit puts the model together of pieces; layers of two of them meet the same keys."""
-    twin = transform_state(
-        model.architecture, model.state, random_gauge(model.architecture, AlignConfig(heads="permutation"), draw(1))
-    )
+    whole = model.state, model.config
+    twin = rm.Alignment.random(whole, heads="permutation", seed=1).apply(whole).state_dict()
     for name, state in (("anchor", model.state), ("donor", twin)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text((model.folder / "config.json").read_text())

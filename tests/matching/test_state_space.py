@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import ALL, Planted, planted
+from torch import Tensor
 
-from rotation_merge.matching.alignment import aligned_tensors
-from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.match import match_model
-from rotation_merge.matching.options import AlignConfig
-from rotation_merge.model.source import transform_state
-from rotation_merge.symmetry import MixerTransform, NeuronTransform
+import rotation_merge as rm
 
 HEADS = 8
 SEED = 5
 """With which every part of the elements that are drawn moves something."""
 
-WHOLE = AlignConfig(heads="permutation", residual="permutation")
+WHOLE = rm.AlignConfig(heads="permutation", residual="permutation")
 
 
 def tiny(family: str) -> Planted:
     return planted(next(case for case in ALL if case.family == family))
 
 
-def only(part: str, transform: MixerTransform) -> MixerTransform:
+def moved(model: Planted, alignment: rm.Alignment) -> dict[str, Tensor]:
+    return alignment.apply((model.state, model.config)).state_dict()
+
+
+def found_again(model: Planted, donor: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A donor aligned to the model."""
+    pair = (model.state, model.config), (donor, model.config)
+    return rm.align(*pair, WHOLE).apply(pair[1]).state_dict()
+
+
+def only(part: str, transform: Any) -> Any:
     """One part of an element, whatever else it moves left in place."""
     return replace(transform.still(), **{part: getattr(transform, part)})
 
@@ -35,14 +42,15 @@ def only(part: str, transform: MixerTransform) -> MixerTransform:
 def test_what_mamba_2_moves_is_found(part: str) -> None:
     """Channels within a head, heads within a group, groups, states, and all of them with the stream."""
     model = tiny("mamba2")
-    gauge = random_gauge(model.architecture, WHOLE, torch.Generator().manual_seed(SEED))
+    draw = rm.Alignment.random((model.state, model.config), WHOLE, seed=SEED)
     if part != "everything":
-        gauge = {name: only(part, t) for name, t in gauge.items() if isinstance(t, MixerTransform)}
-        assert not any(transform.is_identity() for transform in gauge.values())
-    donor = transform_state(model.architecture, model.state, gauge)
+        mixers = {name: only(part, t) for name, t in draw.transforms.items() if t.space_kind == "mixer"}
+        assert mixers
+        assert not any(transform.is_identity() for transform in mixers.values())
+        draw = replace(draw, transforms=mixers)
+    donor = moved(model, draw)
     assert model.differs(donor) <= 1e-9
-    alignment = match_model(model.architecture, model.state, donor, WHOLE)
-    found = dict(aligned_tensors(model.architecture, donor, alignment))
+    found = found_again(model, donor)
     assert donor.keys() == found.keys()
     assert any(not torch.equal(donor[name], model.state[name]) for name in donor)
     for name, tensor in model.state.items():
@@ -72,13 +80,11 @@ def test_heads_across_groups_break_the_function() -> None:
 def test_what_mamba_moves_is_found() -> None:
     """Channels, with the stream; not a state, nor half of what a channel is."""
     model = tiny("mamba")
-    gauge = random_gauge(model.architecture, WHOLE, torch.Generator().manual_seed(2))
-    moved = [transform for transform in gauge.values() if isinstance(transform, NeuronTransform)]
-    assert len(moved) == 2
-    donor = transform_state(model.architecture, model.state, gauge)
+    draw = rm.Alignment.random((model.state, model.config), WHOLE, seed=2)
+    assert [transform.space_kind for transform in draw.transforms.values()].count("ffn") == 2
+    donor = moved(model, draw)
     assert model.differs(donor) <= 1e-9
-    alignment = match_model(model.architecture, model.state, donor, WHOLE)
-    found = dict(aligned_tensors(model.architecture, donor, alignment))
+    found = found_again(model, donor)
     for name, tensor in model.state.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
     wrong = dict(model.state)

@@ -12,6 +12,7 @@ from cli_support import parsed, run
 from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, relative_distances, state, twin
 from tiny_models import ALL, Case, Planted, outputs, planted, reload
 
+import rotation_merge as rm
 from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.build import lay_out
 from rotation_merge.architecture.registry import shipped
@@ -85,15 +86,15 @@ def test_which_rows_only_a_softmax_sees() -> None:
 def test_biases_of_a_router_lose_their_constant_too() -> None:
     """gpt-oss: one number on every bias is unseen, and the mean comes to the anchor's."""
     model = planted(next(case for case in ALL if case.family == "gpt_oss"))
-    architecture, names = model.architecture, [n for n in model.state if n.endswith("router.bias")]
+    names = [n for n in model.state if n.endswith("router.bias")]
     constant = {name: model.state[name] + 3.0 for name in names}
     assert model.differs(model.state | constant) <= 1e-9
     uneven = {name: x + torch.arange(len(x)) for name, x in constant.items()}
     assert model.differs(model.state | uneven) > 1e-3
     for change, spread in ((constant, 0.0), (uneven, 1.0)):
         donor = model.state | change
-        found = match_model(architecture, model.state, donor, AlignConfig())
-        after = transform_state(architecture, donor, found.transforms)
+        after = rm.align((model.state, model.config), (donor, model.config)).apply((donor, model.config))
+        after = after.state_dict()
         assert model.differs(after) == pytest.approx(model.differs(donor), abs=1e-9)
         for name in names:
             assert float((after[name] - model.state[name]).mean()) == pytest.approx(0.0, abs=1e-12)
