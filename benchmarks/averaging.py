@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -87,7 +88,11 @@ REFITS: dict[str, dict[str, Any]] = {
 }
 """Options of refits from 32 windows of each text; and where the last one starts."""
 LORA_DOMAINS = ("c", "english", "cpp", "torch")
-LORA_SCALES = (0.25, 0.35, 0.5, 0.7, 1.0)
+LORA_SCALES = (0.25, 0.35, 0.42, 0.5, 0.7, 1.0)
+LORA_RANKS: dict[str, dict[str, Any]] = {
+    "rank 16": {"rank": 16},
+    "90% of the energy": {"rank": "auto", "energy": 0.9},
+}
 LORA_METHODS: dict[str, dict[str, Any]] = {
     "task_arithmetic": {},
     "ties": {"density": 0.5},
@@ -302,15 +307,24 @@ def run_lora() -> None:
             model, took = merged(
                 base, models, Path(folder, "merged"), {"delegate": name, **MATCHINGS["none"], **settings}
             )
-            began, out = time.perf_counter(), Path(folder, f"merged-{name}")
-            merge_adapters([str(path) for path in adapters], name, rank=16, parameters=settings).save(str(out))
-            seconds = time.perf_counter() - began
-            small = PeftModel.from_pretrained(copy.deepcopy(plain), out).merge_and_unload()
-            (whole, first), (part, second) = gain(model), gain(small)
-            gains = {"full model": f"{whole:.4f}", "adapter of rank 16": f"{part:.4f}", "share": f"{part / whole:.1%}"}
-            scales = {"lambda, full model": f"{first:g}", "lambda, adapter": f"{second:g}"}
-            times = {"seconds, full model": f"{took:.1f}", "seconds, adapter": f"{seconds:.1f}"}
-            table.add({"merge": name, **gains, **scales, **times})
+            whole, scale = gain(model)
+            table.add({"merge": name, "into": "a full model", "mean rank": "", **row(whole, scale, whole, took)})
+            for title, options in LORA_RANKS.items():
+                began, out = time.perf_counter(), Path(folder, f"merged-{name}")
+                result = merge_adapters([str(path) for path in adapters], name, parameters=settings, **options)
+                result.save(str(out))
+                seconds = time.perf_counter() - began
+                small = PeftModel.from_pretrained(copy.deepcopy(plain), out).merge_and_unload()
+                rank = fmean(part.rank for part in result.maps.values())
+                into = {"merge": name, "into": f"an adapter, {title}", "mean rank": f"{rank:.1f}"}
+                table.add({**into, **row(*gain(small), whole, seconds)})
+                shutil.rmtree(out)
+
+
+def row(gained: float, scale: float, whole: float, seconds: float) -> dict[str, str]:
+    """The gain of a merge, and its share of the full model's."""
+    share = f"{gained / whole:.1%}"
+    return {"gain": f"{gained:.4f}", "share": share, "lambda": f"{scale:g}", "seconds": f"{seconds:.1f}"}
 
 
 def byte_windows(documents: list[bytes]) -> Tensor:

@@ -55,12 +55,15 @@ REFIT = {"delegate": "refit", "targets": "own"}
 Texts = list[tuple[str, int]]
 Merge = tuple[int, str, dict[str, Any]]
 MEAN: dict[str, Merge] = {"mean": (0, "", {"delegate": "linear"})}
+WITHOUT_DATA: dict[str, Merge] = {name: (0, "", {"delegate": name, "weight": 1.0}) for name in ("wudi", "tsv", "iso")}
 MERGES: dict[str, Merge] = {
+    **WITHOUT_DATA,
     "RegMean, 128 texts a task": (128, "gram", {"delegate": "regmean"}),
     **{
         f"refit, {count} texts a task": (count, "", {**REFIT, "samples": count, "exclude": "classifier"})
         for count in (16, 32, 64, 128, 384)
     },
+    "refit from wudi, 128 texts a task": (128, "", {**REFIT, "samples": 128, "exclude": "classifier", "start": "wudi"}),
 }
 """By words: texts of each task, what is measured on them ahead of the merge, and the parameters of the recipe."""
 STEPS_UP = ("mean", "task arithmetic", "Fisher", "RegMean", "refit, 128", "refit, 384", OWN)
@@ -201,7 +204,8 @@ def merged(work: Path, scratch: Path, found: dict[str, Task], merge: Merge) -> t
     tokenizer = AutoTokenizer.from_pretrained(work / "base")
     weight = {"weight": parameters.get("weight", 1 / len(found))}
     base = {"model": str(work / "base"), "parameters": {"weight": 0.0}}
-    models: list[dict[str, Any]] = [] if parameters["delegate"] == "task_arithmetic" else [base]
+    of_changes = parameters["delegate"] in ("task_arithmetic", *WITHOUT_DATA)
+    models: list[dict[str, Any]] = [] if of_changes else [base]
     began = time.process_time()
     for name, task in found.items():
         own: dict[str, Any] = dict(weight)

@@ -464,6 +464,7 @@ def carried(bench: Bench, name: str) -> Iterator[dict[str, str]]:
             "seconds": f"{figures['seconds']:.0f}" if "seconds" in figures else "",
         }
 
+    yield {**row("on its own base", bench.judged(name)), "recovered lift": ""}
     yield row("not at all: the new base", new)
     yield row("plain addition", bench.once(f"carry {name} plain", partial(added, bench, name, task)))
     for way, options in WAYS.items():
