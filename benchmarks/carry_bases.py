@@ -45,6 +45,7 @@ from torch.nn.functional import cross_entropy
 from train_checkpoints import fit, save, warm_cosine
 from train_checkpoints import load as untrained
 
+from rotation_merge.architecture import Architecture
 from rotation_merge.carrying import sampled as carrying
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.config import PLAIN, TransferConfig
@@ -53,9 +54,11 @@ from rotation_merge.carrying.transfer import transferred
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.match_on import OnSamples
 from rotation_merge.matching.options import BOTH, AlignConfig
+from rotation_merge.model.source import TensorSource
+from rotation_merge.model.sources import Renamed
 from rotation_merge.run import demo
 from rotation_merge.run.data import Data
-from rotation_merge.run.functions import load
+from rotation_merge.run.functions import architecture_of, load
 from rotation_merge.run.generated_samples import self_written
 
 WHOLE = AlignConfig(heads="permutation", residual="rotation")
@@ -155,14 +158,19 @@ def loss(model: Any, data: Data) -> float:
     return float(losses(model, data).mean())
 
 
+def tensors_of(source: TensorSource, architecture: Architecture) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by its names, in float32."""
+    return {name: source[name].float() for info in architecture.tensors() for name in info.names if name in source}
+
+
 class Pair:
     """The old base and a new one, matched on weights and on both."""
 
     def __init__(self, old: str, new: str, samples: str) -> None:
         self.old, self.new, self.bases = old, new, open_bases(new, old)
         self.model = load(new)
-        self.stored = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         first, second = self.bases.sources
+        self.stored = tensors_of(first, self.bases.architecture)
         given = self.bases.architecture, first, second, WHOLE, None
         self.weights, self.both = match_model(*given), OnSamples(BOTH, new, old, samples)(*given)
 
@@ -170,8 +178,9 @@ class Pair:
         return transferred(tuned, self.old, self.new, config)[0]
 
     def losses(self, tensors: Mapping[str, Tensor], data: Data) -> Tensor:
-        """Of each sample, with some of the new base's tensors replaced."""
-        self.model.load_state_dict({**self.stored, **tensors})
+        """Of each sample, with some of the new base's tensors, by their names in the checkpoint, replaced."""
+        named = Renamed({**self.stored, **tensors}, self.bases.architecture, architecture_of(self.model))
+        self.model.load_state_dict({name: named[name] for name in self.model.state_dict()})
         return losses(self.model, data)
 
     def changed(self, changes: Mapping[str, Tensor], data: Data) -> Tensor:
@@ -188,7 +197,8 @@ class Pair:
 
 def added(pair: Pair, tuned: str, _: str) -> dict[str, Tensor]:
     """The change as it stands."""
-    old, fine = (load(name).state_dict() for name in (pair.old, tuned))
+    sources = pair.bases.sources[1], pair.bases.tuned(tuned)
+    old, fine = (tensors_of(source, pair.bases.architecture) for source in sources)
     return {name: pair.stored[name] + fine[name] - tensor for name, tensor in old.items()}
 
 

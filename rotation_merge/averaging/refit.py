@@ -22,12 +22,13 @@ from transformers.pytorch_utils import Conv1D
 
 from rotation_merge.architecture.model import Architecture, Block, Norm
 from rotation_merge.linalg.ridge import ChannelSums, RidgeSums
+from rotation_merge.linalg.softmax import softmax_change
 from rotation_merge.model.fingerprint import compared_config
 from rotation_merge.run.maps import linear_map, same_map
 from rotation_merge.run.recorder import BlockActivations, Taps
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.stages import Stage, rows, stages
-from rotation_merge.run.store import BatchStore, Store
+from rotation_merge.run.store import BatchStore, Store, hooked
 from rotation_merge.workers.memory import give_back
 from rotation_merge.workers.progress import Progress
 
@@ -192,6 +193,8 @@ class Refit:
             of a map and the merge's inputs of it (FeatCal, 2026).
         groups: of every batch that counts the number of its group: each group's Gram is divided by its norm. None: all
             positions count alike.
+        softmax: ridge of a map that gives the model's logits, which is then fitted to the answers' probabilities from
+            the least-squares change on (`linalg.softmax`); None: its logits are solved like other outputs.
         norms: whether gains and shifts of the stream's norms are solved, too, channel by channel.
         alike: whether all that ran before is the same in the merge and where the answers come from. While it is, no
             output lacks anything: maps are written as they are, without arithmetic that would round them.
@@ -210,6 +213,7 @@ class Refit:
     alpha: float = 1.0
     by_own_modules: Callable[[int, str, Tensor], Tensor] | None = None
     groups: Sequence[int] = ()
+    softmax: float | None = None
     norms: bool = False
     _fused: dict[str, Tensor] = field(default_factory=dict, init=False)
 
@@ -284,6 +288,8 @@ class Refit:
                 self._set(key, taps, None, places[key])
             return [Fitted(places[key][0].name, 0.0, 0.0) for key in stage.keys]
         total: RidgeSums | None = None
+        is_head = self._gives_logits(taps, stage)
+        head_inputs: dict[int, Tensor] = {}
         for batches in self._counting():
             sums: RidgeSums | None = None
             for batch in batches:
@@ -292,6 +298,8 @@ class Refit:
                 if not keys:
                     return []
                 inputs = activations.inputs[keys[0]]
+                if is_head:
+                    head_inputs[batch] = rows(inputs)
                 sums = sums or RidgeSums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
                 lacks = {
                     key: (self._lack(batch, key, stage, activations, answer), activations.outputs[key]) for key in keys
@@ -300,7 +308,17 @@ class Refit:
             assert sums is not None
             sums.flush()
             total = self._added(total, sums, self.weights[batches[0]])
-        return [] if total is None else [self._fit(key, taps, total, places[key]) for key in total.cross]
+        return [] if total is None else [self._fit(key, taps, total, places[key], head_inputs) for key in total.cross]
+
+    def _gives_logits(self, taps: Taps, stage: Stage) -> bool:
+        """Whether the only map of a stage gives the model's logits as they are, which are to be fitted by softmax."""
+        if self.softmax is None or len(stage.keys) > 1 or taps.maps[stage.keys[0]].outputs.parts:
+            return False
+        results: list[Any] = []
+        with hooked([self.merge.model.register_forward_hook(lambda *arguments: results.append(arguments[-1]))]):
+            output = taps.first().outputs.get(stage.keys[0])
+        logits = getattr(results[-1], "logits", None) if results else None
+        return isinstance(logits, Tensor) and output is not None and torch.equal(logits.flatten(), output.flatten())
 
     def _counting(self) -> list[list[int]]:
         """The batches that count, by group."""
@@ -375,13 +393,41 @@ class Refit:
         own_lack = rows(self.by_own_modules(batch, key, activations.inputs[key])) - rows(activations.outputs[key])
         return self.alpha * lack + (1 - self.alpha) * own_lack
 
-    def _fit(self, key: str, taps: Taps, sums: RidgeSums, places: Sequence[_Written]) -> Fitted:
+    def _fit(
+        self,
+        key: str,
+        taps: Taps,
+        sums: RidgeSums,
+        places: Sequence[_Written],
+        head_inputs: Mapping[int, Tensor],
+    ) -> Fitted:
+        """Solve one map and write it.
+
+        Args:
+            head_inputs: of each batch, of a map whose outputs are logits that are fitted by softmax; else empty.
+        """
         biased = getattr(taps.modules[key], "bias", None) is not None
-        best = sums.change(key, self.ridge, biased, places[0].name)
-        change = best if self.shape is None else self.shape(best, sums.gram)
+        best = change = sums.change(key, self.ridge, biased, places[0].name)
+        if head_inputs:
+            change = self._head_change(key, taps, best, head_inputs)
+        if self.shape is not None:
+            change = self.shape(change, sums.gram)
         fitted = Fitted(places[0].name, *sums.errors(key, change, self.ridge if change is best else None))
         self._set(key, taps, change, places)
         return fitted
+
+    def _head_change(self, key: str, taps: Taps, start: Tensor, head_inputs: Mapping[int, Tensor]) -> Tensor:
+        """The change with which a head's softmax is nearest to that of the answers."""
+        module, batches = cast(Any, taps.modules[key]), list(head_inputs)
+        weight = module.weight.mT if isinstance(module, Conv1D) else module.weight
+        if module.bias is not None:
+            weight = torch.cat([weight, module.bias[:, None]], 1)
+
+        def answer(number: int) -> Tensor:
+            return rows(self.answers(batches[number])[key])
+
+        shares = [self.weights[batch] for batch in batches]
+        return softmax_change(weight, start, list(head_inputs.values()), answer, shares, cast(float, self.softmax))
 
     def _set(self, key: str, taps: Taps, change: Tensor | None, places: Sequence[_Written]) -> None:
         """Write a map with its change (out, in [+ 1 for a bias]); None: as it is."""

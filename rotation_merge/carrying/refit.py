@@ -2,9 +2,11 @@ r"""The refit of a change: a new base's maps are solved to give their own output
 
 Layer after layer, from the carried model's own inputs, a linear map aims at ``new + scale * (tuned - old) M``: what the
 new base gives by itself, and the change of the old pair's output on the same samples, mapped by the least-squares map M
-from the old base's values to the new one's (which takes up what alignment leaves). Writers aim at the stream; the
-outputs of the head, tokens, are not mapped. An old pair of other sizes or depth runs as it stands: M is rectangular
-then, and starts at what alignment makes of the old base's values; layers that meet none are not solved.
+from the old base's values to the new one's (which takes up what alignment leaves). Writers aim at the stream. The
+outputs of the head, tokens or classes, are not mapped, and the head is fitted to their probabilities. Text of the new
+base's own may stand beside the samples: there, the change is zero. An old pair of other sizes or depth runs as it
+stands: M is rectangular then, and starts at what alignment makes of the old base's values; layers that meet none are
+not solved.
 
 Source: this project's study (benchmarks/carry.py); the layer-wise fit is that of RegMean++ (Nguyen and others, 2025),
 maps between activations as in Theseus (2026).
@@ -37,6 +39,9 @@ from rotation_merge.run.runner import Runner
 from rotation_merge.run.stages import rows
 from rotation_merge.run.store import BatchStore, Store
 from rotation_merge.workers.progress import Progress
+
+HEAD_RIDGE = 3e-3
+"""Of a head that is fitted to probabilities, per position and mean square of its inputs."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,8 @@ class ChangedAnswers:
     store: Store
     weights: list[float]
     scale: float = 1.0
-    ridge: float = 0.01
+    ridge: float = 0.2
+    base_texts: int = 0
     between: FrameMaps | None = None
     _kept: BatchStore = field(init=False)
 
@@ -150,7 +156,8 @@ class ChangedAnswers:
             if weight:
                 maps.add(dict(zip(keys, zip(old, new, strict=True), strict=True)))
             self.store.put(f"own:{batch}", new)
-            self.store.put(f"change:{batch}", [t - o for t, o in zip(tuned, old, strict=True)])
+            counts = float(batch < len(weights) - self.base_texts)
+            self.store.put(f"change:{batch}", [counts * (t - o) for t, o in zip(tuned, old, strict=True)])
         solved = maps.solve({key for key in keys if self._is_mapped(taps[0], key)})
         for batch in range(len(weights)):
             base_answers, change = (self.store.get(f"{kind}:{batch}", self.new.device) for kind in ("own", "change"))
@@ -247,12 +254,14 @@ class ChangeOptions:
     Attributes:
         scale: what the change is multiplied by.
         ridge: pulls every map towards the new base's.
+        softmax: ridge of the head, which is fitted to probabilities; None: to logits, by least squares.
         rank: the rank that the change of every map is cut down to before the next one is solved; 0: none.
         untie: give a tied head its own tensor, which is then solved, too.
     """
 
     scale: float = 1.0
     ridge: float = 0.1
+    softmax: float | None = None
     rank: int = 0
     untie: bool = False
     device: str = "cpu"
@@ -267,6 +276,7 @@ def refit_change(
     store: Store | None = None,
     progress: Progress | None = None,
     pair: Sequence[Any] = (),
+    base_texts: Sequence[Batch] = (),
 ) -> tuple[dict[str, Tensor], Refitted]:
     """Solve the new base's maps for its own outputs plus the old pair's change.
 
@@ -276,11 +286,12 @@ def refit_change(
         tuned: the fine-tune, under the names of the carrier's architecture.
         batches: samples, as the models take them.
         pair: where the bases' shapes differ: the old base and the fine-tune, loaded.
+        base_texts: text of the new base's own, where nothing shall change.
 
     Returns:
         The solved tensors by the new base's names, in float32, and what became of each map.
     """
-    store, batches = Store() if store is None else store, first_apart(batches)
+    store, batches = Store() if store is None else store, [*first_apart(batches), *base_texts]
     architecture = carrier.architecture
     solved: dict[str, Tensor] = {}
 
@@ -303,11 +314,13 @@ def refit_change(
         old, fine = (loaded(model, name) for name, model in zip(("old", "tuned"), pair, strict=True))
     weights = [1.0] * len(batches)
     between = None if carrier.frame is None else FrameMaps(carrier)
-    answers = ChangedAnswers(new, old, fine, store, weights, options.scale, between=between)
+    answers = ChangedAnswers(new, old, fine, store, weights, options.scale, base_texts=len(base_texts), between=between)
     merge = runner(carrier.new, "carried", options.untie)
     watch = progress or (lambda *_: None)
     shape = partial(of_rank, rank=options.rank) if options.rank else None
-    result = Refit(merge, architecture, answers, weights, options.ridge, write, shape=shape, watch=watch).run()
+    refit = Refit(merge, architecture, answers, weights, options.ridge, write, watch=watch)
+    refit.shape, refit.softmax = shape, options.softmax
+    result = refit.run()
     return solved, result
 
 

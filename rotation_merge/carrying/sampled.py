@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -32,7 +32,7 @@ from rotation_merge.carrying.judge import (
     search,
 )
 from rotation_merge.carrying.lora import adapter_of
-from rotation_merge.carrying.refit import ChangeOptions, refit_change
+from rotation_merge.carrying.refit import HEAD_RIDGE, ChangeOptions, refit_change
 from rotation_merge.carrying.session import TransferSession
 from rotation_merge.files.ledger import Unfinished
 from rotation_merge.matching.alignment import Alignment
@@ -55,6 +55,9 @@ HOW = {
     NONE: "Nothing was carried: the new base alone had the lowest loss on samples.",
 }
 """What was done, for a card."""
+
+CROSS_ENTROPY = ("next token", "masked token", "class")
+"""Tasks whose loss is the cross entropy of the softmax of the logits."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +140,11 @@ class SampledTransfer:
         if self.config.method == "activations":
             tensors, count = self._at_sites(parts.solved)
             return tensors, [f"{count} linear maps have input maps of their own, from activations on {samples}."]
-        tensors, lines = self._refitted(parts.solved), [f"Refitted on {samples}."]
+        base_texts = self._own_text() if parts.choice.writes and self.config.factor is None else []
+        tensors, lines = self._refitted(parts.solved, base_texts), [f"Refitted on {samples}."]
         if self.config.method == "distil":
             with Unfinished(out) as work:
-                tensors, distilled = self._distilled(work, tensors, parts)
+                tensors, distilled = self._distilled(work, tensors, parts, base_texts)
             lines += distilled.words(self.config.steps)
         return tensors, lines
 
@@ -270,13 +274,15 @@ class SampledTransfer:
         config = self._config(self.session.bases.old, 1)
         return Runner(config, source, carrier.architecture, [], untie=True).fill_all()
 
-    def _refitted(self, data: Data) -> dict[str, Tensor]:
+    def _refitted(self, data: Data, base_texts: Sequence[Batch]) -> dict[str, Tensor]:
         device = self.session.execution.device
-        options = ChangeOptions(rank=self.rank, untie=self._untie, device=device)
+        softmax = HEAD_RIDGE if data.task in CROSS_ENTROPY else None
+        options = ChangeOptions(softmax=softmax, rank=self.rank, untie=self._untie, device=device)
         batches = unpadded(data.batches, self.config.data)
         names = (self._old, self.name) if self.session.carrier.frame is not None else ()
         pair = [self._on(name) for name in names]
-        return refit_change(self.session.carrier, self._model_config, self.tuned, batches, options, pair=pair)[0]
+        given = self.session.carrier, self._model_config, self.tuned, batches, options
+        return refit_change(*given, pair=pair, base_texts=base_texts)[0]
 
     def _at_sites(self, data: Data) -> tuple[dict[str, Tensor], int]:
         """The new base's tensors with the change moved at every map's inputs by itself, and how many such maps."""
@@ -327,28 +333,27 @@ class SampledTransfer:
         return adapter_in_training(self._model({}), written)
 
     def _distilled(
-        self, work: Unfinished, tensors: dict[str, Tensor], parts: Parts
+        self, work: Unfinished, tensors: dict[str, Tensor], parts: Parts, base_texts: Sequence[Batch]
     ) -> tuple[dict[str, Tensor], Distilled]:
         config = self.config
         work.of(f"{self.name} {self._old} {self._new} {config} {self.session.execution} {self.rank}")
         solved, held_out = (unpadded(data.batches, config.data) for data in (parts.solved, parts.choice.tuned))
-        keeps = parts.choice.writes and config.factor is None
-        extra = self._own_text() if keeps else []
-        lessons = Lessons([*solved, *held_out], extra, (len(held_out), max(1, round(HELD_OUT * len(extra)))))
+        last = len(held_out), max(1, round(HELD_OUT * len(base_texts)))
+        lessons = Lessons([*solved, *held_out], base_texts, last)
         names = {"new": self._new, "old": self._old, "tuned": self.name}
         trained, report = distil(
             {which: partial(self._on, name) for which, name in names.items()},
             lambda: self._student(tensors),
             lessons,
             PolishOptions(config.steps, self.rank, seed=config.seed),
-            lambda model: sum(parts.choice.losses(model)) if keeps else parts.choice.losses(model)[0],
+            lambda model: sum(parts.choice.losses(model)) if base_texts else parts.choice.losses(model)[0],
             work,
             self.progress,
         )
         return self._trained(self._student(tensors), trained), report
 
     def _own_text(self) -> list[Batch]:
-        """More text of the new base's own, in batches of half the size."""
+        """Text of the new base's own that keeps what it knows, in batches of half the size."""
         config = replace(self.config, data=SELF, seed=self.config.seed + 2)
         return read_batches(
             SELF, local_path(self._new), self._loaded(self._new), **config.reading(AT_ONCE // 2)

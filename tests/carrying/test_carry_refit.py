@@ -19,6 +19,7 @@ from plugin_support import state
 from recipe_models import stand_in
 from safetensors.torch import load_file
 from tiny_models import ALL, load, make, reload, save
+from torch.nn.functional import kl_div
 
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.averaging import polish as polish_module
@@ -67,6 +68,60 @@ def test_bases_that_are_one_in_other_coordinates(family: str, name: str, residua
         )
     assert float((found - wanted).norm()) <= 0.05 * float((plain - wanted).norm())
     load(case, tmp_path)
+
+
+@pytest.fixture
+def unlike(tmp_path: Path) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
+    """Between two tiny Llamas that have nothing in common: logits of the new base with a refitted change on some
+    sequences, by options and text of the new base's own; and the sequences."""
+    case = next(c for c in ALL if (c.family, c.name) == ("llama", "llama"))
+    config, old = save(make(case), tmp_path)
+    architecture = resolve(config, list(old), "llama", untie=True)
+    draw = torch.Generator().manual_seed(0)
+    new, tuned = (
+        {n: x + (s * torch.randn(x.shape, generator=draw, dtype=x.dtype) if x.ndim > 1 else 0) for n, x in old.items()}
+        for s in (0.3, 0.1)
+    )
+    texts = {n: torch.randint(0, config["vocab_size"], (8, 12), generator=draw) for n in ("samples", "own")}
+
+    def logits(ids: torch.Tensor, options: ChangeOptions | None, own: Collection[torch.Tensor] = ()) -> torch.Tensor:
+        tensors: Mapping[str, torch.Tensor] = {}
+        if options is not None:
+            given = Carrier(architecture, old, new, Alignment({})), transformers.AutoConfig.from_pretrained(tmp_path)
+            base_texts = [{"input_ids": text} for text in own]
+            samples = [{"input_ids": texts["samples"]}]
+            tensors = refit_change(*given, tuned, samples, options, base_texts=base_texts)[0]
+        with torch.no_grad():
+            return reload(case, tmp_path, {n: tensors.get(n, x).double() for n, x in new.items()})(input_ids=ids).logits
+
+    changed = [reload(case, tmp_path, state)(input_ids=texts["samples"]).logits.detach() for state in (new, tuned, old)]
+    return logits, {**texts, "answers": changed[0] + changed[1] - changed[2]}
+
+
+def test_a_head_is_fitted_to_probabilities(
+    unlike: tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]],
+) -> None:
+    logits, texts = unlike
+    divergence = {
+        ridge: float(
+            kl_div(*(x.log_softmax(-1) for x in (logits(texts["samples"], options), texts["answers"])), log_target=True)
+        )
+        for ridge, options in ((ridge, ChangeOptions(softmax=ridge)) for ridge in (None, 1e-4))
+    }
+    assert divergence[1e-4] < 0.9 * divergence[None]
+
+
+def test_text_of_the_new_base_holds_it(unlike: tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]) -> None:
+    logits, texts = unlike
+    before, free, held = (
+        logits(texts["own"], options, own)
+        for options, own in (
+            (None, ()),
+            (ChangeOptions(softmax=1e-3), ()),
+            (ChangeOptions(softmax=1e-3), [texts["own"]]),
+        )
+    )
+    assert float((held - before).norm()) < 0.7 * float((free - before).norm())
 
 
 def test_rank_is_cut_where_the_inputs_see_least() -> None:
@@ -270,7 +325,7 @@ def test_distilling_goes_on_where_it_was_stopped(
     lessons: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, (_, new, _, tuned) = lessons
-    done = distilled(tmp_path / "whole", tuned, lessons)
+    done = distilled(tmp_path / "whole", tuned, lessons, "--scale", 1)
     assert done.exit_code == 0, done.output
     assert "Distilled for 4 steps" in done.output
     assert "**trained**" in (tmp_path / "whole" / "README.md").read_text()
@@ -285,10 +340,10 @@ def test_distilling_goes_on_where_it_was_stopped(
         return train(self, *arguments)
 
     monkeypatch.setattr(polish_module._Polish, "step", stop)
-    assert distilled(tmp_path / "again", tuned, lessons).exit_code != 0
+    assert distilled(tmp_path / "again", tuned, lessons, "--scale", 1).exit_code != 0
     assert (tmp_path / "again.unfinished" / "shift.safetensors").exists()
     assert " at 0x" not in (tmp_path / "again.unfinished" / "run.txt").read_text()  # another process knows it, too
-    assert distilled(tmp_path / "again", tuned, lessons).exit_code == 0
+    assert distilled(tmp_path / "again", tuned, lessons, "--scale", 1).exit_code == 0
     assert len(seen) < 2 * STOPPED_AT
     assert not (tmp_path / "again.unfinished").exists()
     for name, tensor in state(tmp_path / "again").items():
