@@ -500,7 +500,9 @@ def _matcher(how: str, samples: Batches | None, anchor: OpenedModel, donor: Open
     if anchor.module is None or donor.module is None or not samples:
         problem = f"match_on='{how}' runs the models on samples"
         raise RecipeError(problem, remedy="give modules, and 'samples': batches of what their forward takes")
-    from rotation_merge.matching.match_on import match_seen, seen_of
+    from rotation_merge.matching.match_on import match_on_activations, seen_of
 
     batches = [dict(batch) for batch in samples]
-    return partial(match_seen, activations=(seen_of(anchor.module, batches), seen_of(donor.module, batches)), how=how)
+    return partial(
+        match_on_activations, activations=(seen_of(anchor.module, batches), seen_of(donor.module, batches)), how=how
+    )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rotation_merge.averaging.low_rank import begin_along
 from rotation_merge.config import Config, option
 from rotation_merge.errors import CheckpointError, DataError
-from rotation_merge.matching.resume import State
+from rotation_merge.matching.resume import TrainingState
 from rotation_merge.matching.teachers import Answered, divergence
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.run.functions import check_answers, fused_attention, unlabelled
@@ -214,7 +214,7 @@ class _Polish:
             optimiser, report.rate or 1.0, total_steps=total, pct_start=max(0.1, WARM / total), cycle_momentum=False
         )
         generator = torch.Generator().manual_seed(self.options.seed + 1)
-        state = State(self.options.state, self.model, optimiser, schedule, generator, self.mark(start))
+        state = TrainingState(self.options.state, self.model, optimiser, schedule, generator, self.mark(start))
         first, best = state.restore(report)
         best = best if first else start
         every = max(1, steps // LOOKS)

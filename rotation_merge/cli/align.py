@@ -107,7 +107,7 @@ def command(
     pair = open_pair(anchor, donor, options, untie, device, widths=widths)
     progress = Progress()
     proof: Proof | None = None
-    lost: tuple[str, ...] = ()
+    left_out_notes: tuple[str, ...] = ()
     mark = mark_of((pair.anchor, pair.donor), on, on=on, options=asdict(options), untie=untie, widths=widths)
     with kept_beside(out or str(alignment_file), lambda: mark, device) as ledger:
         with unchanged([pair.anchor.reference, pair.donor.reference]), spread(ray, worker_device) as over:
@@ -121,7 +121,7 @@ def command(
                 return not proofs[0].failed, proofs[0].words
 
             storage = Storage(shard_bytes, dtype, untie)
-            lost = write_aligned(pair, alignment, out, storage, progress, check if verify else None).notes
+            left_out_notes = write_aligned(pair, alignment, out, storage, progress, check if verify else None).notes
             proof = proofs[0] if proofs else None
             if html:
                 from rotation_merge.report.html import write_page
@@ -148,7 +148,7 @@ def command(
         return 0
     for warning in pair.checked.warnings:
         say(f"Warning: {warning}", "yellow")
-    for note in (*pair.notes(), *alignment.notes, *lost):
+    for note in (*pair.notes(), *alignment.notes, *left_out_notes):
         say(note)
     say(f"{report.verdict(name)[:1].upper()}{report.verdict(name)[1:]}.")
     if out is not None:

@@ -80,18 +80,18 @@ def command(
     """
     from rotation_merge.matching.fit_processes import joined
 
-    names, match, untie = _what(models, values, untie)
-    files = [Output(file, "--alignment", FILE) for file in _files(out, len(names) - 1)]
+    names, match, untie = _models_and_options(models, values, untie)
+    files = [Output(file, "--alignment", FILE) for file in _alignment_files(out, len(names) - 1)]
     click.get_current_context().with_resource(writing(files))
     options = config_of(FitConfig, values, state=Path(f"{out}.unfinished"))
     reading = {"limit": limit, "batch_size": batch_size, "length": length}
-    places = _places(device, devices)
+    places = _model_devices(device, devices)
     with joined(places[0]) as (together, own_device):
         options, places = replace(options, half=own_device.startswith("cuda")), [own_device, *places[1:]]
         return _learn(names, match, options, out, data, reading, places, untie, as_json, first=together.rank == 0)
 
 
-def _places(device: str, devices: str | None) -> list[str]:
+def _model_devices(device: str, devices: str | None) -> list[str]:
     """Devices for the models, one after the other: that of --device, or those of --devices."""
     if devices is None:
         return [usable_device(device)]
@@ -116,7 +116,7 @@ def _learn(
 ) -> int:
     """Fit, in the first process of several write and say what was found."""
     from rotation_merge.matching.fit import fit
-    from rotation_merge.matching.match_on import seen_on
+    from rotation_merge.matching.match_on import activation_matcher
     from rotation_merge.matching.open_pair import check_models
 
     for donor in names[1:]:
@@ -135,10 +135,10 @@ def _learn(
             bar.update(done - bar.n)
             bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
 
-        result = fit(loaded[0], loaded[1:], data_set.batches, match, options, watch, seen_on(data))
+        result = fit(loaded[0], loaded[1:], data_set.batches, match, options, watch, activation_matcher(data))
     if not first:
         return 0
-    files = write(names, result, out, {**described(data_set, data), "seed": options.seed}, untie)
+    files = write_alignments(names, result, out, {**described(data_set, data), "seed": options.seed}, untie)
     if as_json:
         print_json({"files": files, **result.report.to_dict()})
         return 0
@@ -149,7 +149,9 @@ def _learn(
     return 0
 
 
-def _what(models: tuple[str, ...], values: dict[str, Any], untie: bool) -> tuple[list[str], AlignConfig, bool]:
+def _models_and_options(
+    models: tuple[str, ...], values: dict[str, Any], untie: bool
+) -> tuple[list[str], AlignConfig, bool]:
     """Return the anchor and donors, the spaces to match, and whether to untie, from a recipe or the command line."""
     options = config_of(AlignConfig, values)
     if len(models) > 1:
@@ -177,12 +179,12 @@ def _what(models: tuple[str, ...], values: dict[str, Any], untie: bool) -> tuple
     return [pairs[0].anchor, *(donor.name for donor in pairs)], pairs[0].options, pairs[0].untie
 
 
-def write(names: list[str], result: Any, out: str, training: dict[str, Any], untie: bool) -> list[str]:
+def write_alignments(names: list[str], result: Any, out: str, training: dict[str, Any], untie: bool) -> list[str]:
     """One alignment file for each donor, under the checkpoint's names of spaces."""
     from rotation_merge.matching.engine import renamed
     from rotation_merge.matching.open_pair import open_pair, write_alignment
 
-    files = _files(out, len(names) - 1)
+    files = _alignment_files(out, len(names) - 1)
     for file, donor, alignment in zip(files, names[1:], result.alignments, strict=True):
         pair = open_pair(names[0], donor, result.match, untie)
         transforms = renamed(alignment.transforms, result.architecture, pair.architecture)
@@ -191,7 +193,7 @@ def write(names: list[str], result: Any, out: str, training: dict[str, Any], unt
     return files
 
 
-def _files(out: str, donors: int) -> list[str]:
+def _alignment_files(out: str, donors: int) -> list[str]:
     """The file of each donor's transforms."""
     stem, ending = os.path.splitext(out)
     return [out] if donors == 1 else [f"{stem}-{number}{ending}" for number in range(1, donors + 1)]

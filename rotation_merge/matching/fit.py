@@ -47,7 +47,7 @@ from rotation_merge.matching.objective import (
     weighed,
 )
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
-from rotation_merge.matching.resume import State, fit_mark
+from rotation_merge.matching.resume import TrainingState, fit_mark
 from rotation_merge.model.model_inputs import open_like
 from rotation_merge.model.sources import OnDevice
 from rotation_merge.run.functions import architecture_of, take_rows, unlabelled
@@ -247,13 +247,13 @@ class _Fit:
         self.held_out, self.training = shuffled[:held_out], shuffled[held_out:]
         self.objective = choose(options.objective, self.batches[0])
         self.together = Together()
-        self.teachers = ParentOutputs([self._speaker(number) for number in range(len(self.parents))], self.device)
+        self.teachers = ParentOutputs([self._answers_of(number) for number in range(len(self.parents))], self.device)
         self.generator = torch.Generator().manual_seed(options.seed + 1)
 
     # --- losses ------------------------------------------------------------------------------------------------
 
     def loss(
-        self, weights: dict[str, Tensor], batch: Batch, taught: list[Tensor] | None, coefficients: Tensor
+        self, weights: dict[str, Tensor], batch: Batch, parent_outputs: list[Tensor] | None, coefficients: Tensor
     ) -> Tensor:
         """Loss of one model on one batch: from its labels or from its parents' outputs.
 
@@ -264,22 +264,22 @@ class _Fit:
         if next(iter(batch.values())).shape[0]:
             with self._precision():
                 outputs = self.path.outputs(weights, batch)
-                if taught is None:
+                if parent_outputs is None:
                     value = labels_loss(outputs)
                 else:
-                    value = distillation(outputs, taught, coefficients, attention_mask(batch))
+                    value = distillation(outputs, parent_outputs, coefficients, attention_mask(batch))
             if self.together.count == 1:
                 return value
-            mass = weighed(self.parents[0], outputs, batch, taught, coefficients).to(mass)
+            mass = weighed(self.parents[0], outputs, batch, parent_outputs, coefficients).to(mass)
         total = self.together.total(mass)
         return value * mass / total if float(mass) else mass
 
-    def lesson(self, index: int) -> tuple[Batch, list[Tensor] | None]:
+    def batch_with_answers(self, index: int) -> tuple[Batch, list[Tensor] | None]:
         """A batch as it is, and the parents' answers unless its labels count."""
         batch = self.together.part(self.batches[index])
         return (batch, None) if self.objective == "labels" else (unlabelled(batch), self.teachers(index, batch))
 
-    def _speaker(self, number: int) -> Callable[..., Any]:
+    def _answers_of(self, number: int) -> Callable[..., Any]:
         """A parent that answers in float32 at least."""
         parent = self.parents[number]
         if all(p.dtype in WIDE for p in parent.parameters()):
@@ -290,7 +290,7 @@ class _Fit:
         alone: list[Transforms] = [{} for _ in self.parents[1:]]
         return lambda **batch: self.path.outputs(self.path.weights(alone, share), batch)
 
-    def next_lesson(self) -> tuple[Batch, list[Tensor] | None]:
+    def next_batch(self) -> tuple[Batch, list[Tensor] | None]:
         """A batch drawn from the training samples, or a mix of two with the parents' answers.
 
         To be asked for before the path's model holds other weights: it is one of the parents.
@@ -299,7 +299,7 @@ class _Fit:
         batch = unlabelled(self.batches[index])
         mixable = all(x.is_floating_point() for x in batch.values())
         if not mixable or float(torch.rand((), generator=self.generator)) >= self.options.mixing:
-            return self.lesson(index)
+            return self.batch_with_answers(index)
         mixed = mix(batch, unlabelled(self.batches[self._pick()]), self.generator)
         mixed = self.together.part(mixed)
         return mixed, self.teachers.answer(mixed)
@@ -319,7 +319,7 @@ class _Fit:
         for share in (0.0, 0.25, 0.5, 0.75, 1.0):
             coefficients = self._along(share)
             weights = self.path.weights(transforms, coefficients)
-            values = [self.loss(weights, *self.lesson(index), coefficients) for index in self.held_out]
+            values = [self.loss(weights, *self.batch_with_answers(index), coefficients) for index in self.held_out]
             losses[share] = sum(map(float, map(self.together.total, values))) / len(values)
         inner = [losses[s] for s in (0.25, 0.5, 0.75)]
         line = [losses[0.0] + s * (losses[1.0] - losses[0.0]) for s in (0.25, 0.5, 0.75)]
@@ -374,9 +374,9 @@ class _Fit:
         if self.matcher is None or self.options.match_on == WEIGHTS:
             return match_model
         samples = [self.batches[i] for i in self.training]
-        return self.matcher(self.options.match_on, self._whole(self.parents[0]), self._whole(donor), samples)
+        return self.matcher(self.options.match_on, self._runnable(self.parents[0]), self._runnable(donor), samples)
 
-    def _whole(self, model: nn.Module) -> nn.Module:
+    def _runnable(self, model: nn.Module) -> nn.Module:
         """A model in float32 at least where the samples are, to be run: a copy, if it is not."""
         if all(p.dtype in WIDE and p.device == self.device for p in model.parameters()):
             return model
@@ -426,7 +426,7 @@ class _Fit:
         steps = self.options.steps
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1))
         mark = fit_mark(self.parents, self.batches, self.match, self.options) if self.options.state else ""
-        state = State(self.options.state, learned, optimiser, schedule, self.generator, mark, self.together)
+        state = TrainingState(self.options.state, learned, optimiser, schedule, self.generator, mark, self.together)
         first, best = state.restore(report)
         every = max(1, steps // LOOKS)
         report.history = report.history or [(0, 0.0, report.before, report.barrier_before)]
@@ -438,7 +438,7 @@ class _Fit:
             seconds = self.together.agreed(lambda: time.perf_counter() - began)
             late = self.options.minutes and seconds > 60 * self.options.minutes
             if (step + 1) % every == 0 or step + 1 == steps or late:
-                best = self._judge(learned, report, best, step + 1, seconds)
+                best = self._keep_best(learned, report, best, step + 1, seconds)
                 state.save(step + 1, best, report)
             figures = {
                 "loss": float(self.together.total(loss)),
@@ -455,10 +455,10 @@ class _Fit:
         """One step; the loss before it. Nothing else is left: a graph that outlives its step lies scattered where the
         next one's activations have to go."""
         optimiser.zero_grad()
-        coefficients, lesson = self.draw(), self.next_lesson()
+        coefficients, batch_and_answers = self.draw(), self.next_batch()
         weights = self.path.weights([module() for module in learned], coefficients)
         with self.path.holding(weights):
-            loss = self.loss(weights, *lesson, coefficients)
+            loss = self.loss(weights, *batch_and_answers, coefficients)
             if loss.requires_grad:
                 loss.backward()
         self.together.gradients(learned.parameters())
@@ -466,7 +466,7 @@ class _Fit:
         optimiser.step()
         return loss.detach()
 
-    def _judge(
+    def _keep_best(
         self, learned: nn.ModuleList, report: FitReport, best: dict[str, Tensor], step: int, seconds: float
     ) -> dict[str, Tensor]:
         """Keep the state if it is the best on the held-out samples so far."""

@@ -59,7 +59,7 @@ ActivationPair = tuple[Activations, Activations]
 """Of anchor and donor, on the same samples."""
 
 
-def match_seen(
+def match_on_activations(
     architecture: Architecture,
     anchor: TensorSource,
     donor: TensorSource,
@@ -82,14 +82,14 @@ def match_seen(
     streams = residual_groups(architecture, options.residual)
     folded = architecture.folds(streams)
     plain = [folded_source(architecture, source, folded) for source in (anchor, donor)]
-    activation_tensors = _Told(*activations, *plain)
+    activation_tensors = _ActivationTensors(*activations, *plain)
     blocks = [
         activation_tensors.block(block, bool(options.at(architecture, block).rescale)) for block in architecture.blocks
     ]
     rows = max((len(x) for x, _ in activation_tensors.tensors.values()), default=0)
     if not rows:
         raise DataError("the samples pass through no map that can be matched", remedy="match on weights")
-    first, second = (_Beside(source, activation_tensors.tensors, which) for which, source in enumerate(plain))
+    first, second = (_WithActivations(source, activation_tensors.tensors, which) for which, source in enumerate(plain))
     start = {
         ACTIVATIONS: _start(
             architecture, streams, [(b, activation_infos) for b, _, activation_infos in blocks], first, second
@@ -145,30 +145,32 @@ class OnSamples:
         Raises:
             DataError: the vocabularies differ, or there are no samples.
         """
-        alignment = match_seen(architecture, anchor, donor, options, progress, self.seen(), self.how, ledger)
+        alignment = match_on_activations(
+            architecture, anchor, donor, options, progress, self.activations(), self.how, ledger
+        )
         return replace(alignment, samples=(self.data, self.count))
 
-    def seen(self) -> ActivationPair:
+    def activations(self) -> ActivationPair:
         """Inputs and outputs of both models' maps."""
-        self._check_words()
+        self._check_vocabularies()
         model = load(self.anchor)
-        batches = self._read(self.anchor, model, 0)
+        batches = self._batches(self.anchor, model, 0)
         if self.data == SELF:
             del model
             model = load(self.donor)
-            batches += self._read(self.donor, model, 1)
+            batches += self._batches(self.donor, model, 1)
             second = seen_of(model.to(self.device), batches)
             return seen_of(load(self.anchor).to(self.device), batches), second
         first = seen_of(model.to(self.device), batches)
         del model
         return first, seen_of(load(self.donor).to(self.device), batches)
 
-    def _read(self, name: str, model: Any, number: int) -> list[Batch]:
+    def _batches(self, name: str, model: Any, number: int) -> list[Batch]:
         count = self.count if self.data != SELF else (self.count + 1 - number) // 2
         data = read_batches(self.data, local_path(name), model, count, AT_ONCE, seed=self.seed + number)
         return unpadded(data.batches, self.data)
 
-    def _check_words(self) -> None:
+    def _check_vocabularies(self) -> None:
         models = Models(MergeOptions())
         a, d = (models[parse_reference(name)] for name in (self.anchor, self.donor))
         if shared_rows([a, d]) is not None or moved_tokens(a, d)[0]:
@@ -185,18 +187,18 @@ def seen_of(model: Any, batches: list[Batch]) -> Activations:
         model.train(training)
 
 
-def seen_on(source: str) -> Callable[[str, Any, Any, Sequence[Mapping[str, Tensor]]], Match]:
+def activation_matcher(source: str) -> Callable[[str, Any, Any, Sequence[Mapping[str, Tensor]]], Match]:
     """Return a function that builds matchers of loaded models on samples: on `activations` or `both`.
 
     Args:
         source: what the samples are called, where they do not do.
     """
 
-    def made(how: str, anchor: Any, donor: Any, batches: Sequence[Mapping[str, Tensor]]) -> Match:
+    def matcher(how: str, anchor: Any, donor: Any, batches: Sequence[Mapping[str, Tensor]]) -> Match:
         plain = unpadded([unlabelled(batch) for batch in batches], source)
-        return partial(match_seen, activations=(seen_of(anchor, plain), seen_of(donor, plain)), how=how)
+        return partial(match_on_activations, activations=(seen_of(anchor, plain), seen_of(donor, plain)), how=how)
 
-    return made
+    return matcher
 
 
 def _start(
@@ -231,7 +233,7 @@ def _notes(architecture: Architecture, moved: Iterable[str], rows: int, how: str
 
 
 @dataclass(frozen=True)
-class _Beside:
+class _WithActivations:
     """A model's tensors with the activations on one side."""
 
     source: TensorSource
@@ -245,7 +247,7 @@ class _Beside:
         return self.activation_pairs[name][self.which] if name in self.activation_pairs else self.source[name]
 
 
-class _Told:
+class _ActivationTensors:
     """Activations of two models as labelled tensors.
 
     Attributes:
@@ -270,31 +272,31 @@ class _Told:
             linear = linear_map(block, info)
             if linear is None or linear.stacked:
                 continue
-            for activation_info in self._of(linear, read):
+            for activation_info in self._tensors_of(linear, read):
                 infos.append(activation_info)
                 local = {part.space.name for part in activation_info.axes[1].parts if part.space.kind != "stream"}
                 known |= local
                 stems |= {stem_of(info.key)} if local else set()
-        return block, [i for i in block.tensors if self._counts(i, stems, known, scales)], infos
+        return block, [i for i in block.tensors if self._is_needed(i, stems, known, scales)], infos
 
     @staticmethod
-    def _counts(info: TensorInfo, stems: set[str], known: set[str], scales: bool) -> bool:
+    def _is_needed(info: TensorInfo, stems: set[str], known: set[str], scales: bool) -> bool:
         """Whether a tensor knows of a local space what activations do not."""
         spaces = {space.name for space in info.spaces() if space.kind != "stream"}
         return bool(spaces - known) or (bool(spaces) and scales and stem_of(info.key) not in stems)
 
-    def _of(self, linear: LinearMap, read: set[str]) -> Iterator[TensorInfo]:
+    def _tensors_of(self, linear: LinearMap, read: set[str]) -> Iterator[TensorInfo]:
         """Yield a map's outputs, and its stream inputs unless another map of its block reads the same."""
         (x, y), (u, v) = (activations.around(linear) for activations in self.activations)
         normed = all(activations.is_plain(linear) for activations in self.activations)
         source = self.activations[0].read_with(linear)
-        if _agree(x, u) and normed and source not in read and _all(linear.inputs, ("read",)):
+        if _same_shape(x, u) and normed and source not in read and _has_roles(linear.inputs, ("read",)):
             read.add(source)
-            yield self._told(linear, "reads", linear.inputs, x, u)
-        if _agree(y, v) and _all(linear.outputs, _GIVES):
-            yield self._told(linear, "gives", linear.outputs, y, v)
+            yield self._add(linear, "reads", linear.inputs, x, u)
+        if _same_shape(y, v) and _has_roles(linear.outputs, _GIVES):
+            yield self._add(linear, "gives", linear.outputs, y, v)
 
-    def _told(self, linear: LinearMap, side: str, axis: Axis, x: Tensor | None, u: Tensor | None) -> TensorInfo:
+    def _add(self, linear: LinearMap, side: str, axis: Axis, x: Tensor | None, u: Tensor | None) -> TensorInfo:
         assert x is not None
         assert u is not None
         whiten = any(part.space.kind == "stream" for part in axis.parts)
@@ -307,11 +309,11 @@ class _Told:
         return TensorInfo(f"{linear.info.key}:{side}", (name,), (Axis(), axis))
 
 
-def _all(axis: Axis, roles: tuple[str, ...]) -> bool:
+def _has_roles(axis: Axis, roles: tuple[str, ...]) -> bool:
     return bool(axis.parts) and all(part.role in roles and part.space.kind in _KINDS for part in axis.parts)
 
 
-def _agree(x: Tensor | None, u: Tensor | None) -> bool:
+def _same_shape(x: Tensor | None, u: Tensor | None) -> bool:
     return x is not None and u is not None and x.shape == u.shape
 
 

@@ -77,10 +77,10 @@ class ParentOutputs:
         """The parents' outputs on a batch that will not come again."""
         if not len(next(iter(batch.values()))):
             return []
-        return [_told(parent(**batch)).to(self.device) for parent in self.parents]
+        return [_output_of(parent(**batch)).to(self.device) for parent in self.parents]
 
 
-def _told(outputs: Any) -> Tensor:
+def _output_of(outputs: Any) -> Tensor:
     output = main_output(outputs).float()
     return functional.softmax(output, dim=-1) if is_distribution(outputs) else output
 

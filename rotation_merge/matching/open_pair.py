@@ -68,7 +68,7 @@ class WithTied:
 
 
 @dataclass(frozen=True)
-class Opening:
+class PairArguments:
     """The arguments of opening a pair, so that another process can open it again; see `open_pair`."""
 
     anchor: str
@@ -79,7 +79,7 @@ class Opening:
     words: bool
     widths: bool
 
-    def elsewhere(self) -> Opening:
+    def for_other_process(self) -> PairArguments:
         """Return an opening that gives the same tensors in a process with another working directory.
 
         Of the options, only those of streams are kept.
@@ -91,23 +91,23 @@ class Opening:
         return open_pair(**{name.name: getattr(self, name.name) for name in fields(self)})
 
 
-class Again:
+class ReopenedSource:
     """One of the two sources of a pair that are matched; unpickled, it opens the pair anew when a tensor is asked for.
 
     Attributes:
         which: 0 the anchor's, 1 the donor's.
     """
 
-    def __init__(self, opening: Opening, which: int, source: TensorSource | None = None) -> None:
+    def __init__(self, opening: PairArguments, which: int, source: TensorSource | None = None) -> None:
         self.opening, self.which, self._source = opening, which, source
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Again, (self.opening.elsewhere(), self.which)
+        return ReopenedSource, (self.opening.for_other_process(), self.which)
 
     @property
     def source(self) -> TensorSource:
         if self._source is None:
-            self._source = _opened(self.opening).matched[self.which]
+            self._source = _open_once(self.opening).matched[self.which]
         return self._source
 
     def __contains__(self, name: object) -> bool:
@@ -117,10 +117,10 @@ class Again:
         return self.source[name]
 
 
-_LATEST: list[tuple[Opening, Pair]] = []
+_LATEST: list[tuple[PairArguments, Pair]] = []
 
 
-def _opened(opening: Opening) -> Pair:
+def _open_once(opening: PairArguments) -> Pair:
     """A pair opened in this way, the latest kept: both of its sources are asked for."""
     if not _LATEST or _LATEST[0][0] != opening:
         _LATEST[:] = [(opening, opening.open())]
@@ -146,7 +146,7 @@ class Pair:
     checked: CheckedPair
     device: str = "cpu"
     marks: tuple[Fingerprint, Fingerprint] = field(default_factory=lambda: (Fingerprint(), Fingerprint()))
-    opening: Opening | None = None
+    opening: PairArguments | None = None
     untie: bool = False
     widths: bool = False
 
@@ -174,7 +174,7 @@ class Pair:
         if self.shared is not None:
             anchor, donor = (Rows(self.architecture, *pair) for pair in zip(self.sources, self.shared, strict=True))
         if self.opening is not None:
-            return Again(self.opening, 0, anchor), Again(self.opening, 1, donor)
+            return ReopenedSource(self.opening, 0, anchor), ReopenedSource(self.opening, 1, donor)
         return anchor, donor
 
     def aligned(self, alignment: Alignment, dtype: torch.dtype | None = None) -> View:
@@ -272,7 +272,7 @@ def open_pair(
     """
     opening = None
     if isinstance(anchor, str) and isinstance(donor, str) and excluded is None and not any_base:
-        opening = Opening(anchor, donor, options, untie, unsupported, words, widths)
+        opening = PairArguments(anchor, donor, options, untie, unsupported, words, widths)
     excluded = excluded or (lambda _: False)
     models = Models(MergeOptions(), unsupported, untie and widths)
     first, second = (_reference(models, model) for model in (anchor, donor))
@@ -313,11 +313,11 @@ def _reference(models: Models, model: str | OpenedModel) -> ModelReference:
     """What a model is called among these: one that is open stands there as it is."""
     if isinstance(model, str):
         return parse_reference(model)
-    held = HeldModel(model)
-    if held.reference in models and model.source is not model.checkpoint:  # two views of one model
-        held = HeldModel(replace(model, name=f"{model.name} (donor)"))
-    models[held.reference] = held
-    return held.reference
+    model_in_memory = HeldModel(model)
+    if model_in_memory.reference in models and model.source is not model.checkpoint:  # two views of one model
+        model_in_memory = HeldModel(replace(model, name=f"{model.name} (donor)"))
+    models[model_in_memory.reference] = model_in_memory
+    return model_in_memory.reference
 
 
 def check_models(
@@ -391,14 +391,14 @@ def write_alignment(
     with_records = alignment if alignment.records else recorded(pair.architecture, *pair.sources, alignment)
     run = Run()
     run.aligned(name, with_records)
-    metadata = head(pair.anchor.reference, pair.donor.reference, asdict(options))
+    metadata = alignment_metadata(pair.anchor.reference, pair.donor.reference, asdict(options))
     metadata |= {"figures": figures(run.rows(), run.whole.get(name)), **(facts or {})}
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     whole = replace(alignment, basis=pair.basis(alignment.folded))
     save_alignment(path, whole, metadata, torch.float16 if half else torch.float64)
 
 
-def head(anchor: ModelReference, donor: ModelReference, options: Mapping[str, Any]) -> dict[str, Any]:
+def alignment_metadata(anchor: ModelReference, donor: ModelReference, options: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata of an alignment file: both models, the options, the versions."""
     return {
         "anchor": str(anchor),

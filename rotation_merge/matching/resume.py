@@ -35,16 +35,16 @@ def fit_mark(
         for name, tensor in batch.items():
             mark.add(f"batch {i}: {name}", tensor)
     chosen = {name: value for name, value in asdict(options).items() if name not in WITHOUT_EFFECT}
-    classes = [(type(model).__name__, _words(getattr(model, "config", ""))) for model in models]
+    classes = [(type(model).__name__, _config_text(getattr(model, "config", ""))) for model in models]
     return mark.hexdigest({"models": classes, "match": asdict(match), **chosen})
 
 
-def _words(config: Any) -> str:
+def _config_text(config: Any) -> str:
     """A config as transformers writes it, or whatever else a model has in its place."""
     return str(config.to_json_string()) if hasattr(config, "to_json_string") else str(config)
 
 
-class State:
+class TrainingState:
     """Parameters, optimiser, schedule and random numbers of a fit, in one file (or nowhere)."""
 
     def __init__(

@@ -137,7 +137,7 @@ class Run:
         ]
         return [*words, *(line for lines in self.later for line in lines())]
 
-    def told_later(self, words: Callable[[], list[str]]) -> None:
+    def add_notes_later(self, words: Callable[[], list[str]]) -> None:
         """Add notes that are known only after all tensors are written."""
         with self._lock:
             self.later.append(words)

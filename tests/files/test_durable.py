@@ -15,7 +15,7 @@ from plugin_support import make, merged, recipe_for, twin
 from rotation_merge.files.durable import name_when_whole, replacing, write_text
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.fit_records import FitReport
-from rotation_merge.matching.resume import State
+from rotation_merge.matching.resume import TrainingState
 from rotation_merge.model.output import staged
 from rotation_merge.run import statistics_file as statistics
 
@@ -71,7 +71,7 @@ def test_a_state_of_a_fit(steps: list[tuple[str, str]], tmp_path: Path) -> None:
     module = torch.nn.Linear(2, 2)
     optimiser = torch.optim.Adam(module.parameters())
     schedule = torch.optim.lr_scheduler.ConstantLR(optimiser)
-    state = State(tmp_path / "fit.unfinished", module, optimiser, schedule, torch.Generator(), "mark")
+    state = TrainingState(tmp_path / "fit.unfinished", module, optimiser, schedule, torch.Generator(), "mark")
     state.save(1, {}, FitReport("identity", "labels", *(0.0,) * 5, 0, 0.0))
     assert_file_was_kept(steps, tmp_path / "fit.unfinished")
 

@@ -20,7 +20,7 @@ from rotation_merge.matching.engine import checkpointed, renamed
 from rotation_merge.matching.fit import LearnedTransforms, fit, identities
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.match_on import seen_on
+from rotation_merge.matching.match_on import activation_matcher
 from rotation_merge.matching.objective import mix
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.source import transform_state
@@ -155,7 +155,7 @@ def test_a_start_matched_on_samples(vits):
     match, scores = AlignConfig(heads="permutation", residual="rotation"), {}
     for how in ("weights", "both"):
         options = FitConfig(steps=1, start="matched", match_on=how)
-        found = fit(vits[0], vits[1], batches(96, labels=True), match, options, matcher=seen_on("digits"))
+        found = fit(vits[0], vits[1], batches(96, labels=True), match, options, matcher=activation_matcher("digits"))
         scores[how] = found.report.before
     assert scores["weights"] != scores["both"] < found.report.unaligned
     with pytest.raises(RecipeError, match="rotation-merge fit"):

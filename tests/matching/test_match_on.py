@@ -18,7 +18,7 @@ from tiny_models import ALL, Case, difference, exactly, inputs, outputs, planted
 
 import rotation_merge as rm
 from rotation_merge.matching.activations import Activations
-from rotation_merge.matching.match_on import ROWS, centred, match_seen
+from rotation_merge.matching.match_on import ROWS, centred, match_on_activations
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, NOTHING
 from rotation_merge.model.model_inputs import open_like
 
@@ -96,7 +96,7 @@ def test_activations_decide_where_weights_say_nothing(family: str) -> None:
         {n: x if x.ndim < 2 else 0.1 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in m.items()}
         for m in (model.state_dict(), other.state_dict())
     ]
-    found = match_seen(architecture, *states, options, None, (pair[0], pair[1]), ACTIVATIONS)
+    found = match_on_activations(architecture, *states, options, None, (pair[0], pair[1]), ACTIVATIONS)
     anchor, blank = model.state_dict(), rm.align(model, other, NOTHING)
     moved = replace(blank.without_biases(), transforms=found.transforms).apply(other).state_dict()
     for name, tensor in moved.items():

@@ -84,7 +84,7 @@ class Delegated:
     def __init__(self, method: OwnMethod, donors: Donors, helper: Helper | None) -> None:
         self.method, self.plan, self.base, self.helper = method, plan_of(method), donors.recipe.base, helper
         self.log = MergeLog(str(self.base))
-        donors.run.told_later(lambda: method.words(self.log))
+        donors.run.add_notes_later(lambda: method.words(self.log))
 
     def task(self, request: Wanted) -> DelegateTask:
         """

@@ -11,7 +11,7 @@ from mergekit.common import ModelReference
 from rotation_merge.architecture import resolve
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.alignment import Alignment, Basis, Identity, hidden_biases, needed_folds
-from rotation_merge.matching.open_pair import head
+from rotation_merge.matching.open_pair import alignment_metadata
 from rotation_merge.mergekit_plugin.planning.blocks import BlockPart
 from rotation_merge.mergekit_plugin.planning.files import ALIGNMENT, KEPT_BY, numbered
 from rotation_merge.mergekit_plugin.planning.session import Session
@@ -67,7 +67,11 @@ def keep_alignments(session: Session, folder: str) -> list[str]:
         options = asdict(donor.checked.options) if donor.checked is not None else {}
         rows = [row for row in session.run.rows() if row.donor == name]
         measured = {"figures": figures(rows, session.run.whole.get(name))}
-        metadata = alignment_file.metadata if alignment_file else {**head(base.reference, matched, options), **measured}
+        metadata = (
+            alignment_file.metadata
+            if alignment_file
+            else {**alignment_metadata(base.reference, matched, options), **measured}
+        )
         rows_of_classes = donor.checked.rows if donor.checked is not None else {}
         source = session.models[matched]
         basis = Basis(
