@@ -44,7 +44,10 @@ class HeldModel(Model):
     """A model in memory, a view, or a checkpoint that is open, as planning and matching see checkpoints."""
 
     def __init__(self, opened: OpenedModel) -> None:
-        super().__init__(ModelReference(model=ModelPath(path=opened.name)), MergeOptions(), untie=opened.untie)
+        reference = ModelReference(model=ModelPath(path=opened.name))
+        if opened.checkpoint is not None and str(opened.checkpoint.reference) == opened.name:
+            reference = opened.checkpoint.reference  # which knows a revision and an adapter
+        super().__init__(reference, MergeOptions(), untie=opened.untie)
         known = {
             "loader": Loader(opened),
             "config": dict(opened.config),
