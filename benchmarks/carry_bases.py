@@ -55,7 +55,7 @@ from rotation_merge.matching.match import match_model
 from rotation_merge.matching.match_on import OnSamples
 from rotation_merge.matching.options import BOTH, AlignConfig
 from rotation_merge.model.source import TensorSource
-from rotation_merge.model.sources import Renamed
+from rotation_merge.model.sources import TranslatedSource
 from rotation_merge.run import demo
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import architecture_of, load
@@ -179,7 +179,7 @@ class Pair:
 
     def losses(self, tensors: Mapping[str, Tensor], data: Data) -> Tensor:
         """Of each sample, with some of the new base's tensors, by their names in the checkpoint, replaced."""
-        named = Renamed({**self.stored, **tensors}, self.bases.architecture, architecture_of(self.model))
+        named = TranslatedSource({**self.stored, **tensors}, self.bases.architecture, architecture_of(self.model))
         self.model.load_state_dict({name: named[name] for name in self.model.state_dict()})
         return losses(self.model, data)
 

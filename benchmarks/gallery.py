@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from record import ROOT, Table
 
-from rotation_merge.cli.show import quieten
+from rotation_merge.cli.show import silence_libraries
 from rotation_merge.diagnose import donors_of
 from rotation_merge.diagnose.matchings import ALIGNED, PLAIN
 from rotation_merge.diagnose.paths import Paths
@@ -230,7 +230,7 @@ def page() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    quieten()
+    silence_libraries()
     table = Table("gallery")
     PAGE.write_text(page(), encoding="utf-8")
     with tempfile.TemporaryDirectory() as scratch:

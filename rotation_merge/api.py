@@ -36,7 +36,7 @@ from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_name
 from rotation_merge.model.naming import anywhere, check_different
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.view import View, as_stored
-from rotation_merge.model.writing import Storage, small_files
+from rotation_merge.model.writing import StorageOptions, small_files
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import unpadded
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
@@ -83,7 +83,7 @@ def align(
         **options: fields of the config: attention, heads, ffn, rescale, residual, layers.
 
     Returns:
-        The alignment, whose `apply(donor)` is the moved donor, and whose `report` says what was done.
+        The alignment, with `apply(donor)` for the moved donor and `report` on the alignment.
 
     Raises:
         RotationMergeError: unknown options, an unsupported architecture, models that do not fit together.
@@ -125,10 +125,10 @@ def average(
         method: `linear`, `slerp`, `ties`, `task_arithmetic`, ... of mergekit; `regmean`, `fisher`, `kfac`, `refit`,
             `wudi`, `tsv`, `iso`, `ot_fusion` of our own.
         weights: one for each model. None: all equal.
-        samples: what `regmean`, `fisher` and `kfac` measure the models on, and `refit` and `ot_fusion` run them on:
-            batches of what forward takes (all models share them), or such a list, or the name of a source (a file,
-            `self`, `synthetic`, `demo:NAME`), for each model.
-        statistics: of each model, in place of samples: what `measure` gave, or its files.
+        samples: data for `regmean`, `fisher`, `kfac` (measured), `refit` and `ot_fusion` (run): batches of forward's
+            inputs for all models, or for each model a list of batches or the name of a source (a file, `self`,
+            `synthetic`, `demo:NAME`).
+        statistics: of each model, instead of samples: results of `measure`, or its files.
         limit: of sources by name at most so many examples.
         seed: of everything random.
         **parameters: of the method, such as `t` or `density`; `lambda_` stands for `lambda`.
@@ -138,7 +138,7 @@ def average(
         model when the first is asked for.
 
     Raises:
-        RecipeError: there is no such method or parameter, or what it needs is missing.
+        RecipeError: the method or a parameter does not exist, or a required input is missing.
         CheckpointError: the models do not compute alike, or their tensors differ in names or shapes.
     """
     views = [model if isinstance(model, View) else as_stored(open_like(model)) for model in models]
@@ -190,7 +190,7 @@ def _measured(
 
     Raises:
         RecipeError: neither is there.
-        StatisticsError: they are not of these weights, or do not hold what the method needs.
+        StatisticsError: they belong to other weights, or lack an entry that the method needs.
     """
     if statistics is None and samples is None:
         problem = f"{method} averages by what the models do on samples"
@@ -212,11 +212,11 @@ def _measured(
 
 
 def measure(model: ModelLike, samples: Samples = SELF, config: MeasureConfig | None = None) -> Statistics:
-    """Measure a model on samples, in memory: what `average` by `regmean`, `fisher` or `kfac` takes.
+    """Measure a model's statistics in memory, for `average` by `regmean`, `fisher` or `kfac`.
 
     Args:
         model: as `align` takes it, or a view.
-        samples: batches of what forward takes, or the name of a source (a file, `self`, `synthetic`, `demo:NAME`).
+        samples: batches of forward's inputs, or the name of a source (a file, `self`, `synthetic`, `demo:NAME`).
 
     Returns:
         The statistics, whose `save(path)` writes the file that recipes take.
@@ -225,7 +225,7 @@ def measure(model: ModelLike, samples: Samples = SELF, config: MeasureConfig | N
         RotationMergeError: the model or the samples are of no use.
     """
     opened, config = open_like(model), config or MeasureConfig()
-    module = judged(opened)
+    module = for_evaluation(opened)
     limit = config.samples or (SAMPLES if isinstance(samples, str) and samples in SOURCES else None)
     data = read_samples(opened, samples, limit, config.batch_size, config.length, config.seed, module)
     return measured_in_memory(module, opened, data, config)
@@ -236,13 +236,13 @@ def evaluate(model: ModelLike, samples: Samples, config: EvaluateConfig | None =
 
     Args:
         model: as `align` takes it, or a view.
-        samples: batches of what forward takes, with `labels` where there are any, or the name of a source.
+        samples: batches of forward's inputs, with `labels` where there are any, or the name of a source.
 
     Raises:
         RotationMergeError: the model or the samples are of no use, or nothing can be scored on them.
     """
     opened, config = open_like(model), config or EvaluateConfig()
-    module = judged(opened)
+    module = for_evaluation(opened)
     data = read_samples(opened, samples, config.limit, config.batch_size, config.length, module=module)
     scores = score(module, data)
     return {"loss": scores.loss, **scores.figures}
@@ -282,7 +282,7 @@ def polish(
 
     Args:
         merged: as `align` takes models, or a view.
-        teachers: what was merged.
+        teachers: the models that were merged.
         samples: for all teachers or a list with those of each, as of `average`.
 
     Returns:
@@ -300,12 +300,12 @@ def polish(
         answered = []
         for number, (teacher, source) in enumerate(zip(parents, for_each(samples, len(parents)), strict=True)):
             check_forward(opened.member, teacher.member)
-            module, path = judged(teacher), Path(folder) / f"answers-{number}.safetensors"
+            module, path = for_evaluation(teacher), Path(folder) / f"answers-{number}.safetensors"
             seed = config.seed + number
             data = read_samples(teacher, source, config.samples, size, config.length, seed, module)
             write_answers(module, unpadded(data.batches, data.source), path, "", teacher.name)
             answered.append(Answered(path))
-        model = judged(opened).requires_grad_(True)
+        model = for_evaluation(opened).requires_grad_(True)
         student = with_lora(model, config.lora, config.seed) if config.lora else model
         rates = () if config.learning_rate is None else (config.learning_rate,)
         options = PolishOptions(config.steps, config.lora, config.lora > 0, rates, seed=config.seed)
@@ -335,7 +335,7 @@ def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: Barri
     config = config or BarrierConfig()
     first, second = open_like(anchor), open_like(donor)
     check_pair(first.member, second.member, NOTHING, excluded=lambda _: True)
-    ends = judged(first), judged(second)
+    ends = for_evaluation(first), for_evaluation(second)
     data = read_samples(first, samples, config.limit, config.batch_size, config.length, module=ends[0])
     return path(*ends, data, config.points, "path")
 
@@ -354,12 +354,12 @@ def merge(
     Args:
         models: folders or names of the hub; the anchor first.
         out: a folder, new or empty.
-        data: a source of samples for all models, or one for each; empty: what the models make themselves.
+        data: a source of samples for all models, or one for each; empty: samples that the models write.
         anyway: write the best merge even if one parent alone is better.
-        watch: told what is done, a line at a time.
+        watch: called with each line of progress.
 
     Returns:
-        What was tried and found; `verdict.worth_it` says whether the best merge is better than every model alone.
+        What was tried and found; `verdict.worth_it` tells whether the best merge is better than every model alone.
 
     Raises:
         RotationMergeError: models, data or the folder are of no use.
@@ -382,7 +382,7 @@ def merge(
     return outcome
 
 
-def judged(opened: OpenedModel) -> Any:
+def for_evaluation(opened: OpenedModel) -> Any:
     """A model in memory as it is judged: in float32, its weights as they would be stored."""
     return as_stored(opened).to_module().float()
 
@@ -396,7 +396,7 @@ def transfer(
     samples: Batches | None = None,
     **options: Any,
 ) -> View | AdapterWeights:
-    """Carry what fine-tuning changed in an old base to a new one.
+    """Carry the change of a fine-tune or an adapter from an old base to a new one.
 
     By weights (the default) the old base is aligned to the new one, and the change with it: W' = W_new + scale L
     (W_tuned - W_old) Rᵀ (Update your transformer to the latest release, 2025). Other methods run the models on samples.
@@ -405,8 +405,8 @@ def transfer(
         tuned: a fine-tune of `old`, as `align` takes models (also `base+adapter`), or a folder of peft with an adapter
             of it; not modified.
         old, new: bases of one architecture; not modified.
-        config: how; or name its fields, and those of `AlignConfig`, as options. Where nothing is said of matching and
-            the bases share their coordinates, nothing is matched: the change is added as it is.
+        config: how; or name its fields, and those of `AlignConfig`, as options. Without options of matching, between
+            bases that share their coordinates, nothing is matched: the change is added as it is.
         samples: of `match_on` other than weights, of modules, as of `align`.
 
     Returns:
@@ -474,7 +474,7 @@ def _transferred_files(
 
         work, *bases = (path_of(name, model) for name, model in (("tuned", tuned), ("old", old), ("new", new)))
         out = os.path.join(folder, "out")
-        execution = Execution(storage=Storage(untie=config.untie), even_if_near=True)
+        execution = Execution(storage=StorageOptions(untie=config.untie), even_if_near=True)
         (result,) = carry({out: work}, bases[0], bases[1], config, execution)
         if is_adapter(out):
             written = Adapter(out)
@@ -490,7 +490,7 @@ def _matcher(how: str, samples: Batches | None, anchor: OpenedModel, donor: Open
     """The function that matches the donor to the anchor.
 
     Raises:
-        RecipeError: there is no such way, or what it needs is missing.
+        RecipeError: the method does not exist, or a required input is missing.
     """
     MatchConfig.options()["match_on"].check("match_on", how)
     if how == WEIGHTS:

@@ -14,7 +14,7 @@ from rotation_merge.errors import RecipeError, nearest, short
 C = TypeVar("C", bound="Config")
 
 READ, WRITTEN, NEITHER = "read", "written", "neither"
-"""Whether a value names what is read, what is written, or neither."""
+"""Whether a value names an input, an output, or neither."""
 
 
 def is_text(value: Any) -> bool:
@@ -27,9 +27,9 @@ class Kind:
     """A kind of value.
 
     Attributes:
-        words: what it is called, after "it must be".
+        words: noun phrase that follows "it must be".
         holds: whether a value is of the kind.
-        role: whether it names what is read, what is written, or neither.
+        role: whether it names an input, an output, or neither.
     """
 
     words: str
@@ -69,14 +69,14 @@ class Option:
     """One option of a job.
 
     Attributes:
-        help: what it does, in Markdown, without its name, default and range.
+        help: description in Markdown, without name, default and range.
         kind: of its values: int, float, str, bool, tuple of words, or a `Kind`.
         choices: the only values that it may have; of a tuple, its words.
         low, high: the range of a number.
         above: whether the lower end itself is outside.
         optional: whether it may be None.
         words: values that it may have beside those of its kind.
-        key: what recipes and commands call it, if not by its field's name.
+        key: its name in recipes and commands, if not the field's name.
         command: whether the command line has it.
         scope: where recipes may have it; empty: nowhere.
         delegates: our own delegates that read it in recipes; empty: it holds whatever the delegate.
@@ -128,7 +128,7 @@ class Option:
         """Check a value against the option's type, range and choices.
 
         Args:
-            noun: what an option is called where the user wrote it.
+            noun: word for an option in the place where the user wrote it.
 
         Raises:
             RecipeError: the value is none that the option may have; names the option, its range and the nearest value.

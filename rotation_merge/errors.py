@@ -1,4 +1,4 @@
-"""The exceptions, each worded as one line: what is wrong, where it stands, how to mend it."""
+"""Exceptions whose message is one line: problem, place, remedy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class RotationMergeError(Exception):
     """Base of every error this package raises on its own account.
 
     Args:
-        what: what is wrong, naming the thing.
+        what: the problem, with the name of the thing.
         where: file, model, tensor or recipe entry it stands in.
-        remedy: how to mend it.
+        remedy: what to do.
     """
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
@@ -58,11 +58,11 @@ class StatisticsError(RotationMergeError):
 
 
 class WorkerError(RotationMergeError):
-    """A worker process failed; the next run resumes from what is done."""
+    """A worker process failed; the next run resumes."""
 
 
 class SpaceError(RotationMergeError):
-    """The disk is full for intermediate files; the next run resumes from what is done."""
+    """The disk is full for intermediate files; the next run resumes."""
 
 
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -118,7 +118,7 @@ SHOWN = 8
 
 
 def named(words: Iterable[str]) -> str:
-    """Names in one line: the first few, then how many more there are."""
+    """Names in one line: the first few, then the number of the others."""
     items = list(words)
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return ", ".join(items[:SHOWN]) + more

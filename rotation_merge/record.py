@@ -1,4 +1,5 @@
-"""The report of one merge, as data: what `rotation_merge.json` holds, with what a search for the best merge found."""
+"""The report of one merge, as data: the content of `rotation_merge.json`, with the outcome of a search for the best
+merge."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from rotation_merge.errors import AlignmentError, short
 FORMAT = 1
 REPORT_FILE = "rotation_merge.json"
 MANIFEST_FILE = "rotation_merge.manifest.json"
-"""Lists what a published folder holds; lies beside a recipe that 'rotation-merge pull' has brought here."""
+"""List of a published folder's files; lies beside a recipe that 'rotation-merge pull' downloaded."""
 SMALL_GAIN = 0.01
 """A fall of the relative distance by less than this fraction counts as nothing gained."""
 
 RELATED = 0.7
-"""Relative distance from which on models are not said to share coordinates: half of what unrelated ones have. At 1 the
+"""Relative distance from which on models are not said to share coordinates: half of that of unrelated models. At 1 the
 donor may as well have vanished."""
 
 
@@ -66,13 +67,13 @@ def rows_in(metadata: Mapping[str, Any], path: str) -> list[SpaceRow]:
         raise AlignmentError(f"its figures are damaged ({short(error)})", where=path, remedy=remedy) from error
 
 
-def whole_in(metadata: Mapping[str, Any]) -> dict[str, object]:
+def overall_figures(metadata: Mapping[str, Any]) -> dict[str, object]:
     """Figures of the whole model in the metadata of an alignment file; see `rows_in`."""
     figures = metadata.get("figures", {}).get("whole", {})
     return dict(figures) if isinstance(figures, Mapping) else {}
 
 
-def relative(rows: Sequence[SpaceRow]) -> tuple[float, float]:
+def relative_distance(rows: Sequence[SpaceRow]) -> tuple[float, float]:
     """Relative distance of a donor before and after: of the whole model where its stream was matched (the stream's row
     says it), else over its matched spaces."""
     rows = [row for row in rows if row.kind == "stream"][:1] or rows
@@ -112,7 +113,7 @@ class Score:
     """The score of one model (lower is better), and with labels its accuracy (or a correlation).
 
     Attributes:
-        on_base: the loss on text that the models' base wrote (nats a token), which says what was forgotten.
+        on_base: the loss on text that the models' base wrote (nats a token), a measure of forgetting.
     """
 
     name: str
@@ -126,7 +127,7 @@ class Attempt(Score):
     """A merge that was tried, with its figures on the selection samples.
 
     Attributes:
-        seconds: what it took.
+        seconds: wall time.
         unfinished: whether it was given up when its first samples said that it cannot win.
     """
 
@@ -142,7 +143,7 @@ class Verdict:
     """The parents, their ensemble, the plain merge and the best merge on held-out samples.
 
     Attributes:
-        unit, figure: what scores are, and what stands beside them.
+        unit, figure: unit of the scores, and name of the figure beside them.
         samples: which they are, in words.
         ensemble, plain: None where there is none; `notes` may say why.
         tried: the best first.
@@ -190,7 +191,7 @@ class Verdict:
         """A table's rows.
 
         Args:
-            names: what models are to be called.
+            names: names of models to show.
         """
         rows = [self._row(f"{names.get(parent.name, parent.name)} alone", parent) for parent in self.parents]
         rows += [] if self.ensemble is None else [self._row("ensemble of all", self.ensemble)]
@@ -215,18 +216,18 @@ class Verdict:
         return f"{value:.4f}" if self.figure in CORRELATIONS else f"{value:.1%}"
 
     def sentences(self) -> list[str]:
-        """The verdict, then what else the figures show, as sentences."""
+        """The verdict, then notes on the figures, as sentences."""
         parent, best = self.best_parent, self.best
         if self.worth_it:
             scores = f"({best.score:.4f} against {parent.score:.4f})"
             sentences = [f"Use the merge '{best.name}': it is better than every model alone {scores}."]
-            sentences.append(self._less_right())
+            sentences.append(self._accuracy_note())
         else:
             scores = f"({parent.score:.4f} against {best.score:.4f})"
             sentences = [f"Use {parent.name} alone: it is better than every merge that was tried {scores}."]
         return [*filter(None, sentences), *self.notes]
 
-    def _less_right(self) -> str:
+    def _accuracy_note(self) -> str:
         """A sentence if the merge has a lower loss but a lower accuracy than a parent; else empty."""
         shares = {parent.name: parent.accuracy for parent in self.parents if parent.accuracy is not None}
         name = max(shares, key=lambda name: shares[name], default="")
@@ -256,20 +257,20 @@ class MergeReport:
     """The report of one merge.
 
     Distances are Frobenius norms of donor - anchor over the tensors that have an axis in the space. `files` are the
-    alignment files by which donors were moved, nothing being matched. Fingerprints, by
-    model, are those of alignment files; where not all tensors were read, the words after it say of how many.
+    alignment files by which donors were moved, nothing being matched. Fingerprints, by model, are those of alignment
+    files; if not all tensors were read, words after it give their number.
 
     Attributes:
         models: where each model came from, by its name here: `hub`, `revision`, `license`, and `adapter` with the same;
-            `carried` of what was carried onto the base.
-        relation: what the result is to its models, in the hub's words: `merge`, `finetune` or `adapter`.
+            `carried` for a fine-tune that was carried onto the base.
+        relation: of the result to its models, in the hub's words: `merge`, `finetune` or `adapter`.
         base: of a fine-tune or an adapter, the one among the models that it is one of.
-        data: the samples that were used, each with `of` (what for), `source` and `samples`; `file` of statistics that
-            lay beside a model.
+        data: the samples that were used, each with `of` (its purpose), `source` and `samples`; `file` of statistics
+            that lay beside a model.
         own_method: whether the delegate is a method of this plugin. These solve or weigh by more than positions: that
             alignment has nothing to do does not make their merge the plain one.
-        lift: what a carried change brings on samples, and its controls (`carrying/judge.py`).
-        search: what a search for the best merge found, where this is the one that it chose.
+        lift: recovered lift of a carried change, and its controls (`carrying/judge.py`).
+        search: outcome of the search that chose this merge, if any.
     """
 
     anchor: str
@@ -306,8 +307,8 @@ class MergeReport:
         return list(dict.fromkeys([*(row.donor for row in self.rows), *self.whole, *self.files]))
 
     def relative_distances(self, donor: str) -> tuple[float, float]:
-        """See `relative`."""
-        return relative([row for row in self.rows if row.donor == donor])
+        """See `relative_distance`."""
+        return relative_distance([row for row in self.rows if row.donor == donor])
 
     def verdict(self, donor: str) -> str:
         """One sentence on the effect of alignment for a donor."""

@@ -14,7 +14,7 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.factors import stacks, transposed
-from rotation_merge.model.fold import Folded
+from rotation_merge.model.fold import FoldedSource
 from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.source import transform_state
 
@@ -141,7 +141,7 @@ def other_coordinates(
     gauge = random_gauge(architecture, options, generator)
     own = dict(state)
     if folded:
-        seen = Folded(architecture, state, folded)
+        seen = FoldedSource(architecture, state, folded)
         own = {name: seen[name] for name in state}
     new = transform_state(architecture, own, gauge)
     return (unfolded(architecture, new, folded, generator) if folded else new), Alignment(gauge, folded)

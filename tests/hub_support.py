@@ -251,10 +251,10 @@ def _only_home(found: Callable[..., Any]) -> Callable[..., Any]:
 def publish_as_push_does(hub: Hub, repo: str, files: Files, /, **changes: Any) -> None:
     """Files in a repository, with a manifest that is right but for the entries that are changed."""
     from rotation_merge.record import MANIFEST_FILE
-    from rotation_merge.share.manifest import Manifest, sum_of
+    from rotation_merge.share.manifest import Manifest, sha256_of
 
     hub.repos.pop(f"models/{repo}", None)
-    sums = {name: (sum_of(content), len(content)) for name, content in files.items()}
+    sums = {name: (sha256_of(content), len(content)) for name, content in files.items()}
     content = json.loads(Manifest(repo, sums, {"torch": "2.8.0"}).text())
     for key, value in changes.items():
         content[key] = {**content[key], **value} if isinstance(value, dict) else value

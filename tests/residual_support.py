@@ -16,7 +16,7 @@ from torch import Tensor
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.model.fold import Folded
+from rotation_merge.model.fold import FoldedSource
 from rotation_merge.model.source import transform_state
 from rotation_merge.symmetry import SpaceTransform
 
@@ -56,7 +56,7 @@ class Checkpoint:
     def folded(self) -> dict[str, Tensor]:
         """Tensors with all norm gains folded into their readers."""
         architecture, own = self.architecture, self.whole_state
-        seen = Folded(architecture, own, tuple(architecture.streams))
+        seen = FoldedSource(architecture, own, tuple(architecture.streams))
         return {name: seen[name] for name in own}
 
     def outputs(self, path: Path | None = None) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """Tiny random models of every architecture, with everything random that training would make so.
 
 `tests/architectures/FAMILY.json` says which: `config` is shared by its `cases`, each of which names a transformers
-class and what differs. Models are float64 and compute in it throughout (`exactly`), so that equal functions can be told
-from nearly equal ones.
+class and what differs. Models are float64 and compute in it throughout (`keep_float64`), so that equal functions can be
+told from nearly equal ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import shipped
-from rotation_merge.diagnose.proof import exactly
+from rotation_merge.diagnose.proof import keep_float64
 
 CONFIGS = Path(__file__).parent / "architectures"
 SINCE = {
@@ -202,7 +202,7 @@ def _words_and_images(case: Case, config: Any, generator: torch.Generator) -> di
 
 def outputs(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every floating tensor that the model gives back by default, those of its parts too; caches are for itself."""
-    with torch.no_grad(), exactly():
+    with torch.no_grad(), keep_float64():
         return dict(_floating("", model(**given)))
 
 

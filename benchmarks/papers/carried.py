@@ -23,9 +23,16 @@ from torch import Tensor
 from train_checkpoints import CONTEXT, fit, save, warm_cosine
 from transformers import AutoConfig, ViTForImageClassification
 
-from rotation_merge.averaging.ot_fusion import REGULARISATION, How, Plans, block_plans, transported, weight_points
+from rotation_merge.averaging.ot_fusion import (
+    REGULARISATION,
+    Plans,
+    TransportOptions,
+    block_plans,
+    transported,
+    weight_points,
+)
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.judge import Scaled
+from rotation_merge.carrying.judge import ScaledChange
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.planning.transport import PlanStreams
@@ -95,20 +102,20 @@ class Family:
     def path(self, base: str) -> str:
         return str(self.given.model(base))
 
-    def carried(self, base: str, method: AlignConfig | str | None) -> dict[str, Scaled]:
+    def carried(self, base: str, method: AlignConfig | str | None) -> dict[str, ScaledChange]:
         """The new base with the change of every fine-tune, by task, whatever the scale."""
         new, config = _base(self.given, base), AutoConfig.from_pretrained(self.path(base))
         options = method if isinstance(method, AlignConfig) else None
         alignment = _alignment(self.given.model(base), self.given.model(self.old.name), options)
         carrier = Carrier(new.architecture, self.old.state, new.state, alignment)
-        found = {work.task: Scaled(carrier, work.tuned.state, config) for work in self.works}
+        found = {work.task: ScaledChange(carrier, work.tuned.state, config) for work in self.works}
         if isinstance(method, str):
             plans = _plans(new, self.old)
             for work in self.works:
                 found[work.task].ends = dict(_transported(carrier, work.tuned, plans))
         return found
 
-    def alone(self, base: str, work: Work, ends: Scaled) -> list[tuple[float, float]]:
+    def alone(self, base: str, work: Work, ends: ScaledChange) -> list[tuple[float, float]]:
         """Losses and accuracies of a new base by itself: on the task, and on what it knows."""
 
         def compute() -> list[tuple[float, float]]:
@@ -126,7 +133,7 @@ class Family:
             config = AutoConfig.from_pretrained(self.path(self.old.name))
             found = {}
             for work in self.works:
-                ends = Scaled(still, work.tuned.state, config)
+                ends = ScaledChange(still, work.tuned.state, config)
                 found[work.task] = gained(evaluate(ends.model(0.0), work.test), ends.model(1.0), work.test)
             return found
 
@@ -249,7 +256,7 @@ def _tuned(base: Path, task: str, steps: int) -> Model:
 
 def _plans(new: Model, old: Model) -> Plans:
     """Soft plans from the old base's coordinates to the new one's, from weights, as delegate `ot_fusion` makes them."""
-    how = How(hard=False, regularisation=REGULARISATION["weights"])
+    how = TransportOptions(hard=False, regularisation=REGULARISATION["weights"])
     found = PlanStreams(new.architecture, new.state, old.state, how)()
     for block in new.architecture.blocks:
         donor = {
@@ -263,7 +270,7 @@ def _plans(new: Model, old: Model) -> Plans:
 
 
 def _transported(carrier: Carrier, tuned: Model, plans: Plans) -> Iterator[tuple[str, tuple[str, Tensor, Tensor]]]:
-    """A fine-tune's change moved by plans, as `Scaled` has it."""
+    """A fine-tune's change moved by plans, as `ScaledChange` has it."""
     for block in carrier.architecture.blocks:
         old, fine, new = (read_block(block, source) for source in (carrier.old, tuned.state, carrier.new))
         for info in block.tensors:

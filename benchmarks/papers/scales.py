@@ -15,7 +15,7 @@ from apparatus import Given, run, spread
 from carried import METHODS, NOT_ALIGNED, OURS, TRANSFUSION, Family, Work, families, gained
 from record import Row
 
-from rotation_merge.carrying.judge import Both, Scaled, Scales, search
+from rotation_merge.carrying.judge import Both, ScaledChange, Scales, search
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate
 
@@ -66,7 +66,7 @@ def _measured(family: Family, base: str, method: str) -> dict[str, dict[str, lis
     return dict(family.given.kept(f"scales, {family.name}, {base}, {method}", compute))
 
 
-def _searched(ends: Scaled, blocks: Sequence[str], work: Work, own: Data) -> dict[str, float | Scales]:
+def _searched(ends: ScaledChange, blocks: Sequence[str], work: Work, own: Data) -> dict[str, float | Scales]:
     """The scales of every way."""
     found: dict[str, float | Scales] = {FIXED: 1.0}
     for aim, counted in AIMS.items():

@@ -11,10 +11,10 @@ from rotation_merge.architecture.model import (
     ROLES,
     Architecture,
     Axis,
+    AxisPiece,
     Block,
     Norm,
     Part,
-    Piece,
     Scale,
     Space,
     TensorInfo,
@@ -61,8 +61,8 @@ def _named(values: dict[str, Any], expressions: Mapping[str, Expression]) -> dic
 def build(
     spec: ArchitectureSpec, config: Mapping[str, Any], base: str, spelling: list[tuple[str, str]]
 ) -> Architecture:
-    """The whole model as the file and the config describe it, under one way of naming tensors (see `spelled`)."""
-    return spelled(lay_out(spec, config), base, spelling)
+    """The whole model as the file and the config describe it, under one way of naming tensors."""
+    return with_checkpoint_names(lay_out(spec, config), base, spelling)
 
 
 FEW_LAYERS, FEW_EXPERTS = 200, 4096
@@ -76,7 +76,7 @@ def lay_out(spec: ArchitectureSpec, config: Mapping[str, Any], tensors: int | No
     Args:
         spec: the architecture file.
         config: the model's config as a dictionary.
-        tensors: how many a checkpoint of it has, where one is looked at.
+        tensors: number of tensors in the checkpoint, if one is given.
 
     Raises:
         ArchitectureError: the file refers to spaces, roles or config keys that are not there.
@@ -115,11 +115,11 @@ def lay_out(spec: ArchitectureSpec, config: Mapping[str, Any], tensors: int | No
     )
 
 
-def spelled(architecture: Architecture, base: str, spelling: list[tuple[str, str]]) -> Architecture:
+def with_checkpoint_names(architecture: Architecture, base: str, spelling: list[tuple[str, str]]) -> Architecture:
     """A laid-out model as one kind of checkpoint names its tensors.
 
     Args:
-        base: what `{base}` stands for.
+        base: value of `{base}`.
         spelling: [ours, theirs] substitutions in tensor names.
     """
     blocks = tuple(_rename(block, base, spelling) for block in architecture.blocks)
@@ -268,7 +268,7 @@ def _axis(scope: Scope, path: str, label: AxisLabel) -> Axis:
     return Axis(pieces, depth, label="fused")
 
 
-def _piece(scope: Scope, path: str, label: str) -> Piece:
+def _piece(scope: Scope, path: str, label: str) -> AxisPiece:
     return tuple(_part(scope, path, factor) for factor in TIMES.split(label))
 
 
@@ -307,7 +307,8 @@ def stream_groups(
     """The residual groups, smallest first: none, permutation, signed_permutation, rotation (DESIGN section 2).
 
     A bare model gives out its stream, which therefore keeps its coordinates. Subtracting a mean forbids signs. A
-    rotation needs every gain folded into what reads it, and with means subtracted nothing may read the stream raw.
+    rotation needs every gain folded into its readers; with means subtracted, nothing may read the stream before its
+    norm.
     """
     classes = config.get("architectures") or []
     if not classes or set(classes) & set(spec.bare):
@@ -334,7 +335,7 @@ def _readers(stream: str, blocks: Sequence[Block]) -> set[str]:
 
 
 def _read_in_their_blocks(stream: str, blocks: Sequence[Block]) -> bool:
-    """Whether what reads a block's norms of a stream is in the same block, as folding block by block needs it.
+    """Whether all readers of a block's stream norms are in the same block, which folding block by block requires.
 
     A layer's reader named with its layer is in that layer, or a model of this config has none.
     """
@@ -357,7 +358,7 @@ class Scope:
     """Name prefix, visible spaces and config of a section of an architecture file.
 
     Attributes:
-        tensors: how many a checkpoint has, where one is looked at.
+        tensors: number of tensors in the checkpoint, if one is given.
     """
 
     spec: ArchitectureSpec
@@ -394,7 +395,7 @@ def integer(scope: Scope, expression: Expression, role: str) -> int:
     """A size.
 
     Raises:
-        ArchitectureError: the expression does not give one; says for what.
+        ArchitectureError: the expression gives none; names the size.
     """
     value = evaluate(expression, scope.config)
     if isinstance(value, float) and value.is_integer():

@@ -26,7 +26,7 @@ def alike(first_kind: Any, second_kind: Any) -> bool:
     return any(first_kind in kinds and second_kind in kinds for kinds in ALIKE)
 
 
-def spelled_out(config: Mapping[str, Any]) -> dict[str, Any]:
+def with_class_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config, or one within a config, with the values by which its class computes where it says nothing, so that it
     can be compared with one of another kind."""
     layers, size, heads = (config.get(name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
@@ -60,7 +60,7 @@ Verdict = Literal["refused", "warned", "harmless"]
 
 @dataclass(frozen=True)
 class Field:
-    """One entry of a config: what follows if two models differ in it, and why.
+    """One entry of a config: the consequence of a difference between two models, and the reason.
 
     Attributes:
         forward: whether the forward pass computes otherwise by it, as far as that is to be told from rounding.
@@ -127,7 +127,7 @@ def _pairs(
     by entry, and where kinds differ, all entries that one of them has: each entry's absence is None."""
     names = [*anchor, *(name for name in donor if name not in anchor)]
     if anchor.get("model_type") != donor.get("model_type"):
-        anchor, donor, kinds = spelled_out(anchor), spelled_out(donor), True
+        anchor, donor, kinds = with_class_defaults(anchor), with_class_defaults(donor), True
     for name in names:
         anchor_value, donor_value = anchor.get(name), donor.get(name)
         if name in ("id2label", "label2id") or not (prefix or kinds or (name in anchor and name in donor)):

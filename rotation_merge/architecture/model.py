@@ -18,13 +18,14 @@ class Space:
 
     Attributes:
         name: unique in the model: `residual`, or `model.layers.3.attn`.
-        kind: stream, attention, ffn, experts, latent, mixer, convolution or translation; fixed: what keeps its place.
-        sizes: what the kind needs: size; groups, per_group, head_dim, value_dim; count; shared, own.
+        kind: stream, attention, ffn, experts, latent, mixer, convolution or translation; fixed: a space that is never
+            transformed.
+        sizes: by kind: size; groups, per_group, head_dim, value_dim; count; shared, own.
         rotary: number of leading query/key dimensions that rotary embedding turns (0: none).
         interleaved: whether RoPE pairs are neighbours.
-        rotary_parts: how many equal parts of a head rotary embedding turns, each by itself.
+        rotary_parts: number of equal parts of a head that rotary embedding turns separately.
         norm: norm between query/key projection and product, as in the architecture file.
-        values: what values and outputs admit, as in the architecture file.
+        values: constraint on values and outputs, as in the architecture file.
         free_order: whether heads may change places.
         free_groups: whether KV groups may, too.
         span: of layers that meet the keys and values of one of them: the name of the space in that one.
@@ -108,11 +109,11 @@ class Part:
         return math.prod(self.factors)
 
 
-Piece = tuple[Part, ...]
+AxisPiece = tuple[Part, ...]
 """Parts multiplied with one another, outermost first: `attn.head * rope.q` has an entry for each pair of both."""
 
 
-def factors_of(piece: Piece) -> tuple[int, ...]:
+def factors_of(piece: AxisPiece) -> tuple[int, ...]:
     """The dimensions that a piece of an axis splits into."""
     return tuple(factor for part in piece for factor in part.factors)
 
@@ -128,7 +129,7 @@ class Axis:
         label: as the architecture file has it.
     """
 
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[AxisPiece, ...] = ()
     depth: int = 0
     label: str = "fixed"
 
@@ -154,7 +155,7 @@ class TensorInfo:
         tied: names it may be stored under instead.
         unless: name of a tensor that holds the same weights in another form.
         common: the translations of its rows, which only a softmax sees; None where there are none.
-        offset: what is stored falls short of what it stands for by so much (gains stored as 1 + weight).
+        offset: added to the stored value (gains stored as 1 + weight).
     """
 
     key: str
@@ -211,13 +212,13 @@ class Scale:
 
 @dataclass(frozen=True)
 class Block:
-    """Tensors that share local spaces: one layer, or what stands before or after the layers.
+    """Tensors that share local spaces: one layer, or the tensors before or after the layers.
 
     Attributes:
         name: module path, which recipe filters see: `model.layers.3`.
         index: layer number, None before and after the layers.
         dropped: name beginnings of weights that stand there and are not read, as in the architecture file.
-        known: what has been found out about it and is asked for again and again, by who found it.
+        known: cache of derived facts, by the name of the function that computed them.
     """
 
     name: str
@@ -250,7 +251,7 @@ class Architecture:
         handed_out: by stream that admits none: the output of the model's forward that it is.
         blocks: in the order of the forward pass.
         layers_key: config key of each module's number of layers.
-        base, spelling: how the checkpoint names its tensors (see `ArchitectureSpec`).
+        base, spelling: naming of the checkpoint's tensors (see `ArchitectureSpec`).
     """
 
     family: str

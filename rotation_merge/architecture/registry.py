@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rotation_merge.architecture.build import lay_out, spelled, variables
+from rotation_merge.architecture.build import lay_out, variables, with_checkpoint_names
 from rotation_merge.architecture.expression import evaluate
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.architecture.schema import ArchitectureSpec, explain
@@ -37,7 +37,7 @@ def load_file(path: Path) -> ArchitectureSpec:
     """Read and check one architecture file.
 
     Raises:
-        ArchitectureError: names the file, the entry and what it should be.
+        ArchitectureError: names the file, the entry and the allowed values.
     """
     try:
         return ArchitectureSpec.model_validate(_read(path))
@@ -120,7 +120,7 @@ def _found(folders: str) -> dict[str, ArchitectureSpec]:
 
 _MOST_LAID = 4
 _laid: dict[tuple[int, str], tuple[ArchitectureSpec, Architecture]] = {}
-"""By the identity of a file (which is kept, so that it stays its own) and the config: what `lay_out` made of them."""
+"""Results of `lay_out` by the identity of a file (which is kept alive) and the config."""
 
 
 def register(path: Path) -> ArchitectureSpec:
@@ -161,7 +161,7 @@ def resolve(
     Args:
         config: its config.json as a dictionary.
         names: the tensors it holds.
-        model: what to call it in errors.
+        model: name for errors.
         keep_unknown: take tensors that the architecture does not know along unaligned instead of refusing them.
         untie: give heads that are tied to an embedding a tensor of their own.
 
@@ -225,7 +225,7 @@ def stores_codes(config: Mapping[str, Any]) -> Any:
 
 
 def _laid_out(spec: ArchitectureSpec, config: Mapping[str, Any], tensors: int | None = None) -> Architecture:
-    """`lay_out`, once for all models of one config: those of a merge, and what they are with a head of their own."""
+    """`lay_out`, cached for all models of one config."""
     described = {key: value for key, value in config.items() if key != "_name_or_path"}
     key = id(spec), json.dumps(described, sort_keys=True, default=repr)
     if key not in _laid:
@@ -238,11 +238,11 @@ def _laid_out(spec: ArchitectureSpec, config: Mapping[str, Any], tensors: int | 
 def _best_spelling(
     spec: ArchitectureSpec, laid: Architecture, present: set[str], untie: bool
 ) -> tuple[Architecture, list[str], list[str]]:
-    """The model under the names that fit a checkpoint, what is missing then, and what is unknown: the first names
-    under which nothing is either, else those with the least missing, then the least unknown."""
+    """The model under the naming that fits a checkpoint, with its missing and unknown tensors: the first naming without
+    either, else the one with the fewest missing, then the fewest unknown."""
     candidates = []
     for base, spelling in itertools.product(spec.bases, spec.spellings):
-        candidate = _present_only(spelled(laid, base, spelling), present, untie)
+        candidate = _present_only(with_checkpoint_names(laid, base, spelling), present, untie)
         candidates.append((candidate, _missing(candidate, present), unknown_names(candidate, spec, present)))
         if not any(candidates[-1][1:]):
             break
@@ -250,8 +250,8 @@ def _best_spelling(
 
 
 @dataclass(frozen=True)
-class Spot:
-    """A tensor that a model of some config may have: where it belongs, and how the names around it are spelled."""
+class PossibleTensor:
+    """A tensor that a model of some config may have, with its place and the spelling of its block."""
 
     module: str
     place: str
@@ -264,17 +264,17 @@ class Spot:
         return (block.module, block.place, block.index) == (self.module, self.place, self.index)
 
 
-def every_name(config: Mapping[str, Any]) -> dict[str, Spot]:
+def every_name(config: Mapping[str, Any]) -> dict[str, PossibleTensor]:
     """All names that tensors of a model with this config may go by: every spelling, every optional and tied tensor."""
     spec = find(config)
     if spec is None:
         return {}
-    spots: dict[str, Spot] = {}
+    spots: dict[str, PossibleTensor] = {}
     laid = _laid_out(spec, config)
     for base, spelling in itertools.product(spec.bases, spec.spellings):
-        for block in spelled(laid, base, spelling).blocks:
+        for block in with_checkpoint_names(laid, base, spelling).blocks:
             for info in block.tensors:
-                spot = Spot(block.module, block.place, block.index, info, base, tuple(spelling))
+                spot = PossibleTensor(block.module, block.place, block.index, info, base, tuple(spelling))
                 for name in info.names:
                     spots.setdefault(name, spot)
     return spots

@@ -115,7 +115,7 @@ class NormSpec(Strict):
 
 
 class ScaleSpec(Strict):
-    """A layer scale: a gain on what a linear map (`writes`) adds to the stream."""
+    """A layer scale: a gain on the output of a linear map (`writes`) before it is added to the stream."""
 
     stream: str
     writes: str
@@ -153,9 +153,9 @@ class AttentionSpec(Strict):
     """Heads of one attention layer.
 
     Attributes:
-        norm: what stands between projection and product: null, rms_head (RMSNorm a head), rms_turned (the same, after
-            rotary embedding), layer_head (LayerNorm a head), affine_head (LayerNorm with a shift a head), rms_all
-            (RMSNorm over all heads), rms_clipped (the same, its outputs clamped), l2_head (unit length, no gain).
+        norm: between projection and product: null, rms_head (RMSNorm a head), rms_turned (the same, after rotary
+            embedding), layer_head (LayerNorm a head), affine_head (LayerNorm with a shift a head), rms_all (RMSNorm
+            over all heads), rms_clipped (the same, its outputs clamped), l2_head (unit length, no gain).
         order: `fixed` where heads cannot change places (ALiBi, biases shared between layers).
         span: a word that layers have in common which meet the keys and values of the first of them: KV heads and what
             is inside them move in all of them as one (null: a layer has its own).
@@ -278,7 +278,7 @@ class LayerSection(Section):
 
 
 class ModuleSpec(Strict):
-    """A stack of layers with what stands before and after it; named as mergekit names modules.
+    """A stack of layers with the tensors before and after it; named as mergekit names modules.
 
     In a file, `"extends": "FAMILY.MODULE"` lays a module over one of another family.
 
@@ -306,18 +306,18 @@ class ArchitectureSpec(Strict):
     """A family of models.
 
     Attributes:
-        extends: a family whose file this one changes: objects are merged entry by entry, null removes an entry, and
-            what names a family (family, title, models, classes, bare, model_types, limits) is not taken over.
+        extends: a family whose file this one changes: objects are merged entry by entry, null removes an entry, and the
+            entries that name a family (family, title, models, classes, bare, model_types, limits) are not inherited.
         models: names under which people know its models; none: the title.
         classes: names that stand under `architectures` in config.json.
         bare: those of them whose output is a residual stream itself, so that no stream may be moved.
-        model_types: what stands under `model_type` there; decides where no class does, or several families name one.
+        model_types: values of the config's `model_type`; decides where no class does, or several families name one.
         when: whether a model of this config belongs to the family (null: always).
         bases: prefixes that `{base}` may stand for, the likeliest first.
         spellings: ways in which tensor names may differ from this file: lists of [ours, theirs] substitutions.
         variables: named expressions for use in other expressions, beside the config's keys and `model_class`.
         tied_when: whether a model has the heads whose tensors are `tied`, where it does not store them.
-        limits: what is not aligned and why, in words, for people.
+        limits: parts that are not aligned, with the reason, as text for users.
         example: config keys of a small model that the usual sizes (`table.SIZES`) do not give.
         ignored: name endings of buffers that carry no weights (rotary tables, masks).
         dropped: name beginnings, `{key}` standing for a config's value, of weights that the models do not read (layers

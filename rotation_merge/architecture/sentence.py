@@ -1,6 +1,6 @@
 """Modules of sentence-transformers behind an encoder: pooling, dense maps, normalisation.
 
-What pooling gives is an output, as the embedding, unless a dense map reads it: then a map of the stream is undone
+The pooled vector is an output, as the embedding is, unless a dense map reads it: then a map of the stream is undone
 there. Pooling by a mean, by the first or the last token is linear and goes along with any map of features; by the
 maximum, with permutations alone. Norm gains are not folded into dense maps, so that streams move by signed permutations
 at most.

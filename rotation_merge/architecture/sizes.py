@@ -41,7 +41,7 @@ def _expressions(spec: ArchitectureSpec) -> Iterator[Any]:
             yield getattr(entry_spec, entry)
 
 
-def of_sizes(spec: ArchitectureSpec, config: Mapping[str, Any], larger: Mapping[str, Any]) -> dict[str, int]:
+def config_of_sizes(spec: ArchitectureSpec, config: Mapping[str, Any], larger: Mapping[str, Any]) -> dict[str, int]:
     """The entries of a config that make a model as large as another one."""
     return {
         key: larger[key]

@@ -54,7 +54,7 @@ SIZES: dict[str, float] = {
     "hidden_size n_embd d_model dim intermediate_size moe_intermediate_size shared_expert_intermediate_size": 64,
     "d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim hidden_dim": 64,
 }
-"""Config keys, by what they count, and a value that makes a small model."""
+"""Config keys by the quantity that they count, with a value for a small model."""
 
 
 def config_of(spec: ArchitectureSpec) -> dict[str, Any]:

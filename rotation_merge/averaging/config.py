@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rotation_merge.config import EACH, FOLDER, RECIPE, Config, option
 
 AUTO = "auto"
-"""A rank that is chosen by what it keeps."""
+"""A rank that is chosen by the share of the squared norm that it keeps."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def _read_past(model: Any, name: str) -> bool:
     return leaf in PAST and all(hasattr(model.get_submodule(parent), key) for key in ("A_log", "D"))
 
 
-def begin_along(model: nn.Module, gradients: Callable[[], object]) -> None:
+def initialise_along_gradient(model: nn.Module, gradients: Callable[[], object]) -> None:
     """Initialise every LoRA of a model along the gradient G of its map, in place.
 
     A gets orthonormal rows that span the dominant row space of G and B is 0, so the model's outputs stay the same.
@@ -79,7 +79,7 @@ def begin_along(model: nn.Module, gradients: Callable[[], object]) -> None:
 
 
 def _factors(model: nn.Module) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """A (experts x rank, in) and B (out, rank x experts) of every map, and how many experts' they are."""
+    """A (experts x rank, in) and B (out, rank x experts) of every map, and the number of experts."""
     for module in model.modules():
         for name, a in getattr(module, "lora_A", {}).items():
             yield a.weight, module.get_parameter(f"lora_B.{name}.weight"), getattr(module, "num_experts", 1)

@@ -1,4 +1,4 @@
-"""The delegates that average by statistics: their parameters, what they need, and the sum that they do."""
+"""Delegates that average by statistics: parameters, required inputs and formulas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rotation_merge.config import Option
 from rotation_merge.errors import RecipeError, StatisticsError
 
 STOCK, TENSOR, BLOCK, MODEL = "stock", "tensor", "block", "model"
-"""What a delegate works on at a time. STOCK: single tensors, by a task of mergekit's own."""
+"""The unit that a delegate works on. STOCK: single tensors, by a task of mergekit's own."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Plan:
     """The inputs that a delegate needs, from which the planner makes tasks.
 
     Attributes:
-        unit: what it works on at a time: a tensor; a tensor by what it finds of the tensor's whole block; whole models.
+        unit: tensor; tensor with results on its whole block; or whole models.
         statistics: the kind that every model brings, which are carried along with it; empty for none.
         maps_only: whether its rule is for linear maps alone, each by itself as (outputs, inputs).
         base: whether it takes the base's tensor, whatever the base's weight.
@@ -67,7 +67,7 @@ class Source:
     Attributes:
         weight: the tensor, in the anchor's coordinates.
         share: its weight among the models.
-        held: what else there is of it: its statistics for this tensor, carried (`dense` or `diagonal` and `factor`,
+        held: further inputs of the model: its statistics for this tensor, carried (`dense` or `diagonal` and `factor`,
             `gradient`, `fisher`), or transport plans by space.
         made: the head of its statistics file.
     """
@@ -85,7 +85,7 @@ class MergeLog:
     Attributes:
         base: the anchor's name.
         with_statistics: names of the tensors that statistics weighed.
-        facts: what the delegate noted, by name.
+        facts: notes of the delegate, by name.
     """
 
     base: str = ""

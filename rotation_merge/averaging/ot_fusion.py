@@ -1,11 +1,11 @@
 r"""Optimal transport between the coordinates of two models: soft or hard plans, one for each space.
 
 A plan T has uniform marginals 1/n; the donor's coordinates become ``aligned = P donor`` with ``P = n T^T``, rows
-summing to one. A hard plan is a permutation. A soft one averages coordinates: no symmetry, and the donor that it moves
-no longer computes what it did.
+summing to one. A hard plan is a permutation. A soft plan averages coordinates; it is no symmetry, so the moved donor
+has other outputs.
 
 Source: Imfeld, Graldi, Giordano, Hofmann, Anagnostidis and Singh 2024, section 4: costs from weights (unit rows, after
-what they read has been aligned) or from standardised activations, over their largest entry.
+    their inputs have been aligned) or from standardised activations, over their largest entry.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class OtFusion(OwnMethod):
 
 
 @dataclass(frozen=True)
-class How:
+class TransportOptions:
     """The kind of transport plans (hard or soft) and their regularisation."""
 
     hard: bool
@@ -163,7 +163,7 @@ def unit(rows: Tensor) -> Tensor:
 
 
 SOURCES = {"neurons": ("in", "gate", "first", "second", "third"), "values": ("v",), "queries and keys": ("q", "k")}
-"""Roles whose rows say how coordinates correspond, for each plan."""
+"""Roles whose rows are compared, for each plan."""
 
 
 def rows_of(block: Block, tensors: Mapping[str, Tensor], space: Space, roles: tuple[str, ...]) -> list[Tensor]:
@@ -232,7 +232,7 @@ def block_plans(
 def stream_plans(
     architecture: Architecture,
     points: Callable[[str], tuple[Tensor | None, Tensor | None]],
-    how: How,
+    how: TransportOptions,
 ) -> Plans:
     """The plan of each residual stream.
 

@@ -1,8 +1,7 @@
 """Polish: a few steps of distillation on a merge, each sample answered by its own teacher.
 
-What no closed form reaches: the answers are on disk before training begins (`learning.answers`), a held-out part of the
-samples chooses the learning rate and the step, and says when nothing was gained. Distillation after Hinton, Vinyals and
-Dean (2015).
+The teachers' answers are on disk before training begins; a held-out part of the samples chooses the learning rate and
+the step, and tells whether anything was gained. Distillation after Hinton, Vinyals and Dean (2015).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rotation_merge.averaging.low_rank import begin_along
+from rotation_merge.averaging.low_rank import initialise_along_gradient
 from rotation_merge.config import Config, option
 from rotation_merge.errors import CheckpointError, DataError
 from rotation_merge.matching.resume import TrainingState
@@ -42,7 +41,7 @@ WARM = 2
 """Steps of warming up at least, of which torch's schedule cannot have one."""
 
 LOOKS = 10
-"""How often the held-out samples are looked at."""
+"""Number of evaluations on the held-out samples."""
 
 LEAST_GAIN = 1e-3
 """A held-out divergence lower by less than this share is no gain."""
@@ -75,10 +74,10 @@ class PolishOptions:
     Attributes:
         steps: of the optimiser; each sees one batch of every teacher.
         lora: rank of the LoRA that is trained; 0: all weights.
-        new: the LoRA holds nothing yet and begins along the gradient (`low_rank.begin_along`).
+        new: the LoRA holds nothing yet and begins along the gradient (`low_rank.initialise_along_gradient`).
         rates: learning rates that are tried; empty: the usual ones.
         held_out: share of the samples that is kept for choosing.
-        last: how many batches of each teacher, the last ones, are kept instead; empty: that share of them, drawn.
+        last: number of last batches of each teacher to hold out instead; empty: a random share.
         seed: of everything random.
         state: file for the state of an unfinished run; found there, the run goes on from it.
     """
@@ -103,9 +102,9 @@ class PolishReport:
     """The report on a polishing run.
 
     Attributes:
-        before, after: divergence from the teachers on held-out samples (nats), at the start and of what was kept.
+        before, after: divergence from the teachers on held-out samples (nats), at the start and of the kept state.
         rate: the learning rate that was chosen.
-        trials: what each learning rate reached in a tenth of the steps.
+        trials: held-out divergence of each learning rate after a tenth of the steps.
         history: (step, seconds, held-out divergence).
     """
 
@@ -142,7 +141,7 @@ def polish(
     Args:
         model: in evaluation mode, its trainable parameters those that require gradients.
         answered: each teacher's samples and answers.
-        watch: told about every step: what, how many are done, of how many.
+        watch: called at every step with a label, the steps done and the total.
 
     Raises:
         DataError: too few samples to hold some out.
@@ -180,7 +179,7 @@ class _Polish:
         check_answers(self.model, [torch.tensor(before)])
         report = PolishReport(before, before, history=[(0, 0.0, before)])
         if self.options.new:
-            begin_along(self.model, self.ahead)
+            initialise_along_gradient(self.model, self.ahead)
         start, rates = self.kept(), self.options.usual
         resumed = self.options.state is not None and self.options.state.exists()
         if not resumed:

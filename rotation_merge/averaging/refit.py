@@ -1,12 +1,12 @@
-r"""Refit: a merge whose linear maps are solved, one layer after the other, to do what the donors do on samples.
+r"""Refit: solves a merge's linear maps, layer by layer, to reproduce the donors' outputs on samples.
 
-Every map W of the merge reads its **own** inputs X, with all the errors made so far, and is moved to give what is
-wanted: W = W0 + (T - X W0^T)^T X (X^T X + ridge mean(diag X^T X))^-1. What reads the stream (or an inner space) aims at
-what the donors' maps give in their own run, in the anchor's coordinates. What writes the stream aims at the stream
-itself, so that errors are fed back: at the place where the donors' stream can first be seen after it. A bias is one
-more column, hardly penalised. Sources: RegMean++ (Nguyen and others, 2025), PLeaS (Nasery and others, 2024).
+Every map W of the merge reads the merge's **own** inputs X, with all earlier errors, and is moved towards its target T:
+W = W0 + (T - X W0^T)^T X (X^T X + ridge mean(diag X^T X))^-1. Readers of the stream (or of an inner space) aim at the
+outputs of the donors' maps in their own run, in the anchor's coordinates. Writers aim at the stream itself, at the
+first place after them where the donors' stream is read, so that errors are fed back. A bias is one more column, hardly
+penalised. Sources: RegMean++ (Nguyen and others, 2025), PLeaS (Nasery and others, 2024).
 
-What is wanted is pluggable (`Targets`): the donors' own answers here, a carried change elsewhere.
+Targets are pluggable (`Targets`): the donors' answers here, a carried change elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rotation_merge.linalg.ridge import ChannelSums, RidgeSums
 from rotation_merge.linalg.softmax import softmax_change
 from rotation_merge.model.fingerprint import compared_config
 from rotation_merge.run.maps import linear_map, same_map
-from rotation_merge.run.recorder import BlockActivations, Taps
+from rotation_merge.run.recorder import BlockActivations, BlockHooks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.stages import Stage, rows, stages
 from rotation_merge.run.store import BatchStore, Store, hooked
@@ -38,7 +38,7 @@ ROUNDED = 1e-3
 Sums = TypeVar("Sums", RidgeSums, ChannelSums)
 
 Answer = dict[str, Tensor]
-"""What is wanted of one batch, by key of a map (its output) or name of a place (the stream there)."""
+"""Targets of one batch, by key of a map (its output) or name of a place (the stream there)."""
 
 
 class Targets(Protocol):
@@ -48,11 +48,11 @@ class Targets(Protocol):
     def runners(self) -> Sequence[Runner]:
         """The models that are run to find it."""
 
-    def learn(self, block: Block, answer_keys: frozenset[str]) -> bool:
+    def compute_answers(self, block: Block, answer_keys: frozenset[str]) -> bool:
         """Find the answers to every batch for one block (of the merge's names); False: there are none."""
 
-    def are_of(self, merge: Runner, names: Collection[str]) -> bool:
-        """Whether blocks that have just been opened compute in the merge, bit for bit, what the answers come from."""
+    def computes_as_anchor(self, merge: Runner, names: Collection[str]) -> bool:
+        """Whether newly opened blocks of the merge equal those that the answers come from, bit for bit."""
 
     def __call__(self, batch: int) -> Answer:
         """The answers to one batch."""
@@ -75,14 +75,16 @@ class Teachers:
     ) -> None:
         self.runners: Sequence[Runner] = runners
         self.batch_teachers, self.kept = batch_teachers, BatchStore(store, "answer")
-        self._taps: list[Taps] = []
+        self._taps: list[BlockHooks] = []
 
-    def learn(self, block: Block, answer_keys: frozenset[str]) -> bool:
+    def compute_answers(self, block: Block, answer_keys: frozenset[str]) -> bool:
         opened = [runner.advance() for runner in self.runners]
         partners = [partner for partner in opened if partner is not None and same_place(partner, block)]
         if len(partners) < len(opened):
             return False
-        self._taps = taps = [Taps(runner, partner) for runner, partner in zip(self.runners, partners, strict=True)]
+        self._taps = taps = [
+            BlockHooks(runner, partner) for runner, partner in zip(self.runners, partners, strict=True)
+        ]
         for batch, teachers in enumerate(self.batch_teachers if answer_keys or block.index is not None else ()):
             total: Answer = {}
             for donor, number, share in teachers:
@@ -101,7 +103,7 @@ class Teachers:
         parts = [share * self._taps[donor].module(key)(inputs) for donor, _, share in self.batch_teachers[batch]]
         return torch.stack(parts).sum(0)
 
-    def are_of(self, merge: Runner, names: Collection[str]) -> bool:
+    def computes_as_anchor(self, merge: Runner, names: Collection[str]) -> bool:
         return all(computes_the_same(merge, runner, names) for runner in self.runners)
 
     def __call__(self, batch: int) -> Answer:
@@ -128,7 +130,7 @@ def computes_the_same(first: Runner, second: Runner, names: Collection[str]) -> 
 
 
 @dataclass(frozen=True)
-class Fitted:
+class MapErrors:
     """The relative error of one map before and after the refit."""
 
     name: str
@@ -137,20 +139,20 @@ class Fitted:
 
 
 @dataclass
-class Refitted:
+class RefitResult:
     """The result of a refit.
 
     Attributes:
         maps: the maps that were solved.
         norms: the norms whose gains and shifts were.
-        kept: by reason, names of weights of linear maps that keep what they were.
+        kept: by reason, names of linear maps' weights that are unchanged.
         whole: whether the models were held whole.
         alike: whether all models compute the same, bit for bit, so that no map was changed.
         losses: on samples held out, before and after, where they judged.
     """
 
-    maps: list[Fitted] = field(default_factory=list)
-    norms: list[Fitted] = field(default_factory=list)
+    maps: list[MapErrors] = field(default_factory=list)
+    norms: list[MapErrors] = field(default_factory=list)
     kept: dict[str, list[str]] = field(default_factory=dict)
     whole: bool = False
     alike: bool = False
@@ -162,7 +164,7 @@ TIED, EXPERTS, UNSEEN = "tied to an embedding", "experts and routers", "not run 
 
 
 @dataclass(frozen=True)
-class _Written:
+class _SolvedTensor:
     """The checkpoint tensor that a solved map is written to.
 
     Attributes:
@@ -180,17 +182,17 @@ class Refit:
     """One refit.
 
     Attributes:
-        merge: what is refitted, with the weights to start from.
+        merge: the model to refit, with its initial weights.
         stored_architecture: the architecture of the checkpoint that is written.
-        answers: what is wanted.
-        weights: how much each batch counts.
+        answers: the targets.
+        weights: weight of each batch.
         ridge: see above.
-        write: given each solved tensor by its name in the checkpoint; gives back what it has become in storage.
-        skip: says which tensors keep what they are.
-        watch: told about every block, and about the part of it that is done: what, how many, of how many.
-        shape: what a solved change (out, in [+ 1 for a bias]) is brought to, given the Gram of the inputs and a one.
-        alpha: how much of what is wanted is the answers; the rest is what `by_own_modules` gives for a batch, the key
-            of a map and the merge's inputs of it (FeatCal, 2026).
+        write: takes each solved tensor by its checkpoint name; returns it as rounded for storage.
+        skip: whether a tensor stays unchanged, by name.
+        watch: called for every block and its progress with a label, the count done and the total.
+        shape: function applied to a solved change (out, in [+ 1 for a bias]), given the Gram of the inputs and a one.
+        alpha: share of the answers in the target; the rest is the result of `by_own_modules` for a batch, the key of a
+            map and the merge's inputs of it (FeatCal, 2026).
         groups: of every batch that counts the number of its group: each group's Gram is divided by its norm. None: all
             positions count alike.
         softmax: ridge of a map that gives the model's logits, which is then fitted to the answers' probabilities from
@@ -217,16 +219,16 @@ class Refit:
     norms: bool = False
     _fused: dict[str, Tensor] = field(default_factory=dict, init=False)
 
-    def run(self) -> Refitted:
+    def run(self) -> RefitResult:
         """Solve every map, in the order of the forward."""
-        result = Refitted(whole=self.merge.whole)
+        result = RefitResult(whole=self.merge.whole)
         total, before = len(self.merge.architecture.blocks), set(self.merge.opened)
         progress = _BlockProgress(self.watch, total, len(self.merge.batches))
         for runner in (self.merge, *self.answers.runners):
             runner.each_run = progress.ran
         while (block := self.merge.advance()) is not None:
             progress.begin(len(self.merge.opened) - 1, block)
-            taps = Taps(self.merge, block)
+            taps = BlockHooks(self.merge, block)
             self._block(block, taps, result, self.merge.opened - before)
             self._fused.clear()
             before = set(self.merge.opened)
@@ -238,7 +240,7 @@ class Refit:
         result.alike = self.alike
         return result
 
-    def _block(self, block: Block, taps: Taps, result: Refitted, opened: Collection[str]) -> None:
+    def _block(self, block: Block, taps: BlockHooks, result: RefitResult, opened: Collection[str]) -> None:
         places = self._places(block, taps, result)
         norms = self._norms(block, taps)
         chosen = stages(taps, set(places), set(norms))
@@ -246,8 +248,8 @@ class Refit:
         _keep(result, UNSEEN, [slot.name for key, slots in places.items() if key not in solved for slot in slots])
         answer_keys: frozenset[str] = frozenset().union(*(stage.wanted for stage in chosen))
         taps.settled.pending.update(solved & taps.modules.keys())
-        learned = self.answers.learn(block, answer_keys)
-        self.alike = self.alike and learned and self.answers.are_of(self.merge, opened)
+        learned = self.answers.compute_answers(block, answer_keys)
+        self.alike = self.alike and learned and self.answers.computes_as_anchor(self.merge, opened)
         if learned:
             for number, stage in enumerate(chosen, 1):
                 if stage.keys[0] in norms:
@@ -257,9 +259,9 @@ class Refit:
                     taps.settled.settle(stage.keys)
                 self.answers.keep(frozenset().union(*(later.wanted for later in chosen[number:])))
 
-    def _places(self, block: Block, taps: Taps, result: Refitted) -> dict[str, list[_Written]]:
+    def _places(self, block: Block, taps: BlockHooks, result: RefitResult) -> dict[str, list[_SolvedTensor]]:
         """Checkpoint tensors that each solvable map is written to, by the map's key."""
-        slots: dict[str, list[_Written]] = {}
+        slots: dict[str, list[_SolvedTensor]] = {}
         stored = next(
             (candidate for candidate in self.stored_architecture.blocks if same_place(candidate, block)), None
         )
@@ -275,18 +277,18 @@ class Refit:
                 within = [(key, place[1]) for key, place in parts if place is not None]
                 _keep(result, UNSEEN, [] if within else [info.name])
                 for key, rows_of_it in within:
-                    slots.setdefault(key, []).append(_Written(info.name, slice(None), rows_of_it))
+                    slots.setdefault(key, []).append(_SolvedTensor(info.name, slice(None), rows_of_it))
             elif self.merge.is_shared(module[0].info.name):
                 _keep(result, TIED, [info.name])
             else:
-                slots.setdefault(module[0].info.key, []).append(_Written(info.name, module[1]))
+                slots.setdefault(module[0].info.key, []).append(_SolvedTensor(info.name, module[1]))
         return slots
 
-    def _solve(self, taps: Taps, stage: Stage, places: Mapping[str, list[_Written]]) -> list[Fitted]:
+    def _solve(self, taps: BlockHooks, stage: Stage, places: Mapping[str, list[_SolvedTensor]]) -> list[MapErrors]:
         if self.alike:
             for key in stage.keys:
                 self._set(key, taps, None, places[key])
-            return [Fitted(places[key][0].name, 0.0, 0.0) for key in stage.keys]
+            return [MapErrors(places[key][0].name, 0.0, 0.0) for key in stage.keys]
         total: RidgeSums | None = None
         is_head = self._gives_logits(taps, stage)
         head_inputs: dict[int, Tensor] = {}
@@ -310,7 +312,7 @@ class Refit:
             total = self._added(total, sums, self.weights[batches[0]])
         return [] if total is None else [self._fit(key, taps, total, places[key], head_inputs) for key in total.cross]
 
-    def _gives_logits(self, taps: Taps, stage: Stage) -> bool:
+    def _gives_logits(self, taps: BlockHooks, stage: Stage) -> bool:
         """Whether the only map of a stage gives the model's logits as they are, which are to be fitted by softmax."""
         if self.softmax is None or len(stage.keys) > 1 or taps.maps[stage.keys[0]].outputs.parts:
             return False
@@ -337,7 +339,7 @@ class Refit:
         total.merge(sums)
         return total
 
-    def _norms(self, block: Block, taps: Taps) -> dict[str, tuple[Norm, dict[str, str]]]:
+    def _norms(self, block: Block, taps: BlockHooks) -> dict[str, tuple[Norm, dict[str, str]]]:
         """Each solvable norm with its checkpoint names (by the module's own names), by the key of its gain."""
         stored = next((other for other in self.stored_architecture.blocks if same_place(other, block)), None)
         if not self.norms or stored is None:
@@ -353,8 +355,8 @@ class Refit:
         return norms
 
     @torch.no_grad()
-    def _solve_norm(self, taps: Taps, stage: Stage, place: tuple[Norm, dict[str, str]]) -> list[Fitted]:
-        """Gain and shift of one norm, towards what the donors' norms give."""
+    def _solve_norm(self, taps: BlockHooks, stage: Stage, place: tuple[Norm, dict[str, str]]) -> list[MapErrors]:
+        """Gain and shift of one norm, towards the outputs of the donors' norms."""
         if self.alike or self.by_own_modules is None:
             return []
         (norm, names), (key,) = place, stage.keys
@@ -378,7 +380,7 @@ class Refit:
         if total is None:
             return []
         changes = total.change(self.ridge)
-        fitted = Fitted(names[gain], *total.errors(*changes))
+        fitted = MapErrors(names[gain], *total.errors(*changes))
         prefix = taps.names[key].removesuffix(gain)
         for name, change in zip(names, changes, strict=False):
             moved = self.write(names[name], module.get_parameter(name).double() + change)
@@ -396,11 +398,11 @@ class Refit:
     def _fit(
         self,
         key: str,
-        taps: Taps,
+        taps: BlockHooks,
         sums: RidgeSums,
-        places: Sequence[_Written],
+        places: Sequence[_SolvedTensor],
         head_inputs: Mapping[int, Tensor],
-    ) -> Fitted:
+    ) -> MapErrors:
         """Solve one map and write it.
 
         Args:
@@ -412,11 +414,11 @@ class Refit:
             change = self._head_change(key, taps, best, head_inputs)
         if self.shape is not None:
             change = self.shape(change, sums.gram)
-        fitted = Fitted(places[0].name, *sums.errors(key, change, self.ridge if change is best else None))
+        fitted = MapErrors(places[0].name, *sums.errors(key, change, self.ridge if change is best else None))
         self._set(key, taps, change, places)
         return fitted
 
-    def _head_change(self, key: str, taps: Taps, start: Tensor, head_inputs: Mapping[int, Tensor]) -> Tensor:
+    def _head_change(self, key: str, taps: BlockHooks, start: Tensor, head_inputs: Mapping[int, Tensor]) -> Tensor:
         """The change with which a head's softmax is nearest to that of the answers."""
         module, batches = cast(Any, taps.modules[key]), list(head_inputs)
         weight = module.weight.mT if isinstance(module, Conv1D) else module.weight
@@ -429,7 +431,7 @@ class Refit:
         shares = [self.weights[batch] for batch in batches]
         return softmax_change(weight, start, list(head_inputs.values()), answer, shares, cast(float, self.softmax))
 
-    def _set(self, key: str, taps: Taps, change: Tensor | None, places: Sequence[_Written]) -> None:
+    def _set(self, key: str, taps: BlockHooks, change: Tensor | None, places: Sequence[_SolvedTensor]) -> None:
         """Write a map with its change (out, in [+ 1 for a bias]); None: as it is."""
         module, name = cast(Any, taps.modules[key]), taps.maps[key].info.name
         turned = isinstance(module, Conv1D)
@@ -446,12 +448,12 @@ class Refit:
             self.merge.set(name.removesuffix("weight") + "bias", parts)
         self.merge.set(name, stored.mT if turned else stored)
 
-    def _store(self, slot: _Written, weight: Tensor, turned: bool) -> Tensor:
-        """A weight (out, in) as it is written, and what it has become, (out, in) again."""
+    def _store(self, slot: _SolvedTensor, weight: Tensor, turned: bool) -> Tensor:
+        """A weight (out, in) as written, and the same after rounding, (out, in)."""
         rounded = self._written(slot, weight.mT if turned else weight)
         return rounded.mT if turned else rounded
 
-    def _written(self, slot: _Written, tensor: Tensor) -> Tensor:
+    def _written(self, slot: _SolvedTensor, tensor: Tensor) -> Tensor:
         """A tensor, or its part of one that several maps are written into, as it is stored."""
         if slot.part is None:
             return self.write(slot.name, tensor)
@@ -491,7 +493,7 @@ RUNS = 7
 """So often each batch is run through a layer: by its teachers, by the merge before each solve, and once to go on."""
 
 
-def _keep(result: Refitted, why: str, names: Sequence[str]) -> None:
+def _keep(result: RefitResult, why: str, names: Sequence[str]) -> None:
     if names:
         result.kept.setdefault(why, []).extend(names)
 
@@ -499,7 +501,7 @@ def _keep(result: Refitted, why: str, names: Sequence[str]) -> None:
 def lacking(key: str, stage: Stage, activations: BlockActivations, answer: Answer) -> Tensor:
     """Target minus output of a map of the merge, (positions, out).
 
-    Of a map that writes the stream it is what the stream lacks, over how much the output counts there.
+    For a map that writes the stream: the residual of the stream, divided by the output's gain there.
     """
     branch = stage.branches.get(key)
     if branch is None:

@@ -8,7 +8,7 @@ from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.methods import MODEL, WEIGHT, OwnMethod, OwnParameter, Plan, described_parameter
 
 SOLVING = ("ridge", "alpha", "lambda_", "gram_norm", "norms")
-"""Fields that are parameters of the delegate; the others say what it reads, and are parameters of the recipe."""
+"""Fields that are parameters of the delegate; the others name its inputs and are parameters of the recipe."""
 
 
 def _parameter(field: str) -> OwnParameter:
@@ -17,7 +17,7 @@ def _parameter(field: str) -> OwnParameter:
 
 
 class RefitMethod(OwnMethod):
-    """Runs the models on samples and solves the merge's linear maps to give what they give (`averaging.refit`)."""
+    """Runs the models on samples and solves the merge's linear maps for the same outputs (`averaging.refit`)."""
 
     spec = MergeMethodSpec(
         name="refit",

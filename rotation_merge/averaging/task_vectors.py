@@ -1,4 +1,4 @@
-r"""Averages of task vectors: what fine-tunes of one base changed in each linear map, merged without data.
+r"""Averages of task vectors: the changes of fine-tunes of one base, merged map by map without data.
 
 Directions: a change D_t is W_t - W_0 of one map, shape (outputs, inputs), in the base's coordinates; all work is done
 in float64. Under ``D -> L D R^T`` with orthogonal L and R every rule here gives ``L f(D) R^T``: an alignment may
@@ -29,7 +29,7 @@ ZERO = 1e-9
 """Singular values below this share of the largest have no direction."""
 
 PRIOR = 0.7
-"""What the sum of the changes is multiplied by for the prior of `both` sides."""
+"""Factor of the sum of the changes in the prior of `both` sides."""
 
 COMMON = (
     ParameterSpec("weight", float, ParameterScope.INPUT, 1.0, "importance of each model"),
@@ -68,7 +68,7 @@ class TaskVectorMethod(OwnMethod):
         raise NotImplementedError
 
     def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
-        """About how many floating-point operations, in float64, `change` takes for one map.
+        """Approximate number of float64 operations of `change` for one map.
 
         Args:
             shape: (outputs, inputs).
@@ -99,7 +99,7 @@ class TaskVectorMethod(OwnMethod):
         """The merged change of one linear map."""
         if target.info.vocabulary_axis is not None and "sides" in parameters:
             parameters = {**parameters, "sides": "one"}  # rows of rare tokens have next to no change, and would grow
-        even, ratio = evened(changes)
+        even, ratio = with_even_lengths(changes)
         target.log.note("ratios", ratio)
         target.log.note("lengths", parameters["lengths"])
         return self.change(even if parameters["lengths"] == "auto" else changes, weights, parameters)
@@ -125,8 +125,8 @@ class Wudi(TaskVectorMethod):
     r"""RegMean with the Grams that the changes imply, in closed form.
 
     ``D = (sum_t a_t D_t G_t + l M) (sum_t a_t G_t + l I)^-1`` with ``G_t = D_t^T D_t`` and M the mean of the changes; l
-    is `ridge` times the mean of the diagonal of the sum. `sides: both` also weighs what the map gives, by
-    ``L_t = D_t D_t^T``: ``sum_t L_t D G_t = sum_t L_t D_t G_t``, by conjugate gradients.
+    is `ridge` times the mean of the diagonal of the sum. `sides: both` also weighs the outputs, by ``L_t = D_t D_t^T``:
+    ``sum_t L_t D G_t = sum_t L_t D_t G_t``, by conjugate gradients.
 
     Source: Cheng and others 2025 (WUDI-Merging, arXiv 2503.08099, equation 9, there by gradient descent); the trace
     instead of the norm: ACE-Merging (arXiv 2603.02945); neither: ACTMat (arXiv 2604.01329).
@@ -179,7 +179,7 @@ class Wudi(TaskVectorMethod):
 
 
 def _over_norm(change: Tensor, kind: str) -> float:
-    """One over what a change's Gram is divided by; none of a change that is zero."""
+    """Reciprocal of the divisor of a change's Gram; none for a zero change."""
     if kind == "none":
         return 1.0
     squared = float(change.square().sum())  # the trace of the Gram, and the squared norm of the change
@@ -295,8 +295,8 @@ class Iso(TaskVectorMethod):
 
     Changes in smaller bases get the mean over the directions that they span.
 
-    With `share` below 1 (Iso-CTS) only that share of the directions is the sum's; the rest are the largest of what each
-    change has beside them.
+    With `share` below 1 (Iso-CTS) only that share of the directions is the sum's; the rest are the largest directions
+    of each change outside them.
 
     Source: Marczak and others 2025 (No Task Left Behind, arXiv 2502.04959), algorithms 1 and 2.
     """
@@ -360,12 +360,12 @@ def mean_of(changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return sum((weight / total * d for d, weight in zip(changes, weights, strict=True)), torch.zeros_like(changes[0]))
 
 
-def evened(changes: Sequence[Tensor]) -> tuple[list[Tensor], float]:
+def with_even_lengths(changes: Sequence[Tensor]) -> tuple[list[Tensor], float]:
     """Changes brought to the harmonic mean of their lengths where those differ by more than `RATIO`, and the ratio of
     the longest to the shortest.
 
-    None is divided by more than the number of changes, which is what their mean keeps of it. (The harmonic mean never
-    multiplies by more, so what is next to nothing is not blown up.) Changes that are zero stay, and do not count.
+    No change is divided by more than the number of changes, its share in their mean. (The harmonic mean never
+    multiplies by more, so tiny changes are not amplified.) Zero changes stay as they are and do not count.
     """
     lengths = [float(d.norm()) for d in changes]
     counting = [length for length in lengths if length > 0.0]

@@ -1,1 +1,1 @@
-"""Carrying what fine-tuning changed to another base."""
+"""Carrying a fine-tune's change to another base."""

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.architecture.registry import Spot
+from rotation_merge.architecture.registry import PossibleTensor
 from rotation_merge.carrying.carrier import Carrier, Change, Changes
 from rotation_merge.carrying.delta import Scale, scale_at
 from rotation_merge.errors import AlignmentError, CheckpointError
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.factors import LowRank, dense, factor_infos, output_axis, stacks
-from rotation_merge.model.labels import Rows, in_order
+from rotation_merge.model.labels import LabelRows, in_order
 from rotation_merge.model.lora import WHOLE, WRONG_BASE, AdapterEntry, AdapterWeights, parse
-from rotation_merge.model.lora_form import taken_apart
+from rotation_merge.model.lora_form import separated_adapter
 from rotation_merge.model.source import TensorSource, check_shape, read_tensor
-from rotation_merge.model.sources import Respelled, with_rows_of
+from rotation_merge.model.sources import RestructuredSource, with_rows_of
 
 SMALLER = f"use 'residual: permutation', or {WHOLE}"
 
@@ -31,14 +31,14 @@ class CarriedAdapter:
 
     Attributes:
         norms: squared norm of every change, and of the old base's tensor before it, by tensor.
-        constants: modules that got a bias, because a norm of the old base shifts what they read.
+        constants: modules that got a bias, because a norm of the old base shifts their inputs.
     """
 
     adapter: AdapterWeights
     norms: dict[str, tuple[float, float]] = field(default_factory=dict)
     constants: list[str] = field(default_factory=list)
 
-    def saw(self, info: TensorInfo, change: Change, old: Tensor | None) -> None:
+    def add_norm(self, info: TensorInfo, change: Change, old: Tensor | None) -> None:
         so_far = self.norms.get(info.name, (0.0, 0.0))[0]
         before = 0.0 if old is None else float(old.double().square().sum())
         self.norms[info.name] = so_far + float(dense(change, info).square().sum()), before
@@ -50,22 +50,22 @@ def carry_adapter(
     config: Mapping[str, Any],
     new_name: str,
     scale: Scale = 1.0,
-    rows: Rows | None = None,
+    rows: LabelRows | None = None,
 ) -> CarriedAdapter:
     """The adapter that changes the new base as `adapter` changes the old one.
 
-    Where the new base is the old one in other coordinates, it computes with the carried adapter what the old one
-    computes with its own.
+    If the new base is the old one in other coordinates, it has with the carried adapter the old one's outputs with its
+    own.
 
     Args:
         carrier: of the old base to the new one.
         config: the old base's.
         new_name: the new base, for adapter_config.json.
-        scale: what every change is multiplied by.
-        rows: what puts the old base's classes into the new one's order (see `model/labels.py`).
+        scale: factor of every change.
+        rows: order that brings the old base's classes into the new one's (see `model/labels.py`).
 
     Raises:
-        CheckpointError: the adapter does not belong to the old base, or what it changes is not there in the new one.
+        CheckpointError: the adapter does not belong to the old base, or changes a tensor that the new base lacks.
         AlignmentError: a form of change that these maps cannot carry; names it and the remedy.
     """
     parsed = parse(adapter, config)
@@ -83,19 +83,19 @@ def carry_adapter(
             )
     if result.constants:
         _give_biases(adapter, parsed.entries, result)
-    result.adapter = taken_apart(result.adapter, parsed, stored, adapter.path)
+    result.adapter = separated_adapter(result.adapter, parsed, stored, adapter.path)
     return result
 
 
-def _with_all(carrier: Carrier, spots: Iterable[Spot]) -> Carrier:
-    """A carrier that also knows what an adapter brings along, or names in another form than the bases' files have."""
+def _with_all(carrier: Carrier, spots: Iterable[PossibleTensor]) -> Carrier:
+    """A carrier with the tensors that an adapter adds, or names in another form than the bases' files."""
     stored, extended = carrier.architecture, _extended(carrier.architecture, spots)
-    old, new = (Respelled(source, stored, extended) for source in (carrier.old, carrier.new))
+    old, new = (RestructuredSource(source, stored, extended) for source in (carrier.old, carrier.new))
     return replace(carrier, architecture=extended, old=old, new=new)
 
 
-def _extended(architecture: Architecture, spots: Iterable[Spot]) -> Architecture:
-    """The architecture with what an adapter brings along or spells otherwise: a new head, experts in one tensor."""
+def _extended(architecture: Architecture, spots: Iterable[PossibleTensor]) -> Architecture:
+    """The architecture with the tensors that an adapter adds or names otherwise: a new head, experts in one tensor."""
     blocks = list(architecture.blocks)
     for spot in spots:
         place = next((i for i, block in enumerate(blocks) if spot.in_block(block)), None)
@@ -115,7 +115,7 @@ class _BlockOfAdapter:
     block: Block
     result: CarriedAdapter
     scale: float = 1.0
-    rows: Rows = field(default_factory=dict)
+    rows: LabelRows = field(default_factory=dict)
 
     def carry(self, entries: list[AdapterEntry], saved: Mapping[str, str]) -> None:
         """Carry the adapter's entries of this block, and the tensors that it stores whole.
@@ -157,7 +157,7 @@ class _BlockOfAdapter:
         return AlignmentError(f"{problem} ({self.block.name})", where=self.adapter.path, remedy=remedy)
 
     def _there(self, key: str) -> None:
-        """Refuse what the old base has and the new one has not."""
+        """Refuse a change of a tensor that only the old base has."""
         info = self._info(key)
         if _holds(self.carrier.old, info) and not _holds(self.carrier.new, info):
             problem = f"changes '{info.name}', which the new base lacks"
@@ -218,7 +218,7 @@ class _BlockOfAdapter:
         """Put a carried change back under the adapter's names."""
         assert isinstance(moved, LowRank)
         first, info = entries[0], self._info(entries[0].spot.info.key)
-        self.result.saw(info, before, read_tensor(info, self.carrier.old))
+        self.result.add_norm(info, before, read_tensor(info, self.carrier.old))
         a, b = moved.a, moved.b
         if first.bias is not None:
             self._put(first.bias, b[:, -1].reshape(-1))
@@ -243,7 +243,7 @@ class _BlockOfAdapter:
         self.result.constants.append(entry.module)
 
     def _write_magnitude(self, entry: AdapterEntry, before: Change, moved: Change, constant: Tensor | None) -> None:
-        """DoRA: each output keeps what its magnitude is to the length of its row, the product added.
+        """DoRA: each output keeps the ratio of its magnitude to the norm of its row with the product added.
 
         Source: DoRA, arXiv 2402.09353, eq. 5: the weight is ``m V / |V|``, row by row, with ``V = W + s B A``.
         """
@@ -291,7 +291,7 @@ class _BlockOfAdapter:
     def _write_saved(self, name: str, key: str, change: Change) -> None:
         info = self._info(key)
         moved = dense(change, info)
-        self.result.saw(info, self._saved_change(name, key), read_tensor(info, self.carrier.old))
+        self.result.add_norm(info, self._saved_change(name, key), read_tensor(info, self.carrier.old))
         new = read_tensor(info, self.carrier.new)
         self._put(name, moved if new is None else new.double() + moved)
 

@@ -1,4 +1,4 @@
-"""Two bases, an old and a new one: how they lie to each other, what is carried from one to the other and written."""
+"""An old and a new base: their relation, and the changes that are carried from one to the other."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mergekit.common import dtype_from_name
 from mergekit.options import MergeOptions
 
 from rotation_merge.architecture import Architecture, find, resolve
-from rotation_merge.architecture.sizes import of_sizes
-from rotation_merge.carrying.carrier import Carrier, Rows
-from rotation_merge.carrying.frame import AUTO, WIDTHS, Frame, Resizing, frame_of
+from rotation_merge.architecture.sizes import config_of_sizes
+from rotation_merge.carrying.carrier import Carrier, RowPair
+from rotation_merge.carrying.frame import AUTO, WIDTHS, Frame, ResizeOptions, frame_of
 from rotation_merge.errors import CheckpointError
 from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.alignment import Alignment
@@ -26,16 +26,15 @@ from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.run import GivenFile, Run
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.checkpoint import Model, Models, parse_reference
-from rotation_merge.model.depth import in_order, marks, probes
+from rotation_merge.model.depth import in_order, probe_products, probes
 from rotation_merge.model.depth import likeness as alikeness
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.labels import label_rows
 from rotation_merge.model.lora import parse
-from rotation_merge.model.member import Member
 from rotation_merge.model.nearness import Nearness, nearness
+from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.model.source import Progress, TensorSource
-from rotation_merge.model.sources import Resized, Respelled, other_form
-from rotation_merge.model.sources import Rows as SharedRows
+from rotation_merge.model.sources import ResizedVocabulary, RestructuredSource, VocabularySubset, other_form
 from rotation_merge.model.vocabulary import check_tuned_ids, shared_rows, vocabulary_size
 from rotation_merge.record import MergeReport
 
@@ -48,7 +47,7 @@ class Bases:
     """The base that something was trained on, and the one it is to be carried to.
 
     Attributes:
-        frame: what the two meet in, where their shapes differ.
+        frame: common shapes of the two, if theirs differ.
         alike: whether layers are to meet by similarity, which is not known before the two are aligned (`settled`).
     """
 
@@ -69,7 +68,7 @@ class Bases:
         return self.pair.architecture
 
     @cached_property
-    def rows(self) -> Rows | None:
+    def rows(self) -> RowPair | None:
         """Rows of the tokens that both have, the new base's first; None where the vocabularies are one."""
         rows = shared_rows([self.new, self.old])
         return None if rows is None else (rows[0], rows[1])
@@ -86,10 +85,10 @@ class Bases:
         return Nearness({}) if self.frame is not None else nearness(self.architecture, *self.sources)
 
     def _named(self, source: TensorSource, model: Model) -> TensorSource:
-        """The tensors of the old base, or of what was trained on it, under the new base's names."""
+        """The tensors of the old base, or of its fine-tune, under the new base's names."""
         if self.frame is not None:
             return self.frame.of_old(source, self._untied(model))
-        named = Respelled(source, model.architecture, self.architecture)
+        named = RestructuredSource(source, model.architecture, self.architecture)
         if not named.made and all(name == stored_name for name, stored_name in named.names.items()):
             return source
         return WithTied(named, self.architecture)
@@ -110,7 +109,7 @@ class Bases:
         ends = [size or 0 for size in (vocabulary_size(pair.anchor), vocabulary_size(pair.donor))]
         if (length := length or ends[0]) != ends[1]:
             absent = torch.arange(min(ends), ends[0])
-            source = Resized(pair.architecture, source, length, base, (absent, absent))
+            source = ResizedVocabulary(pair.architecture, source, length, base, (absent, absent))
         return self._named(source, pair.donor)
 
     def _untied(self, model: Model) -> Architecture:
@@ -138,7 +137,7 @@ class Bases:
         options = check_pair(self.pair.checked.anchor, self.pair.checked.donor, options, untie=True).options
         if self.rows is not None:
             new, old = (
-                SharedRows(architecture, source, rows) for source, rows in zip((new, old), self.rows, strict=True)
+                VocabularySubset(architecture, source, rows) for source, rows in zip((new, old), self.rows, strict=True)
             )
         run = Run()
         alignment = match(architecture, new, old, options, progress, ledger=ledger)
@@ -200,12 +199,14 @@ class Bases:
         return Carrier(self.architecture, old, new, alignment, self.rows, dtype_from_name(dtype), self.frame)
 
 
-def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True, unlike: Resizing | None = None) -> Bases:
+def open_bases(
+    new: str, old: str, device: str = "cpu", untie: bool = True, unlike: ResizeOptions | None = None
+) -> Bases:
     """Two bases of one architecture; their vocabularies may differ, and the form that their files have: experts apart
     or in one tensor.
 
     Args:
-        unlike: how unlike shapes are brought together; None: they have to be the same.
+        unlike: how different shapes are brought together; None: they must be equal.
 
     Raises:
         RotationMergeError: one is missing, damaged, quantised or not supported, or they do not fit together.
@@ -217,7 +218,7 @@ def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True, unli
     return Bases(replace(pair, checked=replace(pair.checked, donor=donor)))
 
 
-def _framed(new: str, old: str, device: str, untie: bool, unlike: Resizing) -> Bases:
+def _framed(new: str, old: str, device: str, untie: bool, unlike: ResizeOptions) -> Bases:
     """Two bases whose shapes may differ."""
     models = Models(MergeOptions(), "error", untie)
     a, d = (models[parse_reference(name)] for name in (new, old))
@@ -230,10 +231,10 @@ def _framed(new: str, old: str, device: str, untie: bool, unlike: Resizing) -> B
     if untie and stream and a.architecture.layer_normed(stream):
         tied = ""
     frame = frame_of(a.architecture, d.architecture, unlike.met(a, d), tied or None, (new, old))
-    if not unlike.widths and (grows := frame.grow_new.grows or frame.grow_old.grows):
+    if not unlike.widths and (grows := frame.grow_new.growth or frame.grow_old.growth):
         raise CheckpointError(f"is not of the sizes of {new} ({grows})", where=old, remedy=WIDTHS)
     spec = find(d.config)
-    config = d.config if spec is None else {**d.config, **of_sizes(spec, d.config, a.config)}
+    config = d.config if spec is None else {**d.config, **config_of_sizes(spec, d.config, a.config)}
     donor = _in_form_of(frame.common, replace(d.member, architecture=frame.met, config=config))
     anchor = replace(a.member, architecture=frame.common)
     checked = check_pair(anchor, donor, NOTHING, untie=untie)
@@ -251,14 +252,16 @@ def alike(bases: Bases, alignment: Alignment) -> tuple[dict[str, list[tuple[int,
         layer_marks = []
         for architecture, source, maps in ((frame.new, new, None), (frame.old, old, alignment.transforms)):
             source = folded_source(architecture, source, alignment.folded)
-            layer_marks.append([marks(block, source, probe_vectors, maps) for block in architecture.layers(module)])
+            layer_marks.append(
+                [probe_products(block, source, probe_vectors, maps) for block in architecture.layers(module)]
+            )
         table = torch.tensor([[alikeness(a, b) for b in layer_marks[1]] for a in layer_marks[0]], dtype=torch.float64)
         layers[module] = in_order(table.reshape(len(layer_marks[0]), len(layer_marks[1])))
         likeness[module] = float(table[tuple(zip(*layers[module], strict=True))].mean()) if layers[module] else 0.0
     return layers, likeness
 
 
-def _in_form_of(reference: Architecture, member: Member) -> Member:
+def _in_form_of(reference: Architecture, member: PairedModel) -> PairedModel:
     """A model as it would be if its file had its weights in the form that another one's has."""
     place = {(block.module, block.place, block.index): block for block in reference.blocks}
     blocks = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.carrying.frame import Frame, Places
+from rotation_merge.carrying.frame import FittingNorms, Frame
 from rotation_merge.errors import AlignmentError
 from rotation_merge.linalg.polar import procrustes
 from rotation_merge.matching.activations import Activations
@@ -31,7 +31,7 @@ Change = LowRank | Tensor
 Changes = dict[str, Change]
 """Changes of a block's tensors, by key."""
 
-Rows = tuple[Tensor, Tensor]
+RowPair = tuple[Tensor, Tensor]
 """The new base's and the old base's rows of the tokens they share."""
 
 
@@ -45,15 +45,15 @@ class Carrier:
         alignment: of the old base to the new one.
         rows: where the vocabularies differ.
         dtype: that a carried model is going to be rounded to, if another than its own.
-        frame: where the bases' shapes differ: what they meet in. The old base is in its sizes, and `alignment` of it.
-        sites: by name of a linear map: what its inputs are moved by behind the alignment, (inputs, inputs).
+        frame: common shapes, if the bases' shapes differ; the old base has its sizes, and `alignment` is made in it.
+        sites: by name of a linear map: the map of its inputs after the alignment, (inputs, inputs).
     """
 
     architecture: Architecture
     old: TensorSource
     new: TensorSource
     alignment: Alignment
-    rows: Rows | None = None
+    rows: RowPair | None = None
     dtype: torch.dtype | None = None
     frame: Frame | None = None
     sites: Mapping[str, Tensor] = field(default_factory=dict)
@@ -121,11 +121,11 @@ class Carrier:
         """One change, or one factor of a change: folded, moved, unfolded, its rows those of the new vocabulary."""
         return self.stored(block, info, self.fold.tensor(block, info, get), weight)
 
-    def moved(self, block: Block, info: TensorInfo, change: Tensor, places: Places | None = None) -> Tensor:
+    def moved(self, block: Block, info: TensorInfo, change: Tensor, places: FittingNorms | None = None) -> Tensor:
         """A change of the folded old base in the new one's coordinates, in its sizes.
 
         Args:
-            places: is told what of it has a place there.
+            places: records the norm of the part that fits.
         """
         wide = info if self.frame is None else self.frame.of(block, info)
         moved = transform_tensor(change, wide, self.alignment.transforms, change=True)
@@ -136,7 +136,7 @@ class Carrier:
             return moved
         cut = self.frame.cut(block, info, moved)
         if places is not None:
-            placed = float(self.respelled(block, info, cut).square().sum())
+            placed = float(self.with_new_rows(block, info, cut).square().sum())
             places.found[block.name, info.key] = placed, float(moved.square().sum())
         return self.frame.scaled(block, info, cut, self.folded)
 
@@ -146,19 +146,19 @@ class Carrier:
         info: TensorInfo,
         change: Tensor,
         weight: Tensor | None = None,
-        places: Places | None = None,
+        places: FittingNorms | None = None,
     ) -> Tensor:
         """A change of the folded old base as one of the new base as it is stored, in the new vocabulary.
 
         Args:
             weight: of a bias: the change of the weight beside it, as it is to be stored.
-            places: is told what of the change has a place in the new base.
+            places: records the norm of the part that fits the new base.
         """
         moved = self.moved(block, info, change, places)
         moved = unfold_change(block, info, moved, reader(block, self.new), self.folded, weight)
-        return self.respelled(block, info, moved)
+        return self.with_new_rows(block, info, moved)
 
-    def respelled(self, block: Block, info: TensorInfo, moved: Tensor) -> Tensor:
+    def with_new_rows(self, block: Block, info: TensorInfo, moved: Tensor) -> Tensor:
         """A moved change with the rows of the new vocabulary: zero where the old base lacks the token."""
         axis = info.vocabulary_axis
         if self.rows is None or axis is None:
@@ -219,7 +219,7 @@ def reader(block: Block, source: TensorSource) -> Callable[[str], Tensor | None]
 
 
 WIDEST = 8192
-"""Inputs beyond which a map takes too long to find; what is wider keeps that of the alignment."""
+"""Largest number of inputs for which a map is computed; wider maps keep that of the alignment."""
 
 
 def site_maps(carrier: Carrier, new: Activations, old: Activations) -> dict[str, Tensor]:
@@ -228,8 +228,8 @@ def site_maps(carrier: Carrier, new: Activations, old: Activations) -> dict[str,
     Alignment has one map for a stream, as the skip connection demands of whole models. A change need not keep to it:
     where the new base reads x' and the aligned old one reads x on the same samples, a change D of the map is carried as
     ``D M^T``, M the orthogonal map that brings x nearest to x'. Where the new base is the old one in other coordinates,
-    x' = x and M is the identity. Outputs keep the maps of the alignment: with maps from activations for what is
-    written, less arrives (docs/carry.md).
+    x' = x and M is the identity. Outputs keep the maps of the alignment: maps of outputs from activations recover less
+    (docs/carry.md).
 
     Source: Theseus (2026, arXiv 2602.12952), inputs' half.
 
@@ -258,7 +258,7 @@ def site_maps(carrier: Carrier, new: Activations, old: Activations) -> dict[str,
 
 
 def _reads_as_carried(carrier: Carrier, linear: LinearMap, new: Activations, old: Activations) -> bool:
-    """Whether what was seen is what the change is multiplied by where it is moved."""
+    """Whether the recorded inputs are those that the moved change multiplies."""
     if not linear.inputs.parts:
         return False
     if linear.norm is None:

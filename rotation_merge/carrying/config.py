@@ -14,7 +14,7 @@ METHODS = ("weights", "activations", "refit", "distil")
 AUTO = "auto"
 PAIRS = Kind("OLD:NEW,... or ranges (0-3:0-3,4:6)", is_text)
 PLAIN, NONE = "plain addition", "none"
-"""What samples may prefer to a method: the change as it stands, and the new base as it is."""
+"""Alternatives to a method that samples may prefer: plain addition, and the unchanged new base."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class TransferConfig(Config):
         """A config from options by name, those of matching (`AlignConfig`) among them.
 
         Args:
-            start: what holds where no option is given.
+            start: defaults of options that are not given.
 
         Raises:
             RecipeError: there is no such option, or it may not have the value.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.carrying.carrier import Carrier, Change, Changes, is_bias, weight_key
-from rotation_merge.carrying.frame import Framed, Places
+from rotation_merge.carrying.frame import FittingNorms, FramedSource
 from rotation_merge.errors import AlignmentError, not_written
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model import slices
@@ -23,11 +23,11 @@ from rotation_merge.model.factors import LowRank, dense, stacks, transposed
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_names, open_like
 from rotation_merge.model.source import TensorSource, read_tensor, unstack
-from rotation_merge.model.sources import Replaced
+from rotation_merge.model.sources import ReplacedSource
 from rotation_merge.model.view import View
 
 Scale = float | Mapping[str, float]
-"""What a change is multiplied by: everywhere, or by name of a block (one, where it is not named)."""
+"""Factor of a change: one number, or by name of a block (1 for blocks that are not named)."""
 
 
 def scale_at(scale: Scale, block: str) -> float:
@@ -42,11 +42,11 @@ class Delta:
     Attributes:
         carrier: the base that it is of (`old`), the one that it is for (`new`), and the maps between the two.
         tuned: the fine-tune's tensors, under the names of the carrier's architecture.
-        scale: what the change is multiplied by.
+        scale: factor of the change.
         dtype: of the results; None: the new base's for storage.
-        places: what of the change has a place in a new base of other shapes, as far as it has been moved.
+        places: norms of the part of the change that fits a new base of other shapes, so far.
         solved: names of the tensors that were solved or trained for the new base itself; None: it is a fine-tune's
-            change. What was solved is taken in float64, and has the rank of an adapter already, if it is to be one.
+            change. Solved tensors are read in float64 and already have the rank of an adapter, if one is wanted.
         opened: the model that it is for, where it was made of models at hand.
     """
 
@@ -54,7 +54,7 @@ class Delta:
     tuned: TensorSource
     scale: Scale = 1.0
     dtype: torch.dtype | None = None
-    places: Places = field(default_factory=Places)
+    places: FittingNorms = field(default_factory=FittingNorms)
     solved: frozenset[str] | None = None
     opened: OpenedModel | None = field(default=None, repr=False)
 
@@ -75,11 +75,11 @@ class Delta:
         return Delta(carrier, fine.source, opened=opened)
 
     @staticmethod
-    def of_solved(carrier: Carrier, tensors: Mapping[str, Tensor]) -> Delta:
+    def from_solved(carrier: Carrier, tensors: Mapping[str, Tensor]) -> Delta:
         """The change of a carrier's new base to tensors that were solved for it, by its names."""
         new = carrier.new
         base = Carrier(carrier.architecture, new, new, Alignment({}))
-        return Delta(base, Replaced(new, tensors), solved=frozenset(tensors))
+        return Delta(base, ReplacedSource(new, tensors), solved=frozenset(tensors))
 
     def scaled(self, factor: float) -> Delta:
         """The change times a factor."""
@@ -166,10 +166,10 @@ class Delta:
                 yield info, unstack(info, tensor.to(self.dtype or stored.dtype).contiguous()), change, before
 
     def named(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the new base with the change, by name; of what was solved, these alone.
+        """The tensors of the new base with the change, by name; of a solved change, its tensors alone.
 
         Args:
-            dtype: that they are rounded to, once; None: what the new base stores them in.
+            dtype: storage type, rounded to once; None: that of the new base.
         """
         for _, pieces, *_ in replace(self, dtype=dtype).tensors():
             yield from pieces.items()
@@ -178,7 +178,7 @@ class Delta:
         """One tensor of the new base with the carried change, rounded once; None where the new base lacks it.
 
         Args:
-            dtype: that it is rounded to; None: what the new base stores it in.
+            dtype: storage type; None: that of the new base.
         """
         stored = read_tensor(info, self.carrier.new)
         if stored is None or not stored.is_floating_point():
@@ -215,17 +215,17 @@ class Delta:
         if carrier.met(block) is None:
             return base, 0.0, 0.0
         change, before = self._change(block, info)
-        moved = carrier.respelled(block, info, carrier.moved(block, info, change, self.places))
+        moved = carrier.with_new_rows(block, info, carrier.moved(block, info, change, self.places))
         return base + scale_at(self.scale, block.name) * moved, float(change.square().sum()), before
 
     def factors(self, block: Block, rank: int | None) -> tuple[Changes, dict[str, tuple[float, float]]]:
         """A block's change for the new base as it is stored, that of every matrix cut down to low rank (None: not).
 
-        What norms of folded streams changed goes into the maps that read them.
+        Changes of folded streams' norms go into the maps that read them.
 
         Returns:
-            The changes by key, those of biases and of other norms whole; and by key the squared norm of each, and what
-            of it is kept.
+            The changes by key, those of biases and of other norms whole; and by key the squared norm of each, and the
+            part of it that is kept.
         """
         result: Changes = {}
         norms: dict[str, tuple[float, float]] = {}
@@ -264,11 +264,11 @@ class Delta:
                     change |= unstack(info, dense(part, info))
         return change
 
-    def placed(self) -> list[str]:
+    def fitting_notes(self) -> list[str]:
         """Lines on the share of the change that fits the new base's shapes; empty for equal shapes."""
         frame, old = self.carrier.frame, self.carrier.old
-        if frame is not None and isinstance(old, Framed) and isinstance(self.tuned, Framed):
-            self.places.lost.update(frame.without_place(old, self.tuned))
+        if frame is not None and isinstance(old, FramedSource) and isinstance(self.tuned, FramedSource):
+            self.places.lost.update(frame.unmatched_norms(old, self.tuned))
         return self.places.words()
 
     def _folded(self, source: TensorSource, architecture: Architecture) -> TensorSource:
@@ -297,7 +297,7 @@ class Delta:
 
 
 NOTHING_LEFT = 1e-4
-"""Of a change's largest singular value: what is below was made by rounding, and is 1e-8 of its squared norm."""
+"""Share of a change's largest singular value below which singular values are rounding, 1e-8 of its squared norm."""
 
 
 def of_low_rank(change: Tensor, info: TensorInfo, rank: int, trimmed: bool = False) -> Change:

@@ -1,9 +1,10 @@
-r"""A carried change distilled: a few steps of the new base towards what the fine-tune says, from the refit on.
+r"""Distillation of a carried change: a few training steps of the new base towards the fine-tune's outputs, from the
+refit on.
 
 Every sample is answered twice. The *shift* is the new base's own logits and the old pair's change of them, ``new +
 tuned - old``; the other answer is the fine-tune's own. Which is better differs from task to task: both are tried, and
-the loss on samples held out decides. Where the new base's own text counts, it is learned beside, answered by the new
-base as it was, so that what it knows stays. All weights are trained, or the factors of an adapter alone.
+the loss on samples held out decides. Text of the new base, if given, is learned as well with the unchanged base's
+outputs, so that it forgets less. All weights are trained, or the factors of an adapter alone.
 
 Source: this project's study (benchmarks/carry.py); distillation after Hinton, Vinyals and Dean (2015).
 """
@@ -37,18 +38,18 @@ KINDS = {
     "shift": "the new base's answers and the old pair's change of them",
     "answers": "the fine-tune's answers",
 }
-"""What is aimed at."""
+"""Targets."""
 
 Watch = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Lessons:
+class DistillationSamples:
     """Samples of the fine-tune's kind and, where it counts, text of the new base's own; those held out come last.
 
     Attributes:
         samples, base_texts: batches without labels or padding.
-        last: how many batches of either are held out.
+        last: number of batches of each that are held out.
     """
 
     samples: Sequence[Batch]
@@ -57,7 +58,7 @@ class Lessons:
 
 
 @dataclass(frozen=True)
-class Distilled:
+class DistillationResult:
     """The losses of both targets on held-out samples, and the report on the better one."""
 
     losses: dict[str, float]
@@ -75,19 +76,19 @@ class Distilled:
 def distil(
     models: Mapping[str, Callable[[], Any]],
     student: Callable[[], Any],
-    lessons: Lessons,
+    lessons: DistillationSamples,
     options: PolishOptions,
     loss: Callable[[Any], float],
     work: Unfinished,
     watch: Watch | None = None,
-) -> tuple[dict[str, Tensor], Distilled]:
+) -> tuple[dict[str, Tensor], DistillationResult]:
     """Train the student towards both kinds of answers, and take the better one.
 
     Args:
         models: `new`, `old` and `tuned`, made when they are needed.
         student: made anew for each kind, its trainable parameters those that require gradients.
         loss: of a student, on samples held out.
-        work: where answers, states and what is done wait for an interrupted run to go on.
+        work: folder of answers, states and progress, from which an interrupted run continues.
 
     Returns:
         The trained parameters by their names in the student.
@@ -107,7 +108,7 @@ def distil(
         done[kind] = _kept(place)
     losses = {kind: reached for kind, (_, reached, _) in done.items()}
     best = min(losses, key=lambda kind: losses[kind])
-    return done[best][0], Distilled(losses, best, done[best][2])
+    return done[best][0], DistillationResult(losses, best, done[best][2])
 
 
 def _keep(place: Path, model: Any, loss: float, report: PolishReport) -> None:

@@ -1,9 +1,9 @@
 r"""Two bases of unlike shapes side by side: both are read in the larger of their sizes, layer by layer as they meet.
 
-Each is widened (`widen`), its function unchanged, to sizes that hold either; there the two are aligned as any pair. A
-change that was moved to the new base's coordinates is then cut down to its own sizes: rows of an orthogonal map of the
-larger stream are a semi-orthogonal map between the two, heads and neurons that meet zeros are left over. What is cut
-off has no place in the new base.
+Each is widened (`widen`), its function unchanged, to sizes that hold both models; there the two are aligned like any
+pair. A change that was moved to the new base's coordinates is then cut down to its own sizes: rows of an orthogonal map
+of the larger stream are a semi-orthogonal map between the two, heads and neurons that meet zeros are left over. The
+rest of the change does not fit the new base.
 
 Source: rectangular maps as in GLMC (arXiv 2506.22712), for changes as in Theseus (arXiv 2602.12952).
 """
@@ -23,14 +23,14 @@ from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.check_pair import Layers, meeting
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.source import TensorSource, read_tensor
-from rotation_merge.model.sources import Respelled
-from rotation_merge.model.widen import Widened, Widening
+from rotation_merge.model.sources import RestructuredSource
+from rotation_merge.model.widen import WidenedSource, Widening
 
 WIDTHS = "use '--widths' ('widths: true' in a recipe) to carry between bases of unlike sizes"
 DEPTH = "say which layers meet by '--layers-map' ('layers_map' in a recipe): OLD:NEW,... or auto"
 
 
-class Framed(Widened):
+class FramedSource(WidenedSource):
     """A model of the old base's shapes under the names and in the sizes of a frame.
 
     Attributes:
@@ -38,7 +38,7 @@ class Framed(Widened):
         met: those names that have a partner in the new base.
     """
 
-    def __init__(self, narrow_source: TensorSource, named: Respelled, widening: Widening) -> None:
+    def __init__(self, narrow_source: TensorSource, named: RestructuredSource, widening: Widening) -> None:
         super().__init__(named, widening)
         self.narrow_source = narrow_source
         self.met = {
@@ -55,7 +55,7 @@ class Frame:
         new, old: their architectures.
         layers: by module, which layer of the new base meets which of the old one.
         common: the new base's blocks that meet one of the old base's, in sizes that hold both.
-        grow_new, grow_old: what brings either to these sizes, under the new base's names.
+        grow_new, grow_old: widening of each base to these sizes, under the new base's names.
         tied: a head that shares an embedding's tensor in either.
         likeness: where layers met by similarity: by module, the mean of their likeness.
     """
@@ -89,16 +89,16 @@ class Frame:
 
     def of_new(self, source: TensorSource) -> TensorSource:
         """The new base in the common sizes."""
-        return Widened(source, self.grow_new)
+        return WidenedSource(source, self.grow_new)
 
-    def of_old(self, source: TensorSource, architecture: Architecture) -> Framed:
-        """The old base, or what was trained on it, in the common sizes, under the new base's names.
+    def of_old(self, source: TensorSource, architecture: Architecture) -> FramedSource:
+        """The old base or its fine-tune in the common sizes, under the new base's names.
 
         Args:
             architecture: by which its tensors are named.
         """
         renamed = _met(self.new, architecture, self.layers)
-        return Framed(source, Respelled(source, renamed, self.grow_old.narrow), self.grow_old)
+        return FramedSource(source, RestructuredSource(source, renamed, self.grow_old.narrow), self.grow_old)
 
     def of(self, block: Block, info: TensorInfo) -> TensorInfo:
         """A tensor of the new base in the common sizes."""
@@ -124,7 +124,7 @@ class Frame:
         met = {(module, old) for module, pairs in self.layers.items() for _, old in pairs}
         return tuple(b for b in self.old.blocks if b.index is not None and (b.module, b.index) not in met)
 
-    def without_place(self, old: Framed, tuned: Framed) -> dict[str, float]:
+    def unmatched_norms(self, old: FramedSource, tuned: FramedSource) -> dict[str, float]:
         """Squared norms of the changes without a partner, by block of the old base."""
         changes: dict[str, float] = {}
         for block in self.old.blocks:
@@ -143,14 +143,14 @@ class Frame:
         """
         new, old = names
         lines = []
-        if self.grow_new.grows:
+        if self.grow_new.growth:
             lines.append(
-                f"`{old}` is larger than `{new}` ({self.grow_new.grows}): `{new}` was padded with zeros and aligned; "
+                f"`{old}` is larger than `{new}` ({self.grow_new.growth}): `{new}` was padded with zeros and aligned; "
                 "the part of the change on the padding is left out."
             )
-        if self.grow_old.grows:
+        if self.grow_old.growth:
             lines.append(
-                f"`{old}` is smaller than `{new}` ({self.grow_old.grows}): its weights were padded with zeros, which "
+                f"`{old}` is smaller than `{new}` ({self.grow_old.growth}): its weights were padded with zeros, which "
                 "keeps its outputs."
             )
         for module, pairs in self.layers.items():
@@ -242,12 +242,12 @@ def _block_with(block: Block, spaces: Mapping[str, Space]) -> Block:
 
 
 @dataclass
-class Places:
+class FittingNorms:
     """Squared norms of the parts of a change that fit the new base's shapes.
 
     Attributes:
-        found: by block and tensor of the new base: what has a place, and all that was to be moved there.
-        lost: by name of the old base's blocks: what was changed there in tensors without partner.
+        found: by block and tensor of the new base: squared norm of the part that fits, and of the whole change.
+        lost: by name of the old base's blocks: squared norm of changes in tensors without partner.
     """
 
     found: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
@@ -282,7 +282,7 @@ _ENTRY = re.compile(r"(?:(?P<module>\w+)=)?(?P<old>\d+)(?:-(?P<old_end>\d+))?:(?
 
 
 @dataclass(frozen=True)
-class Resizing:
+class ResizeOptions:
     """Options for bases of different widths and depths.
 
     Attributes:
@@ -334,7 +334,7 @@ def given(text: str, counts: dict[str, tuple[int, ...]]) -> dict[str, list[tuple
     """The layers that meet, as a user writes them.
 
     Args:
-        counts: by module, how many layers the new base and the old one have.
+        counts: by module, the number of layers of the new and of the old base.
 
     Raises:
         RecipeError: it cannot be read, or does not fit these bases.

@@ -1,4 +1,4 @@
-"""Samples that judge a carried change: what is held out, losses there, scales by a search, and the recovered lift.
+"""Judging a carried change: held-out samples, losses, the search for scales, and the recovered lift.
 
 Recovered lift = (new base - carried) / (what fine-tuning gained at home), on samples held out of every choice. Two
 controls have the carried change's size: random changes with the same singular values, and the negated change.
@@ -21,7 +21,7 @@ from rotation_merge.carrying.delta import Delta, scale_at
 from rotation_merge.errors import DataError
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.source import TensorSource
-from rotation_merge.model.sources import Replaced
+from rotation_merge.model.sources import ReplacedSource
 from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import Batch, local_path
@@ -64,14 +64,14 @@ class HeldOutSamples:
 
 
 @dataclass(frozen=True)
-class Parts:
+class TransferSamples:
     """Samples of one transfer.
 
     Attributes:
-        solved: what is solved from.
+        solved: samples to solve from.
         choice: says scales and methods.
         judge: held out of every choice.
-        source: what the held-out samples are called.
+        source: name of the held-out samples.
     """
 
     solved: Data
@@ -80,7 +80,7 @@ class Parts:
     source: str
 
 
-def read_parts(tuned: str, new: str, config: TransferConfig, load: Callable[[str], Any]) -> Parts:
+def read_parts(tuned: str, new: str, config: TransferConfig, load: Callable[[str], Any]) -> TransferSamples:
     """The samples of a transfer, read or written by the models.
 
     Args:
@@ -110,10 +110,12 @@ def read_parts(tuned: str, new: str, config: TransferConfig, load: Callable[[str
     source = config.judge or config.data
     base: Any = load(new)
     if not writes_text(base):
-        return Parts(solved, HeldOutSamples(choice, choice, False), HeldOutSamples(judge, judge, False), source)
+        return TransferSamples(
+            solved, HeldOutSamples(choice, choice, False), HeldOutSamples(judge, judge, False), source
+        )
     few = replace(config, samples=AT_ONCE, seed=config.seed + 1)
     base_texts = halves(read_batches(SELF, local_path(new), base, **few.reading(AT_ONCE)))
-    return Parts(
+    return TransferSamples(
         solved, HeldOutSamples(choice, base_texts[0], True), HeldOutSamples(judge, base_texts[1], True), source
     )
 
@@ -148,7 +150,7 @@ class Lift:
         new, carried: of the new base without and with the change, on these and on text that the new base writes.
         method: whose change was taken: one of `METHODS`, `plain addition`, or `none`.
         scale: at which scale, in words.
-        others: losses of what was not taken, on both, by method.
+        others: losses of the other methods on both, by method.
         controls: losses on the fine-tune's kind with random changes of the same singular values and scale.
         negated: the loss there with the negated change.
         writes: whether the new base writes text; where not, the second losses say nothing.
@@ -259,7 +261,7 @@ def random_change(change: Tensor, draw: torch.Generator) -> Tensor:
 
 
 FACTORS = (0.0, 0.5, 1.5, 2.0)
-"""What the scale of a group of blocks is multiplied by in turn, starting from one scale for all."""
+"""Factors tried for the scale of each group of blocks, starting from one scale for all."""
 GROUPS = 8
 """Of neighbouring blocks, at most, that have scales of their own."""
 
@@ -268,7 +270,7 @@ Scales = dict[str, float]
 
 
 @dataclass
-class Scaled:
+class ScaledChange:
     """The new base with a moved change at any scale of each block.
 
     Attributes:
@@ -312,7 +314,7 @@ class Scaled:
             name: first.to(change) + scale_at(scales, block) * change
             for name, (block, first, change) in self.ends.items()
         }
-        source = Replaced(self._base, tensors)
+        source = ReplacedSource(self._base, tensors)
         architecture = self.carrier.architecture
         return Runner(self.config, source, architecture, [], device=self.device, untie=True).fill_all()
 
@@ -356,5 +358,5 @@ def search(
 
 
 def scale_words(scales: Mapping[str, float]) -> str:
-    """The scale of each block, after what was carried."""
+    """The scale of each block, after the carried change's name."""
     return " at these scales of blocks: " + ", ".join(f"{block} {scale:g}" for block, scale in scales.items())

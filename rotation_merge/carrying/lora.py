@@ -21,11 +21,11 @@ from rotation_merge.model.source import TensorSource, read_tensor
 PREFIX = "base_model.model."
 
 Kept = dict[str, tuple[float, float]]
-"""By tensor: the squared norm of its change, and what is left of it at that rank."""
+"""By tensor: the squared norm of its change, and of the change at that rank."""
 
 
 class AdapterBase(Protocol):
-    """A model that an adapter is for; `reference` is what adapter_config.json calls it."""
+    """A model that an adapter is for; `reference` is its name in adapter_config.json."""
 
     @property
     def reference(self) -> object: ...
@@ -38,7 +38,7 @@ class AdapterBase(Protocol):
 
 
 def left_out(base: AdapterBase) -> list[str]:
-    """Lines on what an adapter of this base cannot express."""
+    """Lines on changes that an adapter of this base cannot express."""
     head = base.tied_head
     return [
         f"The embedding stays the new base's: `{head}` is tied to it, and an adapter would change only one of the two."
@@ -49,16 +49,16 @@ def adapter_of(delta: Delta, rank: int, base: AdapterBase) -> tuple[AdapterWeigh
     """A change as a new adapter of the base that it is for.
 
     Matrices are cut down to `rank`; biases go into peft's `lora_bias`, norms of streams that are not turned into
-    `modules_to_save`. Beside a `lora_bias`, which peft has not for embeddings, these are left as they are; so is what
-    has no module of its own in the model's class (experts in one tensor, position tables), and an embedding that is
-    the head as well: peft would change one of the two.
+    `modules_to_save`. Beside a `lora_bias`, which peft has not for embeddings, these are left as they are; so are
+    tensors without a module of their own in the model's class (experts in one tensor, position tables), and an
+    embedding that is the head as well: peft would change one of the two.
 
     Args:
         rank: of every factor, at most.
         base: the new base.
 
     Returns:
-        The adapter, and what of each tensor's change it keeps.
+        The adapter, and the share of each tensor's change that it keeps.
     """
     modules = _modules(base.config, str(base.reference))
     writing = _Writing(base.tied_head is not None)
@@ -133,7 +133,7 @@ class _Writing:
             self.stored_otherwise |= transposed(info)
 
     def without_embeddings(self) -> list[str]:
-        """Leave embeddings out where peft would refuse them, and give every other module a bias; what was left out."""
+        """Leave out embeddings that peft would refuse, and give every other module a bias; returns those left out."""
         if not self.biases:
             return []
         for module in self.embeddings:

@@ -1,12 +1,13 @@
-r"""The refit of a change: a new base's maps are solved to give their own output and what fine-tuning changed elsewhere.
+r"""Refit of a change: solves a new base's maps for their own outputs plus the change of outputs by fine-tuning
+elsewhere.
 
-Layer after layer, from the carried model's own inputs, a linear map aims at ``new + scale * (tuned - old) M``: what the
-new base gives by itself, and the change of the old pair's output on the same samples, mapped by the least-squares map M
-from the old base's values to the new one's (which takes up what alignment leaves). Writers aim at the stream. The
-outputs of the head, tokens or classes, are not mapped, and the head is fitted to their probabilities. Text of the new
-base's own may stand beside the samples: there, the change is zero. An old pair of other sizes or depth runs as it
-stands: M is rectangular then, and starts at what alignment makes of the old base's values; layers that meet none are
-not solved.
+Layer after layer, from the carried model's own inputs, a linear map aims at ``new + scale * (tuned - old) M``: the new
+base's own output, plus the change of the old pair's output on the same samples, mapped by the least-squares map M from
+the old base's values to the new one's (which corrects the alignment). Writers aim at the stream. The outputs of the
+head, tokens or classes, are not mapped, and the head is fitted to their probabilities. Text of the new base's own may
+stand beside the samples: there, the change is zero. An old pair of other sizes or depth runs as it
+stands: M is rectangular then, and starts at the aligned values of the old base; layers without a partner are not
+    solved.
 
 Source: this project's study (benchmarks/carry.py); the layer-wise fit is that of RegMean++ (Nguyen and others, 2025),
 maps between activations as in Theseus (2026).
@@ -24,17 +25,17 @@ from torch import Tensor
 
 from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.model import Axis, Block, TensorInfo
-from rotation_merge.averaging.refit import Answer, Refit, Refitted, same_place
+from rotation_merge.averaging.refit import Answer, Refit, RefitResult, same_place
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.linalg.ridge import ridge_change
 from rotation_merge.matching.alignment import aligned_source
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.widen import cut_axis, padded_axis
-from rotation_merge.run.data import first_apart
+from rotation_merge.run.data import with_small_first_batch
 from rotation_merge.run.functions import Batch, architecture_of
 from rotation_merge.run.maps import linear_map
-from rotation_merge.run.recorder import LAYER, Taps
+from rotation_merge.run.recorder import LAYER, BlockHooks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.stages import rows
 from rotation_merge.run.store import BatchStore, Store
@@ -88,7 +89,7 @@ class FrameMaps:
 
 
 def _given(block: Block, key: str) -> TensorInfo | None:
-    """Rows of what a map gives, or of the stream at a place, as a tensor with axes (rows, coordinates)."""
+    """Rows of a map's output, or of the stream at a place, as a tensor with axes (rows, coordinates)."""
     info = block.tensor(key)
     norm = next((norm for norm in block.norms if norm.gain == key), None)
     if norm is None and key != LAYER:
@@ -108,9 +109,9 @@ class ChangedAnswers:
 
     Attributes:
         new, old, tuned: the models on the same batches; the last two in the new one's coordinates, or as they stand.
-        between: where they stand as they are, of other sizes or depth: what their values are in the new one.
-        weights: how much each batch counts in finding the maps.
-        scale: what the change is multiplied by.
+        between: for an old pair of other sizes or depth: the map of its values to the new base's.
+        weights: weight of each batch in fitting the maps.
+        scale: factor of the change.
         ridge: of the maps.
     """
 
@@ -133,7 +134,7 @@ class ChangedAnswers:
         """All three models."""
         return self.new, self.old, self.tuned
 
-    def learn(self, block: Block, answer_keys: frozenset[str]) -> bool:
+    def compute_answers(self, block: Block, answer_keys: frozenset[str]) -> bool:
         """Run all three through the block, find the maps, and keep the answers to every batch."""
         runners = self.runners
         new_block = self.new.advance()
@@ -144,7 +145,7 @@ class ChangedAnswers:
         if len(aligned_blocks) < len(runners) or not same_place(new_block, block):
             _pass(self.new)
             return False
-        taps = [Taps(runner, runner_block) for runner, runner_block in zip(runners, aligned_blocks, strict=True)]
+        taps = [BlockHooks(runner, runner_block) for runner, runner_block in zip(runners, aligned_blocks, strict=True)]
         starts = {} if self.between is None else {key: self.between.of(new_block, key) for key in answer_keys}
         maps = _Maps(self.ridge, {key: start for key, start in starts.items() if start is not None})
         weights, keys = self.weights if answer_keys or block.index is not None else [], list[str]()
@@ -167,7 +168,7 @@ class ChangedAnswers:
             self.store.drop(f"change:{batch}")
         return True
 
-    def are_of(self, merge: Runner, names: Collection[str]) -> bool:
+    def computes_as_anchor(self, merge: Runner, names: Collection[str]) -> bool:
         """They are no model's own: a change is added to them."""
         return False
 
@@ -194,13 +195,13 @@ class ChangedAnswers:
         self._kept.keep(answer_keys)
 
     @staticmethod
-    def _is_mapped(taps: Taps, key: str) -> bool:
+    def _is_mapped(taps: BlockHooks, key: str) -> bool:
         """Tokens and classes mean the same in both models."""
         linear = taps.maps.get(key)
         return linear is None or bool(linear.outputs.parts)
 
 
-def _seen(taps: Taps, batch: int, answer_keys: frozenset[str]) -> dict[str, Tensor]:
+def _seen(taps: BlockHooks, batch: int, answer_keys: frozenset[str]) -> dict[str, Tensor]:
     activations = taps.pass_on(batch, answer_keys)
     return {**activations.outputs, **activations.stream}
 
@@ -252,7 +253,7 @@ class ChangeOptions:
     """Options of the refit of a change.
 
     Attributes:
-        scale: what the change is multiplied by.
+        scale: factor of the change.
         ridge: pulls every map towards the new base's.
         softmax: ridge of the head, which is fitted to probabilities; None: to logits, by least squares.
         rank: the rank that the change of every map is cut down to before the next one is solved; 0: none.
@@ -277,7 +278,7 @@ def refit_change(
     progress: Progress | None = None,
     pair: Sequence[Any] = (),
     base_texts: Sequence[Batch] = (),
-) -> tuple[dict[str, Tensor], Refitted]:
+) -> tuple[dict[str, Tensor], RefitResult]:
     """Solve the new base's maps for its own outputs plus the old pair's change.
 
     Args:
@@ -289,9 +290,9 @@ def refit_change(
         base_texts: text of the new base's own, where nothing shall change.
 
     Returns:
-        The solved tensors by the new base's names, in float32, and what became of each map.
+        The solved tensors by the new base's names, in float32, and the errors of each map.
     """
-    store, batches = Store() if store is None else store, [*first_apart(batches), *base_texts]
+    store, batches = Store() if store is None else store, [*with_small_first_batch(batches), *base_texts]
     architecture = carrier.architecture
     solved: dict[str, Tensor] = {}
 

@@ -16,7 +16,7 @@ from rotation_merge.averaging.polish import PolishOptions
 from rotation_merge.carrying.carrier import site_maps
 from rotation_merge.carrying.config import NONE, PLAIN, TransferConfig
 from rotation_merge.carrying.delta import Delta, Scale
-from rotation_merge.carrying.distil import Distilled, Lessons, adapter_in_training, distil
+from rotation_merge.carrying.distil import DistillationResult, DistillationSamples, adapter_in_training, distil
 from rotation_merge.carrying.judge import (
     AT_ONCE,
     DRAWS,
@@ -24,8 +24,8 @@ from rotation_merge.carrying.judge import (
     SCALES,
     HeldOutSamples,
     Lift,
-    Parts,
-    Scaled,
+    ScaledChange,
+    TransferSamples,
     random_change,
     read_parts,
     scale_words,
@@ -39,7 +39,7 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match_on import seen_of
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.source import Progress, TensorSource, read_tensor, unstack
-from rotation_merge.model.sources import Renamed, Replaced
+from rotation_merge.model.sources import ReplacedSource, TranslatedSource
 from rotation_merge.run.data import Data, read_batches, unpadded
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import Batch, architecture_of, load, local_path
@@ -54,7 +54,7 @@ HOW = {
     PLAIN: "The change was added to the new base without alignment: this had the lowest loss on samples.",
     NONE: "Nothing was carried: the new base alone had the lowest loss on samples.",
 }
-"""What was done, for a card."""
+"""The method in words, for a card."""
 
 CROSS_ENTROPY = ("next token", "masked token", "class")
 """Tasks whose loss is the cross entropy of the softmax of the logits."""
@@ -77,12 +77,12 @@ class JudgedChange:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class ChosenChange:
     """A carried change that samples chose, with its judgement.
 
     Attributes:
         method: one of `METHODS`, `PLAIN` or `NONE`.
-        lines: what the user should know; the last one says the recovered lift.
+        lines: notes for the user; the last one is the recovered lift.
     """
 
     method: str
@@ -116,7 +116,7 @@ class SampledTransfer:
     def config(self) -> TransferConfig:
         return self.session.config
 
-    def carried(self, out: str) -> Sampled:
+    def carried(self, out: str) -> ChosenChange:
         """The carried change at its scale: by the method, by plain addition, or none, by their losses on samples.
 
         Args:
@@ -129,13 +129,13 @@ class SampledTransfer:
         else:
             tensors, notes = self._solved(parts, out)
             lines += notes
-            candidate = self._at_best_scale(self.config.method, Delta.of_solved(self.session.carrier, tensors), parts)
+            candidate = self._at_best_scale(self.config.method, Delta.from_solved(self.session.carrier, tensors), parts)
         plain = None if self.session.carrier.frame is not None else self._at_best_scale(PLAIN, self._plain(), parts)
         chosen, lift = self._judged(candidate, plain, parts)
-        return Sampled(chosen.method, chosen.delta, [*lines, self._in_weights(chosen.delta), *lift.words()], lift)
+        return ChosenChange(chosen.method, chosen.delta, [*lines, self._in_weights(chosen.delta), *lift.words()], lift)
 
-    def _solved(self, parts: Parts, out: str) -> tuple[dict[str, Tensor], list[str]]:
-        """The new base's tensors as samples say them, and how."""
+    def _solved(self, parts: TransferSamples, out: str) -> tuple[dict[str, Tensor], list[str]]:
+        """The new base's tensors with the change chosen on samples, and the method."""
         samples = f"{parts.solved.examples} samples ({self.config.data})"
         if self.config.method == "activations":
             tensors, count = self._at_sites(parts.solved)
@@ -153,7 +153,7 @@ class SampledTransfer:
         delta = Delta(replace(self.session.carrier, alignment=Alignment({}), sites={}), self.tuned)
         new, changes = self.session.carrier.new, delta.changes(self._tied, self.rank or None)
         tensors = {name: new[name].to(change.dtype) + change for name, change in changes.items()}
-        return Delta.of_solved(self.session.carrier, tensors)
+        return Delta.from_solved(self.session.carrier, tensors)
 
     def _scaled(self, held_out: HeldOutSamples) -> JudgedChange:
         """The change moved by weights, each block at the scale that samples chose."""
@@ -164,13 +164,13 @@ class SampledTransfer:
         scales, *_ = search(moved.blocks, lambda s: held_out.losses(moved.model(s)), self.progress or (lambda *_: None))
         return JudgedChange("weights", self._moved(scales), scale_words(scales), lambda: moved.model(scales))
 
-    def _ends(self) -> Scaled:
-        return Scaled(self.session.carrier, self.tuned, self._model_config, self.session.execution.device)
+    def _ends(self) -> ScaledChange:
+        return ScaledChange(self.session.carrier, self.tuned, self._model_config, self.session.execution.device)
 
     def _moved_model(self, delta: Delta) -> Any:
         return self._ends().model(cast(float, delta.scale))
 
-    def _at_best_scale(self, method: str, delta: Delta, parts: Parts) -> JudgedChange:
+    def _at_best_scale(self, method: str, delta: Delta, parts: TransferSamples) -> JudgedChange:
         """A change at the scale that is given, or at the best one on samples held out for choices."""
 
         def model(scale: float) -> Any:
@@ -182,7 +182,9 @@ class SampledTransfer:
             scale = min(losses, key=lambda factor: losses[factor])
         return JudgedChange(method, delta.scaled(scale), f" at scale {scale:g}", partial(model, scale))
 
-    def _judged(self, candidate: JudgedChange, plain: JudgedChange | None, parts: Parts) -> tuple[JudgedChange, Lift]:
+    def _judged(
+        self, candidate: JudgedChange, plain: JudgedChange | None, parts: TransferSamples
+    ) -> tuple[JudgedChange, Lift]:
         """The best of the method, plain addition and the new base on held-out samples; a scale set by the user is
         kept."""
         nothing = JudgedChange(NONE, candidate.delta.scaled(0.0), "", lambda: self._model({}))
@@ -200,7 +202,7 @@ class SampledTransfer:
         measured = (old, tuned, judged[NONE], carried, chosen.method, chosen.scale)
         return chosen, Lift(*measured, other_losses, controls, negated, parts.judge.writes)
 
-    def _controls(self, chosen: JudgedChange, parts: Parts) -> tuple[tuple[float, ...], float]:
+    def _controls(self, chosen: JudgedChange, parts: TransferSamples) -> tuple[tuple[float, ...], float]:
         """Losses with random changes that have the chosen one's singular values, and with the negated one."""
         new, changes = self.session.carrier.new, chosen.delta.changes(self._tied)
         draw = torch.Generator().manual_seed(self.config.seed)
@@ -212,7 +214,7 @@ class SampledTransfer:
         drawn = [loss({name: random_change(change, draw) for name, change in changes.items()}) for _ in range(DRAWS)]
         return tuple(drawn), loss({name: -change for name, change in changes.items()})
 
-    def _distance(self, parts: Parts) -> list[str]:
+    def _distance(self, parts: TransferSamples) -> list[str]:
         """A line that compares the fine-tune's perplexity on its own text and on the judging samples."""
         if self.config.data != SELF or self.config.judge is None:
             return []
@@ -285,7 +287,8 @@ class SampledTransfer:
         return refit_change(*given, pair=pair, base_texts=base_texts)[0]
 
     def _at_sites(self, data: Data) -> tuple[dict[str, Tensor], int]:
-        """The new base's tensors with the change moved at every map's inputs by itself, and how many such maps."""
+        """The new base's tensors with the change moved by a map of each linear map's inputs, and the number of such
+        maps."""
         batches = unpadded(data.batches, self.config.data)
         new, old = (seen_of(self._on(name), batches) for name in (self._new, self._old))
         carrier = replace(self.session.carrier, sites=site_maps(self.session.carrier, new, old))
@@ -301,9 +304,9 @@ class SampledTransfer:
         return {name: new[name].to(change.dtype) + change for name, change in delta.changes(self._tied).items()}
 
     def by_weights(self, scale: Scale = 1.0) -> tuple[dict[str, Tensor], list[str]]:
-        """The new base's tensors as weights carry them, and what of the change has a place there."""
+        """The new base's tensors with the change moved by weights, and notes on the share that fits."""
         delta = self._moved(scale)
-        return self._with(delta), delta.placed()
+        return self._with(delta), delta.fitting_notes()
 
     @property
     def _untie(self) -> bool:
@@ -317,7 +320,7 @@ class SampledTransfer:
     def _model(self, tensors: Mapping[str, Tensor]) -> Any:
         """The new base with some tensors changed, by the names of the carrier's architecture."""
         carrier, device = self.session.carrier, self.session.execution.device
-        source = Replaced(carrier.new, tensors)
+        source = ReplacedSource(carrier.new, tensors)
         model = Runner(
             self._model_config, source, carrier.architecture, [], untie=self._untie, device=device
         ).fill_all()
@@ -329,17 +332,17 @@ class SampledTransfer:
         """The model to train: the whole, or the factors of an adapter beside it."""
         if not self.rank:
             return self._model(tensors).requires_grad_(True)
-        written, _ = adapter_of(Delta.of_solved(self.session.carrier, tensors), self.rank, self.session.bases.new)
+        written, _ = adapter_of(Delta.from_solved(self.session.carrier, tensors), self.rank, self.session.bases.new)
         return adapter_in_training(self._model({}), written)
 
     def _distilled(
-        self, work: Unfinished, tensors: dict[str, Tensor], parts: Parts, base_texts: Sequence[Batch]
-    ) -> tuple[dict[str, Tensor], Distilled]:
+        self, work: Unfinished, tensors: dict[str, Tensor], parts: TransferSamples, base_texts: Sequence[Batch]
+    ) -> tuple[dict[str, Tensor], DistillationResult]:
         config = self.config
         work.of(f"{self.name} {self._old} {self._new} {config} {self.session.execution} {self.rank}")
         solved, held_out = (unpadded(data.batches, config.data) for data in (parts.solved, parts.choice.tuned))
         last = len(held_out), max(1, round(HELD_OUT * len(base_texts)))
-        lessons = Lessons([*solved, *held_out], base_texts, last)
+        lessons = DistillationSamples([*solved, *held_out], base_texts, last)
         names = {"new": self._new, "old": self._old, "tuned": self.name}
         trained, report = distil(
             {which: partial(self._on, name) for which, name in names.items()},
@@ -367,7 +370,7 @@ class SampledTransfer:
                 if name in trained:
                     parameter.copy_(trained[name])
         model = student.merge_and_unload() if self.rank else student
-        named = Renamed(model.state_dict(), architecture_of(model, self._untie), carrier.architecture)
+        named = TranslatedSource(model.state_dict(), architecture_of(model, self._untie), carrier.architecture)
         tensors: dict[str, Tensor] = {}
         for info in carrier.architecture.tensors():
             before, after = read_tensor(info, carrier.new), read_tensor(info, named)

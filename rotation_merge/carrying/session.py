@@ -1,4 +1,4 @@
-"""Carrying between two bases that are aligned: what is moved by weights, and how results are written."""
+"""Carrying between two aligned bases by weights, and writing of the results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rotation_merge.carrying.bases import Bases, open_bases
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta, Scale, share
-from rotation_merge.carrying.frame import Resizing
+from rotation_merge.carrying.frame import ResizeOptions
 from rotation_merge.carrying.lora import adapter_of, left_out
 from rotation_merge.carrying.tokens import AddedTokens
 from rotation_merge.errors import RecipeError, not_written
@@ -32,7 +32,7 @@ from rotation_merge.model.origin import origins
 from rotation_merge.model.output import staged
 from rotation_merge.model.source import Progress, TensorSource
 from rotation_merge.model.sources import vocabulary_axes
-from rotation_merge.model.writing import Storage, write_checkpoint
+from rotation_merge.model.writing import StorageOptions, write_checkpoint
 from rotation_merge.record import REPORT_FILE, MergeReport, versions
 
 MOVED = (
@@ -55,14 +55,14 @@ class Execution:
 
     Attributes:
         device: to compute on.
-        storage: how models are written.
-        ledger: where what matching finds is kept, and looked for.
+        storage: options of writing models.
+        ledger: store of matching's intermediate results, to resume from.
         force: carry adapters to the new base from one that is not their own.
         even_if_near: carry although the bases share their coordinates.
     """
 
     device: str = "cpu"
-    storage: Storage = field(default_factory=Storage)
+    storage: StorageOptions = field(default_factory=StorageOptions)
     ledger: Ledger = field(default=NOWHERE, repr=False)
     force: bool = False
     even_if_near: bool = False
@@ -73,9 +73,9 @@ class TransferResult:
     """The result of carrying one fine-tune or adapter.
 
     Attributes:
-        work: what was carried.
+        work: the adapter or fine-tune that was carried.
         out: where it lies; None: nothing was written, as it can be used as it is.
-        lines: what the user should know.
+        lines: notes for the user.
     """
 
     work: str
@@ -88,10 +88,10 @@ class TransferSession:
     """Carries one change after the other between the same two bases.
 
     Attributes:
-        carrier: what moves changes of the old base to the new one.
+        carrier: moves changes of the old base to the new one.
         report: on the alignment of the two.
-        scale: of what weights carry.
-        tokens: what the work has in its vocabulary beyond the old base, which both bases of the carrier know.
+        scale: factor of changes that are carried by weights.
+        tokens: tokens that the work adds to the old base; both bases of the carrier have rows for them.
     """
 
     bases: Bases
@@ -102,7 +102,7 @@ class TransferSession:
     scale: Scale = 1.0
     tokens: AddedTokens | None = None
 
-    def knowing(self, tokens: AddedTokens, tuned: TensorSource) -> TransferSession:
+    def with_added_tokens(self, tokens: AddedTokens, tuned: TensorSource) -> TransferSession:
         """The session for work that added tokens.
 
         Args:
@@ -141,7 +141,7 @@ class TransferSession:
 
     @property
     def asked(self) -> list[str]:
-        """Lines on the scale, and on how to measure the effect of a change carried by weights alone."""
+        """Lines on the scale and on measuring the effect of a change that was carried by weights alone."""
         if isinstance(self.scale, Mapping):
             return []
         ask = ASK if self.bases.rows is None else OTHER_WORDS
@@ -171,7 +171,7 @@ class TransferSession:
         written, norms = adapter_of(delta, rank, self.bases.new)
         subject = "the change" if self.carrier.frame is None else "the change that has a place"
         note = f"An adapter of rank {rank} keeps {share(norms):.1%} of the squared norm of {subject}."
-        return written, [*delta.placed(), note, *left_out(self.bases.new)]
+        return written, [*delta.fitting_notes(), note, *left_out(self.bases.new)]
 
     def report_on(self, work: str) -> MergeReport:
         """The report on the bases, which knows where the work came from and under which licence."""
@@ -184,7 +184,7 @@ class TransferSession:
         """An adapter, its report and card.
 
         Args:
-            how: what was done; nothing: it was carried by weights.
+            how: the method in words; empty: carried by weights.
         """
         lines = [*lines, *([] if how else self.asked), *self.token_words]
         report = replace(self.report_on(work), notes=[*self.report.notes, *lines], relation="adapter")
@@ -207,7 +207,7 @@ class TransferSession:
             for _, pieces, change, before in delta.tensors():
                 run.transport(work, change, before)
                 yield from pieces.items()
-            lines.extend([*self.report.notes, *delta.placed(), *run.transport_notes(), *self.asked])
+            lines.extend([*self.report.notes, *delta.fitting_notes(), *run.transport_notes(), *self.asked])
             lines.extend([*([not_written(stale)] if stale else []), *self.token_words])
 
         def text() -> str:
@@ -239,7 +239,7 @@ class TransferSession:
 
 def bases_of(old: str, new: str, config: TransferConfig, execution: Execution, untie: bool = True) -> Bases:
     """The two bases of a transfer, opened."""
-    return open_bases(new, old, execution.device, untie, Resizing(config.widths, config.layers_map or ""))
+    return open_bases(new, old, execution.device, untie, ResizeOptions(config.widths, config.layers_map or ""))
 
 
 def matcher(config: TransferConfig, bases: Bases, device: str) -> Match:
@@ -254,7 +254,7 @@ def matcher(config: TransferConfig, bases: Bases, device: str) -> Match:
     return OnSamples(config.matched_on, *bases.names, config.data, config.samples, config.seed, device)
 
 
-def check_head(bases: Bases, alignment: Alignment, storage: Storage) -> None:
+def check_head(bases: Bases, alignment: Alignment, storage: StorageOptions) -> None:
     """Refuse a turned stream where the head is tied and no head of its own was asked for."""
     if alignment.folded and not storage.untie and (tied := bases.new.tied_head) is not None:
         raise RecipeError(
@@ -286,7 +286,7 @@ def _notes(carried: CarriedAdapter, bases: Bases) -> list[str]:
 
 
 def card(bases: Bases, work: str, report: MergeReport, out: str, relation: str, how: str) -> str:
-    """A model card for what was carried: an `adapter` or a `finetune` of the new base; `how` says what was done."""
+    """A model card for a carried `adapter` or `finetune` of the new base; `how` is the method in words."""
     old, new = str(bases.old.reference), str(bases.new.reference)
     name, full = os.path.basename(os.path.abspath(out)), replace(report, relation=relation)
     names = [str(work), old, new]

@@ -28,8 +28,7 @@ from rotation_merge.model.factors import dense
 from rotation_merge.model.headers import TOKENIZER, read_json
 from rotation_merge.model.lora import parse
 from rotation_merge.model.source import TensorSource, read_tensor
-from rotation_merge.model.sources import Resized
-from rotation_merge.model.sources import Rows as SharedRows
+from rotation_merge.model.sources import ResizedVocabulary, VocabularySubset
 from rotation_merge.model.vocabulary import tokenizer_of, vocabulary_size
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -53,7 +52,7 @@ class AddedTokens:
         folder: where the tokenizer of the fine-tune or adapter lies.
         length: rows of its vocabulary; 0: it has none of its own.
         model: the fine-tune; None: it is an adapter.
-        rows_held: whether it holds rows of its own, and what is written can hold them.
+        rows_held: whether it has rows of its own, and the output can store them.
         reason: why tokens without rows there are lost, in words.
     """
 
@@ -157,7 +156,7 @@ class AddedTokens:
 
     @cached_property
     def tokenizer(self) -> Any | None:
-        """The new base's tokenizer with what comes along; None where the fine-tune's own files are taken."""
+        """The new base's tokenizer with the added tokens and template; None if the fine-tune's own files are used."""
         new, _, tuned = self.tokenizers
         if self.whole or new is None or tuned is None:
             return None
@@ -175,7 +174,7 @@ class AddedTokens:
 
     @cached_property
     def rows(self) -> dict[int, int]:
-        """Rows that are carried whole: by number in the fine-tune the number in what is written."""
+        """Rows that are carried whole: id in the output by id in the fine-tune."""
         if not self.rows_held:
             return {}
         if self.whole:
@@ -224,15 +223,15 @@ class AddedTokens:
             return carrier
         here, there = torch.tensor([*self.rows]), torch.tensor([*self.rows.values()])
         architecture, (new_length, old_length) = carrier.architecture, self.lengths
-        old = Resized(architecture, carrier.old, old_length, tuned, (here, here))
-        moved = _moved(carrier, SharedRows(architecture, old, here), len(here))
+        old = ResizedVocabulary(architecture, carrier.old, old_length, tuned, (here, here))
+        moved = _moved(carrier, VocabularySubset(architecture, old, here), len(here))
         rows = carrier.rows
         if rows is not None:
             rows = torch.cat([rows[0], there]), torch.cat([rows[1], here])
         return replace(
             carrier,
             old=old,
-            new=Resized(architecture, carrier.new, new_length, moved, (there, torch.arange(len(here)))),
+            new=ResizedVocabulary(architecture, carrier.new, new_length, moved, (there, torch.arange(len(here)))),
             rows=rows,
         )
 
@@ -265,7 +264,7 @@ class AddedTokens:
             shutil.copyfile(os.path.join(self.folder, name), os.path.join(folder, name))
 
     def _numbers(self, model: Model, file: str) -> dict[str, Any]:
-        """Entries of a file that name other tokens than the old base's does, by the numbers in what is written."""
+        """Entries of a file that name other tokens than the old base's file, with ids of the output."""
         old, tuned = _read(self.bases.old, file), _read(model, file)
         result = {}
         for key in SPECIAL:
@@ -278,7 +277,7 @@ class AddedTokens:
         return result
 
     def _number(self, number: int) -> int | None:
-        """The number of a token of the fine-tune in what is written; None: it has none there."""
+        """The id in the output of a token of the fine-tune; None: it has none."""
         if self.whole:
             return number
         tuned = self.tokenizers[2]
@@ -308,7 +307,7 @@ def _moved(carrier: Carrier, rows: TensorSource, count: int) -> dict[str, Tensor
         rows: the old base with these rows alone, its tensors under the names of the carrier's architecture.
     """
     nothing = torch.zeros(0, dtype=torch.int64)
-    new = Resized(carrier.architecture, carrier.new, count, rows, (nothing, nothing))
+    new = ResizedVocabulary(carrier.architecture, carrier.new, count, rows, (nothing, nothing))
     small = replace(carrier, old=rows, new=new, rows=None)
     moved: dict[str, Tensor] = {}
     for block in carrier.architecture.blocks:

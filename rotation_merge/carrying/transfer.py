@@ -67,17 +67,19 @@ def _carry_weights(
     ranks = {out: config.rank or (merged[out].rank if out in merged else 0) for out in whole}
     untie = execution.storage.untie or all(ranks.get(out, 1) for out in works)
     bases = bases_of(old, new, config, execution, untie)
-    if (unmoved := left_as_they_are(works, bases, config, execution)) is not None:
+    if (unmoved := unchanged_results(works, bases, config, execution)) is not None:
         return unmoved
-    config = settled_stream(config, bases)
+    config = resolved_residual(config, bases)
     bases = bases.settled(config.match, progress)
     added = {out: AddedTokens.of(bases, path, ranks[out], config.resizes) for out, path in whole.items()}
     tuned = {out: bases.tuned(path, added[out].lengths[1]) for out, path in whole.items()}
     aligned = TransferSession.aligned(bases, config, execution, progress)
     if not all(ranks.values()):
         check_head(aligned.bases, aligned.carrier.alignment, execution.storage)
-    sessions = {out: aligned.knowing(*AddedTokens.of_adapter(bases, adapter)) for out, adapter in adapters.items()}
-    sessions |= {out: aligned.knowing(added[out], source) for out, source in tuned.items()}
+    sessions = {
+        out: aligned.with_added_tokens(*AddedTokens.of_adapter(bases, adapter)) for out, adapter in adapters.items()
+    }
+    sessions |= {out: aligned.with_added_tokens(added[out], source) for out, source in tuned.items()}
     ready = {out: sessions[out].adapter(adapter) for out, adapter in adapters.items()}
     ready |= {out: sessions[out].as_adapter(source, ranks[out]) for out, source in tuned.items() if ranks[out]}
     return [
@@ -98,14 +100,14 @@ def _carry_with_samples(
     from rotation_merge.carrying.sampled import SampledTransfer
 
     bases = bases_of(old, new, config, execution)
-    if (unmoved := left_as_they_are(works, bases, config, execution)) is not None:
+    if (unmoved := unchanged_results(works, bases, config, execution)) is not None:
         return unmoved
     if bases.rows is not None:
         raise DataError(
             f"its vocabulary differs from that of {new}, so samples cannot be shared", where=old, remedy=ALONE
         )
     names = {out: f"{old}+{path}" if is_adapter(path) else path for out, path in works.items()}
-    config = settled_stream(config, bases)
+    config = resolved_residual(config, bases)
     bases = bases.settled(config.match, progress)
     ranks = {out: config.rank or (Adapter(work).rank if is_adapter(work) else 0) for out, work in works.items()}
     added = {out: AddedTokens.of(bases, name, ranks[out], config.resizes) for out, name in names.items()}
@@ -115,7 +117,7 @@ def _carry_with_samples(
     session = replace(session, report=replace(session.report, data=[*session.report.data, *used]))
     results = []
     for out, tuned in sources.items():
-        sampled = SampledTransfer(session.knowing(added[out], tuned), names[out], tuned, ranks[out], progress)
+        sampled = SampledTransfer(session.with_added_tokens(added[out], tuned), names[out], tuned, ranks[out], progress)
         results.append(_write_sampled(sampled, works[out], out))
     return results
 
@@ -146,7 +148,7 @@ def _write_moved(session: TransferSession, sampled: SampledTransfer, work: str, 
     return session.write_adapter(work, out, *session.as_adapter(sampled.tuned, sampled.rank))
 
 
-def settled_stream(config: TransferConfig, bases: Bases) -> TransferConfig:
+def resolved_residual(config: TransferConfig, bases: Bases) -> TransferConfig:
     """The config with `residual: largest` as none where the bases share their coordinates: their streams lie as they
     are, and a tied head stays tied."""
     if config.match.residual != "largest" or not bases.nearness.shared:
@@ -154,7 +156,7 @@ def settled_stream(config: TransferConfig, bases: Bases) -> TransferConfig:
     return replace(config, match=replace(config.match, residual="none"))
 
 
-def left_as_they_are(
+def unchanged_results(
     works: Mapping[str, str], bases: Bases, config: TransferConfig, execution: Execution
 ) -> list[TransferResult] | None:
     """Return results for work that needs no carrying because the bases share their coordinates, else None.
@@ -174,7 +176,7 @@ def left_as_they_are(
 
 
 Transferred = tuple[dict[str, Tensor], list[str], Alignment]
-"""The new base's tensors that a fine-tune changes, in float32 or wider; notes; what brought the old base to the new."""
+"""The new base's tensors that a fine-tune changes, in float32 or wider; notes; the alignment of the bases."""
 
 
 def transferred(
@@ -195,7 +197,7 @@ def transferred(
     execution = execution or Execution()
     session = TransferSession.aligned(bases_of(old, new, config, execution), config, execution, progress)
     tokens, tuned = AddedTokens.of(session.bases, name, config.rank, config.resizes), session.bases.tuned(name)
-    session, lost = session.knowing(replace(tokens, rows_held=False), tuned), tokens.words(written=False)
+    session, lost = session.with_added_tokens(replace(tokens, rows_held=False), tuned), tokens.words(written=False)
     sampled = SampledTransfer(session, name, tuned, config.rank, progress)
     alignment = session.carrier.alignment
     if not config.needs_samples:

@@ -59,7 +59,7 @@ class LazyGroup(click.Group):
                 count=True,
                 expose_value=False,
                 hidden=True,
-                callback=lambda *arguments: talk(arguments[2]),
+                callback=lambda *arguments: configure_logging(arguments[2]),
             )
             command.params.append(say_more)
         return command
@@ -103,11 +103,12 @@ def app(verbose: int) -> None:
     Exit codes: 0 done, 1 a check failed, 2 bad usage or input.
     """
     logging.basicConfig(level=logging.WARNING)
-    talk(verbose)
+    configure_logging(verbose)
 
 
-def talk(verbose: int) -> None:
-    """Log as -v asks, before a command or after it: once what we decide, twice what every library has to say."""
+def configure_logging(verbose: int) -> None:
+    """Log as -v asks, before a command or after it: once: decisions of this package; twice: messages of every
+    library."""
     if verbose:
         logging.getLogger("rotation_merge").setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
     if verbose > 1:

@@ -18,10 +18,10 @@ from rotation_merge.cli.paths import (
     NAMED_ALIGNMENTS,
     SAMPLE_SOURCE,
     Writes,
+    hold_outputs,
     is_barrier,
     is_document,
     writes,
-    writing,
 )
 from rotation_merge.cli.show import (
     Progress,
@@ -50,13 +50,13 @@ NEW_PLOT = Writes(work=(MATCHING_UNFINISHED,))
 SAVED = Writes(within=FILE, work=(MATCHING_UNFINISHED,), wrote=is_barrier, beside=True)
 
 EVERY, ENOUGH = 20.0, 3
-"""Seconds between two lines of how far it is, and models from which an estimate is one."""
+"""Seconds between two lines of progress, and the number of models from which an estimate is given."""
 
 NARROW = 2
 """Curves whose losses and accuracies stand side by side in one table."""
 
 
-class Along(Progress):
+class PathProgress(Progress):
     """Progress over all paths: a bar on a terminal, otherwise occasional lines.
 
     Attributes:
@@ -152,7 +152,7 @@ def command(
     once for each task. Alignments that need samples (--match-on, activations, both) use text that the models write,
     or, if they write none, the first --data.
     """
-    from rotation_merge.diagnose.donors import what_is_measured
+    from rotation_merge.diagnose.donors import measurement_key
     from rotation_merge.diagnose.matchings import matchings
     from rotation_merge.diagnose.paths import Paths
     from rotation_merge.files.ledger import kept_beside
@@ -168,18 +168,18 @@ def command(
     donors = _donors(models, options, untie, alignment, match_on)
     if heads_of is not None:
         donors = _with_heads(models, donors)
-    progress = Along()
+    progress = PathProgress()
     reading = {"limit": config.limit, "batch_size": config.batch_size, "length": config.length}
     if save is not None:
         _check_directory(save)
     read = [*sources, *(matching.file for matching in chosen if matching.file)]
     how = {"wanted": chosen, "points": config.points, "anchors": anchors, "reading": reading}
-    mark = partial(what_is_measured, models, donors, read, **how)
+    mark = partial(measurement_key, models, donors, read, **how)
     with kept_beside(os.path.join(save, FILE) if save else plot, mark) as ledger:
         paths = Paths(models[0], donors, sources, config.points, reading, progress, ledger)
         progress.models = paths.models(chosen, anchors == "each")
         pictures = _pictures(plot, sum(len(paths.tasks(place)) for place in paths.places)) if plot else []
-        click.get_current_context().with_resource(writing([Output(picture, "--plot") for picture in pictures]))
+        click.get_current_context().with_resource(hold_outputs([Output(picture, "--plot") for picture in pictures]))
         barriers = paths.barriers(chosen, anchors == "each")
     progress.close()
     if save is not None:
@@ -205,7 +205,7 @@ def _donors(
         raise click.UsageError("--alignment is for two models; a recipe names the file under its donor")
     if match_on != WEIGHTS and (alignment is not None or len(models) == 1):
         origin = "a file of maps" if alignment is not None else "a recipe"
-        raise RotationMergeError(f"{origin} says what maps there are", remedy="leave out --match-on")
+        raise RotationMergeError(f"{origin} already gives the maps", remedy="leave out --match-on")
     if len(models) > 1:
         return [RecipeDonor(models[0], d, options, untie, file=alignment, match_on=match_on) for d in models[1:]]
     if len(models) == 1 and is_document(models[0]):
@@ -215,12 +215,14 @@ def _donors(
 
 def _with_heads(models: tuple[str, ...], donors: list[RecipeDonor]) -> list[RecipeDonor]:
     """Donors that keep heads of their own."""
-    from rotation_merge.diagnose.donors import own_heads
+    from rotation_merge.diagnose.donors import kept_head_names
     from rotation_merge.model.checkpoint import open_model
 
     if len(models) == 1:
-        raise RotationMergeError("a recipe says whose heads there are", remedy="leave out --heads-of")
-    heads = own_heads(map(open_model, models))
+        raise RotationMergeError(
+            "--heads-of is for models, a recipe has its own 'heads_of'", remedy="leave out --heads-of"
+        )
+    heads = kept_head_names(map(open_model, models))
     return [replace(donor, own=heads) for donor in donors]
 
 

@@ -75,14 +75,14 @@ def command(
     from rotation_merge.files.ledger import kept_beside
     from rotation_merge.model.checkpoint import open_model
     from rotation_merge.model.run_keys import mark_of
-    from rotation_merge.model.writing import Storage, check_dtype, parse_size
+    from rotation_merge.model.writing import StorageOptions, check_dtype, parse_size
 
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
     if len(work) > 1:
         check_outputs([Output(place, "OUT", FOLDER) for place in places], inputs_of(context))
     given_options = {name for name in values if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     check_dtype(dtype)
-    storage = Storage(parse_size(shard_size), dtype, untie)
+    storage = StorageOptions(parse_size(shard_size), dtype, untie)
     device = usable_device(device)
     match = config_of(AlignConfig, values)
     match = match if "residual" in given_options else replace(match, residual="largest")
@@ -132,4 +132,4 @@ def _check_use(config: TransferConfig, given_options: set[str]) -> None:
     ):
         raise RotationMergeError("weights are carried without samples", remedy="add --scale auto, or --carry refit")
     if config.alignment is not None and "match_on" in given_options:
-        raise RotationMergeError("the file under --alignment says the maps", remedy="leave out --match-on")
+        raise RotationMergeError("--alignment already gives the maps", remedy="leave out --match-on")

@@ -60,7 +60,7 @@ def command(recipe: str, offline: bool, as_json: bool) -> int:
     for preset in suggested:
         say(preset.words)
     if needs is not None:
-        say(f"{needs.words}; nearness and fingerprints need weights, and were not looked at")
+        say(f"{needs.words}; nearness and fingerprints were not checked, they need weights")
         say(
             "licences: "
             + ", ".join(f"{model.name} {model.licence or 'none stated'}" for model in remote.models.values())

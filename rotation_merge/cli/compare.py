@@ -30,7 +30,7 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     """
     from rotation_merge.matching.aligned_output import match_pair
     from rotation_merge.matching.open_pair import open_pair
-    from rotation_merge.report.compare import gaps, parted
+    from rotation_merge.report.compare import coordinates_verdict, gaps
 
     options = config_of(AlignConfig, values)
     pair = open_pair(anchor, donor, options, untie)
@@ -39,7 +39,12 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     measured_gaps = list(gaps(pair.architecture, *pair.matched, alignment))
     progress.close()
     if as_json:
-        facts = {"anchor": anchor, "donor": donor, "summary": parted(measured_gaps), "warnings": pair.checked.warnings}
+        facts = {
+            "anchor": anchor,
+            "donor": donor,
+            "summary": coordinates_verdict(measured_gaps),
+            "warnings": pair.checked.warnings,
+        }
         print_json({**facts, "gaps": [asdict(gap) for gap in measured_gaps]})
         return 0
     shown_gaps = [g for g in measured_gaps if g.kind in ("block", "model") or by == "space"]
@@ -61,6 +66,6 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
         say(f"Warning: {warning}", "yellow")
     for note in pair.notes():
         say(note)
-    summary = parted(measured_gaps)
+    summary = coordinates_verdict(measured_gaps)
     say(f"{summary[:1].upper()}{summary[1:]}.")
     return 0

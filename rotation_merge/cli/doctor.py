@@ -45,7 +45,7 @@ def command(
     from rotation_merge.model.output import mend_interrupted
 
     if os.path.isdir(patient) and mend_interrupted(patient):
-        note(f"{patient}: the exchange of its model was interrupted; it holds again what it held before.")
+        note(f"{patient}: an interrupted replacement of the model was undone.")
     case = open_case(patient, parents)
     corrected = _mended(case, out, mend_weights) if mend or mend_weights or out else []
     if corrected or out:
@@ -63,21 +63,22 @@ def command(
     for line in corrected:
         say(f"mended {line}", "green")
     for name in case.absent:
-        note(f"{name} is not here: what lies between it and the others was not looked at.")
+        note(f"{name} cannot be found: it was not compared with the others.")
     if not case.parents and case.merged is not None:
-        note("What it was merged from is not known: only the merge itself was looked at. Name its parents behind it.")
+        note("The parents of the merge are not known: only the merge itself was checked. Name them after it.")
     for number, cause in enumerate(causes, 1):
         say(f"{number}. {cause.name} ({cause.word}): {cause.where}: {cause.what}", "red" if likely else "yellow")
         say(f"   {cause.remedy}")
     if not causes:
         say(
-            "Nothing was found that spoils a merge; 'rotation-merge merge' measures whether another is better.", "green"
+            "No cause of a bad merge was found. 'rotation-merge merge' measures whether another merge is better.",
+            "green",
         )
     return 1 if likely else 0
 
 
 def _mended(case: Case, out: str | None, weights: bool) -> list[str]:
-    """Correct the merged model, or a copy of it; what was done, by line.
+    """Correct the merged model, or a copy of it; returns a line for each correction.
 
     Raises:
         RotationMergeError: the case is a recipe, or a file cannot be written.

@@ -41,7 +41,7 @@ def check_gguf(model: str, kind: str) -> None:
 
 
 def write_gguf(model: str, out: str, kind: str) -> list[str]:
-    """Write a model as a GGUF; what the user should know of it."""
+    """Write a model as a GGUF; returns notes for the user."""
     from rotation_merge.model.checkpoint import open_model
     from rotation_merge.model.gguf.writer import plan_gguf
 

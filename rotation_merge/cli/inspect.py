@@ -1,4 +1,5 @@
-"""`rotation-merge inspect`: models, recipes, single tensors, files of ours, reports; what there is to choose from."""
+"""`rotation-merge inspect`: models, recipes, single tensors, our files, reports, and lists of methods and
+architectures."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor
-from rotation_merge.model.member import Member
+from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.estimate import AveragingCost, Estimate, averaging, carried, estimate
-from rotation_merge.report.files import described, is_ours
+from rotation_merge.report.files import described, is_own_file
 from rotation_merge.report.html import read_report, write_page
 
 ARCHITECTURE, CONFIG = Reads("architecture file"), Reads("config")
@@ -87,10 +88,10 @@ def command(
     options = [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     if options and not of_model:
         option = options[0].replace("_", "-")
-        raise RotationMergeError(f"--{option} says how a model would be aligned", where=target, remedy="leave it out")
+        raise RotationMergeError(f"--{option} is an option of aligning a model", where=target, remedy="leave it out")
     if question:
         return ABOUT[question](target, value, as_json)
-    if not of_model and is_ours(target):
+    if not of_model and is_own_file(target):
         return _show_file(described(target), as_json)
     return _costs(target, config_of(AlignConfig, values), untie, as_json)
 
@@ -162,13 +163,13 @@ class _DonorHeaders:
     """A donor as its config and the heads of its files show it.
 
     Attributes:
-        warnings: what makes a merge questionable.
+        warnings: reasons to doubt a merge.
         anchor: config, architecture as it is matched and shapes.
         options: of matching, as they were settled.
     """
 
     warnings: list[str]
-    anchor: Member
+    anchor: PairedModel
     options: AlignConfig
 
 
@@ -176,7 +177,7 @@ def _estimate(donor: RecipeDonor) -> Estimate:
     """Cost of matching a donor (or its base) to the anchor; checks its files, too."""
     if donor.unlike:
         problem = (
-            f"is carried from {donor.origin}, which may have other shapes than {donor.anchor}: there is no estimate"
+            f"has no estimate: it is carried from {donor.origin}, whose shapes may differ from those of {donor.anchor}"
         )
         raise RecipeError(
             problem, where=donor.name, remedy="'rotation-merge check' says whether the recipe is fit to run"
@@ -215,9 +216,9 @@ def _show(donor: RecipeDonor, result: Estimate) -> None:
         rows,
     )
     if donor.origin is not None:
-        say(f"{donor.origin} is matched to {donor.anchor}; that map carries {donor.name} minus {donor.origin} over.")
+        say(f"{donor.origin} is aligned to {donor.anchor}; the maps are applied to {donor.name} minus {donor.origin}.")
     if donor.file is not None:
-        say(f"Nothing is matched: the transforms are those of {donor.file}.")
+        say(f"Nothing is matched: the transforms are read from {donor.file}.")
     for warning in result.warnings:
         say(f"Warning: {warning}", "yellow")
     share = result.matched / result.parameters if result.parameters else 0.0
@@ -256,7 +257,7 @@ def _tensor(target: str, tensor: str, as_json: bool) -> int:
         headers = ("donor", "space", "moved by", "distance", "aligned", "map: distance from the identity")
         table("", headers, rows, numbers=(3, 4))
     else:
-        say("Nothing moved it.")
+        say("No transform changes it.")
     if traced.given:
         inputs = [(x.model, _number(x.before), _number(x.after), _words(x.parameters)) for x in traced.given]
         table("", ("given to the delegate", "distance", "aligned", "parameters"), inputs, numbers=(1, 2))
@@ -295,7 +296,7 @@ def _show_file(contents: dict[str, Any], as_json: bool) -> int:
 def _origin(facts: dict[str, Any]) -> str:
     """The origin of a model in words."""
     hub = facts.get("hub")
-    words = f"{hub} at {facts.get('revision') or 'no known revision'}" if hub else "not on the hub, as far as is known"
+    words = f"{hub} at {facts.get('revision') or 'no known revision'}" if hub else "not known to be on the hub"
     return words + (f", licence {facts['license']}" if facts.get("license") else "")
 
 
@@ -338,7 +339,7 @@ def _page(target: str, out: str, as_json: bool) -> int:
 
 
 def _draft(target: str, _: object, as_json: bool) -> int:
-    """Print a draft of an architecture file; what is to be checked in it goes to stderr."""
+    """Print a draft of an architecture file; entries to check go to stderr."""
     from rotation_merge.diagnose.draft import draft_of
 
     content, doubts = draft_of(target)
@@ -349,7 +350,7 @@ def _draft(target: str, _: object, as_json: bool) -> int:
 
 
 def _methods(as_json: bool) -> int:
-    """Merge methods that can be the delegate, and what a recipe may say to us."""
+    """Merge methods that can be the delegate, and the parameters of recipes."""
     from rotation_merge.mergekit_plugin.recipe.delegates import delegates, options
 
     known = delegates()
@@ -365,7 +366,7 @@ def _methods(as_json: bool) -> int:
 
 
 def _architectures(as_json: bool) -> int:
-    """Supported families, their classes, and what limits their groups."""
+    """Supported families, their classes, and limits of their groups."""
     from rotation_merge.architecture import families
 
     known = families()
@@ -390,7 +391,7 @@ def _prove(path: str, config: str | None, as_json: bool) -> int:
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        words = {True: "as it has to be", False: "WRONG"}
+        words = {True: "correct", False: "WRONG"}
         rows = [
             (f.what, "refused" if f.difference is None else f"{f.difference:.1e}", words[f.holds]) for f in findings
         ]

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
-from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE, STATISTICS, writes, writing
+from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE, STATISTICS, hold_outputs, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.sample_kinds import KINDS, SAMPLES, SOURCES
@@ -59,13 +59,13 @@ def command(
     from rotation_merge.run.functions import load
     from rotation_merge.run.layers import in_layers
     from rotation_merge.run.passes import fits
-    from rotation_merge.run.statistics_writer import checkpoint_of, place_beside, record
+    from rotation_merge.run.statistics_writer import checkpoint_of, default_statistics_path, record
 
     config = config_of(MeasureConfig, values)
     checkpoint = checkpoint_of(model)
-    place = Path(out) if out is not None else place_beside(checkpoint.reference)
+    place = Path(out) if out is not None else default_statistics_path(checkpoint.reference)
     if out is None:
-        click.get_current_context().with_resource(writing(STATISTICS.outputs(str(place), "--out")))
+        click.get_current_context().with_resource(hold_outputs(STATISTICS.outputs(str(place), "--out")))
     device = usable_device(device)
     if by_layer is None:
         by_layer = not fits(checkpoint.shapes, device)

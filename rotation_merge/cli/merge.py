@@ -11,7 +11,7 @@ import click
 
 from rotation_merge.cli.gguf import check_gguf, gguf_option, write_gguf
 from rotation_merge.cli.options import config_of, config_options
-from rotation_merge.cli.paths import MODEL, MODELS_AND_OUT, NEW_MODEL, SAMPLE_SOURCE, outputs_of, writing
+from rotation_merge.cli.paths import MODEL, MODELS_AND_OUT, NEW_MODEL, SAMPLE_SOURCE, hold_outputs, outputs_of
 from rotation_merge.cli.show import StatusLine, json_option, note, print_json, say, shown, table
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.run.sample_kinds import KINDS
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rotation_merge.search.run import Search
 
 POLISHED = "-polished"
-"""What is added to OUT for the trained model."""
+"""Suffix of OUT for the trained model."""
 
 
 @click.command(
@@ -77,7 +77,7 @@ def command(
     out = out.rstrip(os.sep) or os.sep  # what lies beside it has its name and more
     context = click.get_current_context()
     written_too = NEW_MODEL.outputs(f"{out}{POLISHED}", "--polish") if polish else []
-    context.with_resource(writing([*outputs_of(context), *written_too], os.path.isdir(f"{out}.unfinished")))
+    context.with_resource(hold_outputs([*outputs_of(context), *written_too], os.path.isdir(f"{out}.unfinished")))
     note("loading libraries ...")
 
     from rotation_merge.model.adapter_base import on_base

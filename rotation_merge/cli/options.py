@@ -1,4 +1,4 @@
-"""Options that several commands share: what to match, as a recipe says it."""
+"""Options that several commands share, made from the configs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rotation_merge.errors import RecipeError, RotationMergeError
 if TYPE_CHECKING:
     from rotation_merge.matching.match import Match
     from rotation_merge.matching.options import MatchConfig
-    from rotation_merge.workers.pieces import Over
+    from rotation_merge.workers.pieces import PieceExecutor
 
 C = TypeVar("C", bound=Config)
 
@@ -62,7 +62,7 @@ def config_options(
     to `config_of`.
 
     Args:
-        types: of options that name what is read, by field.
+        types: click types of options that name inputs, by field.
     """
     types = types or {}
 
@@ -118,7 +118,7 @@ def matching_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return config_options(AlignConfig)(config_options(MatchConfig, "untie")(function))
 
 
-def matcher(config: MatchConfig, anchor: str, donor: str, device: str, over: Over | None = None) -> Match:
+def matcher(config: MatchConfig, anchor: str, donor: str, device: str, over: PieceExecutor | None = None) -> Match:
     """Return the matcher that --match-on selects. On weights, `over` may share the work between processes."""
     from rotation_merge.matching.options import WEIGHTS
 
@@ -165,7 +165,9 @@ def devices(name: str, ray: str | None) -> tuple[str, str]:
     if ray is None:
         return usable_device(name), "cpu"
     if name not in ("auto", "cpu", "cuda"):
-        raise RotationMergeError(f"Ray's workers choose among their devices, not '{name}'", remedy="use --device cuda")
+        raise RotationMergeError(
+            f"--ray does not take --device {name}: each worker chooses its own", remedy="use --device cuda"
+        )
     return "cpu", name
 
 

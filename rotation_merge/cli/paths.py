@@ -1,6 +1,7 @@
 """Click types of options and arguments: inputs, outputs and words; and --force.
 
-Every option that takes text has one of these types, so that what a command reads and writes is known before it runs.
+Every option that takes text has one of these types, so that all inputs and outputs of a command are known before it
+runs.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Reads(click.types.StringParamType):
     """Text that names something that is read.
 
     Args:
-        kind: what it is, in a word.
+        kind: noun for it.
     """
 
     def __init__(self, kind: str) -> None:
@@ -81,7 +82,7 @@ class Writes(click.types.StringParamType):
 
     Args:
         kind: FILE or FOLDER.
-        work: what is added to its name for what else is written on the way.
+        work: suffix of its name for the folder of unfinished work.
         within: the name of the file that is written in the folder that is named.
         wrote: says of a file that is there whether this option wrote it.
         beside: whether it may lie in a folder that is read.
@@ -159,18 +160,18 @@ def writes(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapped(*args: Any, force: bool, **kwargs: Any) -> Any:
-        with writing(outputs_of(click.get_current_context())):
+        with hold_outputs(outputs_of(click.get_current_context())):
             return function(*args, **kwargs)
 
     return click.option("--force", is_flag=True, help="Write over what is there, never over an input.")(wrapped)
 
 
 @contextmanager
-def writing(outputs: Sequence[Output], force: bool = False) -> Iterator[None]:
+def hold_outputs(outputs: Sequence[Output], force: bool = False) -> Iterator[None]:
     """Hold outputs of the command that runs, once nothing speaks against writing them.
 
     Args:
-        force: whether what is there may be replaced, beside where --force says so.
+        force: whether existing outputs may be replaced without --force.
 
     Raises:
         RotationMergeError: one is an input, is there already, or is being written by another run.
@@ -197,7 +198,7 @@ def is_statistics(path: str) -> bool:
 
 
 def is_barrier(path: str) -> bool:
-    """Whether a file is what `barrier --save` wrote."""
+    """Whether a file was written by `barrier --save`."""
     from rotation_merge.errors import RotationMergeError
     from rotation_merge.run.curves import read_barriers
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 STATE = "state.pt"
 
 
-class Lists(click.Command):
+class MultiValueCommand(click.Command):
     """Options may be followed by several values: `--teachers A B`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -42,7 +42,7 @@ class Lists(click.Command):
 
 
 @click.command(
-    cls=Lists,
+    cls=MultiValueCommand,
     epilog="""Examples: rotation-merge polish ./merged ./polished --teachers org/a org/b;
     rotation-merge polish ./merged ./adapter --teachers org/a --data a.txt --lora 16""",
 )
@@ -116,7 +116,7 @@ def polished(
         raise RotationMergeError(problem, where=merged, remedy="add '--merge-lora', or leave '--lora' out")
     progress = Progress()
     with Unfinished(out) as work:
-        answered = _ask(work.path, merged, teachers, sources, ways.samples, ways.length, ways.seed, device)
+        answered = _teacher_answers(work.path, merged, teachers, sources, ways.samples, ways.length, ways.seed, device)
         model = load(merged).to(device).requires_grad_(True)
         student = with_lora(model, ways.lora, ways.seed) if ways.lora else model
         rates = () if ways.learning_rate is None else (ways.learning_rate,)
@@ -132,7 +132,7 @@ def polished(
     return report
 
 
-def _ask(
+def _teacher_answers(
     work: Path,
     merged: str,
     teachers: tuple[str, ...],
@@ -209,7 +209,7 @@ def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeRepo
 def _record(
     merged: str, teachers: tuple[str, ...], sources: list[str], report: PolishReport, ways: PolishConfig, adapter: bool
 ) -> MergeReport:
-    """The report on a model that was trained: what from, by whom, on what."""
+    """The report on a trained model: its start, teachers and samples."""
     from rotation_merge.matching.run import Run
     from rotation_merge.model.checkpoint import parse_reference
     from rotation_merge.model.origin import origins

@@ -61,6 +61,8 @@ def _say_measurements(folder: str, statistics: Sequence[Measurement]) -> None:
     say(f"Its recipe averages by statistics that are not published. To make it again, measure them first, in {folder}:")
     for entry in statistics:
         say(f"  {entry.command}")
-    for data, mark in dict.fromkeys((entry.data, entry.data_hash) for entry in statistics if entry.reads_a_file):
+    for data, mark in dict.fromkeys(
+        (entry.data, entry.data_hash) for entry in statistics if entry.needs_unpublished_file
+    ):
         say(f"{data} is not published, either: ask who published the merge (hash of its samples: {mark}).")
     say("Then, there: 'mergekit-yaml recipe.yml OTHER', and 'rotation-merge verify . OTHER' compares.")

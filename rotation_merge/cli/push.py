@@ -69,7 +69,7 @@ def command(
             print_json({"repository": repo, "revision": commit, "left_out": plan.kept_back})
         else:
             say(f"Published: {repo}@{commit}", "green")
-            _say_left(plan.kept_back)
+            _say_left_out(plan.kept_back)
             _say_unpublished(plan)
             say(f"'rotation-merge pull {repo}@{commit} DIR' gets it.")
         return 0
@@ -88,7 +88,7 @@ def command(
                 say(f"\n--- {place}\n{texts[place]}")
     else:
         _summarise(plan, items)
-    _say_left(plan.kept_back)
+    _say_left_out(plan.kept_back)
     _say_unpublished(plan)
     more = f" ({UNKNOWN}: the commit of the files that the recipe reads.)" if verbose() else " -v shows it all."
     note(f"Nothing was sent: add --yes.{more}")
@@ -107,7 +107,7 @@ def _summarise(plan: Draft, items: Sequence[Item]) -> None:
         say(f"  {name} is called {target}")
 
 
-def _say_left(left_out: Sequence[str]) -> None:
+def _say_left_out(left_out: Sequence[str]) -> None:
     from rotation_merge.share.contents import is_statistics
 
     statistics = [place for place in left_out if is_statistics(place)]
@@ -119,5 +119,5 @@ def _say_left(left_out: Sequence[str]) -> None:
 
 def _say_unpublished(plan: Draft) -> None:
     if plan.unpublished:
-        named_there = "the manifest says how those that the recipe reads are measured again"
-        say(f"Published without statistics: {named_there}, which comes before the merge. --with-data publishes them.")
+        say("Published without statistics. Measure them again before the merge: the manifest has the commands.")
+        say("--with-data publishes them.")

@@ -30,12 +30,12 @@ RESUMES = ("fit", "measure", "merge", "polish")
 
 
 def shown(function: Command) -> Callable[..., None]:
-    """Wrap a command: what goes wrong becomes one line (JSON, where that was asked for) and exit code 2; its result is
-    the exit code. Ctrl-C ends it with 130, a reader that has gone away with 141 and no word."""
+    """Wrap a command: an error becomes one line (JSON with --json) and exit code 2; the command's result is the exit
+    code. Ctrl-C ends it with 130, a closed pipe with 141 and no message."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        quieten()
+        silence_libraries()
         began = time.perf_counter()
         if verbose():
             from rotation_merge.record import versions
@@ -72,14 +72,14 @@ def _run(function: Command, *args: Any, **kwargs: Any) -> int | None:
 
 
 def _parts(error: OneLineError) -> dict[str, str | None]:
-    """An error for programs: what is wrong, where, how to mend it."""
+    """An error as JSON: problem, place, remedy."""
     cause = error.__context__
     if isinstance(cause, RotationMergeError):
         return {"what": cause.what, "where": cause.where, "remedy": cause.remedy}
     return {"what": error.message, "where": None, "remedy": None}
 
 
-def quieten() -> None:
+def silence_libraries() -> None:
     """Keep the libraries below from printing bars and advice into our output."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "critical")  # heeded when it is imported
@@ -156,7 +156,8 @@ def note(text: str) -> None:
 
 
 class StatusLine:
-    """Lines on stderr, and how far something is: on a terminal in one line that is written over, elsewhere in lines."""
+    """Messages and progress on stderr: on a terminal progress is one line that is overwritten, elsewhere it is
+    lines."""
 
     def __init__(self) -> None:
         self._shown = False
@@ -176,7 +177,7 @@ class StatusLine:
         self._shown = True
 
     def clear(self) -> None:
-        """Take away what was shown last of how far it is."""
+        """Clear the progress line."""
         if self._shown:
             click.echo("\r\x1b[K", nl=False, err=True)
             self._shown = False

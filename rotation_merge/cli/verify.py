@@ -8,10 +8,10 @@ import torch
 from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import CheckpointError
-from rotation_merge.run.answers import LayerwiseModel, answering
 from rotation_merge.run.functions import stored_dtype
 from rotation_merge.run.inputs import random_batch
-from rotation_merge.run.proof import ROUNDINGS, coarser, largest_difference, own_rounding
+from rotation_merge.run.model_outputs import LayerwiseModel, open_for_outputs
+from rotation_merge.run.proof import ROUNDINGS, largest_difference, least_precise_dtype, rounding_effect
 
 
 @click.command(epilog="Example: rotation-merge verify org/donor ./aligned --float64")
@@ -52,7 +52,7 @@ def command(
     1: not.
     """
     compute = torch.float64 if double else torch.float32
-    a, b = answering(model_a, compute), answering(model_b, compute, like=model_a)
+    a, b = open_for_outputs(model_a, compute), open_for_outputs(model_b, compute, like=model_a)
     if a.kind is not b.kind:
         raise CheckpointError(
             f"is a {b.kind.__name__}, {model_a} a {a.kind.__name__}",
@@ -71,8 +71,8 @@ def command(
         inputs += read_batches(data, model_a, a.model, limit=32).batches
     expected, actual = a.on(inputs), b.on(inputs)
     worst = largest_difference(expected, actual, (model_a, model_b), probabilities)
-    coarsest = coarser(stored_dtype(model_a), stored_dtype(model_b))
-    rounding = own_rounding(a, inputs, expected, coarsest, seed, probabilities) if tolerance is None else 0.0
+    coarsest = least_precise_dtype(stored_dtype(model_a), stored_dtype(model_b))
+    rounding = rounding_effect(a, inputs, expected, coarsest, seed, probabilities) if tolerance is None else 0.0
     allowed = ROUNDINGS * rounding if tolerance is None else tolerance
     same = worst["relative"] <= allowed
     if as_json:

@@ -14,7 +14,7 @@ from rotation_merge.diagnose.sources import check_sources, references
 from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
 from rotation_merge.mergekit_plugin.recipe.document import Document, Fault, documents
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
-from rotation_merge.mergekit_plugin.recipe.places import at
+from rotation_merge.mergekit_plugin.recipe.parameter_scopes import at
 from rotation_merge.mergekit_plugin.recipe.reading import read
 from rotation_merge.mergekit_plugin.recipe.settings import check_settings
 from rotation_merge.model.checkpoint import parse_reference

@@ -14,7 +14,7 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 from rotation_merge.mergekit_plugin.planning.presets import settle_presets
 from rotation_merge.mergekit_plugin.recipe.document import Document, documents
-from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor, says_unlike
+from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor, admits_other_shapes
 from rotation_merge.mergekit_plugin.recipe.names import METHOD, OF_MODEL, OPTIONS, RELATIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.checkpoint import Model, Models, parse_reference
@@ -36,7 +36,9 @@ def donors_of(path: str) -> list[RecipeDonor]:
     result = []
     models = Models(MergeOptions(), recipe.unsupported)
     settle_presets(recipe, models, [m.model for m in config.models or []])
-    head_tensors = own_heads(models[m.model] for m in config.models or []) if recipe.value("heads_of") == "each" else ()
+    head_tensors = (
+        kept_head_names(models[m.model] for m in config.models or []) if recipe.value("heads_of") == "each" else ()
+    )
 
     def excluded(tensor: str) -> bool:
         return tensor in head_tensors or recipe.excluded(tensor)
@@ -50,7 +52,7 @@ def donors_of(path: str) -> list[RecipeDonor]:
         options = recipe.varying(reader, donor.model)
         words = not (config.tokenizer or config.tokenizer_source)
         names = str(recipe.base), str(donor.model)
-        unlike = says_unlike(donor.parameters)
+        unlike = admits_other_shapes(donor.parameters)
         recipe_donor = RecipeDonor(
             *names, options, recipe.untie, origin, file, excluded, words, recipe.unsupported, unlike
         )
@@ -61,7 +63,7 @@ def donors_of(path: str) -> list[RecipeDonor]:
     return result
 
 
-def own_heads(models: Iterable[Model]) -> tuple[str, ...]:
+def kept_head_names(models: Iterable[Model]) -> tuple[str, ...]:
     """Names of the heads' tensors that each of several models keeps of its own."""
     return tuple(sorted({name for model in models for name in head_names(model.architecture)}))
 
@@ -76,7 +78,7 @@ def carried_recipe(
     """A recipe for the anchor plus a multiple of one donor's task vector, carried over as the recipe at `path` says.
 
     Args:
-        matched: what to match in the place of what the recipe says, files of transforms included.
+        matched: options of matching that replace those of the recipe, alignment files included.
         match_values: in that case: 'match_on' and its samples.
     """
     recipe = Recipe.of(last_recipe(path, "give two models instead"))
@@ -108,7 +110,7 @@ def last_recipe(path: str, remedy: str) -> Document:
     """The last document of a recipe file, which is ours.
 
     Raises:
-        RecipeError: it is not; `remedy` says what to give instead.
+        RecipeError: it is not; `remedy` names the alternative.
     """
     with open(path, encoding="utf-8") as file:
         document = documents(file.read())[-1]
@@ -117,7 +119,7 @@ def last_recipe(path: str, remedy: str) -> Document:
     return document
 
 
-def what_is_measured(
+def measurement_key(
     models: Sequence[str], donors: Sequence[RecipeDonor], sources: Sequence[str], **options: Any
 ) -> str:
     """A key of the barriers of some donors: model files, files read beside them, and options.

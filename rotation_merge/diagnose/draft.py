@@ -27,7 +27,7 @@ RULES: tuple[tuple[str, list[str]], ...] = (
     (r"(^|[._])(up_proj|w3|fc1|c_fc|fc_in|lin1|dense_h_to_4h)$", ["ffn.in", "residual.read"]),
     (r"(^|[._])(down_proj|w2|fc2|fc_out|lin2|dense_4h_to_h)$", ["residual.write", "ffn.out"]),
 )
-"""What linear maps of layers are usually called, and their axes, [out, in]."""
+"""Usual names of linear maps in layers, with their axes, [out, in]."""
 
 FUSED = {
     r"(qkv|query_key_value|Wqkv|c_attn)[^.]*$": [{"split": ["attn.q", "attn.k", "attn.v"]}, "residual.read"],
@@ -36,7 +36,7 @@ FUSED = {
 
 
 def draft_of(model: str) -> tuple[dict[str, Any], list[str]]:
-    """An architecture file as a dictionary, and what has to be checked in it.
+    """An architecture file as a dictionary, and the entries to check.
 
     Raises:
         RotationMergeError: the checkpoint cannot be read, or has no layers.
@@ -44,7 +44,7 @@ def draft_of(model: str) -> tuple[dict[str, Any], list[str]]:
     opened = Models(MergeOptions())[ModelReference.parse(model)]
     opened.check_files()
     content, doubts = drafted(opened.config, opened.shapes, model)
-    fits = kin(opened.config, opened.shapes) if len(doubts) > len(_ALWAYS) else []
+    fits = matching_families(opened.config, opened.shapes) if len(doubts) > len(_ALWAYS) else []
     if not fits:
         return content, doubts
     labels = {key: content[key] for key in ("family", "title", "classes", "model_types")}
@@ -53,7 +53,7 @@ def draft_of(model: str) -> tuple[dict[str, Any], list[str]]:
     return {**labels, "extends": fits[0]}, [first, *notes, *_ALWAYS]
 
 
-def kin(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def matching_families(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Families whose files describe every tensor of a checkpoint, by name and shape: the one that it is of first."""
     known, families = find(config), []
     for spec in shipped().values():
@@ -76,7 +76,7 @@ def drafted(
 
     Args:
         shapes: of all tensors, by name.
-        model: what to call it in errors.
+        model: name for errors.
     """
     layers = [match for match in map(_LAYER.match, shapes) if match]
     if not layers:

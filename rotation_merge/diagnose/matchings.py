@@ -30,9 +30,9 @@ class Matching:
     """One way to bring donors to their anchor.
 
     Attributes:
-        options: what to match; None: what each donor's own options or file say.
+        options: groups to match; None: each donor's own options or file.
         file: of transforms that are applied instead.
-        match_on: what maps are chosen by.
+        match_on: weights, activations or both.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Matching:
 
 
 PLAIN, ALIGNED = Matching("plain", NOTHING), Matching("aligned")
-"""Nothing is matched; what the recipe or the command asks for."""
+"""Names of the curve without alignment and of the one with the recipe's or command's options."""
 
 WHOLE = AlignConfig(heads="permutation", residual="largest")
 
@@ -64,8 +64,7 @@ NAMED = {
 }
 """Matchings by name: the order of FFN neurons alone; rotations alone, of heads in their order; both, and scales after
 them (the ICML 2025 paper's); permutations of neurons, heads, their dimensions and the stream (Git Re-Basin's); all
-local groups; these and the largest group of the stream; the same by what the models do on samples, alone or with
-weights."""
+local groups; these and the largest group of the stream; the same matched on activations, alone or with weights."""
 
 
 def matchings(text: str | None) -> list[Matching]:
@@ -102,7 +101,7 @@ def _named(name: str) -> Matching:
 
 
 @dataclass(frozen=True)
-class Moved:
+class AlignedModels:
     """Loaded models as a matching leaves them.
 
     Attributes:
@@ -112,7 +111,7 @@ class Moved:
     anchors: list[Any]
     donors: list[Any]
 
-    def one_gauge(self) -> bool:
+    def shares_one_anchor(self) -> bool:
         """Whether all donors are aligned to one anchor, and so to one another."""
         first = dict(self.anchors[0].named_parameters())
         for anchor in self.anchors[1:]:
@@ -132,14 +131,14 @@ def moved(
     tick: Tick | None,
     source: str = SELF,
     ledger: Ledger = NOWHERE,
-) -> Moved:
+) -> AlignedModels:
     """The models that a matching makes, in memory.
 
     Args:
         recipe_path: the recipe, where donors come from one.
         anchor: loaded, as it is.
         source: samples to match on where none are named and the models write no text.
-        ledger: where what matching finds is kept, and looked for.
+        ledger: store of matching's intermediate results, to resume from.
     """
     source = SELF if writes_text(anchor) else source
     donors = [donor if donor.data else replace(donor, data=source) for donor in donors]
@@ -151,7 +150,7 @@ def moved(
             ends.append((anchor, load(donor.name, like=None if donor.own else donor.anchor)))
         else:
             ends.append(_aligned(opened(donor), donor, anchor, tick, ledger.under(str(number))))
-    return Moved([still for still, _ in ends], [end for _, end in ends])
+    return AlignedModels([still for still, _ in ends], [end for _, end in ends])
 
 
 def opened(donor: RecipeDonor) -> Pair:

@@ -1,4 +1,4 @@
-"""Download, disk and memory that a merge needs, compared with what this machine has."""
+"""Download, disk and memory that a merge needs, compared with this machine's."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Bytes that a merge needs, and what is free.
+class ResourceNeeds:
+    """Bytes that a merge needs, and free bytes.
 
     Attributes:
         downloads: by model of the hub.
@@ -42,7 +42,7 @@ class Needs:
         """Missing resources in words."""
         needed = sum(self.downloads.values())
         if self.free_disk is not None and needed > self.free_disk:
-            yield f"{_gigabytes(needed)} are downloaded to {self.cache}, which has {_gigabytes(self.free_disk)} free"
+            yield f"{_gigabytes(needed)} must go to {self.cache}, which has {_gigabytes(self.free_disk)} free"
         if self.memory is not None and self.free_memory is not None and self.memory > self.free_memory:
             yield f"the merge takes about {_gigabytes(self.memory)} of memory, {_gigabytes(self.free_memory)} are free"
 
@@ -55,7 +55,7 @@ class Needs:
         return ", ".join(parts)
 
 
-def needs_of(recipe: str, models: Collection[RemoteModel], cache: str) -> Needs:
+def needs_of(recipe: str, models: Collection[RemoteModel], cache: str) -> ResourceNeeds:
     """The needs of a recipe whose models' headers are here.
 
     Args:
@@ -71,7 +71,7 @@ def needs_of(recipe: str, models: Collection[RemoteModel], cache: str) -> Needs:
             output = size * sum(map(math.prod, anchor.shapes.values()))
             memory = max(memory or 0, cost.memory)
     downloads = {model.name: model.bytes for model in models}
-    return Needs(downloads, cache, output, memory, _free_disk(cache), _free_memory())
+    return ResourceNeeds(downloads, cache, output, memory, _free_disk(cache), _free_memory())
 
 
 def _free_disk(folder: str) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rotation_merge.diagnose.donors import RecipeDonor
-from rotation_merge.diagnose.matchings import ALIGNED, PLAIN, Matching, Moved, Tick, moved, opened
+from rotation_merge.diagnose.matchings import ALIGNED, PLAIN, AlignedModels, Matching, Tick, moved, opened
 from rotation_merge.errors import RecipeError
 from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.options import VaryingOptions
@@ -32,7 +32,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Paths:
-    """Paths between an anchor and its donors, and how they are measured.
+    """Paths between an anchor and its donors, with the options of measuring them.
 
     With one donor there is the path from the anchor to it. With more, those between donors that are aligned to the
     anchor, and from every model to the centre (their mean), stand behind those from the anchor to each.
@@ -46,7 +46,7 @@ class Paths:
         points: models on each path.
         reading: limit, batch_size and length of the data.
         tick: told about progress.
-        ledger: where what is found is kept, and looked for.
+        ledger: store of intermediate results, to resume from.
     """
 
     recipe_path: str
@@ -120,29 +120,29 @@ class Paths:
             problem = f"{len(self.names)} models keep heads of their own, data are given {len(self.sources)} times"
             raise RecipeError(problem, where="--data", remedy="give it once for each model, in their order")
         if self.own and any(donor.origin is not None for donor in self.donors):
-            problem = "a task vector has no head of its own to be measured under"
+            problem = "a task vector has no output head to be measured under"
             raise RecipeError(problem, where=self.recipe_path, remedy="leave out 'heads_of', or 'finetuned_from'")
         for donor, matching in itertools.product(self.donors, matchings):
             if donor.origin is None:
                 opened(matching.of(donor))
             elif matching.file is not None:
                 remedy = "give it in the recipe, as 'alignment' under the donor"
-                raise RecipeError(f"no file moves {donor.title}", where="--compare", remedy=remedy)
+                raise RecipeError(f"there is no alignment file for {donor.title}", where="--compare", remedy=remedy)
             if matching.file is not None and len(self.donors) > 1:
-                raise RecipeError("a file is for two models", where=matching.file, remedy="give two")
+                raise RecipeError("an alignment file is for two models", where=matching.file, remedy="give two")
         first = self.donors[0].options
         alike = all(d.options == first and not isinstance(d.options, VaryingOptions) for d in self.donors)
         bound = any(d.origin or d.file or m.file for d in self.donors for m in matchings)
         if each and (bound or not alike):
-            problem = "the models cannot be the anchor in turn: a file or a base binds them, or options differ"
-            raise RecipeError(problem, where=self.recipe_path, remedy="measure without --anchors each")
+            problem = "'--anchors each' does not fit alignment files, donors with a base, or options that differ"
+            raise RecipeError(problem, where=self.recipe_path, remedy="leave out --anchors")
 
     def _curves(
-        self, models: Moved, data: Sequence[Data], name: str, ledger: Ledger
+        self, models: AlignedModels, data: Sequence[Data], name: str, ledger: Ledger
     ) -> Iterator[tuple[tuple[Place, int], Curve]]:
         """The curves of one matching; of models in different gauges only those from the anchor to each."""
         everyone = [models.anchors[0], *models.donors]
-        alike = models.one_gauge()
+        alike = models.shares_one_anchor()
         if alike and len(everyone) > 2:
             everyone.append(mean(everyone, self._kept(everyone[0])))
         for first, second in self.places:
@@ -179,7 +179,7 @@ class Paths:
                 models = moved(self.recipe_path, now, donors, matching, self.tick, self.sources[0], ledger)
                 aligned = models.donors
                 everyone = [*aligned[:turn], models.anchors[0], *aligned[turn:]]
-                still = Moved([everyone[0]] * len(aligned), everyone[1:])
+                still = AlignedModels([everyone[0]] * len(aligned), everyone[1:])
                 for (place, number), curve in self._curves(still, data, matching.name, ledger):
                     barriers.setdefault((place, number, matching.name), {})[name] = curve.barrier()
         return barriers

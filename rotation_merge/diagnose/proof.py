@@ -45,7 +45,7 @@ ALONE = {
     "order of heads alone": AlignConfig(attention="none", heads="permutation", ffn="none", rescale=False),
     "neurons and experts alone": AlignConfig(attention="none"),
 }
-"""What is tried one by one where the whole fails."""
+"""Trials that run one by one if the whole fails."""
 
 _USUAL = {"vocab_size": 50, "pad_token_id": 0, "tie_word_embeddings": False, "num_experts_per_tok": 1}
 
@@ -57,7 +57,7 @@ class Finding:
     """One trial.
 
     Attributes:
-        what: group, or mistake.
+        what: the group or mistake that was tried.
         difference: of the outputs; None where the mistake was refused before.
         holds: whether it came out as it has to.
     """
@@ -85,8 +85,8 @@ def prove(path: Path, config: Mapping[str, Any] | None = None) -> list[Finding]:
             findings.append(model.tried(f"residual: {group}", architecture, AlignConfig(residual=group)))
         if not all(trial.holds for trial in findings):
             findings += [model.tried(trial, architecture, options) for trial, options in ALONE.items()]
-        wrong = {mistake: change for mistake, change in MISTAKES.items() if matters(change, architecture)}
-        return findings + [model.mistaken(spec, change, mistake) for mistake, change in wrong.items()]
+        wrong = {mistake: change for mistake, change in MISTAKES.items() if mistake_is_visible(change, architecture)}
+        return findings + [model.with_mistake(spec, change, mistake) for mistake, change in wrong.items()]
 
 
 def hints(findings: Sequence[Finding]) -> list[str]:
@@ -110,7 +110,7 @@ def hints(findings: Sequence[Finding]) -> list[str]:
             "rotations: a norm's output goes back into the stream, or is read by more than stands in its 'reads'"
         )
     elif attention and neurons and not all(streams):
-        advice.append("streams: a tensor that reads or writes one is taken to keep its coordinates ('fixed')")
+        advice.append("streams: a tensor that reads or writes a stream is labelled 'fixed'")
     return advice
 
 
@@ -159,7 +159,7 @@ class _Tiny:
         save_file(dict(state), self.folder / "model.safetensors", metadata={"format": "pt"})
         model = self.cls.from_pretrained(self.folder, dtype=torch.float64, attn_implementation="eager").eval()
         model.config._experts_implementation = "eager"
-        with torch.no_grad(), exactly():
+        with torch.no_grad(), keep_float64():
             outputs = model(**self.batch)
         return {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
 
@@ -177,7 +177,7 @@ class _Tiny:
         difference = self.differs(architecture, options)
         return Finding(trial, difference, difference <= TOLERANCE)
 
-    def mistaken(self, spec: ArchitectureSpec, change: Callable[[Any], Any], mistake: str) -> Finding:
+    def with_mistake(self, spec: ArchitectureSpec, change: Callable[[Any], Any], mistake: str) -> Finding:
         """The file got wrong: refused, or other outputs."""
         registry._extra[spec.family] = ArchitectureSpec.model_validate(changed(spec.model_dump(), change))
         try:
@@ -238,7 +238,7 @@ MISTAKES = {
     "wrong split": wrong_split,
     "layers apart that share keys": wrong_span,
 }
-"""What a file may get wrong, by what a proof calls it."""
+"""Mistakes that a file may contain, by name."""
 
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -248,7 +248,7 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     return [changed(item, change) for item in value] if isinstance(value, list) else value
 
 
-def matters(change: Callable[[Any], Any], architecture: Architecture) -> bool:
+def mistake_is_visible(change: Callable[[Any], Any], architecture: Architecture) -> bool:
     """Whether this mistake can show in the model."""
     spaces = [s for block in architecture.blocks for s in block.spaces.values() if s.kind == "attention"]
     if change is wrong_heads:
@@ -273,7 +273,7 @@ def _acts(part: Any) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def exactly() -> Iterator[None]:
+def keep_float64() -> Iterator[None]:
     """Keep float64 where transformers computes norms, softmax and routers in float32 on purpose."""
     functional, tensor = torch.nn.functional.softmax, torch.Tensor
     plain_methods = {name: getattr(tensor, name) for name in ("to", "float", "type", "softmax", "__matmul__")}

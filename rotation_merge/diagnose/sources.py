@@ -1,4 +1,4 @@
-"""Checks of a document's models: present, whole, of one architecture and size, fit for what is asked of them."""
+"""Checks of a document's models: present, complete, of one architecture and size, compatible with the options."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rotation_merge.matching.stream import residual_groups
 from rotation_merge.mergekit_plugin.planning.files import check_pulled, recipe_inputs, recipe_outputs
 from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
 from rotation_merge.mergekit_plugin.recipe.document import Document, Path
-from rotation_merge.mergekit_plugin.recipe.donor import says_unlike
+from rotation_merge.mergekit_plugin.recipe.donor import admits_other_shapes
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
-from rotation_merge.mergekit_plugin.recipe.places import at, items, scopes
+from rotation_merge.mergekit_plugin.recipe.parameter_scopes import at, items, scopes
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.mergekit_plugin.recipe.settings import explain
 from rotation_merge.model.checkpoint import Model, Models
@@ -52,7 +52,7 @@ def check_sources(
 
     Args:
         refused: models of the hub whose headers could not be fetched, by name.
-        recipe: what was read from it; None where it has faults already.
+        recipe: the parsed recipe; None if it has faults already.
         made_earlier: names of merges that mergekit-multi makes first; nothing of them is there yet.
     """
     session = None if recipe is None else Session.of(recipe, options, watched=False)
@@ -218,10 +218,10 @@ def _carried(document: Document, path: Path) -> bool:
 
 
 def _unlike(document: Document, path: Path) -> bool:
-    """Whether what stands here is a fine-tune, or its base, that may have other shapes than the anchor."""
+    """Whether this place names a fine-tune, or its base, that may have other shapes than the anchor."""
     at_model = path[:-1] if path[-1] == "finetuned_from" else (*path[:-1], "parameters")
     settings = at(document.value, at_model)
-    return says_unlike(settings) and "finetuned_from" in settings
+    return admits_other_shapes(settings) and "finetuned_from" in settings
 
 
 def _shapes(

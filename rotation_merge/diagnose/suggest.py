@@ -20,11 +20,11 @@ from rotation_merge.model.nearness import RELATED, likeness, sampled_changes
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A donor, and how near to the base it is.
+    """A donor and its nearness to the base.
 
     Attributes:
         cosine: mean cosine of the angle between matrices of the same name.
-        preset: what the recipe sets; None where it says nothing, `own` where it sets the options themselves.
+        preset: the recipe's preset; None: not given; `own`: the recipe sets the options themselves.
     """
 
     donor: str
@@ -37,13 +37,13 @@ class Suggestion:
         """One line."""
         cosine_text = f"{self.donor}: its matrices and the base's have a mean cosine of {self.cosine:.2f}"
         if self.preset == "auto":
-            return f"{cosine_text}; 'preset: auto' is '{self.suggested}' here"
+            return f"{cosine_text}; 'preset: auto' chooses '{self.suggested}'"
         if self.preset == self.suggested:
             return f"{cosine_text}; 'preset: {self.preset}' fits"
         if self.preset in ("near", "far"):
             return f"{cosine_text}; 'preset: {self.suggested}' fits better than '{self.preset}'"
         kind = "a fine-tune of one base" if self.suggested == "near" else "in other coordinates, or of another base"
-        return f"{cosine_text}: {kind}; 'preset: {self.suggested}' is made for that"
+        return f"{cosine_text}: {kind}; 'preset: {self.suggested}' fits"
 
 
 @dataclass(frozen=True)

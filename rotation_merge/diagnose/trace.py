@@ -51,7 +51,7 @@ class Trace:
 
     Attributes:
         axes: for each axis, outermost first, the spaces that it lives in and the roles it plays there, in words.
-        rows: what matching did to these spaces, by donor.
+        rows: report rows of these spaces, by donor.
         delegate: its name; empty where nothing was merged.
         given: by model; empty where a finished merge cannot be done again.
         note: why it cannot, or that it comes out otherwise by now.
@@ -69,8 +69,8 @@ class Trace:
 def trace(path: str, tensor: str) -> Trace:
     """Trace one tensor through a recipe, which is planned and run for that tensor alone.
 
-    Of a merged model's directory, its report tells what was done; the recipe that it holds is run for the tensor where
-    all that it reads is still at hand. Of any other model, where the tensor's axes live.
+    For a merged model's directory, its report is read, and its recipe is run for the tensor if all inputs still exist.
+    For any other model, the spaces of the tensor's axes are returned.
 
     Raises:
         RotationMergeError: the recipe is at fault, the model cannot be read, or there is no such tensor.
@@ -89,9 +89,13 @@ def _of_report(folder: str, tensor: str) -> Trace:
     try:
         again = _again(report, tensor)
     except RotationMergeError as error:
-        return replace(known, note=f"Its own distances are not known: {error}.")
+        return replace(known, note=f"Distances of this tensor are not known: {error}.")
     same = [_figures(row) for row in again.rows] == [_figures(row) for row in known.rows]
-    note = "" if same else "The models, or what computes, have changed since: the merge comes out otherwise now."
+    note = (
+        ""
+        if same
+        else "The models or the libraries have changed since the merge: the same recipe now gives other weights."
+    )
     return replace(known, parameters=again.parameters, given=again.given, note=note)
 
 
@@ -99,7 +103,7 @@ def _again(report: MergeReport, tensor: str) -> Trace:
     """The merge of a report, run for one tensor.
 
     Raises:
-        RotationMergeError: what it reads is not at hand any more.
+        RotationMergeError: an input no longer exists.
     """
     if not report.recipe.strip():
         raise RecipeError("the report holds no recipe", remedy="trace a recipe of the two models")
@@ -107,7 +111,9 @@ def _again(report: MergeReport, tensor: str) -> Trace:
     gone = [name for _, name in references(document.value) if not _here(ModelReference.parse(name))]
     gone += [name for _, name in files(document.value) if not os.path.exists(name)]
     if gone:
-        raise RecipeError(f"not here: {', '.join(dict.fromkeys(gone))}", remedy="trace where the merge was made")
+        raise RecipeError(
+            f"cannot be found: {', '.join(dict.fromkeys(gone))}", remedy="run the command where the merge was made"
+        )
     return _of_document(document, tensor, REPORT_FILE)
 
 

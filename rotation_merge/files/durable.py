@@ -21,8 +21,8 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.partial")
 def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
     """A temporary name to write to; when the block ends without an error, the file is synced and replaces `path`.
 
-    When the block does not end well, what stood there stands there still. The name is this run's own; what a killed
-    process left beside the same file is removed.
+    If the block raises, the old file stays. The temporary name belongs to this run; files that a killed process left
+    beside the target are removed.
     """
     target = os.path.abspath(os.fspath(path))
     remove_abandoned(target)

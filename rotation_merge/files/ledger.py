@@ -1,9 +1,8 @@
 """Finished parts of a run beside its output, so that the same command continues after an interruption.
 
 Every folder of unfinished work is an `Unfinished`: `OUT.unfinished` of whoever writes OUT (measuring, polishing,
-distilling), and `OUT.matching.unfinished` of matching and barriers, whose intermediate results a `ResumeStore` keeps.
-Of those nothing is written before matching has lasted `SECONDS`, and then as often at most: what is done in a minute
-costs nothing.
+distilling), and `OUT.matching.unfinished` of matching and barriers, whose intermediate results a `ResumeStore` keeps. A
+store writes nothing before matching has lasted `SECONDS`, and later at most once in that time: short runs pay nothing.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ MARK = "run.txt"
 """The file that says which run a folder belongs to."""
 
 SECONDS = 60.0
-"""How long matching lasts before anything is written, and between two times that unfinished work is written."""
+"""Seconds of matching before anything is written, and between two writes of unfinished work."""
 
 UNREADABLE = (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
-"""What a damaged entry may raise."""
+"""Exceptions of a damaged entry."""
 
 
 class Unfinished:
     """The folder `OUT.unfinished`, as a context manager: kept if the run is interrupted, removed when it ends.
 
-    It is also removed on a user error, unless it was there before, or holds what was done when the disk became full.
+    It is also removed on a user error, unless it was there before, or holds results from before the disk became full.
 
     Args:
         out: the output that it stands beside.
@@ -67,7 +66,7 @@ class Unfinished:
             self.remove()
 
     def remove(self) -> None:
-        """Remove the folder; what no run wrote stays."""
+        """Remove the folder, except files that no run wrote."""
         if self.new or self.file(MARK).exists():
             shutil.rmtree(self.path, ignore_errors=True)
 
@@ -88,7 +87,7 @@ class Unfinished:
         except (OSError, ValueError):
             return False
 
-    def take_up(self, mark: str) -> None:
+    def resume_or_remove(self, mark: str) -> None:
         """Continue in a folder that is there, or remove it if it belongs to another run.
 
         Raises:
@@ -125,7 +124,7 @@ class ResumeStore:
 
     Args:
         out: the output that they stand beside.
-        mark: says what the run is of: everything that decides what is found. Asked for once anything is found.
+        mark: returns the key of all inputs and options of the run; called with the first result.
         device: where tensors are put that are read.
     """
 
@@ -187,7 +186,7 @@ class ResumeStore:
             self._written = time.monotonic()
 
     def interrupted(self) -> None:
-        """The run was interrupted: keep what took long to compute."""
+        """The run was interrupted: keep expensive results."""
         if time.monotonic() - self._written >= SECONDS or self.place.path.exists():
             self.write()
         if not any(self.place.path.glob("*.safetensors")):
@@ -199,7 +198,7 @@ class ResumeStore:
         """Delete the entries of other runs."""
         if not self._mark:
             self._mark = self._asked()
-            self.place.take_up(self._mark)
+            self.place.resume_or_remove(self._mark)
 
     def _save(self, name: str, entry: LedgerEntry) -> None:
         tensors = entry.tensors

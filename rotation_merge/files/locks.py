@@ -113,7 +113,7 @@ def _lock(target: str, out: str) -> tuple[str, int | None]:
 
 
 NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""What the system says of a folder that belongs to somebody else; an output in it may still be ours."""
+"""Error codes for a folder of another user; an output in it may still be writable."""
 
 
 def _open_locked(path: str, out: str) -> int | None:

@@ -14,8 +14,7 @@ DATA = "data"
 WORDS = ("self", "synthetic")
 """Words that stand where data may be named, and name no file."""
 UNFINISHED, MATCHING = ".unfinished", ".matching"
-"""What is added to the name of an output for the folder of unfinished work; before it, for the one of what has been
-matched."""
+"""Suffixes of an output's name for the folder of unfinished work, and for that of unfinished matching."""
 MATCHING_UNFINISHED = f"{MATCHING}{UNFINISHED}"
 
 
@@ -25,7 +24,7 @@ class Input:
 
     Attributes:
         name: as the user wrote it: a path, a name on the hub, BASE+ADAPTER.
-        kind: what it is, in a word.
+        kind: noun for it.
     """
 
     name: str
@@ -44,8 +43,8 @@ class Input:
 
 
 FILE, FOLDER, ROOM, WORK = "file", "folder", "room", "work"
-"""What is written: a file; a folder, in which other files stay; a new folder for a while, in one that may hold anything
-else; the place of unfinished work beside an output, which goes with it."""
+"""Kinds of outputs: a file; a folder in which other files stay; a temporary folder inside another one; the folder of
+unfinished work beside an output."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,11 @@ class Output:
 
     Attributes:
         path: where.
-        option: how the user named it: an argument, an option, a key of the recipe.
+        option: its name for the user: an argument, an option, a key of the recipe.
         kind: FILE, FOLDER, ROOM or WORK.
         wrote: says of a file that is there whether this option wrote it, so that it may be replaced unasked.
         beside: whether a new file, or one that the option wrote, may lie in a folder that is read.
-        remedy: what to do where it cannot be written.
+        remedy: for an output that cannot be written.
     """
 
     path: str
@@ -97,7 +96,7 @@ SAME, INSIDE, AROUND = "is one of the inputs", "lies in one of the inputs", "hol
 
 
 class _Place:
-    """A path by its real place: itself and every folder above it, known by what the system calls them."""
+    """A path by its real place: itself and every folder above it, by device and inode."""
 
     def __init__(self, path: str) -> None:
         above, name = os.path.split(os.path.abspath(path))
@@ -146,11 +145,11 @@ def _on_the_hub(name: str, cache: str | None) -> list[str]:
 
 
 def check_replaced(outputs: Iterable[Output], force: bool = False, remedy: str = "") -> None:
-    """Refuse to overwrite what the same option did not write; with `force` refuse only a file for a folder or the
+    """Refuse to overwrite files that the same option did not write; with `force`, only a file for a folder or the
     reverse.
 
     Args:
-        remedy: what to do about it, if not what the output says.
+        remedy: instead of the output's.
 
     Raises:
         RotationMergeError: names the path.
@@ -185,7 +184,7 @@ def check_writable(outputs: Iterable[Output]) -> None:
 
 @contextmanager
 def outputs_locked(outputs: Iterable[Output]) -> Iterator[None]:
-    """Lock several outputs within the block; a folder's lock covers what lies in it.
+    """Lock several outputs within the block; a folder's lock covers its contents.
 
     Raises:
         RotationMergeError: another run is writing one.

@@ -28,7 +28,7 @@ class Scratch:
         shared: whether that is the system's folder for temporary files.
 
     Args:
-        parent: what it is made in; None: the system's folder for temporary files. It is made where it is missing.
+        parent: folder to create it in, created if missing; None: the system's folder for temporary files.
     """
 
     def __init__(self, parent: str | None = None) -> None:

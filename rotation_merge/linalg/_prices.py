@@ -1,4 +1,4 @@
-"""Column prices for the assignment problem: guesses, and what they prove.
+"""Column prices for the assignment problem: guesses, and the bounds that they prove.
 
 A price vector v is a dual solution: for every permutation p, sum_i C[i, p[i]] <= sum_j v_j + sum_i max_j (C_ij - v_j).
 All passes run over blocks of rows that fit the cache, so nothing of size n x n is ever copied.

@@ -1,4 +1,4 @@
-"""The assignment problem by column generation: match on few candidates, price all entries, add what was missing."""
+"""The assignment problem by column generation: match on few candidates, price all entries, add missing candidates."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class AssignmentInputError(RotationMergeError, ValueError):
 
 @dataclass(frozen=True)
 class Assignment:
-    """An assignment and what is known of its optimality.
+    """An assignment with a bound on its gap to the optimum.
 
     Attributes:
         permutation: p, int64, shape (n,), on the CPU, with ``aligned[i] = donor[p[i]]``.

@@ -1,4 +1,4 @@
-"""Least squares with a ridge, from sums of products: what a linear map lacks to give what is wanted."""
+"""Ridge regression from sums of products: the change of a linear map that brings its outputs to their targets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ridge_change(gram: Tensor, cross: Tensor, penalty: Tensor) -> Tensor | None:
 
     Args:
         gram: X^T X, shape (in, in); only its upper triangle is read.
-        cross: X^T R, shape (in, out); R is what the map's outputs lack.
+        cross: X^T R, shape (in, out); R is the residual of the map's outputs.
         penalty: of each input, shape (in,), not negative.
 
     Returns:
@@ -56,11 +56,11 @@ def solved_with(factor: Tensor, cross: Tensor) -> Tensor:
 
 
 class RidgeSums:
-    """Products of inputs with themselves and with what outputs lack, over all samples; the last input is the bias.
+    """Products of inputs with themselves and with residuals of outputs, over all samples; the last input is the bias.
 
     Args:
         like: inputs of the maps.
-        dtype: what products of a few batches are computed in; they are added up in float64.
+        dtype: of products of a few batches; they are summed in float64.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
@@ -79,7 +79,7 @@ class RidgeSums:
         return self._upper.triu() + self._upper.triu(1).mT
 
     def add(self, inputs: Tensor, lacks: Mapping[str, tuple[Tensor, Tensor]], weight: float) -> None:
-        """One batch: the inputs, and by key of a map what its output lacks, (positions, out), and the output."""
+        """One batch: the inputs, and by key of a map the residual of its output, (positions, out), and the output."""
         if weight != self._weight or sum(map(len, self._inputs)) >= AT_ONCE:
             self.flush()
         self._weight = weight
@@ -168,7 +168,7 @@ class RidgeSums:
 
 
 class ChannelSums:
-    """Products of normalised inputs with what a norm's outputs lack, over all samples, channel by channel.
+    """Products of normalised inputs with residuals of a norm's outputs, over all samples, channel by channel.
 
     The norm gives ``gain * x + shift``; its change is found for every channel by itself.
 
@@ -180,7 +180,7 @@ class ChannelSums:
         self.shifted, self._sums = shifted, torch.zeros(())
 
     def add(self, inputs: Tensor, lacks: Tensor, output: Tensor, weight: float) -> None:
-        """One batch: normalised inputs, what the outputs lack, and the outputs, (positions, channels) each."""
+        """One batch: normalised inputs, residuals of the outputs, and the outputs, (positions, channels) each."""
         x, r, y = (tensor.double() for tensor in (inputs, lacks, output))
         products = (x * x, x, torch.ones_like(x), x * r, r, r * r, (y + r).square())
         self._sums = self._sums.to(x.device) + weight * torch.stack([product.sum(0) for product in products])
@@ -213,7 +213,7 @@ class ChannelSums:
         return gain, (r - gain * x) / count if self.shifted else torch.zeros_like(gain)
 
     def errors(self, gain: Tensor, shift: Tensor) -> tuple[float, float]:
-        """Root of the squared error over the square of what is wanted: before and after a change."""
+        """Root of the squared error over the squared target, before and after a change."""
         xx, x, count, xr, r, rr, whole = self._sums
         spent = gain * gain * xx + 2 * gain * shift * x + shift * shift * count
         before, all = float(rr.sum()), float(whole.sum())

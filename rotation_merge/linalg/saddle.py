@@ -1,6 +1,6 @@
-r"""The joint problem of a map and a scale from its other side: upper bounds on what it gains, which prove optima.
+r"""Dual of the joint problem of a map and a scale: upper bounds on its gain, which prove optima.
 
-What the joint problem gains at a scale a is 2 h(a) - a^2 P - D / a^2 with h(a) = |a M_P + M_D / a|_* (a modulus for a
+The gain of the joint problem at a scale a is 2 h(a) - a^2 P - D / a^2 with h(a) = |a M_P + M_D / a|_* (a modulus for a
 plane). For any positive definite H, |M|_* <= (tr H + tr H^-1 M M^T) / 2, with equality for H = (M M^T)^(1/2). One H
 bounds the gain at all scales, and the scale at which that bound is largest is known:
 
@@ -52,10 +52,10 @@ def plane_scale(primal: Tensor, dual: Tensor, norms: tuple[Tensor, Tensor], gues
 
 
 def joint_ceiling(primal: Tensor, dual: Tensor, norms: tuple[Tensor, Tensor]) -> Tensor:
-    """An upper bound on what the joint problem of O(d) gains, nearly attained where the donor is no smaller, (N,).
+    """An upper bound on the gain of the joint problem of O(d), nearly attained if the donor is no smaller, (N,).
 
-    H is that of a scale near the best one: of that which would be best if |M|_* were a typical share of |M|_F, then,
-    where the bound is far from what the best map there attains, of that map's.
+    H is that of a scale near the best one: first the best scale if |M|_* were a typical share of |M|_F; then, if the
+    bound is far from the value of the best map there, the scale of that map.
 
     Args:
         primal, dual: M_P and M_D, (N, d, d), float64.

@@ -12,7 +12,7 @@ or below zero); Newton's method from its right descends to it. If u < v, 1/x sol
 a negative scale changes the signs of both.
 
 Behind a homogeneous activation of degree k, f(c x) = c^k f(x), the dual side is scaled by 1/a^k. In t = log x, half the
-derivative of what is left, x^2 - u x - k x^-2k + k v x^-k, has one root or three (Descartes' rule): the outer two are
+derivative of the cost, x^2 - u x - k x^-2k + k v x^-k, has one root or three (Descartes' rule): the outer two are
 minima, and the better one is taken.
 """
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 LARGEST_LOG_SCALE = math.log(1e6)
-"""Scales stay within a millionth and a million; `limited` says where that is what stopped them."""
+"""Scales stay within a millionth and a million; `limited` tells whether a scale ended at a limit."""
 
 _NEWTON = {4: 8, 8: 14}  # steps at most, by the bytes of a number
 _TIE = 1e-12  # gains below this share of the norms give way to the scale 1
@@ -59,7 +59,7 @@ def best_scale(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool 
         primal, dual: P and D, >= 0, shapes that broadcast.
         p, q: inner products with the anchor.
         signed: also allow negative scales (of degree 1).
-        degree: k, how often the dual side is divided by the scale.
+        degree: k, the power of the scale that divides the dual side.
 
     Returns:
         a, in the inputs' dtype, 1 where nothing is gained. Where the optimum lies beyond exp(+-LARGEST_LOG_SCALE), the
@@ -93,9 +93,9 @@ def least_cost(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool 
     """`cost` at `best_scale`, to the dtype's rounding.
 
     At an optimum the cost is flat: half the digits of the scale give all of the cost's, and between unlike vectors a
-    step or two of `_flat_cost` find them. What is not of that kind is left to `best_scale`.
+    step or two of `_flat_cost` find them. Other cases are left to `best_scale`.
 
-    Args: as `best_scale`; of what broadcasts, as little as possible is spread out.
+    Args: as `best_scale`; broadcast arguments are expanded as little as possible.
     """
     if degree == 1 and p.numel() and bool((primal > 0).all()) and bool((dual > 0).all()):
         return _flat_cost(primal, dual, p, q, signed)
@@ -224,11 +224,11 @@ def joint_scale(
 ) -> Tensor:
     r"""Scale of the joint problem over a map g and a scale a > 0, batched.
 
-    Minimises f(a) = a^2 P + D / a^2 - 2 h(a), where h(a) = max_g <g, a M_P + M_D / a> is what the best map attains
-    (the nuclear norm for O(d), a modulus for a plane). Starts are 1, a guess and a grid of the scales that the bound
-    h(a) <= a max_g <g, M_P> + max_g <g, M_D> / a leaves in the running. From the best start, the best map for the scale
-    and the best scale for the map take turns, extrapolated (Aitken); f never rises. Where what has been looked up does
-    not rule out a better optimum (`_under_chords`), the most promising scale is looked up, too, a few times over.
+    Minimises f(a) = a^2 P + D / a^2 - 2 h(a), where h(a) = max_g <g, a M_P + M_D / a> is the value of the best map (the
+    nuclear norm for O(d), a modulus for a plane). Starts are 1, a guess and a grid of the scales that the bound h(a) <=
+    a max_g <g, M_P> + max_g <g, M_D> / a leaves in the running. From the best start, the best map for the scale and the
+    best scale for the map take turns, extrapolated (Aitken); f never rises. If the evaluated scales do not rule out a
+    better optimum (`_under_chords`), the most promising scale is evaluated, too, a few times.
 
     Args:
         value: h, maps scales of shape (...) to values of shape (...).
@@ -293,13 +293,13 @@ def _elsewhere(
 def scale_ceiling(
     value: Callable[[Tensor], Tensor], primal: Tensor, dual: Tensor, bounds: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """An upper bound on what the joint problem gains, max_a 2 h(a) - a^2 P - D / a^2, nearly attained, shape (N,).
+    """An upper bound on the gain of the joint problem, max_a 2 h(a) - a^2 P - D / a^2, nearly attained, shape (N,).
 
     h is a norm of a M_P + M_D / a, hence a h(a) convex in a^2: between two scales that were looked up it lies below its
     chord p a^2 + q, and for h = a p + q / a the best scale is known. Where the bound would be attained h is looked up,
     which lowers it, a few times over.
 
-    Args: as `joint_scale`, of shape (N,); `bounds` may lie above what any element attains.
+    Args: as `joint_scale`, of shape (N,); `bounds` may exceed the value of every element.
     """
     scale = torch.where((primal > 0) & (dual > 0), dual / primal, 1.0).to(primal) ** 0.25
     squares, heights = scale[:, None] ** 2, (scale * value(scale))[:, None]

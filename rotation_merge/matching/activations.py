@@ -104,11 +104,11 @@ class _RowWatcher:
         self.inputs: dict[str, list[Tensor]] = {}
         self.outputs: dict[str, list[Tensor]] = {}
 
-    def saw(self, name: str, expert: int | None, x: Tensor) -> None:
+    def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
         if expert is None and self.shared.get(name) == name:
             self.inputs.setdefault(name, []).append(self._some(x))
 
-    def gave(self, name: str, expert: int | None, y: Tensor) -> None:
+    def on_output(self, name: str, expert: int | None, y: Tensor) -> None:
         if expert is None:
             self.outputs.setdefault(name, []).append(self._some(y))
 

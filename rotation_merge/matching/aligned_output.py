@@ -19,7 +19,7 @@ from rotation_merge.model.card import metadata, notes, section, with_metadata
 from rotation_merge.model.markdown import code, plain
 from rotation_merge.model.source import Progress
 from rotation_merge.model.view import View
-from rotation_merge.model.writing import STORAGE, Check, Storage, stored, untied, write_checkpoint
+from rotation_merge.model.writing import STORAGE, Check, StorageOptions, stored, untied, write_checkpoint
 from rotation_merge.record import MergeReport, versions
 from rotation_merge.run.functions import load
 
@@ -30,7 +30,7 @@ def match_pair(
     """The best alignment of the donor to the anchor, and the report on it, which the alignment has, too.
 
     Args:
-        ledger: where what is found is kept, and looked for.
+        ledger: store of intermediate results, to resume from.
     """
     anchor, donor = pair.matched
     run = Run()
@@ -46,7 +46,7 @@ def write_aligned(
     pair: Pair,
     alignment: Alignment,
     out: str,
-    storage: Storage = STORAGE,
+    storage: StorageOptions = STORAGE,
     progress: Progress | None = None,
     check: Check | None = None,
 ) -> View:

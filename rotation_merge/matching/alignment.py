@@ -30,15 +30,15 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.serialisation import packed, unpacked
 from rotation_merge.matching.spanning import torn
 from rotation_merge.model import slices
-from rotation_merge.model.biases import Aligned, holders
+from rotation_merge.model.biases import AlignedSource, holders
 from rotation_merge.model.fingerprint import Fingerprint, checksum
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.hub import local_file
-from rotation_merge.model.labels import Rows as LabelRows
-from rotation_merge.model.member import Member
+from rotation_merge.model.labels import LabelRows
 from rotation_merge.model.model_inputs import ModelLike, OpenedModel, open_like, stored_dtype
+from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.model.source import TensorSource, check_shapes, read_tensor, unstack
-from rotation_merge.model.sources import Renamed
+from rotation_merge.model.sources import TranslatedSource
 from rotation_merge.model.view import View
 from rotation_merge.record import MergeReport
 from rotation_merge.run.statistics_file import Statistics
@@ -97,10 +97,10 @@ class Basis:
         return resolve(dict(self.config), list(self.shapes), self.anchor.name, keep_unknown=True, untie=self.untie)
 
     @cached_property
-    def member(self) -> Member:
+    def member(self) -> PairedModel:
         """The anchor as `check_pair` sees it."""
         tied = tied_head(dict(self.config), list(self.shapes), self.anchor.name)
-        return Member(self.anchor.name, self.config, self.architecture, self.shapes, tied)
+        return PairedModel(self.anchor.name, self.config, self.architecture, self.shapes, tied)
 
     @staticmethod
     def of(
@@ -261,7 +261,7 @@ class Alignment:
         if isinstance(donor, Movable):
             return donor.moved_by(self, dtype, strict)
         opened = self.opened_donor(donor, strict)
-        renamed = Renamed(self._known().biases, self._known().architecture, opened.architecture)
+        renamed = TranslatedSource(self._known().biases, self._known().architecture, opened.architecture)
         biases = renamed if self._known().biases else None
         return self.view_of(opened, biases, dtype, self._known().donor if strict else None)
 
@@ -269,7 +269,7 @@ class Alignment:
         """The donor as it is moved: in the anchor's sizes, its classes in the anchor's order. Errors as of `apply`."""
         basis = self._known()
         opened = self._opened(donor, basis.donor, strict)
-        names = Renamed({}, basis.architecture, opened.architecture).names
+        names = TranslatedSource({}, basis.architecture, opened.architecture).names
         return opened.with_classes({name: basis.rows[known] for name, known in names.items() if known in basis.rows})
 
     @overload
@@ -351,8 +351,8 @@ class Alignment:
     def inverse(self) -> Alignment:
         """The alignment that moves the moved donor back, its outputs unchanged.
 
-        Folded gains stay folded and the anchor's biases stay the anchor's: `what_stays` names them. The result is for
-        what `apply` gave, so its basis knows no fingerprint of a donor.
+        Folded gains stay folded and the anchor's biases stay the anchor's: `irreversible_notes` names them. The result
+        is for what `apply` gave, so its basis knows no fingerprint of a donor.
         """
         basis = self._known()
         turned = {name: transform.inverse() for name, transform in self.transforms.items()}
@@ -362,9 +362,9 @@ class Alignment:
         }
         unknown = Identity(basis.donor.name, "", {})
         back = replace(basis, donor=unknown, anchor=unknown, biases={}, donor_biases={}, rows=orders)
-        return Alignment(turned, self.folded, notes=tuple(self.what_stays()), basis=back)
+        return Alignment(turned, self.folded, notes=tuple(self.irreversible_notes()), basis=back)
 
-    def what_stays(self) -> list[str]:
+    def irreversible_notes(self) -> list[str]:
         """Lines on what `inverse` cannot restore; empty if it restores everything up to rounding."""
         lines = [f"The norms' gains of '{name}' stay folded into the maps that read them." for name in self.folded]
         if self.basis is not None and self.basis.biases:
@@ -431,7 +431,7 @@ class Alignment:
         check_shapes(opened.architecture, opened.shapes, opened.name)
         if not (strict and identity.tensors):
             return opened
-        names = Renamed({}, basis.architecture, opened.architecture).names
+        names = TranslatedSource({}, basis.architecture, opened.architecture).names
         return replace(opened, source=Verified(opened.source, identity, opened.name, names))
 
 
@@ -452,7 +452,7 @@ class Mover:
         biases: TensorSource | None = None,
     ) -> None:
         self.architecture, self.source, self.alignment, self.biases = architecture, source, alignment, biases
-        self._whole: dict[torch.dtype | None, Aligned] = {}
+        self._whole: dict[torch.dtype | None, AlignedSource] = {}
 
     def tensor(self, block: Block, info: TensorInfo, dtype: torch.dtype | None = None) -> Tensor | None:
         """A tensor in the anchor's coordinates, a long vocabulary slice by slice; None where the source lacks it.
@@ -474,15 +474,15 @@ class Mover:
 
         return slices.in_slices(info, [stored], rounded, moved).to(rounded).contiguous()
 
-    def _aligned(self, dtype: torch.dtype | None) -> Aligned:
+    def _aligned(self, dtype: torch.dtype | None) -> AlignedSource:
         """The whole source, made once for each dtype: it knows the places of all tensors."""
         if dtype not in self._whole:
             self._whole[dtype] = self._of(self.source, self.biases, dtype)
         return self._whole[dtype]
 
-    def _of(self, source: TensorSource, biases: TensorSource | None, dtype: torch.dtype | None) -> Aligned:
+    def _of(self, source: TensorSource, biases: TensorSource | None, dtype: torch.dtype | None) -> AlignedSource:
         folded = folded_source(self.architecture, source, self.alignment.folded, dtype)
-        return Aligned(self.architecture, folded, self.alignment.transforms, biases)
+        return AlignedSource(self.architecture, folded, self.alignment.transforms, biases)
 
 
 def aligned_tensors(
@@ -514,11 +514,11 @@ def aligned_source(
     alignment: Alignment,
     anchor: TensorSource | None = None,
     dtype: torch.dtype | None = None,
-) -> Aligned:
+) -> AlignedSource:
     """A donor in the anchor's coordinates, folded where the alignment needs it; see `aligned_tensors`."""
     source = folded_source(architecture, source, alignment.folded, dtype)
     anchor = None if anchor is None else folded_source(architecture, anchor, alignment.folded)
-    return Aligned(architecture, source, alignment.transforms, anchor)
+    return AlignedSource(architecture, source, alignment.transforms, anchor)
 
 
 FORMAT = "rotation_merge.alignment.5"

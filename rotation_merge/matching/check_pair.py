@@ -18,8 +18,8 @@ from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.model.fold import Fold
-from rotation_merge.model.labels import Rows, label_rows, rows_note
-from rotation_merge.model.member import Member
+from rotation_merge.model.labels import LabelRows, label_rows, rows_note
+from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.symmetry import SpaceTransform, StreamTransform
 from rotation_merge.symmetry.admitted import by_stream
 
@@ -44,14 +44,14 @@ class CheckedPair:
         rows: what puts the donor's classes into the anchor's order; whoever reads the donor has to apply it.
     """
 
-    anchor: Member
-    donor: Member
+    anchor: PairedModel
+    donor: PairedModel
     options: AlignConfig
     streams: dict[str, str]
     folded: tuple[str, ...]
     warnings: tuple[str, ...]
     unaligned: tuple[str, ...]
-    rows: Rows = field(default_factory=dict)
+    rows: LabelRows = field(default_factory=dict)
 
     def notes(self) -> list[str]:
         """Notes for the report beside the warnings."""
@@ -65,8 +65,8 @@ class CheckedPair:
 
 
 def check_pair(
-    anchor: Member,
-    donor: Member,
+    anchor: PairedModel,
+    donor: PairedModel,
     options: AlignConfig,
     *,
     untie: bool = False,
@@ -118,7 +118,7 @@ def check_pair(
     )
 
 
-def _streams(anchor: Member, donor: Member, residual: str, untie: bool) -> dict[str, str]:
+def _streams(anchor: PairedModel, donor: PairedModel, residual: str, untie: bool) -> dict[str, str]:
     """The residual group of each stream that is to move; both models admit it.
 
     `largest` stops short of rotations where a head is tied to an embedding, which folding cannot serve.
@@ -144,7 +144,7 @@ def residual_of(transforms: Mapping[str, SpaceTransform], folded: Collection[str
     return ",".join(f"{name}={group}" for name, group in choices.items()) or "none"
 
 
-def _words(streams: Mapping[str, str], member: Member) -> str:
+def _words(streams: Mapping[str, str], member: PairedModel) -> str:
     """Groups by stream as one option."""
     groups = set(streams.values())
     if len(groups) == 1 and set(streams) == set(member.architecture.streams):
@@ -152,7 +152,7 @@ def _words(streams: Mapping[str, str], member: Member) -> str:
     return ",".join(f"{name}={group}" for name, group in streams.items()) or "none"
 
 
-def _check_depth(anchor: Member, donor: Member) -> None:
+def _check_depth(anchor: PairedModel, donor: PairedModel) -> None:
     for module in anchor.architecture.layers_key:
         ours, donor_layers = (len(m.architecture.layers(module)) for m in (anchor, donor))
         if ours != donor_layers:
@@ -203,7 +203,7 @@ def _facts(space: Space) -> dict[str, Any]:
     return {_WORDS.get(name, name): value for name, value in {**space.sizes, **properties}.items()}
 
 
-def _check_block(anchor_block: Block, donor_block: Block, anchor: Member, donor: Member) -> None:
+def _check_block(anchor_block: Block, donor_block: Block, anchor: PairedModel, donor: PairedModel) -> None:
     """Sizes, rotary dimensions, norms and degrees agree: they decide the groups."""
     for local, space in donor_block.spaces.items():
         anchor_space = anchor_block.spaces.get(local)
@@ -222,7 +222,7 @@ def _norm_facts(norm: Norm) -> dict[str, Any]:
     return {"kind": "layer" if norm.layer else "rms", "offset of the gain": norm.offset, "readers": norm.reads}
 
 
-def _check_sizes(anchor: Member, donor: Member) -> None:
+def _check_sizes(anchor: PairedModel, donor: PairedModel) -> None:
     """Streams, and the first local space of each name, have the same sizes, whatever layers meet."""
     ours, donor_spaces = _first_spaces(anchor.architecture), _first_spaces(donor.architecture)
     for name in donor_spaces:
@@ -240,7 +240,7 @@ def _first_spaces(architecture: Architecture) -> dict[str, Space]:
 
 
 def _refuse_differing(
-    name_of_part: str, ours: Mapping[str, Any], donor_facts: Mapping[str, Any], anchor: Member, donor: Member
+    name_of_part: str, ours: Mapping[str, Any], donor_facts: Mapping[str, Any], anchor: PairedModel, donor: PairedModel
 ) -> None:
     differing = [name for name in donor_facts if donor_facts[name] != ours.get(name)]
     if differing:
@@ -252,7 +252,7 @@ def _refuse_differing(
         )
 
 
-def _check_tied(member: Member, folded: Sequence[str], untie: bool) -> None:
+def _check_tied(member: PairedModel, folded: Sequence[str], untie: bool) -> None:
     head, stream = member.tied or ("", "")
     if stream in folded and not untie:
         smaller = [group for group in member.architecture.stream_groups[stream] if group != "rotation"]
@@ -263,7 +263,7 @@ def _check_tied(member: Member, folded: Sequence[str], untie: bool) -> None:
         )
 
 
-def _check_head(member: Member, untie: bool) -> None:
+def _check_head(member: PairedModel, untie: bool) -> None:
     """A head whose rows are to be shifted is there, and no embedding is moved with it."""
     if member.tied is not None and not untie:
         problem, remedy = f"needs a head of its own, '{member.tied[0]}' is tied to the embedding", "set 'untie: true'"
@@ -278,8 +278,8 @@ def _check_head(member: Member, untie: bool) -> None:
 class _Moving:
     """The spaces that move under the options: streams by name, local spaces by the anchor's names and the donor's."""
 
-    anchor: Member
-    donor: Member
+    anchor: PairedModel
+    donor: PairedModel
     options: AlignConfig
     streams: Mapping[str, str]
     fold: Fold
@@ -312,11 +312,11 @@ class _Moving:
                     self._refuse(info, holder, lacking, sorted(moves)[0])
 
     @staticmethod
-    def _spare(info: TensorInfo, holder: Member, lacking: Member) -> bool:
+    def _spare(info: TensorInfo, holder: PairedModel, lacking: PairedModel) -> bool:
         """Whether a head is a second copy of the embedding that both models tie it to."""
         return all(member.tied is not None and member.tied[0] == info.name for member in (holder, lacking))
 
-    def _refuse(self, info: TensorInfo, holder: Member, lacking: Member, space: str) -> None:
+    def _refuse(self, info: TensorInfo, holder: PairedModel, lacking: PairedModel, space: str) -> None:
         remedy = "set 'untie: true'" if info.tied else "align models with the same biases and heads"
         raise CheckpointError(
             f"tensor '{info.name}' is missing, {holder.name} has it: '{space}' would move without it",
@@ -326,7 +326,7 @@ class _Moving:
 
 
 def _unaligned(
-    anchor: Member, donor: Member, streams: Mapping[str, str], excluded: Callable[[str], bool]
+    anchor: PairedModel, donor: PairedModel, streams: Mapping[str, str], excluded: Callable[[str], bool]
 ) -> Iterator[str]:
     """Tensors that the architecture does not know, and that therefore stay as they are.
 
@@ -349,7 +349,7 @@ def _unaligned(
         yield from unknown
 
 
-def check_forward(anchor: Member, donor: Member) -> None:
+def check_forward(anchor: PairedModel, donor: PairedModel) -> None:
     """Refuse to average models of different kinds whose forward passes differ for equal weights.
 
     The merge's class would not compute what the other model's weights were trained for.
@@ -369,7 +369,7 @@ def check_forward(anchor: Member, donor: Member) -> None:
         raise CheckpointError(f"{words}{more}", where=donor.name, remedy=remedy)
 
 
-def _config_warnings(anchor: Member, donor: Member) -> list[str]:
+def _config_warnings(anchor: PairedModel, donor: PairedModel) -> list[str]:
     """One line for each entry in which the configs differ and that makes a merge questionable.
 
     Raises:

@@ -49,7 +49,7 @@ from rotation_merge.matching.objective import (
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 from rotation_merge.matching.resume import TrainingState, fit_mark
 from rotation_merge.model.model_inputs import open_like
-from rotation_merge.model.sources import OnDevice
+from rotation_merge.model.sources import DeviceSource
 from rotation_merge.run.functions import architecture_of, take_rows, unlabelled
 from rotation_merge.symmetry import GroupElement, SpaceTransform
 from rotation_merge.symmetry.admitted import neurons
@@ -362,7 +362,7 @@ class _Fit:
             gauge = random_gauge(self.architecture, self.match, torch.Generator().manual_seed(0))
             starts["identity"] = [identities(gauge) for _ in self.states[1:]]
         if self.options.start != "identity":
-            anchor, *moved = (OnDevice(state, self.device) for state in self.states)
+            anchor, *moved = (DeviceSource(state, self.device) for state in self.states)
             starts["matched"] = [
                 self._matcher(donor)(self.architecture, anchor, state, self.match, None).transforms
                 for donor, state in zip(self.parents[1:], moved, strict=True)

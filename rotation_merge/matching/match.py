@@ -13,7 +13,7 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.passes import Walk, match_streams
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.model.source import Progress, TensorSource
-from rotation_merge.workers.pieces import HERE, Over
+from rotation_merge.workers.pieces import HERE, PieceExecutor
 
 
 class Match(Protocol):
@@ -39,7 +39,7 @@ def match_model(
     progress: Progress | None = None,
     starts: Mapping[str, Transforms] | None = None,
     fold: bool = True,
-    over: Over = HERE,
+    over: PieceExecutor = HERE,
     ledger: Ledger = NOWHERE,
 ) -> Alignment:
     """Match every space that `options` ask for; one block of either model is in memory at a time, and what is kept of a
@@ -54,7 +54,7 @@ def match_model(
             embeddings and heads say.
         fold: False where both sources are folded already.
         over: who matches the blocks; for others than this process the sources can be pickled.
-        ledger: where what is found is kept, and looked for.
+        ledger: store of intermediate results, to resume from.
 
     Raises:
         RecipeError: the architecture does not admit the residual group asked for.

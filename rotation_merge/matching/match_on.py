@@ -74,7 +74,7 @@ def match_on_activations(
     Args:
         activations: what both models' maps read and gave.
         how: `activations` or `both`.
-        ledger: where what is found is kept, and looked for.
+        ledger: store of intermediate results, to resume from.
 
     Raises:
         DataError: nothing was seen of any map that could be matched.

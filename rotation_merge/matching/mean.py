@@ -19,12 +19,12 @@ from rotation_merge.matching.block import SpaceMatch, described, named, squared_
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.biases import Aligned, BiasFreeSource
+from rotation_merge.model.biases import AlignedSource, BiasFreeSource
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.source import CachedSource, Progress, TensorSource, read_block
-from rotation_merge.model.sources import Mean
+from rotation_merge.model.sources import MeanSource
 from rotation_merge.symmetry import TranslationTransform
-from rotation_merge.workers.pieces import HERE, Over
+from rotation_merge.workers.pieces import HERE, PieceExecutor
 
 MOST_ROUNDS = 10
 LEAST_GAIN = 1e-2
@@ -37,7 +37,7 @@ def match_to_mean(
     base: str,
     options: AlignConfig,
     progress: Progress | None = None,
-    over: Over = HERE,
+    over: PieceExecutor = HERE,
     ledger: Ledger = NOWHERE,
 ) -> dict[str, Alignment]:
     """Align every model to the mean of the others, in turn, until their spread stands still.
@@ -47,7 +47,7 @@ def match_to_mean(
         sources: the models by name, base included.
         base: the model whose coordinates the result is expressed in; it does not move.
         over: who matches the blocks.
-        ledger: where what is found is kept, and looked for.
+        ledger: store of intermediate results, to resume from.
 
     Returns:
         An alignment for every model but the base.
@@ -72,13 +72,13 @@ def match_to_mean(
         proposed = dict(frames)
         for name in sources:
             mean_of: list[TensorSource] = [
-                Aligned(architecture, renamed_sources[name_of_other], proposed[name_of_other])
+                AlignedSource(architecture, renamed_sources[name_of_other], proposed[name_of_other])
                 for name_of_other in sources
                 if name_of_other != name
             ]
             match = partial(match_model, over=over, ledger=ledger.under(f"round {turn}/{name}"))
             proposed[name] = _towards(
-                architecture, Mean(mean_of), renamed_sources[name], options, proposed[name], progress, match
+                architecture, MeanSource(mean_of), renamed_sources[name], options, proposed[name], progress, match
             )
         now = _spread(architecture, renamed_sources, proposed)
         if now < spread[-1]:
@@ -154,8 +154,8 @@ def _records(
 
 def _spread(architecture: Architecture, sources: Mapping[str, TensorSource], frames: Mapping[str, Transforms]) -> float:
     """Sum over models of the squared distance from their mean."""
-    moved = [Aligned(architecture, source, frames[name]) for name, source in sources.items()]
-    mean = Mean(moved)
+    moved = [AlignedSource(architecture, source, frames[name]) for name, source in sources.items()]
+    mean = MeanSource(moved)
     total = 0.0
     for name in architecture.named():
         if all(name in source for source in moved):

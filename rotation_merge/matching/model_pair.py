@@ -21,9 +21,9 @@ from rotation_merge.matching.stream_products import TensorMeasurement, measured
 from rotation_merge.model import slices
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import settled
-from rotation_merge.model.fold import Folded
+from rotation_merge.model.fold import FoldedSource
 from rotation_merge.model.source import CachedSource, TensorSource, read_block, read_tensor
-from rotation_merge.model.sources import OnDevice
+from rotation_merge.model.sources import DeviceSource
 from rotation_merge.symmetry import HeadTransform, SpaceTransform
 from rotation_merge.workers.threads import BYTES_A_WEIGHT, workers_for
 
@@ -112,9 +112,9 @@ class ModelPair:
 
     def _source(self, source: TensorSource) -> TensorSource:
         if self.device is not None:
-            source = OnDevice(source, torch.device(self.device))
+            source = DeviceSource(source, torch.device(self.device))
         if self.folded:
-            source = Folded(self.architecture, source, self.folded)
+            source = FoldedSource(self.architecture, source, self.folded)
         return CachedSource(source) if self.cached else source
 
     @cached_property
@@ -204,7 +204,7 @@ class ModelPair:
             if rows is not None:
                 sources = [slices.narrowed(names, source, rows) for source in stored]
             if self.folded:
-                sources = [Folded(self.architecture, source, self.folded) for source in sources]
+                sources = [FoldedSource(self.architecture, source, self.folded) for source in sources]
             anchor, donor = (read_block(part, source) for source in sources)
             check_finite(part, anchor, "anchor")
             check_finite(part, donor, "donor")
@@ -212,7 +212,7 @@ class ModelPair:
 
     def _stored(self, block: Block, source: TensorSource) -> dict[str, Tensor]:
         """A block's tensors by their names, as they are stored."""
-        return slices.held(block, source if self.device is None else OnDevice(source, torch.device(self.device)))
+        return slices.held(block, source if self.device is None else DeviceSource(source, torch.device(self.device)))
 
 
 def _long(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> list[slice]:

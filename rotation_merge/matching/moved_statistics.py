@@ -22,7 +22,7 @@ from rotation_merge.errors import StatisticsError
 from rotation_merge.model.apply import transform_axis, transform_tensor
 from rotation_merge.model.biases import along, read_by, shifted
 from rotation_merge.model.fold import Fold, Get, times_gain
-from rotation_merge.model.labels import Rows, in_order
+from rotation_merge.model.labels import LabelRows, in_order
 from rotation_merge.run.maps import LinearMap, along_inputs, linear_maps
 from rotation_merge.run.statistics_file import Gram, Statistics
 from rotation_merge.symmetry import SpaceTransform
@@ -94,7 +94,7 @@ def carried_gram(
         `dense` (..., n, n), or `diagonal` (..., n) and `factor` (..., n, rank).
 
     Raises:
-        StatisticsError: it cannot be had from what was measured.
+        StatisticsError: the measured statistics do not determine it.
     """
     if gram.matrix is not None and gram.split:
         return {"dense": _both(linear, _fed(linear, gram.matrix.double(), feeding), linear.reads, transforms)}
@@ -116,7 +116,7 @@ def moved_gram(
         folded: whether the gain of the norm that feeds the map has been folded into its readers.
 
     Raises:
-        StatisticsError: it cannot be had from what was measured.
+        StatisticsError: the measured statistics do not determine it.
     """
     if gram.matrix is None:
         return _moved_sketch(linear, gram, transforms)
@@ -209,7 +209,7 @@ def carried_gradient(
         behind: whether it is that behind a layer scale.
 
     Raises:
-        StatisticsError: it cannot be had from what was measured.
+        StatisticsError: the measured statistics do not determine it.
     """
     matrix = gradient.double()
     if behind and feeding.scale is not None and linear.scale is not None:
@@ -289,7 +289,7 @@ class MovedTensors:
         transforms: Transforms,
         folded: Collection[str],
         biases: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
-        rows: Rows,
+        rows: LabelRows,
     ) -> None:
         self.statistics, self.transforms, self.folded = statistics, transforms, folded
         self.biases, self.rows = biases, rows

@@ -41,10 +41,10 @@ from rotation_merge.model.language_half import language_half
 from rotation_merge.model.model_inputs import OpenedModel, check_names
 from rotation_merge.model.origin import origins
 from rotation_merge.model.source import TensorSource
-from rotation_merge.model.sources import OnDevice, Rows
+from rotation_merge.model.sources import DeviceSource, VocabularySubset
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import matched_on, other_order, shared_rows
-from rotation_merge.model.widened import widened
+from rotation_merge.model.widened_loader import widened
 from rotation_merge.record import MergeReport, figures, versions
 
 
@@ -156,7 +156,7 @@ class Pair:
 
     def _source(self, model: Model, mark: Fingerprint) -> TensorSource:
         source = WithTied(model.watched(mark), self.architecture)
-        return source if self.device == "cpu" else OnDevice(source, torch.device(self.device))
+        return source if self.device == "cpu" else DeviceSource(source, torch.device(self.device))
 
     @cached_property
     def shared(self) -> tuple[Tensor, Tensor] | None:
@@ -172,7 +172,9 @@ class Pair:
         """The tensors of both models to compare: rows of shared tokens in embeddings and heads."""
         anchor, donor = self.sources
         if self.shared is not None:
-            anchor, donor = (Rows(self.architecture, *pair) for pair in zip(self.sources, self.shared, strict=True))
+            anchor, donor = (
+                VocabularySubset(self.architecture, *pair) for pair in zip(self.sources, self.shared, strict=True)
+            )
         if self.opening is not None:
             return ReopenedSource(self.opening, 0, anchor), ReopenedSource(self.opening, 1, donor)
         return anchor, donor
@@ -238,7 +240,7 @@ def check_together(models: Models, anchor: ModelReference, donors: Iterable[Mode
     for reference in references[1:]:
         first, model = models[anchor], models[reference]
         if reference in models.unlike:
-            models[reference] = model.standing_in(first)
+            models[reference] = model.with_anchor_tensors(first)
             continue
         if find(model.config) and (half := language_half(first, model)):
             models[reference] = model.within(first, half)
@@ -264,7 +266,7 @@ def open_pair(
         widths: bring a smaller donor to the anchor's sizes first.
         any_base: take adapters of other bases: the caller has checked them, or was told to.
         words: whether their vocabularies must be of one size, too, and a warning tells of tokens at other ids.
-        unsupported: as in a recipe: whether what is not known is refused or taken along.
+        unsupported: as in a recipe: `error` refuses unknown tensors, `merge` keeps them.
         excluded: says of a tensor that it need not fit.
 
     Raises:
@@ -335,7 +337,7 @@ def check_models(
     Args:
         excluded: says of a tensor that it is copied from the anchor.
         words: whether to warn of tokens at other ids, which nobody brings together.
-        unsupported: as in a recipe: whether what is not known is refused or taken along.
+        unsupported: as in a recipe: `error` refuses unknown tensors, `merge` keeps them.
 
     Returns:
         What may be done to the donor; None where one is a model of the hub that has not been downloaded.

@@ -15,7 +15,7 @@ from rotation_merge.symmetry.group import Group
 from rotation_merge.symmetry.heads import QUERY_ROLES, SHARED_GAINS, HeadGroup
 from rotation_merge.symmetry.monomial import GatedOrder
 from rotation_merge.symmetry.planar import pair_dims
-from rotation_merge.symmetry.signs import Fixed
+from rotation_merge.symmetry.signs import IdentityGroup
 from rotation_merge.symmetry.statistics import Grams
 
 _ENTRIES = 1 << 19  # of statistics that are looked at together
@@ -138,7 +138,7 @@ def pairings_of(space: Space, sides: list[Side], group: HeadGroup) -> list[Pairi
     values = _parts("vo", group.vo, space, sides, ("v", "o"), sizes["value_dim"])
     remainder = [(("kv_head", "head"), 1)]
     if any(side.role in ("q_gain", "k_gain") for side in sides):
-        result += _parts("gains", group.gains or Fixed(), space, sides, ("k_gain", "q_gain"), sizes["head_dim"])
+        result += _parts("gains", group.gains or IdentityGroup(), space, sides, ("k_gain", "q_gain"), sizes["head_dim"])
     if isinstance(group.vo, GatedOrder):
         values = [replace(values[0], follow=_half(space, sides, "gate", sizes["value_dim"]))]
     else:
@@ -146,7 +146,7 @@ def pairings_of(space: Space, sides: list[Side], group: HeadGroup) -> list[Pairi
     result += values
     for roles, size in remainder:
         if any(side.role in roles for side in sides):
-            result += _parts("rest", Fixed(), space, sides, roles, size)
+            result += _parts("rest", IdentityGroup(), space, sides, roles, size)
     return result
 
 
@@ -154,7 +154,7 @@ def shared_gains(space: Space, sides: list[Side], group: HeadGroup) -> list[Pair
     """The gains of norms that all heads of a layer share, if it has such, as one group of one head."""
     if not any(side.role in SHARED_GAINS for side in sides):
         return []
-    return _parts("gains", group.gains or Fixed(), space, sides, ("k_norm", "q_norm"), space.sizes["head_dim"])
+    return _parts("gains", group.gains or IdentityGroup(), space, sides, ("k_norm", "q_norm"), space.sizes["head_dim"])
 
 
 def assembled(pairings: list[Pairing], elements: list[GroupElement], side: str) -> GroupElement | None:

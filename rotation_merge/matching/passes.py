@@ -39,7 +39,7 @@ from rotation_merge.matching.serialisation import entry_of, match_of, packed, un
 from rotation_merge.matching.stream import FLOOR, StreamStatistics
 from rotation_merge.model.source import Progress
 from rotation_merge.symmetry import HeadTransform
-from rotation_merge.workers.pieces import Over
+from rotation_merge.workers.pieces import PieceExecutor
 
 SAMPLE = 4
 """Layers that starts are compared on in deep models."""
@@ -60,7 +60,7 @@ class Walk:
     both: ModelPair
     progress: Progress
     streams: dict[str, str]
-    over: Over
+    over: PieceExecutor
     ledger: Ledger = NOWHERE
 
     @property

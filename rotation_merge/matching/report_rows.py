@@ -8,7 +8,7 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import SpaceMatch, described, squared_distances
 from rotation_merge.model.biases import settled
-from rotation_merge.model.fold import Folded
+from rotation_merge.model.fold import FoldedSource
 from rotation_merge.model.source import TensorSource, read_block
 from rotation_merge.symmetry import SpaceTransform
 
@@ -17,7 +17,7 @@ def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSour
     """An alignment that was not matched (but learned, say) with the records of its transforms: what each moved, and the
     distances over its space, the other transforms applied, before and after."""
     if alignment.folded:
-        anchor, donor = (Folded(architecture, source, alignment.folded) for source in (anchor, donor))
+        anchor, donor = (FoldedSource(architecture, source, alignment.folded) for source in (anchor, donor))
     transforms, records = alignment.transforms, []
     sums = {name: [0.0, 0.0, 0.0] for name in architecture.streams if name in transforms}
     for block in architecture.blocks:

@@ -17,7 +17,7 @@ from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.record import MergeReport, SpaceRow, rows_in, versions, whole_in
+from rotation_merge.record import MergeReport, SpaceRow, overall_figures, rows_in, versions
 from rotation_merge.symmetry import SpaceTransform
 
 LOG = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Run:
         names = (name for name in self.transforms if name == model or name.startswith(f"{model} (carried over"))
         return self.transforms.get(next(names, ""), {})
 
-    def saw(self, model: str, name: str, tensor: Tensor) -> bool:
+    def add_fingerprint(self, model: str, name: str, tensor: Tensor) -> bool:
         """A model's tensor as it is stored, for the model's fingerprint; whether it was shown for the first time."""
         with self._lock:
             mark, first = self.marks.setdefault(model, Fingerprint()), (model, name) not in self.shown
@@ -160,7 +160,7 @@ class Run:
         own_method: bool = False,
     ) -> MergeReport:
         """The report on what has been done so far; arguments as the fields of `MergeReport`."""
-        of_files = {name: whole_in(file.metadata) for name, file in self.alignment_files.items()}
+        of_files = {name: overall_figures(file.metadata) for name, file in self.alignment_files.items()}
         return MergeReport(
             str(anchor),
             delegate,

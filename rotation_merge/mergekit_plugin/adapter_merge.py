@@ -2,7 +2,7 @@ r"""Several LoRA adapters merged into one, map by map, without their base.
 
 The changes ``D_t = B_t A_t`` of one map lie in the span of all B_t and of all A_t. With orthonormal bases Q_B (outputs)
 and Q_A (inputs) of the two, ``D_t = Q_B C_t Q_A^T`` with small cores C_t. Methods that commute with orthogonal maps
-merge the cores, which is exactly what merging the full changes gives; methods that look at single entries (TIES, DARE)
+merge the cores, with exactly the result of merging the full changes; methods that look at single entries (TIES, DARE)
 merge the full changes of one map at a time. The singular vectors of the result are the factors of the new adapter.
 
 Source: Stoica and others 2025 (KnOTS, arXiv 2410.19735) for the common bases.
@@ -22,7 +22,7 @@ from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskAr
 from torch import Tensor
 
 from rotation_merge.averaging.config import AdapterMergeConfig
-from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, evened, mean_of
+from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, mean_of, with_even_lengths
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.model.adapter_files import PEFT, AdapterFactors, LowRankFactors, read_adapter, write_adapter
 
@@ -37,7 +37,7 @@ _ENTRYWISE = {
     if isinstance(method, GeneralizedTaskArithmeticMerge)
 }
 METHODS = (LINEAR, *sorted(_ENTRYWISE), *_OWN)
-"""What adapters can be merged by."""
+"""Methods that merge adapters."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class MergedAdapter:
     Attributes:
         adapter: the result; its form is that of the inputs.
         sources: paths of the inputs.
-        maps: what became of each map, by module.
+        maps: rank and energy of each map, by module.
     """
 
     adapter: AdapterFactors
@@ -103,7 +103,7 @@ def merge_adapters(
         adapters: folders or hub names in peft's format, or `.safetensors` files in kohya's or diffusers'; two at least.
         method: one of `METHODS`; `linear` is the weighted mean of the changes.
         weights: one for each adapter; 1 if not given.
-        config: rank of the result and what it keeps; or name its fields as options.
+        config: rank of the result; or name its fields as options.
         parameters: of the method, such as `lambda`, `density`, `ridge`.
         same_base: whether adapters that name different bases are refused.
         **options: fields of the config: rank, energy, seed.
@@ -143,7 +143,7 @@ def _merged(
     inputs = torch.linalg.qr(torch.cat([flat[0] for flat in flats if flat is not None], 0).mT)[0]
     unchanged = outputs.new_zeros(outputs.shape[1], inputs.shape[1])
     cores = [unchanged if flat is None else (outputs.mT @ flat[1]) @ (flat[0] @ inputs) for flat in flats]
-    even, ratio = evened(cores)
+    even, ratio = with_even_lengths(cores)
     if rule.entrywise:
         merged = rule.merge([outputs @ core @ inputs.mT for core in cores], weights, like.shape)
         u, s, v = _decomposed(merged, most)
@@ -182,8 +182,8 @@ def _count(values: Tensor, total: float, config: AdapterMergeConfig) -> int:
 
 
 def _decomposed(matrix: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest singular triples of a matrix: all of a small one, of a large one those that a randomised subspace
-    iteration finds (what it misses is in the energy that is reported)."""
+    """The largest singular triples of a matrix: all of a small one, of a large one those of a randomised subspace
+    iteration (the reported energy includes its error)."""
     looked_at = most + SPARE
     if looked_at * 4 > min(matrix.shape):
         u, s, v = torch.linalg.svd(matrix, full_matrices=False)

@@ -29,7 +29,7 @@ class OneLineError(click.ClickException):
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """Turn what can go wrong in a merge into one line; with debug logging (-vv) tracebacks stay.
+    """Turn errors of a merge into one line; with debug logging (-vv) tracebacks stay.
 
     Outside a command (from Python) errors pass unchanged, but for those that say that mergekit is not as we know it.
     """

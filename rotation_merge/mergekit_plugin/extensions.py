@@ -119,8 +119,8 @@ def extend_config(module: Any) -> None:
         if _mentions(obj) and is_ours(obj):
             with one_line():
                 check_host()
+                from rotation_merge.mergekit_plugin.recipe.document_check import check_document
                 from rotation_merge.mergekit_plugin.recipe.reading import restore_paths
-                from rotation_merge.mergekit_plugin.recipe.strict import check_document
 
                 document = restore_paths(obj)
                 check_document(document)
@@ -192,7 +192,7 @@ def extend_merge(module: Any) -> None:
 
 
 def extend_command(module: Any) -> None:
-    """Make a command say in one line what is wrong with a recipe of ours, from its YAML syntax on."""
+    """Make a command report errors of our recipes, YAML syntax included, in one line."""
     command = module.main
     stock = command.callback
     if not _once(module):
@@ -210,7 +210,7 @@ def extend_command(module: Any) -> None:
             with one_line():
                 check_host()
                 if module.__name__ != "mergekit.scripts.merge_raw_pytorch":
-                    from rotation_merge.mergekit_plugin.recipe.strict import checked_file
+                    from rotation_merge.mergekit_plugin.recipe.document_check import checked_file
 
                     checked.enter_context(checked_file(path))
             with one_line() if all(ours) else nullcontext():

@@ -1,8 +1,8 @@
 """Getting into mergekit's commands without an import by the user.
 
-`rotation_merge.pth` imports this package at every interpreter start, so this module imports next to nothing: a
-finder waits for the few mergekit modules that are extended, and extends each right after it has been imported. What
-cannot be extended stays as mergekit made it; the failure is kept, and the first recipe of ours ends with it.
+`rotation_merge.pth` imports this package at every interpreter start, so this module imports next to nothing: a finder
+waits for the few mergekit modules that are extended, and extends each right after it has been imported. A module that
+cannot be extended stays unchanged; the error is kept and raised by the first rotation_merge recipe.
 """
 
 import sys

@@ -10,8 +10,8 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.mergekit_plugin import state
 
 OLDEST = NEWEST = "0.1.5"
-"""The mergekit releases that the tests run with. An older one lacks what the planner is built on; a newer one may
-work, and says in one line where it does not."""
+"""The mergekit releases that the tests run with. Older ones lack interfaces of the planner; newer ones may work, and
+otherwise end with one line."""
 
 BUILT_ON: dict[str, tuple[str, ...]] = {
     "mergekit.common:ModelReference": ("config", "local_path", "lazy_loader"),
@@ -33,7 +33,7 @@ BUILT_ON: dict[str, tuple[str, ...]] = {
     "mergekit.io.tasks:LoaderCache": ("get", "setup", "loaders"),
     "mergekit.merge_methods.base:MergeMethod": ("validate_inputs", "_execute"),
 }
-"""What of mergekit's is called, replaced or overridden. A name that is missing here would not be an error where we
+"""Names of mergekit that are called, replaced or overridden. A name that is missing here would not be an error where we
 override it: the merge would be mergekit's own, unaligned."""
 
 

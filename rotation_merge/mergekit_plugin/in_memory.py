@@ -40,13 +40,13 @@ from rotation_merge.model.model_inputs import OpenedModel
 from rotation_merge.model.view import View
 
 MERGING = ("exclude", "targets", "start", "spill")
-"""Parameters of ours that say how models are merged, not how they are aligned."""
+"""Our parameters of merging, as opposed to aligning."""
 
 STILL = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
 """Models that are averaged stay where they are."""
 
 
-class Planned:
+class PlannedMerge:
     """A merge that is planned, its tensors computed when they are asked for.
 
     Args:
@@ -86,7 +86,7 @@ class Planned:
 
     @contextmanager
     def _loaders(self) -> Iterator[None]:
-        """mergekit's tasks read these models; what stood under their names is there again afterwards."""
+        """Within the block, mergekit's tasks read these models; afterwards its cache is restored."""
         before = {model.reference: LoaderCache.loaders.get(model.reference) for model in self.models}
         LoaderCache.loaders.update({model.reference: model.loader for model in self.models})
         try:
@@ -155,7 +155,7 @@ def merge_views(
         held_models.append(model)
     for name in parameters or {}:
         if name in BY_NAME and name not in MERGING and name not in [p.name for p in delegate.spec.parameters]:
-            problem = f"'{name}' says how models are aligned, and these are averaged as they lie"
+            problem = f"'{name}' is an option of aligning, and models are averaged as they are"
             raise RecipeError(problem, remedy="give it to rotation_merge.align, and average what the alignment applies")
     shared = {name.rstrip("_") if keyword.iskeyword(name[:-1]) else name: x for name, x in (parameters or {}).items()}
     value = {
@@ -204,7 +204,7 @@ def _needed(delegate: MergeMethod, parameters: Mapping[str, Any]) -> dict[str, A
     return {"weight": 1.0} if specs and specs[0].required and "weight" not in parameters else {}
 
 
-def _plan(document: Document, models: Models, held_models: Sequence[HeldModel]) -> tuple[Planned, list[str]]:
+def _plan(document: Document, models: Models, held_models: Sequence[HeldModel]) -> tuple[PlannedMerge, list[str]]:
     """The tasks of a merge of models in memory, and its notes.
 
     Raises:
@@ -217,7 +217,7 @@ def _plan(document: Document, models: Models, held_models: Sequence[HeldModel]) 
         config = SessionConfiguration.of(session)
         options = models.options
         planner = RotationMergePlanner(config, architecture_info(config, options), options, SimpleNamespace())
-        return Planned(planner.plan_in_memory(), held_models), session.run.notes
+        return PlannedMerge(planner.plan_in_memory(), held_models), session.run.notes
     except RotationMergeError as error:
         place = re.sub(r"\.?parameters\b\.?", "", error.where or "") or None
         raise type(error)(error.what, where=place, remedy=error.remedy) from None

@@ -48,7 +48,7 @@ from rotation_merge.model.origin import origins
 from rotation_merge.model.output import staged
 from rotation_merge.model.run_keys import mark_of, unchanged
 from rotation_merge.model.sentence import module_of, write_modules
-from rotation_merge.model.writing import Storage
+from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.workers.progress import listener
 from rotation_merge.workers.threads import keep_freed_memory
@@ -92,7 +92,9 @@ def _run(
     try:
         base = session.models[recipe.base]
         tell, tensors = listener(), len(base.names)
-        apart = Apart(base.modules, written=lambda count: tell("writing tensors", count, max(count, tensors)))
+        apart = SentenceModuleTensors(
+            base.modules, written=lambda count: tell("writing tensors", count, max(count, tensors))
+        )
         ledger = kept_beside(out_path, lambda: _mark(session, options), devices_of(options)[0])
         with ledger as done.ledger, staged(out_path) as staging, _as_it_is_here(apart):
             with unchanged(_read(config)):
@@ -140,7 +142,7 @@ def _run(
 
 
 def _read(config: MergeConfiguration) -> list[ModelReference]:
-    """The models that a merge reads: those it merges, and what they are fine-tunes of."""
+    """The models that a merge reads: those it merges, and their bases."""
     origins = [settings.get("finetuned_from") for _, settings in entries(config)]
     named = [ModelReference.model_validate(name) for name in origins if name not in (None, "none")]
     return [*config.referenced_models(), *named]
@@ -196,12 +198,12 @@ def prove_files(session: Session, place: str) -> None:
         alignment = read_alignment(pair, file)
         with Scratch(place) as folder:
             moved = os.path.join(folder, "moved")
-            write_aligned(pair, alignment, moved, Storage(untie=recipe.untie))
+            write_aligned(pair, alignment, moved, StorageOptions(untie=recipe.untie))
             spaces = pair.anchor.architecture.spaces()
             shifted = any(spaces[name].head for name in alignment.transforms if name in spaces)
             proof = prove(donor, moved, shifted)
         if proof.failed:
-            problem = f"changes what {donor} computes ({proof.words})"
+            problem = f"changes the outputs of {donor} ({proof.words})"
             raise AlignmentError(problem, where=file, remedy="write it again with 'rotation-merge align'")
         done.note(f"`{donor}`, moved by {file}: {proof.words}.")
 
@@ -223,11 +225,11 @@ def fingerprints(session: Session) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Apart:
+class SentenceModuleTensors:
     """Tensors of sentence-transformers' modules, which lie in files of their own.
 
     Attributes:
-        written: told how many tensors have been written.
+        written: called with the number of written tensors.
     """
 
     modules: list[dict[str, Any]]
@@ -239,11 +241,11 @@ class Apart:
         self.written(next(self._count))
 
 
-_apart: ContextVar[Apart | None] = ContextVar("rotation_merge_apart", default=None)
+_apart: ContextVar[SentenceModuleTensors | None] = ContextVar("rotation_merge_apart", default=None)
 
 
 @contextmanager
-def _as_it_is_here(apart: Apart) -> Iterator[None]:
+def _as_it_is_here(apart: SentenceModuleTensors) -> Iterator[None]:
     """Patch mergekit's writing within the block.
 
     NaN is refused and the tensors of `apart` are collected; the card asks the hub for no local directory and escapes
@@ -272,11 +274,11 @@ def _save(real: Callable[..., None], writer: TensorWriter, name: str, tensor: Te
         apart.tick()
 
 
-class AllTaken(threading.Event):
+class DrainedQueueEvent(threading.Event):
     """Set only once a queue is empty, too.
 
     Args:
-        results: what is still to be taken from the queue.
+        results: queue of pending results.
     """
 
     def __init__(self, results: queue.Queue[Any]) -> None:
@@ -291,7 +293,7 @@ def _with_all_results(real: Callable[..., Any], *args: Any, **options: Any) -> A
     """mergekit's executor for several GPUs, which stops taking results as soon as the devices are done, whether or not
     some are left in its queue."""
     executor = real(*args, **options)
-    executor.done_event = AllTaken(executor.task_completion_queue)
+    executor.done_event = DrainedQueueEvent(executor.task_completion_queue)
     return executor
 
 
@@ -319,7 +321,7 @@ def _base_folder(
 
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
-"""How names of files that make up a tokenizer begin."""
+"""Prefixes of names of tokenizer files."""
 
 
 def _quiet_about_tokenizers(config: MergeConfiguration, options: MergeOptions) -> MergeOptions:
@@ -345,7 +347,7 @@ _real: list[tuple[ModuleType | type, str, Any]] = []
 def replaced(*functions: tuple[ModuleType | type, str, Replacement]) -> Iterator[None]:
     """Within the block and its thread, other functions in the place of some of mergekit's.
 
-    What other threads merge meanwhile meets the real ones; after the last such block they stand where they stood.
+    Other threads see the original functions; after the last such block the originals are restored.
     """
     global _running
     with _lock:

@@ -19,8 +19,9 @@ _REMEDY = "use mergekit-yaml, mergekit-multi or mergekit-evolve instead of merge
 class Methods(dict[str, MergeMethod]):
     """mergekit's methods by name, ours among them only when it is asked for by name.
 
-    `registered_methods()` lists what merges single tensors; ours needs the planner and cannot. Delegates of our own
-    are known to the tasks of a merge of ours alone (`rotation_merge:NAME`); a stock recipe that names one gets a line.
+    `registered_methods()` lists methods that merge single tensors; ours needs the planner and cannot. Delegates of our
+    own are known to the tasks of a merge of ours alone (`rotation_merge:NAME`); a stock recipe that names one gets a
+    line.
     """
 
     def __missing__(self, name: str) -> MergeMethod:

@@ -25,11 +25,11 @@ OF_TOKENIZER = ("no tokenizer", "no tokenizer config", "no chat template")
 
 
 def complete(config: MergeConfiguration, folder: str, options: MergeOptions) -> tuple[list[str], list[Defect]]:
-    """Copy the small files of the base that mergekit leaves behind, and look at what has been written.
+    """Copy the base's small files that mergekit does not copy, and check the written folder.
 
     Returns:
-        What was copied, by file; and what is wrong with the folder still. A check that fails itself is such a line, as
-        nobody's merge is to be lost by it.
+        The copied files, and the remaining defects of the folder. An error of the check itself becomes such a line, so
+        that no merge is lost.
     """
     parents = parent_folders(config, options)
     without = (
@@ -67,8 +67,12 @@ def vocabulary_note(config: MergeConfiguration, folder: str, options: MergeOptio
     shared = sum(len(names) == len(known) for names in holders.values())
     partial = sum(1 < len(names) < len(known) for names in holders.values())
     parts = [f"Vocabulary of {len(result.ids)} tokens: rows of the {shared} that all models have are averaged"]
-    parts += [f"{len(tokens)} are only `{name}`'s, with its rows ({named(tokens)})" for name, tokens in alone.items()]
-    parts += [f"{partial} are some models' (the others count with the base's row, or with the mean)"] if partial else []
+    parts += [f"{len(tokens)} only `{name}` has, with its rows ({named(tokens)})" for name, tokens in alone.items()]
+    parts += (
+        [f"{partial} belong to some of the models (the others contribute the base's row, or the mean)"]
+        if partial
+        else []
+    )
     return f"{'; '.join(parts)}."
 
 

@@ -10,7 +10,7 @@ failed: "dict[str, Exception]" = {}
 """Modules of mergekit that could not be extended, and why."""
 
 loaded: "set[str]" = set()
-"""Groups of entry points that mergekit has loaded by itself; what they give is not given a second time."""
+"""Groups of entry points that mergekit has loaded by itself; their results are not registered again."""
 
 
 def switched_off() -> bool:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, TensorInfo
-from rotation_merge.architecture.registry import Spot, every_name, other_names
+from rotation_merge.architecture.registry import PossibleTensor, every_name, other_names
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.factors import stacks
 from rotation_merge.model.headers import Shapes
 from rotation_merge.model.lora import AdapterEntry, entry_of, sizes
-from rotation_merge.model.sources import ComposedTensor, Cut, other_form
+from rotation_merge.model.sources import ComposedTensor, TensorSlice, other_form
 
 READS = {"read", "o", "out"}
 """Roles of the axes that a linear map reads; in (out, in) they stand last."""
@@ -31,7 +31,7 @@ WRITES = {"write", "q", "k", "v", "in", "gate"}
 
 
 @dataclass(frozen=True)
-class WholeChange:
+class WholeTensorChange:
     """A change of a whole stored tensor: the adapter's name for it, and whether it is stored as (in, out)."""
 
     name: str
@@ -45,18 +45,18 @@ class WholeChange:
 class AdaptedLoader:
     """Reads like mergekit's `LazyTensorLoader`; the adapter's changes come in float32 at least."""
 
-    def __init__(self, base: Any, adapter: Adapter, places: Callable[[], Places]) -> None:
+    def __init__(self, base: Any, adapter: Adapter, places: Callable[[], ChangePlaces]) -> None:
         """Wrap the base model's loader.
 
         Args:
             base: mergekit's loader of the base model.
-            places: what `find_places` gives, asked for when the first tensor is read.
+            places: returns the result of `find_places`; called when the first tensor is read.
         """
         self.base, self.adapter, self._find = base, adapter, places
         self.index = base.index
 
     @cached_property
-    def places(self) -> Places:
+    def places(self) -> ChangePlaces:
         return self._find()
 
     def get_tensor(
@@ -67,8 +67,8 @@ class AdaptedLoader:
         tensor: Tensor | None = self.base.get_tensor(key, device, None, raise_on_missing)
         return None if tensor is None else self._changed(tensor, self.places.get(key, ()))
 
-    def _changed(self, tensor: Tensor, places: Iterable[WholeChange | Piece]) -> Tensor:
-        if any(isinstance(place, Piece) for place in places):
+    def _changed(self, tensor: Tensor, places: Iterable[WholeTensorChange | ChangePart]) -> Tensor:
+        if any(isinstance(place, ChangePart) for place in places):
             tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
         for place in places:
             tensor = place.apply(self.adapter, tensor)
@@ -85,27 +85,27 @@ def find_places(
     config: Mapping[str, Any],
     tied: str | None,
     model: str,
-) -> Places:
-    """The stored tensors that an adapter changes, and how.
+) -> ChangePlaces:
+    """The stored tensors that an adapter changes, with the changes.
 
     Args:
         shapes: of all tensors that the checkpoint stores.
         tied: name of a head that is tied to the embedding.
-        model: what to call the two together in errors.
+        model: name of base and adapter for errors.
 
     Raises:
         CheckpointError: the adapter changes something that the model does not have, or that has another shape.
     """
     known = architecture.named()
     elsewhere: dict[str, str] | None = None
-    names: dict[str, Spot] | None = None
-    places: dict[str, list[WholeChange | Piece]] = {}
+    names: dict[str, PossibleTensor] | None = None
+    places: dict[str, list[WholeTensorChange | ChangePart]] = {}
     for name in adapter.changes:
         place = name
         if name not in shapes:
             elsewhere = other_names(config, architecture) if elsewhere is None else elsewhere
             place = elsewhere.get(name, name)
-        info, pieces = known.get(place), dict[str, list[Piece]]()
+        info, pieces = known.get(place), dict[str, list[ChangePart]]()
         if place not in shapes or (info is not None and stacks(info) and not info.stacked):
             names = every_name(config) if names is None else names
             pieces = pieces_of(adapter, name, architecture, names)
@@ -119,7 +119,9 @@ def find_places(
             places.setdefault(key, []).extend(parts)
         if not pieces:
             _check(adapter, name, place, shapes, info, tied, model)
-            places.setdefault(place, []).insert(0, WholeChange(name, _transposed(adapter, name, shapes[place], info)))
+            places.setdefault(place, []).insert(
+                0, WholeTensorChange(name, _transposed(adapter, name, shapes[place], info))
+            )
     return places
 
 
@@ -149,7 +151,7 @@ def _check(
 
 
 def _transposed(adapter: Adapter, name: str, shape: tuple[int, ...], info: TensorInfo | None) -> bool:
-    """Whether a weight is stored as (in, out): by its shape; of a square one, by what its axes are."""
+    """Whether a weight is stored as (in, out): by its shape; a square one, by its axes."""
     added = adapter.shape(name)
     if added is None or len(shape) != 2 or adapter.changes[name].embedding:
         return False
@@ -167,12 +169,12 @@ Span = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChangePart:
     """The part of a change that lands in one stored tensor, or in a part of it.
 
     Attributes:
-        name: the adapter's, of what is changed.
-        entry: what a change of low rank is; None: of another kind.
+        name: the adapter's name of the changed tensor.
+        entry: the low-rank change; None: a change of another kind.
         count: of experts whose factors stand in one.
         expert: whose part of the change; at: which entry of the stored tensor gets it. None: all.
         source_span: of the change, of one expert where one is told; lands: of the stored tensor likewise. None: all.
@@ -231,13 +233,13 @@ class Piece:
         return product.mT if entry.transposed else product
 
 
-Places = Mapping[str, list[WholeChange | Piece]]
-"""What an adapter changes of a checkpoint, by the checkpoint's names of tensors."""
+ChangePlaces = Mapping[str, list[WholeTensorChange | ChangePart]]
+"""An adapter's changes of a checkpoint, by the checkpoint's tensor names."""
 
 
 def pieces_of(
-    adapter: Adapter, name: str, architecture: Architecture, names: Mapping[str, Spot]
-) -> dict[str, list[Piece]]:
+    adapter: Adapter, name: str, architecture: Architecture, names: Mapping[str, PossibleTensor]
+) -> dict[str, list[ChangePart]]:
     """The parts of an adapter's change, by the checkpoint tensor that each changes; empty if there are none.
 
     Args:
@@ -254,7 +256,7 @@ def pieces_of(
     alone = entry.expert if entry is not None else (info.names.index(name) if info.stacked else None)
     whole = bool(stacks(info)) and alone is None
     count = (info.axes[0].size or 0) if whole else 0
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[ChangePart]] = {}
     start = 0
     for cut in composed.cuts:
         extent = cut.info.axes[cut.dim].size
@@ -265,7 +267,7 @@ def pieces_of(
             lands = None if cut.length == extent else (cut.dim - less, cut.start, cut.length)
             key, at = (cut.info.names[expert or 0], None) if cut.info.stacked else (cut.info.name, expert)
             pieces.setdefault(key, []).append(
-                Piece(name, entry, count, expert if whole else None, at, source_span, lands)
+                ChangePart(name, entry, count, expert if whole else None, at, source_span, lands)
             )
         start += length
     return pieces
@@ -275,11 +277,11 @@ def _some(tensor: Tensor, span: Span | None) -> Tensor:
     return tensor if span is None else tensor.narrow(*span)
 
 
-def _made(spot: Spot, architecture: Architecture) -> ComposedTensor | None:
+def _made(spot: PossibleTensor, architecture: Architecture) -> ComposedTensor | None:
     """The stored tensors that a tensor is composed of; None if there are none."""
     for block in architecture.blocks:
         if spot.in_block(block):
             if (info := block.tensor(spot.info.key)) is not None:
-                return ComposedTensor(0, (Cut(info, 0, 0, info.axes[0].size or 0),))
+                return ComposedTensor(0, (TensorSlice(info, 0, 0, info.axes[0].size or 0),))
             return other_form(block, replace(block, tensors=(*block.tensors, spot.info))).get(spot.info.key)
     return None

@@ -1,4 +1,4 @@
-"""LoRA adapters on disk: how an adapter changes each weight of its base.
+"""LoRA adapters on disk: the change of each weight of the base.
 
 A weight W becomes W + s B A with s = alpha / r (Hu and others, 2021), s = alpha / sqrt(r) (rsLoRA: Kalajdzievski,
 2023), or m (W + s B A) / |W + s B A| row by row (DoRA: Liu and others, 2024, equation 5). Names and shapes are those of
@@ -34,7 +34,7 @@ BEYOND = {
     "use_bdlora": "its factors are block-diagonal",
     "use_qalora": "its factors act on groups of inputs",
 }
-"""Entries of an adapter's config that make it more than W + s B A, and what they mean."""
+"""Entries of an adapter's config that make it more than W + s B A, with their meaning."""
 
 SHIFTS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin (`init_lora_weights`) that also change the base weights, which the adapter alone does not tell."""
@@ -74,8 +74,8 @@ class Change:
     Attributes:
         a, b: the factors A (r, in) and B (out, r); of an embedding, in = tokens and out = width.
         magnitude: DoRA's m, (out,).
-        shift: what is added, `scale` times, to a bias.
-        value: what the parameter is replaced by, before anything else.
+        shift: vector that is added, `scale` times, to a bias.
+        value: replaces the parameter before any other change.
         embedding: W is (in, out), not (out, in).
     """
 
@@ -116,7 +116,7 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The largest of its factors, which what is carried of it may have everywhere; one where it has none."""
+        """The largest rank of its factors, which the carried adapter may have everywhere; one if it has none."""
         return max((self.shapes[c.a][0] for c in self.changes.values() if c.a is not None), default=1)
 
     def factors(self, name: str) -> tuple[Tensor, Tensor, float] | None:

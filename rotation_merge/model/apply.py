@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Axis, Part, Piece, TensorInfo, factors_of
+from rotation_merge.architecture.model import Axis, AxisPiece, Part, TensorInfo, factors_of
 from rotation_merge.symmetry import SpaceTransform, TranslationTransform
 
 
@@ -21,7 +21,7 @@ def transform_tensor(
         tensor: the donor's tensor (stacked, if `info.stacked`), any floating dtype.
         info: its labelled axes.
         transforms: by space name; spaces not named keep their coordinates.
-        change: the tensor is the difference of two donors' tensors: what is added to every such tensor falls away.
+        change: the tensor is the difference of two donors' tensors, so additive parts of the transform drop out.
 
     Returns:
         The very same tensor if nothing moves, else a new one in float32 at least (rounding is the caller's, once).
@@ -55,7 +55,7 @@ def transform_axis(
     return join_axis(pieces, dim, axis)
 
 
-def placed(piece: Piece, dim: int) -> Iterator[tuple[Part, int]]:
+def placed(piece: AxisPiece, dim: int) -> Iterator[tuple[Part, int]]:
     """The parts of a piece that begins at dimension `dim`, each with the first of its dimensions."""
     for part in piece:
         yield part, dim

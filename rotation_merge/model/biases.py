@@ -1,8 +1,8 @@
 """Biases that do not change a softmax: an aligned donor takes the anchor's, its function unchanged.
 
-Softmax does not see what all keys of a query share, which without rotary positions is what a key's bias gives: it may
-be any other. As its shares sum to one, a value's bias b is the same as W_o b in the output map's bias c: ``(b, c)``
-computes what ``(b', c + W_o (b - b'))`` computes. No map is fitted to such biases, and once the maps are found the
+Softmax is invariant to a term that all keys of a query share; without rotary positions a key's bias gives such a term,
+so it is arbitrary. As its shares sum to one, a value's bias b is the same as W_o b in the output map's bias c: ``(b,
+c)`` computes what ``(b', c + W_o (b - b'))`` computes. No map is fitted to such biases, and once the maps are found the
 donor is given the anchor's, so that an average of the two has them as well.
 
 Task vectors are carried by their maps alone: the change of the outer product W_o b is no linear one.
@@ -46,13 +46,15 @@ class HiddenBiases:
         return [role for role, holder in role_holders.items() if holder is not None and holder.key == info.key]
 
 
-def unseen(block: Block) -> tuple[HiddenBiases, ...]:
+def block_hidden_biases(block: Block) -> tuple[HiddenBiases, ...]:
     """The hidden biases of each attention space of a block that has any."""
-    if unseen.__name__ not in block.known:
+    if block_hidden_biases.__name__ not in block.known:
         spaces = [s for s in block.spaces.values() if s.kind == "attention" and not s.visible_bias]
         biases = [_of_space(block, space) for space in spaces]
-        block.known[unseen.__name__] = tuple(u for u in biases if u.keys is not None or u.values is not None)
-    known: tuple[HiddenBiases, ...] = block.known[unseen.__name__]
+        block.known[block_hidden_biases.__name__] = tuple(
+            u for u in biases if u.keys is not None or u.values is not None
+        )
+    known: tuple[HiddenBiases, ...] = block.known[block_hidden_biases.__name__]
     return known
 
 
@@ -86,7 +88,7 @@ def _place(axis: Axis, space: Space, role: str) -> int | None:
 def inputs(block: Block, info: TensorInfo) -> list[str]:
     """Keys of the donor's tensors needed to give `info` the anchor's biases, itself included; empty if it has none."""
     keys: dict[str, None] = {}
-    for bias in unseen(block) if len(info.axes) == 1 else ():
+    for bias in block_hidden_biases(block) if len(info.axes) == 1 else ():
         if bias.of(info):
             keys[info.key] = None
         if bias.bias is not None and bias.bias.key == info.key and bias.values is not None and bias.output is not None:
@@ -97,7 +99,10 @@ def inputs(block: Block, info: TensorInfo) -> list[str]:
 def holders(block: Block, keys: Collection[str]) -> list[str]:
     """The keys whose tensors hold hidden biases, which are needed of the anchor."""
     return [
-        key for key in keys for hidden in unseen(block) if (info := block.tensor(key)) is not None and hidden.of(info)
+        key
+        for key in keys
+        for hidden in block_hidden_biases(block)
+        if (info := block.tensor(key)) is not None and hidden.of(info)
     ]
 
 
@@ -109,14 +114,14 @@ def with_biases(
     Args:
         moved: gives the donor's tensors of the block in the anchor's coordinates, by key.
         anchor: gives the anchor's, folded where the donor's are.
-        spaces: names of the spaces that have been matched; what others hold stays.
+        spaces: names of the matched spaces; biases of others stay.
 
     Returns:
         The very same tensor where nothing changes, else a new one in float32 at least; None where there is none.
     """
     if len(info.axes) != 1:
         return moved(info.key)
-    return _with(info, moved, anchor, [hidden for hidden in unseen(block) if hidden.space.name in spaces])
+    return _with(info, moved, anchor, [hidden for hidden in block_hidden_biases(block) if hidden.space.name in spaces])
 
 
 def _with(info: TensorInfo, moved: Get, anchor: Get, known: list[HiddenBiases]) -> Tensor | None:
@@ -149,7 +154,7 @@ def shifted(hidden: HiddenBiases, moved: Get, anchor: Get) -> Tensor | None:
 
 def settled(block: Block, tensors: Mapping[str, Tensor], spaces: Collection[str]) -> dict[str, Tensor]:
     """A block without hidden biases: that of the values is moved into the output map's bias."""
-    known = [hidden for hidden in unseen(block) if hidden.space.name in spaces]
+    known = [hidden for hidden in block_hidden_biases(block) if hidden.space.name in spaces]
     result = dict(tensors)
 
     def nothing(key: str) -> Tensor | None:
@@ -167,7 +172,12 @@ def settled(block: Block, tensors: Mapping[str, Tensor], spaces: Collection[str]
 def read_by(block: Block, info: TensorInfo) -> HiddenBiases | None:
     """The hidden value bias that an output map reads; None for any other tensor."""
     return next(
-        (o for o in unseen(block) if o.values is not None and o.output is not None and o.output.key == info.key), None
+        (
+            o
+            for o in block_hidden_biases(block)
+            if o.values is not None and o.output is not None and o.output.key == info.key
+        ),
+        None,
     )
 
 
@@ -181,7 +191,7 @@ def along(hidden: HiddenBiases, info: TensorInfo, dim: int, shift: Tensor) -> Te
     return join_axis(pieces, 0, axis)
 
 
-class _Placed:
+class _BlockSource:
     """A source computed from another one tensor by tensor, where a tensor may need others of its block."""
 
     def __init__(self, architecture: Architecture, source: TensorSource) -> None:
@@ -205,7 +215,7 @@ class _Placed:
         raise NotImplementedError
 
 
-class Aligned(_Placed):
+class AlignedSource(_BlockSource):
     """A source in the anchor's coordinates, with the anchor's unseen biases, in float32 at least.
 
     Args:
@@ -237,7 +247,7 @@ class Aligned(_Placed):
         return moved(info.key) if self.anchor is None else with_biases(block, info, moved, given, self.transforms)
 
 
-class BiasFreeSource(_Placed):
+class BiasFreeSource(_BlockSource):
     """A source without hidden biases (see `settled`).
 
     Args:

@@ -1,4 +1,4 @@
-"""The model card: metadata as the hub reads them, and the section on what was done, which is written anew by a push."""
+"""The model card: metadata for the hub, and the section on the merge, which a push rewrites."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rotation_merge.model.naming import without_paths
 from rotation_merge.record import MergeReport
 
 BEGIN, END = "<!-- rotation-merge: written by the tool, and anew by 'push' -->", "<!-- /rotation-merge -->"
-"""What stands between these in a card is ours; the rest is left as it is."""
+"""Marks around our section of a card; the rest of the card is never changed."""
 
 TAGS = {
     "merge": ("mergekit", "merge", "rotation-merge"),
@@ -28,11 +28,11 @@ TAGS = {
 """By relation to the parents."""
 
 TOLERANCE = 6e-6
-"""How far most weights of a merge are off where CPU kernels sum in another order. The demo's two Llamas, merged with
-the residual stream turned: under MKL_CBWR=COMPATIBLE 440712 of 443232 weights differ, by up to 5.8e-6."""
+"""Difference of most weights of a merge between CPU kernels that sum in different orders. The demo's two Llamas, merged
+with the residual stream turned: under MKL_CBWR=COMPATIBLE 440712 of 443232 weights differ, by up to 5.8e-6."""
 
 MEASURED = "evaluation.json"
-"""What `rotation-merge evaluate --keep` writes beside a model."""
+"""File that `rotation-merge evaluate --keep` writes beside a model."""
 
 _FIGURES = ("data", "examples", "pipeline", "figures", "fingerprint")
 
@@ -64,8 +64,8 @@ def metadata(
     """A card's metadata: parents, relation, licence, tags, datasets, and figures that were measured.
 
     Args:
-        existing: what the card says already; what is not ours stays.
-        measured: what `evaluate` wrote.
+        existing: metadata of the existing card; entries of others stay.
+        measured: figures of `evaluate`.
         name: of the model, among its figures.
     """
     card = dict(existing or {})
@@ -136,19 +136,19 @@ def _result(measurement: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def section(report: MergeReport, name: str = "", model_class: str | None = None, first: Sequence[str] = ()) -> str:
-    """Markdown between our marks: what was moved and how far, the models and their licences, data, how to run it.
+    """Markdown between our marks: moved donors with distances, models and licences, data, usage.
 
     Args:
-        name: what the model is loaded by.
+        name: name to load the model by.
         model_class: of transformers.
-        first: commands that make what the recipe reads and what is not published.
+        first: commands that make the recipe's unpublished inputs.
     """
     lines = [BEGIN, "### Models"]
     if report.relation == "merge":
         lines = [BEGIN, "### Alignment", "", *_done(report), *(f"\n{note}" for note in notes(report))]
         lines += ["", "Per space: `rotation_merge.json`."]
     lines += [] if report.search is None else report.search.markdown()
-    lines += [*origins(report), *_data(report), *(running(report, name, model_class, first) if name else [])]
+    lines += [*origins(report), *_data(report), *(usage_lines(report, name, model_class, first) if name else [])]
     return "\n".join([*lines, "", END, ""])
 
 
@@ -213,8 +213,8 @@ def _data(report: MergeReport) -> list[str]:
     return ["", "### Data", "", "| used for | samples | source |", "|---|---|---|", *rows]
 
 
-def running(report: MergeReport, name: str, model_class: str | None, first: Sequence[str] = ()) -> list[str]:
-    """Card lines: how to run the model, make it again, and do so without the plugin."""
+def usage_lines(report: MergeReport, name: str, model_class: str | None, first: Sequence[str] = ()) -> list[str]:
+    """Card lines: running the model, and making it again with and without the plugin."""
     if report.relation == "adapter":
         base = next(iter(_hub_ids(report)), report.base or report.anchor)
         loading = [
@@ -234,7 +234,7 @@ def running(report: MergeReport, name: str, model_class: str | None, first: Sequ
 
 
 def _again(report: MergeReport, name: str, first: Sequence[str]) -> list[str]:
-    """Card lines: how to make a merge again, with the plugin and without."""
+    """Card lines: making a merge again, with and without the plugin."""
     makers = ", ".join(
         f"{n} {plain(v)}" for n, v in report.versions.items() if n in ("rotation-merge", "mergekit", "torch")
     )
@@ -276,7 +276,7 @@ def _without_plugin(report: MergeReport) -> str:
     )
 
 
-def measured_in(folder: str) -> list[dict[str, Any]]:
+def kept_figures(folder: str) -> list[dict[str, Any]]:
     """The figures that `evaluate --keep` wrote beside a model.
 
     Raises:
@@ -312,10 +312,10 @@ def add_section(path: str, report: MergeReport) -> None:
         text = file.read()
     folder = os.path.dirname(os.path.abspath(path))
     name = os.path.basename(folder)
-    write_text(path, renewed(text, report, name, class_of(folder)))
+    write_text(path, updated_card(text, report, name, class_of(folder)))
 
 
-def renewed(
+def updated_card(
     text: str,
     report: MergeReport,
     name: str,

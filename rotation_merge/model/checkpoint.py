@@ -20,9 +20,9 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import find, stores_codes, tied_head, unaligned
 from rotation_merge.architecture.sentence import KEY as SENTENCE
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
-from rotation_merge.model.adapted_loader import AdaptedLoader, Places, find_places
+from rotation_merge.model.adapted_loader import AdaptedLoader, ChangePlaces, find_places
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
-from rotation_merge.model.fingerprint import Fingerprint, Watched, fingerprint
+from rotation_merge.model.fingerprint import Fingerprint, FingerprintedSource, fingerprint
 from rotation_merge.model.gguf.loader import GgufLoader, quantised
 from rotation_merge.model.gguf.place import downloaded, gguf_files, in_cache, is_folder, is_gguf
 from rotation_merge.model.headers import (
@@ -36,26 +36,26 @@ from rotation_merge.model.headers import (
     single_file,
 )
 from rotation_merge.model.hub import check_available, is_hub_name, reachable
-from rotation_merge.model.labels import Rows, in_order, labels, named_rows
+from rotation_merge.model.labels import LabelRows, in_order, labels, named_rows
 from rotation_merge.model.language_half import NOTE, HalfLoader, LanguageHalf
-from rotation_merge.model.member import Member
+from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.model.sentence import SentenceLoader, read_modules
 from rotation_merge.model.source import TensorSource, check_shapes
-from rotation_merge.model.sources import Relabelled
+from rotation_merge.model.sources import ReorderedClasses
 
 _UNPICKLING = Lock()
 """Held by whoever unpickles lazily: mergekit has all of torch read otherwise meanwhile, and two threads at once would
 leave it so."""
 
 
-def in_turn(loader: Any) -> Any:
+def serialised_loader(loader: Any) -> Any:
     """A loader of mergekit's that reads when no other does, where it unpickles lazily."""
     if getattr(loader, "lazy_unpickle", False):
         loader.lock = _UNPICKLING
     return loader
 
 
-class Opened(Protocol):
+class LoadableModel(Protocol):
     """An opened model with a loader (`models.Model`)."""
 
     @property
@@ -65,7 +65,7 @@ class Opened(Protocol):
 class CheckpointTensors:
     """The tensors of a checkpoint as its files (and an adapter) have them, read when asked for by name."""
 
-    def __init__(self, model: Opened) -> None:
+    def __init__(self, model: LoadableModel) -> None:
         self.model = model
 
     def __contains__(self, name: object) -> bool:
@@ -87,11 +87,11 @@ class Model:
     """One checkpoint, read lazily: config, tensor names and shapes now, tensors when asked for by name.
 
     Attributes:
-        rows: what puts its classes into the order of the anchor that it is read for (`model/labels.py`); its config,
-            fingerprint and `stored` tensors stay those of its files.
+        rows: order that brings its classes into the anchor's (`model/labels.py`); its config, fingerprint and `stored`
+            tensors stay those of its files.
         sizes: entries of its config that are not those of its files, where it was widened.
-        statistics, samples, module: of a model in memory: what was measured of it, batches to run it on, and what gives
-            it as a module.
+        statistics, samples, module: of a model in memory: its statistics, batches to run it on, and a function that
+            returns it as a module.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Model:
     ) -> None:
         self.reference, self.options, self.unsupported, self.untie = reference, options, unsupported, untie
         self._heads: dict[str, Shapes] = {}
-        self.rows: Rows = {}
+        self.rows: LabelRows = {}
         self.note, self.sizes = "", dict[str, int]()
         self.statistics: Any = None
         self.samples: list[dict[str, Tensor]] | None = None
@@ -153,7 +153,7 @@ class Model:
         """Refuse a missing directory or missing weight files, before mergekit opens anything.
 
         Raises:
-            CheckpointError: names the directory and what is missing.
+            CheckpointError: names the directory and the missing file.
         """
         self.adapter  # noqa: B018  (reads and checks it)
         path = self.reference.model.path
@@ -194,7 +194,7 @@ class Model:
                 LoaderCache.loaders[plain] = GgufLoader(gguf)
             if plain not in LoaderCache.loaders and (cached := self._in_cache_alone()) is not None:
                 LoaderCache.loaders[plain] = cached.lazy_loader(lazy_unpickle=self.options.lazy_unpickle)
-            loader = in_turn(LoaderCache().get(plain))
+            loader = serialised_loader(LoaderCache().get(plain))
         except RotationMergeError:
             raise
         except Exception as error:  # readers and downloads raise errors of many classes
@@ -275,7 +275,7 @@ class Model:
             self.loader.places  # noqa: B018  (finds and checks them)
         return self._layout
 
-    def _places(self) -> Places:
+    def _places(self) -> ChangePlaces:
         assert self.adapter is not None
         name = str(self.reference)
         return find_places(
@@ -309,14 +309,14 @@ class Model:
         return [name for name in self.names if name not in known and name not in tied]
 
     @cached_property
-    def member(self) -> Member:
+    def member(self) -> PairedModel:
         """The model as `check_pair` sees it."""
         name = str(self.reference)
         unsure = self.adapter is not None and not self.adapter.config.get("base_model_name_or_path")
         codes = quantised(self.folder)
         notes = [self.note, f"`{name}` {codes}." if codes else "", f"`{name}`: {NO_BASE}." if unsure else ""]
         note = " ".join(filter(None, notes))
-        return Member(name, self.config, self.architecture, self.shapes, self.tied, note)
+        return PairedModel(name, self.config, self.architecture, self.shapes, self.tied, note)
 
     @cached_property
     def tied(self) -> tuple[str, str] | None:
@@ -337,7 +337,7 @@ class Model:
         vars(wrapped)["_of_files"] = lambda read: half.all_of(self._of_files(read), anchor._of_files(read))
         return wrapped
 
-    def standing_in(self, anchor: Model) -> Model:
+    def with_anchor_tensors(self, anchor: Model) -> Model:
         """The anchor's config, shapes and tensors under this model's name, to receive its task vector."""
         stand_in = Model(self.reference, self.options, self.unsupported, self.untie)
         vars(stand_in).update(loader=anchor.loader, config=anchor.config, shapes=anchor.shapes, dtypes=anchor.dtypes)
@@ -389,7 +389,7 @@ class Model:
 
     @property
     def has_files(self) -> bool:
-        """Whether it lies in files, with what belongs to it."""
+        """Whether it and its adapter lie in files."""
         return True
 
     @property
@@ -403,7 +403,7 @@ class Model:
 
     def watched(self, mark: Fingerprint) -> TensorSource:
         """Its tensors; reading them adds to the fingerprint."""
-        return Relabelled(Watched(self.stored, mark), self.rows)
+        return ReorderedClasses(FingerprintedSource(self.stored, mark), self.rows)
 
     def __contains__(self, name: object) -> bool:
         return name in self.stored
@@ -440,8 +440,8 @@ def whole_path(name: str) -> str:
 
 
 def open_model(path: str, unsupported: str = "error") -> Model:
-    """One checkpoint, with its adapter where it names one (`model+adapter`), as its files are now: what mergekit keeps
-    open under its name is forgotten."""
+    """One checkpoint, with its adapter where it names one (`model+adapter`), as its files are now: mergekit's cached
+    loader is dropped."""
     reference = parse_reference(path)
     for name in (reference, reference.model_copy(update={"lora": None})):
         LoaderCache.loaders.pop(name, None)

@@ -1,7 +1,7 @@
-r"""Finds similar layers of two aligned models, from what they read and write of the stream.
+r"""Finds similar layers of two aligned models by the parts of the stream that they read and write.
 
-What a layer's maps W read of (or write into) a stream is known by the Gram ``G = W^T W`` (``W W^T``) up to the gauge of
-heads and neurons. With the stream's map R, a layer of the one resembles a layer of the other by the cosine of
+The part of a stream that a layer's maps W read (or write) is given by the Gram ``G = W^T W`` (``W W^T``) up to the
+gauge of heads and neurons. With the stream's map R, a layer of the one resembles a layer of the other by the cosine of
 ``R G R^T`` and ``G'``, less their multiples of the identity. Layers meet in order, all of the shallower model's, with
 the greatest sum (dynamic programming).
 """
@@ -18,10 +18,10 @@ from rotation_merge.model.source import TensorSource, read_tensor
 from rotation_merge.symmetry import SpaceTransform
 
 PROBES = 128
-"""Grams of larger streams are compared by what they make of so many random vectors."""
+"""Grams of larger streams are compared by their products with so many random vectors."""
 
 Marks = dict[tuple[str, str], Tensor]
-"""By stream and role, what the Grams of a layer's maps make of probes, (size, probes)."""
+"""By stream and role, products of the Grams of a layer's maps with probe vectors, (size, probes)."""
 
 
 def probes(sizes: Mapping[str, int]) -> dict[str, Tensor]:
@@ -36,7 +36,7 @@ def probes(sizes: Mapping[str, int]) -> dict[str, Tensor]:
     return vectors
 
 
-def marks(
+def probe_products(
     block: Block,
     source: TensorSource,
     probe_vectors: Mapping[str, Tensor],
@@ -96,7 +96,7 @@ def in_order(table: Tensor) -> list[tuple[int, int]]:
     """The pairs (row, column) in rising order, as many as the shorter side, with the greatest sum.
 
     Args:
-        table: how well each row goes with each column, (rows, columns).
+        table: similarity of each row and column, (rows, columns).
     """
     if table.shape[0] > table.shape[1]:
         return [(row, column) for column, row in in_order(table.mT)]

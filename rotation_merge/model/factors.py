@@ -14,7 +14,7 @@ OUTPUTS = {
     "ffn": ("in", "gate"),
     "experts": ("in", "gate", "index"),
 }
-"""Roles of what a linear map gives, by kind of space; other roles are of what it reads."""
+"""Roles of a linear map's outputs, by kind of space; other roles are those of inputs."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Fingerprint:
         return digest.hexdigest()
 
 
-class Watched:
+class FingerprintedSource:
     """A source that adds its tensors to a fingerprint as they are read."""
 
     def __init__(self, source: TensorSource, mark: Fingerprint) -> None:

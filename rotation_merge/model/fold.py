@@ -2,8 +2,8 @@ r"""Folding and centring: making room for rotations of the residual stream witho
 
 A norm with gain g computes ``W (g * x_hat + b)``. Moving g into the maps that read it, ``W' = W diag(g)``, leaves a
 gain of one, and a stream that may be turned. A shift b goes into the readers' biases, or, where they have none, becomes
-``b / g``. A layer scale goes into the map before it. With LayerNorm every writer to the stream is centred, because
-the mean of what it writes is never seen.
+``b / g``. A layer scale goes into the map before it. With LayerNorm every writer to the stream is centred, because the
+norm removes the mean of its output.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def unfold_change(
 ) -> Tensor:
     """The change of a stored tensor that has the same effect as `change` on the folded model.
 
-    What a norm multiplies is divided by its gain, what a layer scale multiplies by the scale; from a bias is taken what
-    the changed weight makes of the norm's shift. The reverse of `fold_tensor` for changes, except where that centres.
+    Weights behind a norm are divided by its gain, those before a layer scale by the scale; from a bias, the changed
+    weight times the norm's shift is subtracted. The reverse of `fold_tensor` for changes, except where that centres.
 
     Args:
         block, info: which tensor; of a factor (see `factors.py`), with the axes that it has.
@@ -149,7 +149,7 @@ def unfold_change(
 LEAST_GAIN = 1e-6
 """Gains below are not divided by."""
 LEAST_TRUE = 0.1
-"""Nor is one by which rounding, times the norm's shift, would grow to this share of what the norm gives."""
+"""Nor is a gain folded if rounding, times the norm's shift, would grow to this share of the norm's output."""
 
 
 def _reciprocal(block: Block, norm: Norm, get: Get, dtype: torch.dtype) -> Tensor:
@@ -202,9 +202,9 @@ def _absorbs_shift(block: Block, norm: Norm) -> bool:
 
 
 ROUNDINGS = 4.0
-"""A shift divided by its gain may cost so many times what rounding any weight in its storage type costs."""
+"""A shift divided by its gain may cost so many times the rounding of any weight in its storage type."""
 LEAST_ERROR = 1e-4
-"""... or this share of what the norm gives out, whichever is more."""
+"""... or this share of the norm's output, whichever is more."""
 
 
 def _divided(block: Block, shift: Tensor, norm: Norm, get: Get, dtype: torch.dtype | None) -> Tensor:
@@ -324,11 +324,11 @@ class Fold:
 def folded_source(
     architecture: Architecture, source: TensorSource, streams: Collection[str], dtype: torch.dtype | None = None
 ) -> TensorSource:
-    """A source with its norms folded, where any stream is; see `Folded`."""
-    return Folded(architecture, source, streams, dtype) if streams else source
+    """A source with its norms folded, where any stream is; see `FoldedSource`."""
+    return FoldedSource(architecture, source, streams, dtype) if streams else source
 
 
-class Folded:
+class FoldedSource:
     """A source whose norms are folded and whose writers are centred, computed tensor by tensor."""
 
     def __init__(

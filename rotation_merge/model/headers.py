@@ -28,7 +28,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 """Floating types of safetensors headers."""
 
 _FLOATS = {"f8_": "fp8", "float8": "fp8", "f6_": "fp6", "f4": "fp4", "float4": "fp4"}
-"""How types of floats that nobody computes in begin, in safetensors headers and in torch."""
+"""Prefixes of storage-only float types, in safetensors headers and in torch."""
 
 _INTEGERS = {"i8": "int8", "u8": "uint8", "i16": "int16", "u16": "uint16", "i32": "int32", "u32": "uint32"}
 
@@ -137,7 +137,7 @@ def _ambiguous(folder: str, problem: str) -> CheckpointError:
 
 
 _COUNT = re.compile(r"(.*_)?(layers?|depth|experts)")
-"""Entries of a config that say how many modules there are."""
+"""Entries of a config that count modules."""
 
 _PLAUSIBLE = 4096
 """So many layers or experts are taken however few tensors there are: weights may not be here, experts may share one."""
@@ -353,7 +353,7 @@ def check_codes(code_types: Mapping[str, str], names: Iterable[str], label: str)
         names: of all tensors of the checkpoint.
 
     Raises:
-        CheckpointError: says what they are, and how to get numbers.
+        CheckpointError: names them and the way to dequantise.
     """
     if not code_types:
         return

@@ -14,17 +14,17 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.checkpoint import Model
-from rotation_merge.model.exchange import HEADS
 from rotation_merge.model.fold import folded_source
+from rotation_merge.model.folder_exchange import HEADS
 from rotation_merge.model.markdown import code
 from rotation_merge.model.source import TensorSource, read_tensor, unstack
-from rotation_merge.model.writing import Storage, write_checkpoint
+from rotation_merge.model.writing import StorageOptions, write_checkpoint
 from rotation_merge.record import MergeReport
 from rotation_merge.symmetry import SpaceTransform
 
 
 def is_head(block: Block, info: TensorInfo) -> bool:
-    """Whether a tensor belongs to a model's head: what a bare model of the family does not have."""
+    """Whether a tensor belongs to a model's head: a bare model of the family lacks it."""
     return block.index is None and block.place == "after" and not info.key.startswith("{base}")
 
 
@@ -128,7 +128,7 @@ def write_heads(
         text = (
             f"---\nlibrary_name: transformers\n---\n# {name}\n\nThe merged body with the head of {code(reference)}.\n"
         )
-        storage = Storage(dtype=str(dtype).removeprefix("torch."))
+        storage = StorageOptions(dtype=str(dtype).removeprefix("torch."))
         write_checkpoint(model, tensors(), report, text, os.path.join(merged, HEADS, name), storage, body=shared)
         names.append(name)
     return names

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.language_half import NOTE, LanguageHalf
-from rotation_merge.model.member import Member
 from rotation_merge.model.model_inputs import OpenedModel
+from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.model.source import TensorSource
-from rotation_merge.model.sources import Either
+from rotation_merge.model.sources import SelectedSource
 from rotation_merge.model.view import as_stored
 
 
@@ -69,7 +69,7 @@ class HeldModel(Model):
         return self.opened.checkpoint is not None
 
     @cached_property
-    def member(self) -> Member:
+    def member(self) -> PairedModel:
         return self.opened.member
 
     @cached_property
@@ -92,7 +92,7 @@ class HeldModel(Model):
         """A text-only model as one of the anchor's class, with the anchor's own tensors beside the language half."""
         text, names = self.opened, {*half.names}
         spelled = text.within(anchor.member) or text
-        source: TensorSource = Either(spelled.source, anchor.stored, lambda name: name not in names)
+        source: TensorSource = SelectedSource(spelled.source, anchor.stored, lambda name: name not in names)
         shapes = {**anchor.shapes, **spelled.shapes}
         note = f"`{text.name}` {NOTE.format(anchor=f'`{anchor.reference}`')}."
         return HeldModel(OpenedModel(text.name, spelled.config, source, tuple(shapes), shapes, text.untie, note=note))

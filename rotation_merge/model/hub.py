@@ -15,7 +15,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def check_repository(name: str) -> None:
-    """Refuse what cannot be a repository, before the hub is asked.
+    """Refuse an invalid repository name, before the hub is asked.
 
     Raises:
         RotationMergeError: names it.

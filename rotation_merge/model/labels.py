@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, short
-from rotation_merge.model.member import Member
+from rotation_merge.model.paired_model import PairedModel
 
 _NAMELESS = re.compile(r"LABEL_\d+")
 
-Rows = Mapping[str, tuple[int, tuple[int, ...]]]
+LabelRows = Mapping[str, tuple[int, tuple[int, ...]]]
 """By name of a tensor: the dimension of its classes, and which of its entries there comes in each place."""
 
 
@@ -32,11 +32,11 @@ def labels(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def named_rows(names: tuple[str, ...]) -> dict[str, Any]:
-    """The entries of a config that say what each row of a head stands for."""
+    """The entries of a config that name the rows of a head."""
     return {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
 
 
-def label_rows(anchor: Member, donor: Member, excluded: Callable[[str], bool] = lambda _: False) -> Rows:
+def label_rows(anchor: PairedModel, donor: PairedModel, excluded: Callable[[str], bool] = lambda _: False) -> LabelRows:
     """The permutation of a donor's head rows into the anchor's order, by tensor name; empty if they agree.
 
     Args:
@@ -66,7 +66,7 @@ def label_rows(anchor: Member, donor: Member, excluded: Callable[[str], bool] = 
     raise CheckpointError(f"{problem}: {_differing(ours, donor_labels)}", where=donor.name, remedy=remedy)
 
 
-def rows_note(anchor: str, donor: str, rows: Rows) -> list[str]:
+def rows_note(anchor: str, donor: str, rows: LabelRows) -> list[str]:
     """A note on rows that were reordered."""
     if not rows:
         return []
@@ -81,7 +81,7 @@ def in_order(tensor: Tensor, rows: tuple[int, tuple[int, ...]] | None) -> Tensor
     return tensor if rows is None else tensor.index_select(rows[0], torch.tensor(rows[1], device=tensor.device))
 
 
-def _heads(member: Member, count: int) -> dict[str, int]:
+def _heads(member: PairedModel, count: int) -> dict[str, int]:
     """Names of the tensors with so many classes, and along which dimension."""
     return {
         info.name: dim
@@ -91,7 +91,7 @@ def _heads(member: Member, count: int) -> dict[str, int]:
     }
 
 
-def _classifies(member: Member) -> bool:
+def _classifies(member: PairedModel) -> bool:
     """Whether the model is a classifier; where its class is not known, it may be one."""
     classes = member.config.get("architectures") or []
     return not classes or any("Classification" in str(name) for name in classes)

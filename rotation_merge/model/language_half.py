@@ -1,8 +1,8 @@
 """Reads a text-only model as a multimodal one, whose other parts come from the anchor.
 
-What a wrapper such as Gemma 3 with vision calls its language half has, in its architecture file, the tensors of the
-text-only family under another prefix. A donor of that family is then a model of the wrapper's whose remaining tensors
-are the anchor's, so that whatever is done to such a pair leaves these as they are.
+The language half of a multimodal model such as Gemma 3 with vision has the tensors of the text-only family under
+another prefix. A donor of that family is treated as a model of the multimodal class whose other tensors are the
+anchor's, so that these stay unchanged.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class LanguageHalf:
         }
 
 
-class Known(Protocol):
-    """A model's config, architecture and shapes (`models.Model`, `matching.member.Member`)."""
+class ModelFacts(Protocol):
+    """A model's config, architecture and shapes (`checkpoint.Model`, `paired_model.PairedModel`)."""
 
     @property
     def config(self) -> Mapping[str, Any]: ...
@@ -58,7 +58,7 @@ class Known(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
 
-def language_half(wrapper: Known, text_model: Known) -> LanguageHalf | None:
+def language_half(wrapper: ModelFacts, text_model: ModelFacts) -> LanguageHalf | None:
     """The language part of a multimodal model that another model matches; None if it matches none."""
     spec, anchor, donor = find(wrapper.config), wrapper.architecture, text_model.architecture
     if spec is None or anchor.family == donor.family or len(donor.layers_key) != 1:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.architecture.registry import Spot, every_name
+from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.adapters import WEIGHTS, Adapter, Change
 from rotation_merge.model.factors import stacks, transposed
@@ -29,8 +29,8 @@ class AdapterEntry:
     Attributes:
         module: the module's path, as the adapter's names have it.
         change: names of the factors, of a magnitude.
-        bias: name of what peft's `lora_bias` adds.
-        scale: what the product is multiplied by.
+        bias: name of the bias that peft's `lora_bias` changes.
+        scale: factor of the product.
         spot: the tensor that is changed; expert: which one, where the base stores experts apart.
         transposed: it is [in, out] to the adapter, whose factors are A (rank, in) and B (out, rank).
     """
@@ -39,7 +39,7 @@ class AdapterEntry:
     change: Change
     bias: str | None
     scale: float
-    spot: Spot
+    spot: PossibleTensor
     expert: int | None = None
     transposed: bool = False
 
@@ -58,24 +58,24 @@ class AdapterEntry:
 
 
 @dataclass(frozen=True)
-class Parsed:
+class ParsedAdapter:
     """An adapter's low-rank changes, and by their names the tensors that it holds whole (modules_to_save, biases)."""
 
     entries: list[AdapterEntry] = field(default_factory=list)
-    saved: dict[str, Spot] = field(default_factory=dict)
+    saved: dict[str, PossibleTensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """An adapter in memory: adapter_config.json, the tensors by peft's names, and what else lies in its folder
-    (a tokenizer) by file name."""
+    """An adapter in memory: adapter_config.json, the tensors by peft's names, and other files of its folder (a
+    tokenizer) by file name."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     beside: Mapping[str, bytes] = field(default_factory=dict)
 
     def save_pretrained(self, folder: str) -> None:
-        """The two files that peft reads, and what lies beside them."""
+        """Write the two files that peft reads, and the files beside them."""
         os.makedirs(folder, exist_ok=True)
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         save_file(tensors, os.path.join(folder, WEIGHTS[0]), {"format": "pt"})
@@ -87,7 +87,7 @@ class AdapterWeights:
                 file_beside.write(content)
 
 
-def parse(adapter: Adapter, base: Mapping[str, Any]) -> Parsed:
+def parse(adapter: Adapter, base: Mapping[str, Any]) -> ParsedAdapter:
     """The tensors of a base that an adapter's tensors change.
 
     Args:
@@ -96,7 +96,7 @@ def parse(adapter: Adapter, base: Mapping[str, Any]) -> Parsed:
     Raises:
         CheckpointError: the adapter changes something that the base has not.
     """
-    names, result = every_name(base), Parsed()
+    names, result = every_name(base), ParsedAdapter()
     for name, change in adapter.changes.items():
         if change.value is not None:
             plain = name.replace(".base_layer", "")
@@ -117,7 +117,7 @@ def _carried(adapter: Adapter, entry: AdapterEntry) -> AdapterEntry:
     """An entry whose factors meet the axes that its base's tensor has.
 
     Raises:
-        CheckpointError: peft takes what a tensor reads for what it gives.
+        CheckpointError: peft confuses inputs and outputs of a tensor.
     """
     if entry.transposed != transposed(entry.spot.info):
         problem = f"swaps inputs and outputs of '{entry.spot.info.name}', as peft does with this base's experts"
@@ -125,7 +125,7 @@ def _carried(adapter: Adapter, entry: AdapterEntry) -> AdapterEntry:
     return entry
 
 
-def entry_of(adapter: Adapter, name: str, names: Mapping[str, Spot]) -> AdapterEntry | None:
+def entry_of(adapter: Adapter, name: str, names: Mapping[str, PossibleTensor]) -> AdapterEntry | None:
     """An adapter's change of one weight; None if its base has no such weight.
 
     Args:
@@ -152,7 +152,7 @@ def entry_of(adapter: Adapter, name: str, names: Mapping[str, Spot]) -> AdapterE
     return AdapterEntry(module, change, bias, scale, spot, transposed=flipped)
 
 
-def _parameter(adapter: Adapter, module: str, change: Change, names: Mapping[str, Spot]) -> str | None:
+def _parameter(adapter: Adapter, module: str, change: Change, names: Mapping[str, PossibleTensor]) -> str | None:
     """The tensor that peft's `target_parameters` name inside a module, told by its sizes."""
     targets = [str(target).rpartition(".")[2] for target in adapter.config.get("target_parameters") or []]
     places = [place for name in dict.fromkeys(targets) if (place := f"{module}.{name}") in names]

@@ -9,19 +9,21 @@ from dataclasses import replace
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.factors import stacks
-from rotation_merge.model.lora import WHOLE, AdapterEntry, AdapterWeights, Parsed
+from rotation_merge.model.lora import WHOLE, AdapterEntry, AdapterWeights, ParsedAdapter
 from rotation_merge.model.sources import ComposedTensor, other_form
 
 
-def taken_apart(written: AdapterWeights, parsed: Parsed, stored: Architecture, label: str) -> AdapterWeights:
-    """The adapter with what its base holds apart (queries, keys and values; gates and values) taken apart, its modules
-    by the names that they have there; as it is, where there is nothing of the kind.
+def separated_adapter(
+    written: AdapterWeights, parsed: ParsedAdapter, stored: Architecture, label: str
+) -> AdapterWeights:
+    """The adapter with fused modules (queries, keys and values; gates and values) split where its base stores them
+    separately, under the base's names; unchanged if there are none.
 
     Experts stay as they are: peft and transformers take them in either form.
 
     Args:
         written: carried to the new base.
-        parsed: what it changes.
+        parsed: its changes.
         stored: of the new base.
 
     Raises:

@@ -18,17 +18,17 @@ from rotation_merge.model.adapter_base import check_own_base
 from rotation_merge.model.checkpoint import Model, open_model
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.headers import check_codes, codes
-from rotation_merge.model.labels import Rows, labels, named_rows
+from rotation_merge.model.labels import LabelRows, labels, named_rows
 from rotation_merge.model.language_half import language_half
-from rotation_merge.model.member import Member
+from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.model.source import TensorSource
-from rotation_merge.model.sources import Relabelled, Spelled
-from rotation_merge.model.widen import Widened, wide_shapes
-from rotation_merge.model.widened import widening, words
+from rotation_merge.model.sources import RenamedSource, ReorderedClasses
+from rotation_merge.model.widen import WidenedSource, wide_shapes
+from rotation_merge.model.widened_loader import widening, words
 
 ModelLike = Any
 """A folder, a name of the hub (also with a revision or an adapter, as in recipes), a module, a pair of a state dict and
-its config (a transformers config, or the dictionary in config.json), or what `open_like` returned."""
+its config (a transformers config, or the dictionary in config.json), or a result of `open_like`."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class OpenedModel:
     """An opened model: its config and tensor names are known, its tensors are read lazily.
 
     Attributes:
-        name: what messages and reports call it.
+        name: its name in messages and reports.
         config: as in config.json; of a module with its class under `architectures`.
         source: gives tensors by the names that the model stores them under.
         names: of all tensors.
@@ -46,7 +46,7 @@ class OpenedModel:
         checkpoint: where the model is a folder or a name of the hub.
         changed: entries of the config that are not those of its files.
         beside: small files that belong to a model in memory (a tokenizer), by name.
-        note: what the reader of a report should know of it.
+        note: note for the report.
         whole, own_names, layout: of a language half (`within`): the text-only model, by name here the name there, and
             the architecture.
     """
@@ -71,15 +71,15 @@ class OpenedModel:
         return self.layout or resolve(dict(self.config), list(self.names), self.name, untie=self.untie)
 
     @cached_property
-    def member(self) -> Member:
+    def member(self) -> PairedModel:
         """The model as `check_pair` sees it."""
         if self.checkpoint is not None:
             member, facts = self.checkpoint.member, (self.config, self.architecture, self.shapes)
-            return Member(self.name, *facts, member.tied, " ".join(filter(None, (member.note, self.note))))
+            return PairedModel(self.name, *facts, member.tied, " ".join(filter(None, (member.note, self.note))))
         tied = tied_head(dict(self.config), self.names, self.name)
-        return Member(self.name, self.config, self.architecture, self.shapes, tied, self.note)
+        return PairedModel(self.name, self.config, self.architecture, self.shapes, tied, self.note)
 
-    def within(self, anchor: Member) -> OpenedModel | None:
+    def within(self, anchor: PairedModel) -> OpenedModel | None:
         """Return a text-only model as the language half of one of the anchor's kind, without the rest, else None.
 
         See `model/language_half.py`.
@@ -89,14 +89,14 @@ class OpenedModel:
             return None
         names = {name: text_name for name, text_name in half.names.items() if text_name in self.source}
         config, shapes = half.config(anchor.config, self.config), half.all_of(self.shapes, {})
-        source = Spelled(self.source, half.names)
+        source = RenamedSource(self.source, half.names)
         absent = {info.name for info in anchor.architecture.tensors() if info.names[0] not in names}
         layout = anchor.architecture.without(absent)  # which no file describes by itself
         return OpenedModel(
             self.name, config, source, tuple(names), shapes, self.untie, whole=self, own_names=names, layout=layout
         )
 
-    def widened(self, anchor: Member) -> OpenedModel:
+    def widened(self, anchor: PairedModel) -> OpenedModel:
         """The model widened to the anchor's sizes (`model/widen.py`), with a note on it; itself if the sizes agree.
 
         Raises:
@@ -106,7 +106,7 @@ class OpenedModel:
         if grown is None:
             return self
         config, wide = grown
-        source, shapes = Widened(self.source, wide), wide_shapes(self.shapes, wide)
+        source, shapes = WidenedSource(self.source, wide), wide_shapes(self.shapes, wide)
         changed = {key: value for key, value in config.items() if value != self.config.get(key)}
         return OpenedModel(
             *(self.name, config, source, self.names, shapes, self.untie, None, self.checkpoint),
@@ -114,14 +114,14 @@ class OpenedModel:
             note=words(self.member, anchor, config),
         )
 
-    def with_classes(self, rows: Rows) -> OpenedModel:
+    def with_classes(self, rows: LabelRows) -> OpenedModel:
         """The same with its classes in another order, in its config, too (`model/labels.py`)."""
         if not rows:
             return self
         names, (_, order) = labels(self.config), next(iter(rows.values()))
         changed = named_rows(tuple(names[i] for i in order))
         config, changes = {**self.config, **changed}, {**self.changed, **changed}
-        return replace(self, source=Relabelled(self.source, rows), config=config, changed=changes)
+        return replace(self, source=ReorderedClasses(self.source, rows), config=config, changed=changes)
 
     @cached_property
     def unread(self) -> list[str]:
@@ -171,7 +171,7 @@ def open_like(model: ModelLike, name: str = "", config: Any = None, untie: bool 
         untie: give a head that shares the embedding's tensor one of its own.
 
     Raises:
-        CheckpointError: it is none, or cannot be read; says what was given.
+        CheckpointError: it is no model, or cannot be read; names its type.
         ArchitectureError: no architecture file describes it.
     """
     if isinstance(model, OpenedModel):
@@ -207,7 +207,7 @@ def open_like(model: ModelLike, name: str = "", config: Any = None, untie: bool 
 
 
 def check_names(first: OpenedModel, second: OpenedModel) -> None:
-    """Both models have the same tensors, but for what they do not read and heads that may be tied."""
+    """Check that both models have the same tensors, except unread ones and tied heads."""
     spare = {*first.unread, *second.unread}
     if first.member.tied is not None and first.member.tied == second.member.tied:
         spare.add(first.member.tied[0])  # a second copy of the embedding

@@ -28,7 +28,7 @@ def without_paths(names: Iterable[str], hub: Mapping[str, str]) -> Callable[[str
 
     Args:
         names: models and files that the text may name.
-        hub: what some of them are called on the hub.
+        hub: names of some of them on the hub.
     """
     paths = sorted({name for name in names if is_path(name)}, key=len, reverse=True)
     if not paths:

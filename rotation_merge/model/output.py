@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from rotation_merge.errors import RotationMergeError, short
 from rotation_merge.files.durable import sync, sync_tree, temporary_name, under_temporary_names
 from rotation_merge.files.locks import output_lock
-from rotation_merge.model.exchange import JOURNAL, FolderExchange, interrupted, is_of_a_model
+from rotation_merge.model.folder_exchange import JOURNAL, FolderExchange, interrupted, is_of_a_model
 
 LOG = logging.getLogger(__name__)
 
 MODEL_FILES = ("model", "pytorch_model")
 
 INSIDE = "rotation-merge"
-"""What is staged inside a directory is called so, as the directory may be moved."""
+"""Name of a staging folder inside a directory, as the directory may be moved."""
 
 
 @contextmanager
@@ -28,12 +28,12 @@ def staged(out_path: str) -> Iterator[str]:
 
     Everything in it is on disk before it moves. It has a name of its own, and nobody else writes `out_path` meanwhile.
 
-    It lies beside `out_path`, or inside, where that is already a directory (which may be a file system of its own).
-    A directory that is already there keeps its other files, and all of them where the exchange does not come to its
-    end; what a process left that was killed in the middle of one is put right first.
+    It lies beside `out_path`, or inside, where that is already a directory (which may be a file system of its own). An
+    existing directory keeps its other files, and all files if the exchange fails; an exchange that a killed process
+    left is undone first.
 
     Raises:
-        RotationMergeError: another run writes there, or the exchange is impossible; then what was made is kept.
+        RotationMergeError: another run writes there, or the exchange is impossible; the staged files are then kept.
     """
     target, name = os.path.realpath(out_path), os.path.basename(os.path.abspath(out_path))
     with output_lock(out_path) as locked:
@@ -54,10 +54,10 @@ def staged(out_path: str) -> Iterator[str]:
 
 
 def mend(target: str) -> bool:
-    """Repair what killed processes left in and beside a locked output; whether an exchange was undone.
+    """Repair leftovers of killed processes in and beside a locked output; whether an exchange was undone.
 
     Raises:
-        RotationMergeError: what was moved out cannot be put back.
+        RotationMergeError: replaced files cannot be restored.
     """
     undone = False
     for holder in (*under_temporary_names(os.path.join(target, INSIDE)), *under_temporary_names(target)):

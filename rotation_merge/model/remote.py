@@ -1,8 +1,8 @@
 """Models of the hub before they are downloaded: config, index and headers by a few small requests.
 
-What is fetched stands in a cache of its own for a while, as if the models had been downloaded: weight files there have
-their headers and their lengths, and no numbers (holes, which take no space on the disk). So whatever reads no weights
-works on them as on models that are here.
+Fetched files are kept in a temporary cache, as if the models had been downloaded: weight files there have headers and
+lengths, but no numbers (sparse files, which take no disk space). So code that reads no weights works on them as on
+local models.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def mark_of(models: Iterable[Model], beside_models: Iterable[str] = (), **option
     """A stable key of all inputs and options of a run, the same in every process.
 
     Args:
-        beside_models: files and folders that are read beside the models; what is none is passed over.
+        beside_models: files and folders that are read beside the models; other names are ignored.
     """
     folders = [folder for model in models for folder in _folders(model)]
     model_files = [

@@ -24,7 +24,7 @@ from rotation_merge.model.headers import read_json, reason
 
 FILE = "modules.json"
 BESIDE = (FILE, "config_sentence_transformers.json", "sentence_bert_config.json")
-"""Files of a folder's root that say how its modules are used: prompts, lengths, similarity."""
+"""Files in a folder's root with settings of its modules: prompts, lengths, similarity."""
 
 KINDS = ("Transformer", "Pooling", "Dense", "Normalize", "Dropout")
 """Modules that are known, by class."""

@@ -27,7 +27,7 @@ def narrowed(infos: Iterable[tuple[str, TensorInfo]], tensors: Mapping[str, Tens
     """Narrow the tensors with a vocabulary axis to a slice, as views.
 
     Args:
-        infos: what each name stands for; the vocabularies are of one size.
+        infos: tensor of each name; the vocabularies have one size.
     """
     result = dict(tensors)
     for name, info in infos:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo, factors_of
-from rotation_merge.model.labels import Rows as LabelRows
-from rotation_merge.model.labels import in_order
+from rotation_merge.model.labels import LabelRows, in_order
 from rotation_merge.model.source import TensorSource, read_tensor
 
 
-class Mean:
+class MeanSource:
     """The mean of several sources, in float32."""
 
     def __init__(self, sources: Sequence[TensorSource]) -> None:
@@ -31,8 +30,8 @@ class Mean:
         return total / len(self.sources)
 
 
-class Average:
-    """The weighted mean of several sources, in float32 at least; where all agree it is what they are, bit for bit.
+class AverageSource:
+    """The weighted mean of several sources, in float32 at least; equal sources give the same, bit for bit.
 
     Args:
         shares: of the sources; their sum is one.
@@ -55,7 +54,7 @@ class Average:
         return total
 
 
-class Extrapolated:
+class ExtrapolatedSource:
     """A source moved along its difference to a reference r: ``r + scale (source - r)``, in float32 at least."""
 
     def __init__(self, source: TensorSource, reference: TensorSource, scale: float) -> None:
@@ -72,7 +71,7 @@ class Extrapolated:
         return torch.lerp(self.reference[name].to(tensor.device, work), tensor.to(work), self.scale)
 
 
-class Either:
+class SelectedSource:
     """A source that takes the tensors chosen by name from another source."""
 
     def __init__(self, source: TensorSource, alternative: TensorSource, chosen: Callable[[str], bool]) -> None:
@@ -85,7 +84,7 @@ class Either:
         return (self.alternative if self.chosen(name) else self.source)[name]
 
 
-class Replaced:
+class ReplacedSource:
     """A source with some tensors replaced."""
 
     def __init__(self, source: TensorSource, replacements: Mapping[str, Tensor]) -> None:
@@ -98,7 +97,7 @@ class Replaced:
         return self.replacements[name] if name in self.replacements else self.source[name]
 
 
-class Spelled:
+class RenamedSource:
     """A source whose tensors go by other names.
 
     Attributes:
@@ -115,7 +114,7 @@ class Spelled:
         return self.source[self.names.get(name, name)]
 
 
-class Renamed(Spelled):
+class TranslatedSource(RenamedSource):
     """A source under the names of another model of the same family (a bare model under those of one with a head)."""
 
     def __init__(self, source: TensorSource, stored: Architecture, named: Architecture) -> None:
@@ -133,12 +132,13 @@ class Renamed(Spelled):
         super().__init__(source, names)
 
 
-class Respelled(Renamed):
+class RestructuredSource(TranslatedSource):
     """A source under the names of another form of the same model: experts apart or all in one tensor, gates and values
-    (or queries, keys and values) apart or one after the other. What belongs together is told by what lives in the axes.
+    (or queries, keys and values) apart or one after the other. Corresponding tensors are identified by the spaces of
+    their axes.
 
     Attributes:
-        made: by name, what a tensor is made of that the source has in another form, and which entry of that it is.
+        made: by name, the tensors that a tensor is composed of, and its entry in them.
     """
 
     def __init__(self, source: TensorSource, stored: Architecture, named: Architecture) -> None:
@@ -178,11 +178,11 @@ class Respelled(Renamed):
 
 
 Lives = tuple[tuple[tuple[str, str], ...], ...]
-"""What lives in the axes of a tensor that is in one piece along each: names of spaces, and roles in them."""
+"""Spaces and roles of the axes of a tensor that has one piece along each."""
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorSlice:
     """A slice of a tensor's entries along a dimension."""
 
     info: TensorInfo
@@ -196,7 +196,7 @@ class ComposedTensor:
     """A tensor as cuts of others, one after the other along a dimension."""
 
     dim: int
-    cuts: tuple[Cut, ...]
+    cuts: tuple[TensorSlice, ...]
 
 
 def other_form(stored: Block, named: Block) -> dict[str, ComposedTensor]:
@@ -215,7 +215,7 @@ def _lives(info: TensorInfo) -> Lives:
     return tuple(tuple((part.space.name, part.role) for part in axis.parts) for axis in info.axes)
 
 
-def _pieces(info: TensorInfo) -> Iterator[tuple[Lives, Cut]]:
+def _pieces(info: TensorInfo) -> Iterator[tuple[Lives, TensorSlice]]:
     """The consecutive pieces of a tensor, and the spaces of their axes."""
     whole = _lives(info)
     for dim, axis in enumerate(info.axes):
@@ -223,22 +223,22 @@ def _pieces(info: TensorInfo) -> Iterator[tuple[Lives, Cut]]:
         for piece in axis.pieces if len(axis.pieces) > 1 and axis.depth == 0 else ():
             living = tuple((part.space.name, part.role) for part in piece if part.space.kind != "fixed")
             length = math.prod(factors_of(piece))
-            yield (*whole[:dim], living, *whole[dim + 1 :]), Cut(info, dim, start, length)
+            yield (*whole[:dim], living, *whole[dim + 1 :]), TensorSlice(info, dim, start, length)
             start += length
 
 
-def _cuts(block: Block) -> dict[Lives, Cut]:
+def _cuts(block: Block) -> dict[Lives, TensorSlice]:
     """A block's tensors and their pieces, those that are one of a kind."""
-    by_axes: dict[Lives, list[Cut]] = {}
+    by_axes: dict[Lives, list[TensorSlice]] = {}
     for info in block.tensors:
         if info.axes and info.axes[0].size is not None:
-            by_axes.setdefault(_lives(info), []).append(Cut(info, 0, 0, info.axes[0].size))
+            by_axes.setdefault(_lives(info), []).append(TensorSlice(info, 0, 0, info.axes[0].size))
         for living, cut in _pieces(info):
             by_axes.setdefault(living, []).append(cut)
     return {living: cuts[0] for living, cuts in by_axes.items() if any(living) and len(cuts) == 1}
 
 
-def _made(info: TensorInfo, cuts: Mapping[Lives, Cut]) -> ComposedTensor | None:
+def _made(info: TensorInfo, cuts: Mapping[Lives, TensorSlice]) -> ComposedTensor | None:
     """The cuts that a tensor is composed of; None if they are not all there."""
     if (same := cuts.get(_lives(info))) is not None:
         return ComposedTensor(0, (same,))
@@ -254,7 +254,7 @@ def vocabulary_axes(architecture: Architecture) -> dict[str, int]:
     return {name: axis for name, axis in axes.items() if axis is not None}
 
 
-class Rows:
+class VocabularySubset:
     """A source whose vocabulary holds some tokens only, in the order given."""
 
     def __init__(self, architecture: Architecture, source: TensorSource, rows: Tensor) -> None:
@@ -275,8 +275,8 @@ def with_rows_of(tensor: Tensor, like: Tensor, axis: int) -> Tensor:
     return torch.cat([tensor.narrow(axis, 0, length), absent], axis)
 
 
-class Resized:
-    """A source whose vocabulary has another length, and some rows of another source. What is beyond both is zero.
+class ResizedVocabulary:
+    """A source whose vocabulary has another length, and some rows of another source. Rows beyond both are zero.
 
     Attributes:
         rows: where rows of `other` stand here, and which of its rows these are, (rows,) each.
@@ -314,7 +314,7 @@ class Resized:
         return result.index_copy(axis, here, other.to(result).index_select(axis, there))
 
 
-class Relabelled:
+class ReorderedClasses:
     """A source whose classes are in another order."""
 
     def __init__(self, source: TensorSource, rows: LabelRows) -> None:
@@ -327,7 +327,7 @@ class Relabelled:
         return in_order(self.source[name], self.rows.get(name))
 
 
-class OnDevice:
+class DeviceSource:
     """A source whose tensors are moved to a device as they are read."""
 
     def __init__(self, source: TensorSource, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.model.model_inputs import OpenedModel, stored_dtype
 from rotation_merge.model.output import staged
 from rotation_merge.model.source import read_tensor, unstack
-from rotation_merge.model.writing import Storage, parse_size, untied, write_beside
+from rotation_merge.model.writing import StorageOptions, parse_size, untied, write_beside
 from rotation_merge.record import MergeReport
 
 TensorOf = Callable[[Block, TensorInfo, torch.dtype | None], Tensor | None]
@@ -35,8 +35,8 @@ class View(Mapping[str, Tensor]):
         opened: the model that it is a view of.
         dtype: of its floating tensors; None: each has that of the model's tensor.
         left_out: names of the model's tensors that it does not hold.
-        notes: what the reader should know of it.
-        report: of what made it, where something was matched for it.
+        notes: notes for the reader of a report.
+        report: of the matching that it comes from, if any.
         identity: gives the fingerprint that statistics have which were moved as it was; None: there are none.
     """
 
@@ -71,7 +71,7 @@ class View(Mapping[str, Tensor]):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config of the model that it is a view of, with what the view changes."""
+        """The config of the viewed model, with the view's changes."""
         config = untied(self.opened.config) if self.opened.untie else dict(self.opened.config)
         if self.dtype is not None:
             config["dtype"] = str(self.dtype).removeprefix("torch.")
@@ -172,8 +172,8 @@ class View(Mapping[str, Tensor]):
         return module.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: str = "5B") -> None:
-        """Write a normal checkpoint, whole or not at all: weights in shards, config, and what stands beside the
-        model's own weights (tokenizer, preprocessor, generation config). One block is in memory at a time.
+        """Write a normal checkpoint, whole or not at all: weights in shards, config, and the files beside the model's
+        weights (tokenizer, preprocessor, generation config). One block is in memory at a time.
 
         Args:
             folder: new, or empty.
@@ -197,7 +197,7 @@ class View(Mapping[str, Tensor]):
     def _write_beside(self, staging: str) -> None:
         if self.opened.checkpoint is not None:
             dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
-            storage = Storage(dtype=dtype, untie=self.opened.untie)
+            storage = StorageOptions(dtype=dtype, untie=self.opened.untie)
             write_beside(self.opened.checkpoint, staging, storage, self.opened.changed)
             return
         with open(os.path.join(staging, "config.json"), "w", encoding="utf-8") as file:

@@ -21,7 +21,7 @@ from rotation_merge.model.gguf.place import in_cache, is_folder
 from rotation_merge.model.headers import TOKENIZER, read_json
 
 LEAST_SHARED = 32
-"""Fewer common tokens than this say nothing about how two models lie to each other."""
+"""Least number of common tokens that tells the relation of two models."""
 
 
 def shared_rows(models: Sequence[Model]) -> list[Tensor] | None:
@@ -77,7 +77,7 @@ def other_order(anchor: Model, donor: Model) -> list[str]:
 
 
 TOGETHER = "tokenizer: {source: base}"
-"""What a recipe has to say where the ids of two models' tokens differ."""
+"""Recipe setting for models whose token ids differ."""
 
 
 def token_ids_differ(anchor: Model, donor: Model) -> bool:
@@ -90,7 +90,7 @@ def check_token_ids(anchor: Model, donor: Model) -> None:
     """Refuse to average the vocabularies' rows by their ids where these stand for other tokens.
 
     Raises:
-        CheckpointError: says how many do.
+        CheckpointError: names the number of them.
     """
     moved, whole = moved_tokens(anchor, donor)
     if moved:
@@ -102,7 +102,7 @@ def check_tuned_ids(origin: Model, tuned: Model) -> None:
     """Refuse to take the difference of two models whose common tokens stand at other ids.
 
     Raises:
-        CheckpointError: says how many do.
+        CheckpointError: names the number of them.
     """
     moved, whole = moved_tokens(origin, tuned, both=True)
     if moved:
@@ -214,9 +214,9 @@ def _loaded(tokenizer: _Tokenizer) -> Any | None:
         tokenizer_of_model = AutoTokenizer.from_pretrained(tokenizer.path, **options)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
         return None
-    return None if is_hollow(tokenizer_of_model) else tokenizer_of_model
+    return None if has_only_special_tokens(tokenizer_of_model) else tokenizer_of_model
 
 
-def is_hollow(tokenizer: Any) -> bool:
+def has_only_special_tokens(tokenizer: Any) -> bool:
     """Whether a tokenizer knows special tokens only: where its files are missing, transformers makes up such a one."""
     return set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) <= {"▁"}

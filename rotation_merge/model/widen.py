@@ -1,11 +1,11 @@
 r"""Widens a model to larger sizes with the same function, by zeros around its weights.
 
 New neurons and heads are read by nobody: their rows and columns are zero. A stream of d coordinates becomes one of d'
-whose new coordinates are zero. A norm then takes its mean square over d' instead of d: all that writes the stream is
-multiplied by c = sqrt(d'/d), so that the epsilon counts as before, and what the norm gives out, c times as large, meets
-a gain divided by c. A LayerNorm's mean stays zero if every writer is centred (layer scales folded into it), as for
-rotations (`fold`). Rectangular
-semi-orthogonal maps between models of two widths are rotations of the larger one on such models.
+whose new coordinates are zero. A norm then takes its mean square over d' instead of d: all writers of the stream are
+multiplied by c = sqrt(d'/d), so that the epsilon has the same effect, and the norm's output, c times as large, is
+multiplied by a gain divided by c. A LayerNorm's mean stays zero if every writer is centred (layer scales folded into
+it), as for rotations (`fold`). Rectangular semi-orthogonal maps between models of two widths are rotations of the
+larger one on such models.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Widening:
         narrow: the model's architecture.
         wide: the same resolved for the larger sizes, under the same tensor names.
         tied: a head that shares the embedding's tensor, if any.
-        where, anchor: what the model and the one whose sizes it takes are called.
+        where, anchor: names of the model and of the one whose sizes it takes.
 
     Raises:
-        CheckpointError: a size is smaller than the model's, or cannot change without changing what it computes.
+        CheckpointError: a size is smaller than the model's, or cannot change without changing the outputs.
     """
 
     def __init__(self, narrow: Architecture, wide: Architecture, tied: str | None, donor: str, anchor: str) -> None:
@@ -80,7 +80,7 @@ class Widening:
         self.larger = {b.name: {info.key: info for info in b.tensors} for b in wide.blocks}
 
     @property
-    def grows(self) -> str:
+    def growth(self) -> str:
         """The sizes that grow, in words; empty if none do."""
         words_by_order: dict[str, None] = {}
         for name, (narrow, wide) in self.grown.items():
@@ -132,7 +132,7 @@ class Widening:
         """The factor that a tensor's weights are multiplied by.
 
         Args:
-            folded: streams whose gains are folded into what reads them.
+            folded: streams whose gains are folded into their readers.
         """
         factor = 1.0
         lives = (dict.fromkeys((part.space.name, part.role) for part in axis.parts) for axis in info.axes)
@@ -151,7 +151,8 @@ class Widening:
         return factor
 
     def _read(self, block: Block, info: TensorInfo, stream: str, width: float) -> float:
-        """A reader of the stream itself sees it larger; one beside a tied head gets back what that does not need."""
+        """A reader of the stream before its norm sees it larger; one beside a tied head is divided by the head's
+        factor."""
         stem = stem_of(info.key)
         if stem not in self.normed[stream]:
             return 1 / width
@@ -178,7 +179,7 @@ class Widening:
 
     @staticmethod
     def _fill(info: TensorInfo, tensor: Tensor) -> float:
-        """New entries of a gain meet zeros, and are what the others are on average; all else is zero."""
+        """New entries of a gain multiply zeros and are the mean of the others; all else is zero."""
         return float(tensor.mean()) if _is_gain(info) else 0.0
 
     def _counted(self, narrow: Space, wide: Space) -> dict[str, float]:
@@ -244,7 +245,7 @@ class Widening:
             raise refuse("has a norm outside of the layers whose readers are not known")
 
 
-class Widened:
+class WidenedSource:
     """The tensors of a wider model, by the names of its checkpoint."""
 
     def __init__(self, source: TensorSource, widening: Widening) -> None:

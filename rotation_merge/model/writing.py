@@ -33,11 +33,11 @@ KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
 OWN = ("config.json", "adapter_config.json", "rotation_merge.json")
 
 Check = Callable[[str], tuple[bool, str]]
-"""Looks at a checkpoint that has been written: whether it may stay, and what was seen, in words."""
+"""Checks a written checkpoint: whether to keep it, and the finding in words."""
 
 
 @dataclass(frozen=True)
-class Storage:
+class StorageOptions:
     """Options of writing a model: the largest weight file, the dtype (None: unchanged), an untied head."""
 
     shard_size: int = 5_000_000_000
@@ -45,7 +45,7 @@ class Storage:
     untie: bool = False
 
 
-STORAGE = Storage()
+STORAGE = StorageOptions()
 """As the model is stored, in files of the usual size."""
 
 
@@ -55,7 +55,7 @@ def write_checkpoint(
     report: MergeReport,
     text: str | Callable[[], str],
     out: str,
-    storage: Storage,
+    storage: StorageOptions,
     progress: Progress | None = None,
     check: Check | None = None,
     left_out: Collection[str] = (),
@@ -66,8 +66,8 @@ def write_checkpoint(
 
     Args:
         like: whose config and tokenizer it has, and those of its tensors that `tensors` leaves out.
-        text: the model card; or what makes it once all tensors are written.
-        check: looks at what has been written, before it takes its place.
+        text: the model card, or a function that returns it once all tensors are written.
+        check: checks the written files before they take their place.
         left_out: those of its tensors that are not written at all.
         body: a folder in safetensors, and which of its tensors are taken as they stand, in files of the same names.
         beside: changes the small files in the folder that it is told, once these have been copied.
@@ -79,7 +79,7 @@ def write_checkpoint(
     apart: dict[str, Tensor] = {}
     with staged(out) as staging:
         os.makedirs(staging, exist_ok=True)
-        writer = Spliced(*body, staging) if body else TensorWriter(staging, max_shard_size=storage.shard_size)
+        writer = SplicedWriter(*body, staging) if body else TensorWriter(staging, max_shard_size=storage.shard_size)
 
         def save(name: str, tensor: Tensor) -> None:
             storable = stored(tensor, dtype or like.dtypes.get(name))
@@ -175,7 +175,7 @@ def small_files(folder: str) -> dict[str, bytes]:
     return contents
 
 
-def write_beside(like: Model, out: str, storage: Storage, changed: Mapping[str, Any] | None = None) -> None:
+def write_beside(like: Model, out: str, storage: StorageOptions, changed: Mapping[str, Any] | None = None) -> None:
     """Config, tokenizer and other small files of a checkpoint, copied to where its weights have been written.
 
     Args:
@@ -200,7 +200,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass
-class Spliced:
+class SplicedWriter:
     """Writes a checkpoint that has tensors of another one, in files of the same names, and some of its own, which stand
     in the last file. Takes the place of mergekit's writer.
 
@@ -231,14 +231,14 @@ class Spliced:
                 json.dump({"metadata": {"total_size": total}, "weight_map": places}, file, indent=2)
 
     def _file(self, name: str, tensors: dict[str, Tensor]) -> tuple[list[str], int]:
-        """Write one file; gives the names of its tensors, and how many bytes they have."""
+        """Write one file; returns the names and bytes of its tensors."""
         path = os.path.join(self.source, name)
         (entries, start), names = safetensors_entries(path), set(self.names)
         data = save(tensors)
         begin = 8 + struct.unpack("<Q", data[:8])[0]
         new_entries = json.loads(data[8:begin])
-        pieces = [_Piece(key, entry, start) for key, entry in entries.items() if key in names]
-        pieces += [_Piece(key, entry, begin, data) for key, entry in new_entries.items()]
+        pieces = [_TensorBytes(key, entry, start) for key, entry in entries.items() if key in names]
+        pieces += [_TensorBytes(key, entry, begin, data) for key, entry in new_entries.items()]
         pieces.sort(key=lambda piece: (-piece.width, piece.data is not None, piece.begin))
         head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -255,7 +255,7 @@ class Spliced:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _TensorBytes:
     """The bytes of a tensor: in a file, or in memory (`data`), whose tensors begin at `start`."""
 
     name: str

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.model.biases import Aligned
-from rotation_merge.model.fold import Folded
+from rotation_merge.model.biases import AlignedSource
+from rotation_merge.model.fold import FoldedSource
 from rotation_merge.model.source import TensorSource, read_block
 
 
@@ -24,7 +24,7 @@ class Gap:
         block, layer, space, kind: where; space "all" is the whole block, block "model" the whole model.
         distance_before, distance_after: |donor - anchor| / |anchor|.
         angle_before, angle_after: degrees between the two vectors.
-        from_identity: how far the map is from the identity, by part.
+        from_identity: distance of the map from the identity, by part.
     """
 
     block: str
@@ -73,9 +73,9 @@ def gaps(architecture: Architecture, anchor: TensorSource, donor: TensorSource, 
     Where the alignment folds norm gains, both models are looked at folded, before and after.
     """
     if alignment.folded:
-        anchor = Folded(architecture, anchor, alignment.folded)
-        donor = Folded(architecture, donor, alignment.folded)
-    aligned = Aligned(architecture, donor, alignment.transforms, anchor)
+        anchor = FoldedSource(architecture, anchor, alignment.folded)
+        donor = FoldedSource(architecture, donor, alignment.folded)
+    aligned = AlignedSource(architecture, donor, alignment.transforms, anchor)
     whole = _Sums()
     for block in architecture.blocks:
         a, b = read_block(block, anchor), read_block(block, donor)
@@ -116,7 +116,7 @@ def _sums(anchor: Tensor, donor: Tensor, aligned: Tensor | None) -> _Sums:
     return _Sums(*(float(torch.dot(x, y)) for x, y in ((a, a), (b, b), (a, b), (c, c), (a, c))))
 
 
-def parted(gaps: list[Gap]) -> str:
+def coordinates_verdict(gaps: list[Gap]) -> str:
     """One sentence on whether the two are in the same coordinates, and where they diverge."""
     whole = gaps[-1]
     if whole.distance_before == 0:
@@ -131,7 +131,7 @@ def parted(gaps: list[Gap]) -> str:
         if whole.angle_before < 45:
             return "the two models share their coordinates: alignment has next to nothing to do" + widest_words
         return (
-            "these spaces do not bring the two models nearer: they were trained independently, or differ elsewhere"
+            "aligning these spaces does not bring the two models nearer: they are independent, or differ elsewhere"
             + widest_words
         )
     angles = f"{whole.angle_before:.3g} to {whole.angle_after:.3g} degrees"

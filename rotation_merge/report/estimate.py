@@ -33,7 +33,7 @@ PASSES = 4
 """Passes over two independent models that matching their stream takes from its better start, about as many as between
 the ViTs and the Llamas of benchmarks/residual.md."""
 STEP_SECONDS = 0.01
-"""Seconds of one pass over one block beside its arithmetic: what small models take."""
+"""Seconds of overhead of one pass over one block, measured on small models."""
 DOUBLE = 0.45
 """Speed of products in float64, of that in float32."""
 WIDE = 8
@@ -48,7 +48,7 @@ REACHED = 0.8
 
 @dataclass(frozen=True)
 class SpaceLine:
-    """Spaces that are alike: their kind, sizes, group, and how many blocks have one."""
+    """Equal spaces: kind, sizes, group, and number of blocks."""
 
     space: str
     kind: str
@@ -65,12 +65,12 @@ class Estimate:
     Attributes:
         lines: the spaces.
         matched, parameters: number of weights that some matched space moves, and of all weights.
-        unaligned: what keeps its place, and why.
-        seconds, memory, disk: estimates for one donor: wall time on this machine's current threads between models that
-            nothing is known of, peak bytes beyond Python and its libraries (one output file of up to 5 GB is held until
-            it is written), bytes written.
+        unaligned: parts that are not moved, with the reason.
+        seconds, memory, disk: estimates for one donor: wall time on this machine's current threads between models of
+            unknown relation, peak bytes beyond Python and its libraries (one output file of up to 5 GB is held until it
+            is written), bytes written.
         near_seconds: the same between near models, where quick proofs hold.
-        warnings: what makes a merge of the two questionable.
+        warnings: reasons to doubt a merge of the two.
     """
 
     family: str
@@ -252,7 +252,7 @@ def _would_match(groups: Sequence[str], tied: bool) -> str:
     """The option that would match a fixed stream, as `check_pair` admits it."""
     largest = groups[-1] if groups else "none"
     if largest == "none":
-        return ": its outputs stand in it"
+        return ", which the outputs use"
     if not (tied and largest == "rotation"):
         return f"; 'residual: {largest}' would match it"
     return (
@@ -274,7 +274,9 @@ def _unaligned(
     spaces = [space for block in architecture.blocks for space in block.spaces.values()]
     for name, space in {s.name.rsplit(".", 1)[-1]: s for s in spaces if s.kind == "attention"}.items():
         if space.norm is not None:
-            reasons.append(f"'{name}' normalises queries and keys; what commutes with that: {heads(space).qk.words}")
+            reasons.append(
+                f"'{name}' normalises queries and keys; maps that commute with the norm: {heads(space).qk.words}"
+            )
         elif space.rotary:
             reasons.append(f"'{name}' uses rotary positions: query/key maps turn each RoPE pair in its plane")
         if not space.free_order:
@@ -287,7 +289,7 @@ def _unaligned(
         matched_layers = sum(
             block.index is not None and options.matches_layer(block.index) for block in architecture.blocks
         )
-        reasons.append(f"layers other than {options.layers} ({matched_layers} layers asked for)")
+        reasons.append(f"layers other than {options.layers} ({matched_layers} layers are matched)")
     known = {info.name for info in moved}
     unlabelled = [info for info in architecture.tensors() if info.name in shapes and info.name not in known]
     if unlabelled:
@@ -306,7 +308,7 @@ class Rounds:
         local: local spaces are matched.
         products: products of a stream are gathered.
         turned: a layer is moved by a stream's map.
-        ends: products of a stream are gathered of what stands outside of layers, or it is moved.
+        ends: whether tensors outside of layers are moved, or contribute to products of a stream.
         solved: a stream's map is solved for.
     """
 
@@ -417,7 +419,7 @@ def _residual_memory(architecture: Architecture, sizes: dict[str, int], options:
 
 
 def _writing_memory(architecture: Architecture, sizes: dict[str, int], itemsize: int, out_itemsize: int) -> int:
-    """The output file so far, and for a tensor: both models', both moved, and what averaging makes of them."""
+    """The output file so far, and per tensor: both models', both moved, and the intermediates of averaging."""
     shard_bytes, peak = 0, 0
     for info in architecture.tensors():
         for name in info.names:

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rotation_merge.errors import RotationMergeError, short
-from rotation_merge.record import gained, relative, rows_in
+from rotation_merge.record import gained, relative_distance, rows_in
 from rotation_merge.report.html import read_report
 
 NEITHER, MAKES = "is neither an alignment nor statistics", "give a file that 'align', 'fit' or 'measure' wrote"
@@ -18,7 +18,7 @@ ALIGNMENT, STATISTICS = "rotation_merge.alignment.", "rotation_merge.statistics.
 ENDINGS = (".json", ".safetensors")
 
 
-def is_ours(path: str) -> bool:
+def is_own_file(path: str) -> bool:
     """Whether a file is to be read as an alignment, statistics or a report, rather than as a recipe."""
     if path.endswith(ENDINGS):
         return True
@@ -51,9 +51,11 @@ def _tensors(path: str) -> dict[str, Any]:
             holds = {"architecture": meta["family"], "folded": json.loads(meta["folded"]), "spaces": dict(spaces)}
             rows = rows_in(metadata, path)
             facts = {name: value for name, value in metadata.items() if name not in ("anchor", "donor", "figures")}
-            figures = dict(zip(("relative_before", "relative_after"), relative(rows), strict=True)) if rows else {}
+            figures = (
+                dict(zip(("relative_before", "relative_after"), relative_distance(rows), strict=True)) if rows else {}
+            )
             return {"is": "Alignment", "format": kind, "fingerprints": marks, "holds": holds, "made": facts,
-                    "figures": figures, "verdict": gained(*relative(rows)) if rows else None}  # fmt: skip
+                    "figures": figures, "verdict": gained(*relative_distance(rows)) if rows else None}  # fmt: skip
         if kind.startswith(STATISTICS):
             marks = {metadata.get("model", "model"): metadata["fingerprint"]}
             kinds = Counter(name.rsplit(".", 1)[-1] for name in names)
@@ -64,7 +66,7 @@ def _tensors(path: str) -> dict[str, Any]:
     except (OSError, SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
         if isinstance(error, SafetensorError) and not path.endswith(".safetensors"):
             raise RotationMergeError(f"{NEITHER}, nor a report (.json)", where=path, remedy=MAKES) from error
-        raise RotationMergeError(f"cannot be read ({short(error)})", where=path, remedy="make it anew") from error
+        raise RotationMergeError(f"cannot be read ({short(error)})", where=path, remedy="write it again") from error
     raise RotationMergeError(NEITHER, where=path, remedy=MAKES)
 
 

@@ -257,7 +257,7 @@ LEFT, RIGHT, TOP, BOTTOM = 44, 10, 10, 30
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart: `style` is its colour class, dashed lines show what was before."""
+    """One line of a chart: `style` is its colour class, dashed lines are values before alignment."""
 
     name: str
     xs: Sequence[float]

@@ -1,7 +1,7 @@
 """Arrays of a file as examples: most count examples; those of images count images, or patches of them.
 
-What processors of models that see and read give (`processor(images=..., text=..., return_tensors="np")`) is taken as it
-is: the images of all examples in one row, in the order in which words stand for them (image tokens in `input_ids`).
+Outputs of processors of vision-language models (`processor(images=..., text=..., return_tensors="np")`) are accepted
+unchanged: the images of all examples in one row, in the order of their image tokens in `input_ids`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SEEN = {
     "pixel_values": ("image_grid_thw", IMAGE_TOKENS),
     "pixel_values_videos": ("video_grid_thw", ("video_token_id", "video_token_index")),
 }
-"""Arrays of what is seen: the array that counts the patches of each picture, and the config's names of its token."""
+"""Arrays of images: the array with the number of patches of each picture, and the config's names of its token."""
 
 BESIDE = {"pixel_values": ("image_sizes", "image_position_ids"), "pixel_values_videos": ("second_per_grid_ts",)}
-"""What else has an entry for each picture."""
+"""Other arrays with an entry for each picture."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _pictures(
             where=source,
             remedy="save what the model's processor gives, unchanged",
         )
-    counts = list(_dealt(tokens, places, name, source))
+    counts = list(_images_per_example(tokens, places, name, source))
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
     rows = [sum(patches[a:b]) for a, b in pairwise(starts)]
     beside = [key for key in (grid, *BESIDE[name]) if key in arrays]
@@ -131,7 +131,7 @@ def _sizes(
     return single_rows, [places // len(single_rows)] * len(single_rows)
 
 
-def _dealt(tokens: list[int], places: list[int], name: str, source: str) -> Iterator[int]:
+def _images_per_example(tokens: list[int], places: list[int], name: str, source: str) -> Iterator[int]:
     """Number of images of each example, from its placeholder tokens."""
     remaining = iter(tokens)
     for number, word_count in enumerate(places, 1):
@@ -159,7 +159,7 @@ def one_by_one(batch: Mapping[str, Tensor]) -> list[Batch]:
     return [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(lengths.pop())]
 
 
-def words_alone(batch: Batch, config: Any) -> Tensor:
+def word_mask(batch: Batch, config: Any) -> Tensor:
     """A mask of word tokens, bool, (examples, tokens): neither padding nor image placeholders."""
     ids = batch["input_ids"]
     mask = batch.get("attention_mask", torch.ones_like(ids)) == 1

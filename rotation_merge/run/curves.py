@@ -13,13 +13,13 @@ FILE = "barrier.json"
 """Name under which a barrier lies beside a merged model, where the report looks for it."""
 
 CENTRE = "the centre"
-"""What the mean of three or more models is called."""
+"""Name of the mean of three or more models."""
 
 LEAST_GAIN = 1e-4
-"""What a merge has to be better by than the line between its parents, to be said so."""
+"""Least gain over the line between the parents that is reported as better."""
 
 FIGURES = {"regression": "Pearson", "similarity": "Spearman"}
-"""What stands beside the loss, by task, where that is no accuracy."""
+"""Name of the figure beside the loss, by task, if it is no accuracy."""
 
 
 @dataclass(frozen=True)

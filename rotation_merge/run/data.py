@@ -1,4 +1,4 @@
-"""Data for measuring models: examples as batches, with what a loss can be measured of."""
+"""Data for measuring models: examples in batches, with labels for a loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import DataError
-from rotation_merge.run.arrays import ExampleBatches, one_by_one, words_alone
+from rotation_merge.run.arrays import ExampleBatches, one_by_one, word_mask
 from rotation_merge.run.data_checks import (
     check_decoder,
     check_inputs,
@@ -37,8 +37,8 @@ class Data:
         batches: tensors by the names that the model's forward takes.
         task: next token, masked token, class, labels (any number for each example), regression, similarity (of two
             texts, by a model that gives embeddings), or, without labels, embedding (of such a model) or none.
-        examples: how many.
-        source: what they are called.
+        examples: number of examples.
+        source: name of the data.
         length: tokens that a window of running text was to have, where they were read or written so.
         batch_size: examples that a batch was to have.
     """
@@ -64,17 +64,17 @@ def read_batches(
     """Read data for a model.
 
     Args:
-        source: a path, `demo:digits`, `demo:python`, `demo:english`, `demo:c`, or what needs no data: `self`,
-            `synthetic` (see `written`).
+        source: a path, `demo:digits`, `demo:python`, `demo:english`, `demo:c`, or a source without data: `self`,
+            `synthetic` (see `generated_samples`).
         model_path: where tokenizer and preprocessor lie.
-        model: the loaded model; says what inputs and labels it takes.
+        model: the loaded model, which determines inputs and labels.
         limit: at most so many examples; so many are made where they are made.
         length: tokens in a window of running text.
         seed: of the masks for masked language models, of samples that are made, and of drawing.
         mixed: take examples from everywhere in the file, drawn, not the first ones in their order.
 
     Raises:
-        DataError: names the file and what it should hold.
+        DataError: names the file and the expected content.
     """
     if source in SOURCES:
         examples: Any = write_samples(source, model, model_path, limit or SAMPLES, length, seed)
@@ -97,8 +97,8 @@ def read_batches(
     return Data(batches, task, count, source, length, batch_size)
 
 
-def held_data(samples: Sequence[Mapping[str, Tensor]], model: Any, source: str = "samples") -> Data:
-    """Batches that are in memory, with what a loss can be measured of.
+def data_in_memory(samples: Sequence[Mapping[str, Tensor]], model: Any, source: str = "samples") -> Data:
+    """Batches in memory, with labels for a loss.
 
     Args:
         samples: batches by the names that the model's forward takes; at least one.
@@ -120,14 +120,14 @@ def held_data(samples: Sequence[Mapping[str, Tensor]], model: Any, source: str =
 def _checked(
     batches: list[Batch], model: Any, source: str, model_path: str | None = None, seed: int = 0
 ) -> tuple[list[Batch], str]:
-    """Batches that a model takes, with labels, and what a loss can be measured of.
+    """Batches of a model's inputs, with labels for a loss.
 
     Args:
         model_path: where the tokenizer lies that says which token masks; None: nothing is masked.
     """
     check_kind(model, batches[0], source)
     check_shape(model, batches[0], source)
-    batches = [_begun(batch, model) for batch in _all_labelled(batches, model)]
+    batches = [_with_decoder_inputs(batch, model) for batch in _all_labelled(batches, model)]
     for batch in batches:
         check_numbers(batch, source)
         check_tokens(batch, model, source)
@@ -148,7 +148,7 @@ def examples_in(batch: Batch) -> int:
     return len(next(iter(batch.values())))
 
 
-def parted(data: Data, count: int) -> tuple[Data, Data]:
+def split_batches(data: Data, count: int) -> tuple[Data, Data]:
     """The first so many examples, and those after them.
 
     Batches of which a tensor holds more than a row for each example stay whole.
@@ -178,8 +178,8 @@ def described(data: Data, source: str, batches: Sequence[Batch] | None = None) -
     """A description of samples, for the metadata of a file made from them.
 
     Args:
-        source: what they are called.
-        batches: as they were used, where that is not how they were read.
+        source: name of the data.
+        batches: the batches as used, if they differ from those that were read.
 
     Returns:
         Among them `tokens`: ids of texts, each image or recording as one.
@@ -216,7 +216,7 @@ def _all_labelled(batches: Sequence[Batch], model: Any) -> list[Batch]:
     return [unlabelled(batch) for batch in batches]
 
 
-def _begun(batch: Batch, model: Any) -> Batch:
+def _with_decoder_inputs(batch: Batch, model: Any) -> Batch:
     """Add decoder inputs to the batch of an encoder-decoder model that has only labels.
 
     They are no longer than the batch's texts.
@@ -269,7 +269,7 @@ def _padded(row: Tensor, length: int, value: int) -> Tensor:
 
 
 def _labels(batch: Batch, config: Any) -> Tensor:
-    return batch["input_ids"].masked_fill(~words_alone(batch, config), -100)
+    return batch["input_ids"].masked_fill(~word_mask(batch, config), -100)
 
 
 def _masked(batch: Batch, model_path: str, generator: torch.Generator) -> Batch:
@@ -297,7 +297,7 @@ def unpadded(batches: Sequence[Batch], source: str) -> list[Batch]:
     Pairs of texts, whose embeddings are compared, are taken as texts by themselves, without scores.
 
     Args:
-        source: what to call the data in errors.
+        source: name of the data for errors.
 
     Raises:
         DataError: a mask has holes inside an example.
@@ -323,7 +323,7 @@ def unpadded(batches: Sequence[Batch], source: str) -> list[Batch]:
     return [batch for rows in groups.values() for batch in _joined(rows, size)]
 
 
-def together(batches: Sequence[Batch], tokens: int) -> list[Batch]:
+def batched_by_length(batches: Sequence[Batch], tokens: int) -> list[Batch]:
     """Texts without padding and labels, by length, in few batches: shorter ones are padded at the end, with a mask.
 
     Args:
@@ -351,7 +351,7 @@ def together(batches: Sequence[Batch], tokens: int) -> list[Batch]:
     return [_padded_batch(group) for group in groups] + apart
 
 
-def first_apart(batches: Sequence[Batch]) -> list[Batch]:
+def with_small_first_batch(batches: Sequence[Batch]) -> list[Batch]:
     """The same examples; an eighth of the first batch is one of its own, which a model is looked at with, unless
     one is small already.
 

@@ -11,7 +11,7 @@ from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.sentence import KEY as MODULES
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.source import TensorSource, read_tensor, unstack
-from rotation_merge.run.functions import hand_out_answers, model_class
+from rotation_merge.run.functions import disable_extra_outputs, model_class
 from rotation_merge.run.sentence import with_empty_modules, with_modules
 
 
@@ -24,7 +24,7 @@ def empty_model(config: Any, untie: bool = False) -> Any:
     from transformers.initialization import no_init_weights
 
     config_copy = copy.deepcopy(config)
-    hand_out_answers(config_copy)
+    disable_extra_outputs(config_copy)
     for part in (config_copy, config_copy.get_text_config()):
         part.use_cache = False
         part._attn_implementation = part._experts_implementation = "eager"

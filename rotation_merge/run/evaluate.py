@@ -44,7 +44,7 @@ class BarrierConfig(Config):
 
 
 PATH = "path, "
-"""How the words begin that tell of progress on a path."""
+"""Prefix of progress labels for a path."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def path(
 
     Args:
         head, head_tensors: see `StraightPath`.
-        ledger: where what is found is kept, and looked for.
+        ledger: store of intermediate results, to resume from.
     """
     ts = [i / (points - 1) for i in range(points)]
     entry = ledger.get(PATH)

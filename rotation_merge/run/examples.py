@@ -1,4 +1,4 @@
-"""Examples from files: text, JSON lines, arrays, image folders, dataset directories, and what the demo ships."""
+"""Examples from files: text, JSON lines, arrays, image folders, dataset directories, and the demo's data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from rotation_merge.errors import DataError, nearest, short
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.sentence import reading
-from rotation_merge.model.vocabulary import is_hollow
+from rotation_merge.model.vocabulary import has_only_special_tokens
 from rotation_merge.run.arrays import ExampleBatches, by_example
 from rotation_merge.run.functions import Batch, local_path, read_config
 from rotation_merge.run.images import preparer, read_images
@@ -32,7 +32,7 @@ def read_examples(
     """All examples of a source: one tensor for each input of the model, or one for each example.
 
     Raises:
-        DataError: names the file and what it should hold.
+        DataError: names the file and the expected content.
     """
     if source.startswith("demo:"):
         return _demo(source, length)
@@ -82,7 +82,7 @@ def tokenizer_of(model_path: str) -> Any:
         DataError: there is none.
     """
     tokenizer = _processor("AutoTokenizer", model_path)
-    if is_hollow(tokenizer):
+    if has_only_special_tokens(tokenizer):
         raise DataError("no tokenizer can be loaded (there is none)", where=model_path, remedy="add its files")
     return tokenizer
 
@@ -259,7 +259,7 @@ def read_dataset(path: Path, preparer: Callable[[], Callable[[Any], Tensor]], ex
 
     Args:
         path: the directory.
-        preparer: gives what makes pixels (channels, height, width) of a picture; asked only for images.
+        preparer: returns the function from a picture to pixels (channels, height, width); called only for images.
         extractor: gives the model's feature extractor; asked only for audio.
 
     Raises:

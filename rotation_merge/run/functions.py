@@ -19,15 +19,15 @@ from rotation_merge.model.adapter_base import check_own_base
 from rotation_merge.model.checkpoint import adapted_state, open_model, parse_reference
 from rotation_merge.model.gguf.place import downloaded
 from rotation_merge.model.headers import check_config, check_folder, check_local, read_json
-from rotation_merge.model.labels import Rows, in_order, label_rows, labels
-from rotation_merge.model.member import Member
+from rotation_merge.model.labels import LabelRows, in_order, label_rows, labels
+from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.model.sentence import module_tensors, read_modules
 from rotation_merge.run.sentence import with_modules
 
 Batch = dict[str, Tensor]
 
 BESIDE = ("output_hidden_states", "output_attentions", "output_router_logits")
-"""Switches of a config that hand out more than what is computed: coordinates of inner spaces."""
+"""Switches of a config for additional outputs: coordinates of inner spaces."""
 
 SAME = 1e-4
 """Outputs apart by less than this share of their largest are the same in float32."""
@@ -115,11 +115,11 @@ def load(
         with_modules(model, modules, module_tensors(directory, modules) if state is None else state, path)
     if like is not None:
         _relabel(model, read_config(local_path(like)), like)
-    hand_out_answers(model.config)
+    disable_extra_outputs(model.config)
     return model.eval()
 
 
-def hand_out_answers(config: Any) -> None:
+def disable_extra_outputs(config: Any) -> None:
     """Turn off a config's additional model outputs."""
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for key in BESIDE:
@@ -133,12 +133,12 @@ def _relabel(model: nn.Module, config: dict[str, Any], name: str) -> None:
     ours, own_labels = labels(config), labels(own_config)
     if ours != own_labels and sorted(ours) == sorted(own_labels):
         shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-        member = Member(type(model).__name__, own_config, architecture_of(model), shapes)
+        member = PairedModel(type(model).__name__, own_config, architecture_of(model), shapes)
         take_rows(model, label_rows(replace(member, name=name, config=config), member))
 
 
 @torch.no_grad()
-def take_rows(model: nn.Module, rows: Rows) -> None:
+def take_rows(model: nn.Module, rows: LabelRows) -> None:
     """Put a loaded model's classes into another order, in place, its config with them (see `model/labels.py`)."""
     for name, (dim, order) in rows.items():
         parameter = model.get_parameter(name)
@@ -256,7 +256,7 @@ def check_answers(model: Any, tensors: Iterable[Tensor], label: str | None = Non
 def fused_attention(model: Any, batch: Batch) -> Iterator[None]:
     """Use torch's fused attention within the block, if it computes the same on a batch.
 
-    It is much faster, but leaves out what some families do to their attention (soft caps).
+    It is much faster, but lacks some families' changes of attention (soft caps).
     """
     before = getattr(model.config, "_attn_implementation", None)
     if before == "eager" and getattr(model, "_supports_sdpa", False):

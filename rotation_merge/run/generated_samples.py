@@ -26,7 +26,7 @@ def write_samples(source: str, model: Any, model_path: str, count: int, length: 
     """Samples of the model's own kind: `self` for language models, `synthetic` for image models.
 
     Args:
-        count: how many.
+        count: number of samples.
         length: tokens in each text.
 
     Raises:
@@ -89,7 +89,7 @@ def _begin(model_path: str) -> int | None:
 
 
 def _continued(model: Any, ids: Tensor, length: int, draw: torch.Generator, tick: Callable[[int], None]) -> Tensor:
-    """Sequences (count, length) that begin with these ids; `tick` is told how many tokens of each are there."""
+    """Sequences (count, length) that begin with these ids; `tick` is called with the number of tokens so far."""
     device = next(model.parameters()).device
     step, past = ids, None
     while ids.shape[1] < length:
@@ -110,7 +110,7 @@ def synthetic_images(model: Any, model_path: str, count: int, seed: int = 0) -> 
     """Noise of several scales, contrasts and brightnesses, squashed into the range of real pixels; float32, NCHW.
 
     Args:
-        model_path: where the preprocessor lies, which says what black and white become.
+        model_path: folder of the preprocessor, which defines the values of black and white.
 
     Raises:
         DataError: the model does not take images.

@@ -54,7 +54,7 @@ def preparer(directory: str, config: Any) -> Callable[[Any], Tensor]:
 
     Args:
         directory: where the model's preprocessor_config.json lies, if it has one.
-        config: the model's; knows how large its images are.
+        config: the model's, with its image size.
 
     Raises:
         DataError: Pillow is not installed.

@@ -1,7 +1,7 @@
 """Measuring a model that does not fit in memory: the weights and the sums of one layer at a time.
 
-What is seen, and how, is as in `measure`: norms run without gain and shift, hidden states are those of that run. Each
-weight is read once. What needs gradients goes through a model whose layers read their weights whenever they run.
+Recording is as in `measure`: norms run without gain and shift, and hidden states are those of that run. Each weight is
+read once. Gradients are computed with a model whose layers read their weights whenever they run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import linear_maps
 from rotation_merge.run.measure import MeasureConfig, MeasuredStatistics, Probe, check_watched
 from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, stored_in
-from rotation_merge.run.recorder import Tapped, Watcher
+from rotation_merge.run.recorder import HookedModel, Watcher
 from rotation_merge.run.runner import Runner, streamed_model
 from rotation_merge.run.statistics_file import DeferredTensor
 from rotation_merge.run.store import hooked
@@ -48,7 +48,7 @@ def in_layers(checkpoint: Model, options: MeasureConfig, data: str, device: str)
     return streamed_model(config, checkpoint, checkpoint.architecture, torch.float32, device, name), gradients
 
 
-class ByLayer:
+class LayerwiseMeasurement:
     """A model under measurement, layer after layer.
 
     Args:
@@ -79,7 +79,7 @@ class ByLayer:
 
     def _block(self, block: Block) -> dict[str, DeferredTensor]:
         """Measure the maps of a block, and carry the hidden states on."""
-        tapped = Tapped.of(self.runner.model, self.runner.architecture)
+        tapped = HookedModel.of(self.runner.model, self.runner.architecture)
         shared = self._look(block, tapped)
         everywhere = [item.name for item in self.runner.architecture.blocks]  # `shared` says what is measured now
         selection = StatisticsSelection(self.options.kinds, self.options.rank, everywhere)
@@ -95,7 +95,7 @@ class ByLayer:
         self.shared.update(shared)
         return dict(stored_in(part))
 
-    def _look(self, block: Block, tapped: Tapped) -> dict[str, str]:
+    def _look(self, block: Block, tapped: HookedModel) -> dict[str, str]:
         """Find maps that run for the first time and those that share their inputs, and settle the split norms."""
         probe = Probe()
         plain = self._outputs(block, tapped, probe)
@@ -111,7 +111,7 @@ class ByLayer:
         self.behind += behind
         return shared
 
-    def _outputs(self, block: Block, tapped: Tapped, watcher: Watcher) -> list[Tensor]:
+    def _outputs(self, block: Block, tapped: HookedModel, watcher: Watcher) -> list[Tensor]:
         """Outputs of a layer (or, outside of the layers, the model) for the first batch; empty if it ends early."""
         outputs: list[Any] = []
         place = self.runner.module_of(block) or self.runner.model

@@ -96,7 +96,7 @@ def linear_maps(architecture: Architecture) -> dict[str, LinearMap]:
 
 
 def local_parts(axis: Axis) -> tuple[tuple[str, str], ...]:
-    """The parts of an axis by names that do not depend on how a checkpoint spells its layers."""
+    """The parts of an axis by names that are independent of the checkpoint's layer names."""
     return tuple((part.space.name.rpartition(".")[2], part.role) for part in axis.parts)
 
 

@@ -1,4 +1,4 @@
-r"""Measuring a model: what goes through its maps on samples, and how much its outputs depend on its weights.
+r"""Measuring a model: activations of its maps on samples, and gradients of its outputs with respect to weights.
 
 The Fisher matrix is the mean of squared gradients of log-probabilities: F = E_x E_{y ~ p(y|x)} (d log p(y|x))^2. Over
 the labels of a classifier the inner expectation is taken exactly: the sum over labels c of p_c (d log p_c)^2 is the sum
@@ -23,7 +23,7 @@ from rotation_merge.errors import DataError, StatisticsError
 from rotation_merge.run.arrays import one_by_one
 from rotation_merge.run.functions import check_answers, unlabelled
 from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, packed, room, run_passes
-from rotation_merge.run.recorder import Tapped
+from rotation_merge.run.recorder import HookedModel
 from rotation_merge.run.sample_kinds import SAMPLES, STATISTICS
 from rotation_merge.run.statistics_file import DeferredTensor
 from rotation_merge.run.sums import Collector, StatisticsSelection, Sums, finished, has_gradient
@@ -63,7 +63,7 @@ class MeasuredStatistics:
     Attributes:
         tensors: to be written.
         shared: by map, the one under whose name its inputs' Gram stands.
-        split: Grams of what norms normalised.
+        split: Grams of normalised inputs of norms.
         behind: maps whose gradients are those behind a layer scale.
         uncalled: maps that never ran.
         buffers: tensors that no gradient reaches, as they are no parameters.
@@ -91,7 +91,7 @@ class ModelMeasurement:
             batches: without padding.
         """
         self.model, self.architecture, self.batches, self.task = model, architecture, batches, task
-        self.tapped = Tapped.of(model, architecture)
+        self.tapped = HookedModel.of(model, architecture)
         _expert_by_expert(model)
         self.device = next(model.parameters()).device
         first = one_by_one(batches[0])[0]
@@ -251,7 +251,7 @@ class ModelMeasurement:
 
 
 def check_watched(plain: Sequence[Tensor], watched: Sequence[Tensor], model: nn.Module, must: bool) -> bool:
-    """Whether watching maps left what a model (or a layer) gives as it was.
+    """Check that recording leaves the outputs of a model (or a layer) unchanged.
 
     Raises:
         StatisticsError: it did not, although it must.
@@ -271,13 +271,13 @@ class Probe:
     def __init__(self) -> None:
         self.inputs: dict[str, list[Tensor]] = {}
 
-    def saw(self, name: str, expert: int | None, x: Tensor) -> None:
+    def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
         self.inputs.setdefault(name, []).append(x)
 
-    def gave(self, name: str, expert: int | None, y: Tensor) -> None:
+    def on_output(self, name: str, expert: int | None, y: Tensor) -> None:
         pass
 
-    def shared(self, tapped: Tapped) -> dict[str, str]:
+    def shared(self, tapped: HookedModel) -> dict[str, str]:
         """First map of its block that reads the same inputs, by map."""
         leaders: dict[tuple[str, tuple[int, ...]], str] = {}
         first_reader = {}
@@ -289,7 +289,7 @@ class Probe:
         return first_reader
 
 
-def _alike(tapped: Tapped, first: str, second: str) -> bool:
+def _alike(tapped: HookedModel, first: str, second: str) -> bool:
     """Whether two maps that read the same read it behind the same norm."""
     a, b = tapped.maps[first], tapped.maps[second]
     return a.norm is b.norm and a.stacked == b.stacked
@@ -361,7 +361,7 @@ def scores(
 
     Args:
         outputs: of the model for the batch, inside the graph.
-        task: what the labels are for (see `samples`).
+        task: task of the labels (see `samples`).
         label_source: sampled (or exact, where that can be), or data: the labels that came with the samples.
         draw: where drawn labels come from.
     """

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rotation_merge.files.ledger import SECONDS, Unfinished
-from rotation_merge.run.statistics_file import DeferredTensor, unwritten, write_statistics
+from rotation_merge.run.statistics_file import DeferredTensor, write_error, write_statistics
 from rotation_merge.run.sums import Sums
 from rotation_merge.workers.progress import Progress as Progress
 
@@ -30,7 +30,7 @@ class StatisticsPass:
     Attributes:
         name: shown as progress.
         blocks: names of the blocks that it looks at.
-        steps: how many.
+        steps: number of steps.
         run: adds one step to the sums.
         finish: means out of sums, as they are stored.
     """
@@ -50,17 +50,17 @@ class UnfinishedMeasurement(Unfinished):
 
         Args:
             out: the statistics file that it stands beside.
-            identity: everything that decides what is measured.
+            identity: key of all inputs and options of the measurement.
         """
         super().__init__(str(out))
         self.out = out
         mark = json.dumps(identity, sort_keys=True, default=str)
-        self.take_up(mark)
+        self.resume_or_remove(mark)
         try:
             self.begin(mark)
         except OSError as error:
             self.remove()
-            raise unwritten(out, error) from error
+            raise write_error(out, error) from error
 
     def __enter__(self) -> UnfinishedMeasurement:
         return self
@@ -97,7 +97,7 @@ class UnfinishedMeasurement(Unfinished):
 
 
 def stored(tensors: Mapping[str, Tensor]) -> dict[str, DeferredTensor]:
-    """Tensors in memory as what is to be written."""
+    """Tensors in memory in the form in which they are written."""
 
     def load(tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor
@@ -111,7 +111,7 @@ def run_passes(
     """Runs all passes that have no result file yet, and gives all results.
 
     Args:
-        state: None: what they find stays in memory.
+        state: None: results stay in memory.
     """
     tensors: dict[str, DeferredTensor] = {}
     for pass_ in passes:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from rotation_merge.errors import CheckpointError, RotationMergeError
-from rotation_merge.run.answers import InMemoryModel, LayerwiseModel, answering
 from rotation_merge.run.functions import Batch, stored_dtype
 from rotation_merge.run.inputs import random_batch
+from rotation_merge.run.model_outputs import InMemoryModel, LayerwiseModel, open_for_outputs
 
 ROUNDINGS = 16.0
-"""So many times what rounding the first model's own weights does to its outputs may the two differ."""
+"""Allowed difference of two models, as a multiple of the effect of rounding the first one's weights."""
 
 BATCHES = 2
 """Random batches of a proof."""
@@ -51,31 +51,31 @@ def prove(donor: str, result: str, probabilities: bool = False) -> Proof:
         probabilities: logits by the probabilities that they stand for.
 
     Raises:
-        CheckpointError: what was made cannot be loaded.
+        CheckpointError: the result cannot be loaded.
     """
     try:
-        first = answering(donor)
+        first = open_for_outputs(donor)
         inputs = [random_batch(first.model, torch.Generator().manual_seed(i)) for i in range(BATCHES)]
         expected = first.on(inputs)
     except RotationMergeError as error:
         return Proof(reason=str(error))
     except Exception as error:  # whatever a model's class raises on inputs that it does not take
         return Proof(reason=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    coarsest = coarser(stored_dtype(donor), stored_dtype(result))
-    allowed = ROUNDINGS * own_rounding(first, inputs, expected, coarsest, probabilities=probabilities)
+    coarsest = least_precise_dtype(stored_dtype(donor), stored_dtype(result))
+    allowed = ROUNDINGS * rounding_effect(first, inputs, expected, coarsest, probabilities=probabilities)
     del first
-    result_outputs = answering(result, like=donor).on(inputs)
+    result_outputs = open_for_outputs(result, like=donor).on(inputs)
     return Proof(
         float(largest_difference(expected, result_outputs, (donor, result), probabilities)["relative"]), allowed
     )
 
 
-def coarser(*dtypes: torch.dtype) -> torch.dtype:
+def least_precise_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype of lowest precision."""
     return max((d for d in dtypes if d.is_floating_point), key=lambda d: torch.finfo(d).eps, default=torch.float32)
 
 
-def own_rounding(
+def rounding_effect(
     model: InMemoryModel | LayerwiseModel,
     inputs: list[Batch],
     expected: list[Batch],
@@ -87,7 +87,7 @@ def own_rounding(
     last place of `dtype`, or of float32 where that is coarser.
 
     Args:
-        expected: what it answers to the inputs; a model in memory is spent.
+        expected: its outputs for the inputs; a model in memory is modified.
     """
     unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     rounded = model.rounded(inputs, unit, seed)
@@ -98,7 +98,7 @@ def own_rounding(
 def largest_difference(
     a: list[Batch], b: list[Batch], names: tuple[str, str], probabilities: bool = False
 ) -> dict[str, Any]:
-    """The largest difference between what two models answer, relative to the size of each output.
+    """The largest difference between two models' outputs, relative to the size of each output.
 
     Args:
         probabilities: compare the logarithms of the probabilities that logits stand for, which a number added to all

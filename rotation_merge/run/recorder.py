@@ -1,13 +1,14 @@
 """Records activations while a model runs, for any class of model: of all of its linear maps, or of one block.
 
-`Tapped` tells a watcher about every product of activations with a weight of the module that is running, whatever
-function makes it (a linear layer, GPT-2's Conv1D, the experts of one fused tensor, a router). Where a norm feeds maps,
-it is run without gain and shift, which are applied on the way into each of its readers: so what is seen there is what
-was normalised, and the model computes what it always did. Layer scales likewise: they are applied on the way out of the
-map before them.
+`HookedModel` reports every product of activations with a weight of the running module to a watcher, whatever function
+computes it (a linear layer, GPT-2's Conv1D, the experts of one fused tensor, a router). Where a norm feeds maps, it is
+run without gain and shift, which are applied on the way into each of its readers: so the normalised inputs are
+recorded, and the model's outputs stay the same. Layer scales likewise: they are applied on the way out of the map
+before them.
 
-`Taps` gives the activations of one block of a `Runner`: what its maps read and gave, also those whose outputs are
-replayed, and the stream where norms read it and where the layer ends. The block may be ended early, or disturbed.
+`BlockHooks` gives the activations of one block of a `Runner`: inputs and outputs of its maps, also of those whose
+outputs are replayed, and the stream where norms read it and where the layer ends. The block may be ended early, or
+disturbed.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ _PRODUCTS = {
 class Watcher(Protocol):
     """Receives the inputs and outputs of every map that runs."""
 
-    def saw(self, name: str, expert: int | None, x: Tensor) -> None:
+    def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
         """A map's inputs, (..., inputs), before gain and shift if the norm is split."""
 
-    def gave(self, name: str, expert: int | None, y: Tensor) -> None:
+    def on_output(self, name: str, expert: int | None, y: Tensor) -> None:
         """A map's outputs, (..., outputs), after a layer scale."""
 
 
@@ -61,7 +62,7 @@ class _Owned:
 
 
 @dataclass
-class Tapped:
+class HookedModel:
     """A model whose maps can be watched.
 
     Attributes:
@@ -79,7 +80,7 @@ class Tapped:
     scales: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, architecture: Architecture) -> Tapped:
+    def of(cls, model: nn.Module, architecture: Architecture) -> HookedModel:
         return cls(model, architecture, linear_maps(architecture))
 
     @contextmanager
@@ -162,7 +163,7 @@ class Tapped:
 
 class _Mode(TorchFunctionMode):
     def __init__(
-        self, tapped: Tapped, watcher: Watcher, stack: list[nn.Module], owned: dict[nn.Module, list[_Owned]]
+        self, tapped: HookedModel, watcher: Watcher, stack: list[nn.Module], owned: dict[nn.Module, list[_Owned]]
     ) -> None:
         super().__init__()
         self.tapped, self.watcher, self.stack, self.owned = tapped, watcher, stack, owned
@@ -184,7 +185,7 @@ class _Mode(TorchFunctionMode):
     def _product(self, func: Any, place: int, owner: tuple[str, int | None], args: Any, kwargs: Any) -> Any:
         name, expert = owner
         x = args[place]
-        self.watcher.saw(name, expert, x)
+        self.watcher.on_input(name, expert, x)
         split = self.tapped.splits.get(name)
         if split is not None:
             args = (*args[:place], x * split[0] + split[1], *args[place + 1 :])
@@ -192,7 +193,7 @@ class _Mode(TorchFunctionMode):
         scale = self.tapped.scales.get(name)
         if scale is not None:
             y = y * scale
-        self.watcher.gave(name, expert, y)
+        self.watcher.on_output(name, expert, y)
         return y
 
     def _experts(self, name: str, x: Tensor, weight: Tensor) -> Tensor:
@@ -236,7 +237,7 @@ def _within(weight: Tensor, parameter: Tensor) -> bool:
 
 
 LAYER = "layer"
-"""What the place is called where a layer gives the stream to the next one."""
+"""Name of the place where a layer passes the stream to the next one."""
 
 
 @dataclass
@@ -245,7 +246,7 @@ class BlockActivations:
 
     Attributes:
         inputs, outputs: of the maps.
-        stream: what entered a norm, and what the layer gave.
+        stream: inputs of norms, and the layer's output.
         order: keys and places in the order in which they were seen.
     """
 
@@ -272,7 +273,7 @@ class BlockActivations:
         return BlockActivations(cut(self.inputs, whole), cut(self.outputs, every), cut(self.stream, every), self.order)
 
 
-class Taps:
+class BlockHooks:
     """Hooks on one block of a model.
 
     Attributes:
@@ -280,7 +281,7 @@ class Taps:
         modules: those modules.
         names: of all tensors of the block, by key.
         places: where the stream can be looked at: keys of norms, and LAYER.
-        settled: what is not run again.
+        settled: modules that are not run again.
     """
 
     def __init__(self, runner: Runner, block: Block) -> None:
@@ -306,7 +307,7 @@ class Taps:
 
         Args:
             until: end the forward when all of these (keys or places) have been seen.
-            disturb: what to add to the outputs of maps.
+            disturb: added to the outputs of maps.
         """
         activations = BlockActivations()
 
@@ -315,7 +316,7 @@ class Taps:
             if until and until.issubset(activations.order):
                 raise Halt
 
-        def gave(key: str, arguments: Any, output: Tensor) -> Tensor:
+        def on_output(key: str, arguments: Any, output: Tensor) -> Tensor:
             if disturb and key in disturb:
                 output = output + disturb[key]
             activations.inputs[key], activations.outputs[key] = arguments[0], output
@@ -331,7 +332,7 @@ class Taps:
             note(LAYER)
 
         hooks = [
-            module.register_forward_hook(lambda _, arguments, output, key=key: gave(key, arguments, output))
+            module.register_forward_hook(lambda _, arguments, output, key=key: on_output(key, arguments, output))
             for key, module in self.modules.items()
         ]
         hooks += [
@@ -355,7 +356,7 @@ class Taps:
         """Activations of one batch, without padding, (positions, width).
 
         Args:
-            until: end the forward when all of these have been seen, and show them, with what such maps read.
+            until: end the forward when all of these have been recorded, and return them with the inputs of such maps.
             also: keys and places that are shown, whatever else runs.
         """
         with self.settled.replaying(batch, self.runner.device), self.watching(until) as activations:
@@ -390,7 +391,7 @@ def _submodule(runner: Runner, tensor: str) -> nn.Module | None:
 
 
 def _real(x: Tensor, mask: Tensor, at: Tensor) -> Tensor:
-    """The positions that are no padding, (positions, width); what has no positions as it is.
+    """The positions without padding, (positions, width); tensors without positions unchanged.
 
     Args:
         mask: (texts, positions), 1 where they are real.

@@ -1,14 +1,14 @@
 """Runs a model block by block: one layer's weights in memory, hidden states stored in between.
 
-The model is transformers' own, made without weights, and its own forward is what runs: layers that are done give back
-what they gave before, the present one has its weights, and where the forward would enter a block that has none yet, it
-ends. So masks, positions and whatever else a model hands to its layers are right in every family. What stands outside
-of the layers stays in memory from its turn on. Models that transformers stores in another form than checkpoints have
-(mixtures of experts) are held whole, or joined from their pieces where they must not be.
+The model is transformers' own, made without weights, and its own forward is what runs: finished layers replay their
+outputs, the current one has its weights, and the forward ends where it would enter a block without weights. So masks,
+positions and whatever else a model hands to its layers are right in every family. Modules outside of the layers stay in
+memory once they are opened. Models that transformers stores in another form than checkpoints have (mixtures of experts)
+are held whole, or joined from their pieces where they must not be.
 
 `streamed_model` is the same model with only one layer's weights in memory in the backward pass, too: each layer reads
-them when it is entered and lets go of them when it is left, and what autograd would keep of them for the way back it
-keeps as a name and reads again.
+them when it is entered and frees them when it is left; autograd saves their names for the backward pass and reads them
+again.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.source import TensorSource, read_tensor, unstack
-from rotation_merge.model.sources import Renamed, Respelled
+from rotation_merge.model.sources import RestructuredSource, TranslatedSource
 from rotation_merge.run.empty_models import empty_model, whole_model
 from rotation_merge.run.functions import Batch, architecture_of, unlabelled
 from rotation_merge.run.store import Arguments, LayerArguments, Place, SharedKVCache, Store
 
 INNER = ("use_weighted_layer_sum", "vision_feature_layer")
-"""Entries of a config by which a model looks at what its inner layers gave, after the last of them."""
+"""Entries of a config for models that read outputs of inner layers after the last layer."""
 
 Fill = Callable[[TensorInfo, Tensor], Tensor]
-"""What a tensor becomes on its way from the source into the model."""
+"""Function from a source's tensor to the model's."""
 
 
 class Halt(Exception):
@@ -58,7 +58,7 @@ class Runner:
         architecture: under the names of the model's own state dict; blocks have their names from here.
         whole: whether all weights are in memory.
         block: the present one.
-        batches: what it is run on; `least` is the number of the smallest.
+        batches: its inputs; `least` is the number of the smallest.
         stored: its tensors by the names of its checkpoint.
         each_run: called after every batch that was run.
 
@@ -70,7 +70,7 @@ class Runner:
         prefix: of this model's keys in the store.
         fill: see `Fill`.
         untie: give a tied head its own tensor.
-        layered: what a model is called that is not to be held whole: its pieces are joined to transformers' form.
+        layered: name of a model that must not be held whole: its pieces are joined to transformers' form.
             None: it may be.
 
     Raises:
@@ -95,7 +95,7 @@ class Runner:
         self.store = Store() if store is None else store
         self.model = empty_model(config, untie)
         self.architecture = architecture_of(self.model, untie)
-        named = Renamed if layered is None else Respelled
+        named = TranslatedSource if layered is None else RestructuredSource
         self.stored, self.source = source, named(source, stored, self.architecture)
         self.whole = not self._covers()
         if self.whole and layered is not None:
@@ -145,8 +145,8 @@ class Runner:
     def run(self, batch: int) -> None:
         """Run one batch through the present block (its hooks see it), or as far as a hook lets it.
 
-        What belongs to another block and is entered inside of a layer (T5's first layers use a table of positions that
-        stands before them) is filled as well.
+        Modules of another block that a layer enters (T5's first layers use the table of positions before them) are
+        filled as well.
         """
         self._run(batch)
         self.each_run()
@@ -197,7 +197,7 @@ class Runner:
         return self.model.get_submodule(name)
 
     def module_of(self, block: Block) -> nn.Module | None:
-        """The module that is a layer; None for what stands outside of the layers."""
+        """The module of a layer; None outside of the layers."""
         return None if block.index is None else self.module(block.name)
 
     # --- weights -----------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ class Runner:
     def _guard(self) -> None:
         """End a forward before it enters a block that is not open.
 
-        What several blocks share (an embedding tied to a head) belongs to the first of them.
+        Parameters that several blocks share (an embedding tied to a head) belong to the first of them.
         """
         blocks: dict[nn.Module, list[Block]] = {}
         for block in self.architecture.blocks:
@@ -371,7 +371,7 @@ class Runner:
         return block.name if every or block.module in self._every else block.module
 
     def _replay(self, stack: str, block: Block, named: dict[str, Any]) -> Any:
-        self._left.put_back(self._key(f"{block.name}:left"), named, self.device)
+        self._left.restore_entries(self._key(f"{block.name}:left"), named, self.device)
         still, moving, form = self._latest[stack, self._batch]
         replayed = self.store.get(self._key(stack), self.device)
         self._replayed = replayed  # alive, so that nothing else has their ids

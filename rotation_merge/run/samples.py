@@ -11,13 +11,13 @@ from torch import nn
 from rotation_merge.errors import DataError
 from rotation_merge.model.model_inputs import OpenedModel
 from rotation_merge.model.view import as_stored
-from rotation_merge.run.data import Data, held_data, read_batches
+from rotation_merge.run.data import Data, data_in_memory, read_batches
 from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.functions import local_path
 from rotation_merge.run.generated_samples import SOURCES
 
 Samples = Any
-"""Batches of what a model's forward takes, or the name of a source: a file, `self`, `synthetic`, `demo:NAME`."""
+"""Batches of forward's inputs, or the name of a source: a file, `self`, `synthetic`, `demo:NAME`."""
 
 
 def read_samples(
@@ -44,7 +44,7 @@ def read_samples(
         module = as_stored(opened).to_module()
     kind = module or opened.module or empty_model(opened.transformers_config)
     if not named:
-        return held_data(samples, kind)
+        return data_in_memory(samples, kind)
     source, checkpoint = str(samples), opened.checkpoint
     path = "" if checkpoint is None else local_path(str(checkpoint.reference.model.path))
     if checkpoint is None and source not in SOURCES and getattr(kind, "main_input_name", "") == "input_ids":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.run.maps import LinearMap
-from rotation_merge.run.recorder import BlockActivations, Taps
+from rotation_merge.run.recorder import BlockActivations, BlockHooks
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Branch:
 
     Attributes:
         place: where the stream is looked at.
-        gain: by how much each coordinate of the map's output counts there, shape (out,).
+        gain: factor of each coordinate of the map's output there, shape (out,).
         added: keys of maps that write to the same place after it, with their gains.
     """
 
@@ -55,8 +55,8 @@ LINEAR = 1e-2
 """A place follows a map's output if all but this share of its answer is the output times a gain for each coordinate."""
 
 
-def stages(taps: Taps, keys: set[str], norms: Collection[str] = ()) -> list[Stage]:
-    """The stages of a block in the order of its forward; what runs twice, or not at all, is in none.
+def stages(taps: BlockHooks, keys: set[str], norms: Collection[str] = ()) -> list[Stage]:
+    """The stages of a block in the order of its forward; maps that run twice or never are in none.
 
     Args:
         keys: of the maps to be solved.
@@ -81,7 +81,7 @@ def _writes(linear: LinearMap) -> bool:
     return any(part.role == "write" for part in linear.outputs.parts)
 
 
-def _places(taps: Taps, key: str, activations: BlockActivations) -> dict[str, Tensor]:
+def _places(taps: BlockHooks, key: str, activations: BlockActivations) -> dict[str, Tensor]:
     """Places that follow a map's output, with the gains: found out by disturbing it."""
     output = activations.outputs[key]
     draw = torch.Generator().manual_seed(0)
@@ -105,7 +105,7 @@ def rows(x: Tensor) -> Tensor:
 
 
 def _branch(key: str, gains: dict[str, dict[str, Tensor]], activations: BlockActivations) -> Branch:
-    """The first place that follows a map's output, and what else is added to it in between."""
+    """The first place after a map's output, and the terms that are added in between."""
     place = next(iter(gains[key]))
     between = activations.order[activations.order.index(key) + 1 : activations.order.index(place)]
     added = tuple((key, gains[key][place]) for key in between if place in gains.get(key, {}))

@@ -23,7 +23,7 @@ from rotation_merge.linalg.finite import all_finite
 FORMAT = "rotation_merge.statistics.1"
 
 NAME = "statistics.safetensors"
-"""What the file is called beside a model."""
+"""Name of the file beside a model."""
 
 _DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
 
@@ -36,7 +36,7 @@ class Gram:
         matrix: of (x, 1), (..., n + 1, n + 1); None where the two below stand for it.
         diagonal, factor: of x: ``diag(diagonal) + factor @ factor^T``, (..., n) and (..., n, rank).
         count: rows that were seen, one number for each expert.
-        split: whether x is what a norm normalised, before gain and shift.
+        split: whether x is a norm's normalised input, before gain and shift.
     """
 
     matrix: Tensor | None
@@ -58,9 +58,9 @@ class Statistics:
     """A statistics file, opened.
 
     Attributes:
-        metadata: how it was made: model, fingerprint, family, data, samples, tokens, labels, versions.
+        metadata: origin: model, fingerprint, family, data, samples, tokens, labels, versions.
         inputs: by tensor name, the name that the Gram of its inputs is stored under.
-        split: names of Grams of what norms normalised.
+        split: names of Grams of norms' normalised inputs.
         behind: maps whose gradients are those behind a layer scale.
         uncalled: maps that never ran on the samples.
     """
@@ -115,7 +115,7 @@ class Statistics:
             fingerprint: of the model.
 
         Raises:
-            StatisticsError: says what they hold, or what they are of.
+            StatisticsError: names their kinds, or their model.
         """
         kinds = self.metadata.get("kinds", ())
         if kind not in kinds:
@@ -215,7 +215,7 @@ def write_statistics(
     """Write a safetensors file, one tensor in memory at a time; it takes its place when it is whole.
 
     Args:
-        label: what to call it in errors, if not by its path.
+        label: name for errors, if not its path.
 
     Raises:
         StatisticsError: it cannot be written, or a number is none; nothing is left behind.
@@ -253,14 +253,14 @@ def replacing(path: Path | str) -> Iterator[Any]:
         with durable.replacing(path) as temporary, open(temporary, "wb") as file:
             yield file
     except OSError as error:
-        raise unwritten(path, error) from error
+        raise write_error(path, error) from error
 
 
 SPACE = "free some space (the same command goes on), or give another place with --out"
-"""What there is to do where the disk of a measurement is full."""
+"""Remedy for a full disk."""
 
 
-def unwritten(path: Path | str, error: OSError) -> RotationMergeError:
+def write_error(path: Path | str, error: OSError) -> RotationMergeError:
     """The error for a file that cannot be written."""
     problem = f"cannot be written ({(error.strerror or str(error)).lower()})"
     if no_space(error):

@@ -21,14 +21,14 @@ from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.durable import write_text
-from rotation_merge.model.card import MEASURED, measured_in
+from rotation_merge.model.card import MEASURED, kept_figures
 from rotation_merge.model.checkpoint import Model, Models, parse_reference
 from rotation_merge.model.model_inputs import OpenedModel
 from rotation_merge.model.origin import origins
 from rotation_merge.record import versions
-from rotation_merge.run.data import Data, described, first_apart, unpadded
+from rotation_merge.run.data import Data, described, unpadded, with_small_first_batch
 from rotation_merge.run.functions import architecture_of
-from rotation_merge.run.layers import ByLayer
+from rotation_merge.run.layers import LayerwiseMeasurement
 from rotation_merge.run.maps import LinearMap, linear_map, same_map
 from rotation_merge.run.measure import MeasureConfig, MeasuredStatistics, ModelMeasurement
 from rotation_merge.run.passes import Progress, UnfinishedMeasurement
@@ -48,7 +48,7 @@ def checkpoint_of(name: str) -> Model:
     return model
 
 
-def place_beside(reference: ModelReference) -> Path:
+def default_statistics_path(reference: ModelReference) -> Path:
     """The default place of a model's statistics: beside it (beside its adapter), otherwise here."""
     folder = Path(reference.lora.path if reference.lora is not None else reference.model.path)
     return folder / NAME if folder.is_dir() else Path(NAME)
@@ -67,13 +67,13 @@ def record(
     """Measure a model and write its statistics; gives the head of the file.
 
     Args:
-        checkpoint: what the model was loaded from.
+        checkpoint: source of the model.
         model: loaded, on the device where it is to run; None: it is run layer by layer, from the files.
-        source: what the data are called.
+        source: name of the data.
 
     Raises:
         RotationMergeError: the model or the data do not allow it, or there is no place to write; nothing is left behind
-            but what an earlier run had done.
+            except an earlier run's results.
     """
     batches = unpadded(data.batches, source)
     metadata: dict[str, Any] = {
@@ -130,7 +130,9 @@ def _of_samples(
     }
 
 
-def _head(metadata: dict[str, Any], measured: MeasuredStatistics, named: Named, names: Sequence[str]) -> dict[str, str]:
+def _head(
+    metadata: dict[str, Any], measured: MeasuredStatistics, named: NamedStatistics, names: Sequence[str]
+) -> dict[str, str]:
     """The head of a statistics file; completes `metadata`."""
     metadata["loss_scale"] = measured.loss_scale
     metadata["fisher_norm"] = _norm(named, names)
@@ -161,20 +163,20 @@ def _measured(
         return measurement.run(options, state, progress), measurement.architecture
     states = Store(str(state.path), SPACE)
     config = checkpoint.transformers_config
-    runner = Runner(config, checkpoint, checkpoint.architecture, first_apart(batches), states, device=device)
+    runner = Runner(config, checkpoint, checkpoint.architecture, with_small_first_batch(batches), states, device=device)
     try:
-        return ByLayer(runner, options, state, progress).run(), runner.architecture
+        return LayerwiseMeasurement(runner, options, state, progress).run(), runner.architecture
     finally:
         states.close()
 
 
-def _norm(named: Named, stored: Sequence[str]) -> float | None:
+def _norm(named: NamedStatistics, stored: Sequence[str]) -> float | None:
     """The 2-norm of the Fisher diagonal of all tensors."""
     diagonals = [tensor for key, tensor in named.tensors.items() if key.removesuffix(".fisher") in stored]
     return float(sum(float(t.load().double().square().sum()) for t in diagonals)) ** 0.5 if diagonals else None
 
 
-def _narrow(named: Named) -> list[str]:
+def _narrow(named: NamedStatistics) -> list[str]:
     """Maps that saw fewer rows than they have inputs, so that their Gram alone is singular."""
 
     def few(name: str, gram: DeferredTensor) -> bool:
@@ -186,7 +188,7 @@ def _narrow(named: Named) -> list[str]:
 
 
 PIPELINES = {"next token": "text-generation", "masked token": "fill-mask", "similarity": "sentence-similarity"}
-"""What the hub calls tasks; all others classify."""
+"""The hub's names of tasks; all others classify."""
 
 
 def keep_figures(name: str, images: bool, facts: Mapping[str, Any], figures: Mapping[str, float]) -> None:
@@ -210,7 +212,7 @@ def keep_figures(name: str, images: bool, facts: Mapping[str, Any], figures: Map
         "figures": dict(figures),
         "fingerprint": checkpoint_of(name).fingerprint,
     }
-    other_data = [entry for entry in measured_in(name) if entry["data"] != data_facts["data"]]
+    other_data = [entry for entry in kept_figures(name) if entry["data"] != data_facts["data"]]
     write_text(
         os.path.join(name, MEASURED),
         json.dumps([*other_data, {**measurement, "versions": versions()}], indent=1) + "\n",
@@ -218,7 +220,7 @@ def keep_figures(name: str, images: bool, facts: Mapping[str, Any], figures: Map
 
 
 @dataclass
-class Named:
+class NamedStatistics:
     """Statistics under a checkpoint's names; see `file.Statistics`."""
 
     tensors: dict[str, DeferredTensor]
@@ -229,10 +231,10 @@ class Named:
     buffers: list[str]
 
 
-def as_stored(measured: MeasuredStatistics, module: Architecture, stored: Architecture) -> Named:
+def as_stored(measured: MeasuredStatistics, module: Architecture, stored: Architecture) -> NamedStatistics:
     """Statistics of a module, `module`, under the names of its checkpoint, `stored`."""
     ours = {(b.module, b.place, b.index): b for b in module.blocks}
-    named = Named({}, {}, [], [], [], [])
+    named = NamedStatistics({}, {}, [], [], [], [])
     leaders: dict[str, str] = {}
     for block in stored.blocks:
         same = ours.get((block.module, block.place, block.index))
@@ -249,7 +251,12 @@ def as_stored(measured: MeasuredStatistics, module: Architecture, stored: Archit
 
 
 def _name_map(
-    named: Named, measured: MeasuredStatistics, leaders: dict[str, str], linear: LinearMap, ours: LinearMap, rows: slice
+    named: NamedStatistics,
+    measured: MeasuredStatistics,
+    leaders: dict[str, str],
+    linear: LinearMap,
+    ours: LinearMap,
+    rows: slice,
 ) -> None:
     name, tensors = linear.info.name, measured.tensors
     if ours.info.name in measured.uncalled:
@@ -271,7 +278,11 @@ def _name_map(
 
 
 def _name_fisher(
-    named: Named, measured: MeasuredStatistics, same: Block, info: TensorInfo, place: tuple[LinearMap, slice] | None
+    named: NamedStatistics,
+    measured: MeasuredStatistics,
+    same: Block,
+    info: TensorInfo,
+    place: tuple[LinearMap, slice] | None,
 ) -> None:
     ours = same.tensor(info.key) if place is None else place[0].info
     if ours is None:

@@ -25,7 +25,7 @@ from rotation_merge.errors import RotationMergeError, SpaceError, short
 from rotation_merge.files.scratch import Scratch
 
 SPILL = "name a folder for 'spill' that has more space, or give fewer samples"
-"""What a recipe can do where hidden states find no space."""
+"""Remedy in a recipe if hidden states do not fit."""
 
 
 class Store:
@@ -33,7 +33,7 @@ class Store:
 
     Args:
         folder: they are written to a new folder inside of it, which goes with the store; None: kept in memory.
-        remedy: what there is to do where that has no space.
+        remedy: for a full disk.
     """
 
     def __init__(self, folder: str | None = None, remedy: str = SPILL) -> None:
@@ -144,7 +144,7 @@ Place = tuple[str, int]
 """A tensor in the store: its key, and which of those it holds."""
 
 PLAIN = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
-"""What is kept; whatever else a layer is given may remember what was done to it."""
+"""Types of arguments that are stored; other arguments of a layer may be stateful."""
 
 
 class LayerArguments:
@@ -253,7 +253,7 @@ class SharedKVCache:
             leaves, self._forms[key] = _pytree.tree_flatten(put)
             self.store.put(key, leaves)
 
-    def put_back(self, key: str, arguments: Mapping[str, Any], device: torch.device) -> None:
+    def restore_entries(self, key: str, arguments: Mapping[str, Any], device: torch.device) -> None:
         """Restore a layer's entries without running it."""
         if key in self._forms:
             put = _pytree.tree_unflatten(self.store.get(key, device), self._forms[key])
@@ -262,7 +262,7 @@ class SharedKVCache:
 
 
 Form = tuple[Any, list[Any]]
-"""How a module's output is built of its tensors, and what it holds beside them."""
+"""Structure of a module's output, with its values other than tensors."""
 
 
 class SettledOutputs:
@@ -333,7 +333,7 @@ class SettledOutputs:
         """Hooks by which outputs are found, each with the sum of its tensors' versions: who changes one raises it."""
         before = [True]
 
-        def gave(name: str, _: nn.Module, __: Any, output: Any) -> None:
+        def on_output(name: str, _: nn.Module, __: Any, output: Any) -> None:
             if name in self.maps or before[0]:
                 fresh[name] = output, _versions(output)
 
@@ -342,7 +342,7 @@ class SettledOutputs:
 
         settled_names = [key for key in self.maps if key in self.keys]
         settled_names += [name for name, keys in self.within.items() if name in self._once and self._is_settled(keys)]
-        hooks = [self.modules[n].register_forward_hook(partial(gave, n)) for n in settled_names if n not in known]
+        hooks = [self.modules[n].register_forward_hook(partial(on_output, n)) for n in settled_names if n not in known]
         return hooks + [self.maps[key].register_forward_pre_hook(entered) for key in self.pending]
 
     def _is_settled(self, keys: set[str]) -> bool:
@@ -371,7 +371,7 @@ class SettledOutputs:
             self._kept.drop(batch, [f"{name}#{i}" for i in range(forms.pop(name)[1].count(_MOVING))])
 
     def _worth(self, name: str, tensors: list[Tensor]) -> bool:
-        """Whether what a part gives takes no more room than what its maps give."""
+        """Whether a part's output takes no more memory than the outputs of its maps."""
         if name in self.maps or not tensors:
             return name in self.maps
         outputs = sum(_outputs(self.maps[key]) for key in self.within[name])

@@ -1,8 +1,8 @@
 r"""Sums over samples of linear maps' inputs and gradients, from which statistics are made.
 
-For inputs x of a map the sum of ``(x, 1) (x, 1)^T`` is kept (of what was normalised, where a norm feeds the map); for
-gradients g of what comes out of it, that of ``g g^T``. Of wide inputs a sketch is kept instead of the whole: the
-diagonal and ``G Omega`` with a random Omega, from which Nystroem's formula makes ``diag(d) + U U^T``.
+For inputs x of a map the sum of ``(x, 1) (x, 1)^T`` is kept (x is the normalised input if a norm feeds the map); for
+gradients g of its outputs, that of ``g g^T``. Of wide inputs a sketch is kept instead of the whole: the diagonal and
+``G Omega`` with a random Omega, from which Nystroem's formula makes ``diag(d) + U U^T``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Collector:
     Attributes:
         maps: by name.
         shared: the map whose inputs stand for those of each.
-        sums: what has been added up.
+        sums: the sums so far.
         watched: outputs of the maps in this batch whose gradients are wanted.
     """
 
@@ -78,7 +78,7 @@ class Collector:
     sums: Sums = field(default_factory=dict)
     watched: list[tuple[str, int | None, Tensor]] = field(default_factory=list)
 
-    def saw(self, name: str, expert: int | None, x: Tensor) -> None:
+    def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
         linear = self.maps[name]
         if self.shared.get(name) != name or linear.block.name not in self.selection.blocks:
             return
@@ -96,7 +96,7 @@ class Collector:
         if "moments" in self.selection.kinds:
             self._add(f"{name}.moments", linear, expert, torch.stack([rows.sum(0), rows.square().sum(0)]))
 
-    def gave(self, name: str, expert: int | None, y: Tensor) -> None:
+    def on_output(self, name: str, expert: int | None, y: Tensor) -> None:
         linear = self.maps[name]
         needs_gradient = (
             "kfac" in self.selection.kinds and linear.block.name in self.selection.blocks and has_gradient(linear)

@@ -26,8 +26,8 @@ LABELS = ("label", "labels", "score", "class", "category", "target", "similarity
 def read_table(path: Path) -> list[dict[str, Any]]:
     """Records of a table: `text` (and `text_pair`), with `label` if there is one.
 
-    Columns are found by their names; where none is known, by what they hold: the longest texts, and one of numbers or
-    of few different words.
+    Columns are found by their names; else by content: the longest texts, and a column of numbers or of few different
+    words.
 
     Raises:
         DataError: no header, no texts, or a row of another length; says where.

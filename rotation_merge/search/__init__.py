@@ -1,1 +1,1 @@
-"""Choosing among merges: candidates, held-out samples that judge them, and the run that tries what a budget allows."""
+"""Choosing among merges: candidates, held-out samples that judge them, and the search within a time budget."""

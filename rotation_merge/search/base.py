@@ -1,4 +1,4 @@
-"""The base that models were tuned from: as named, by adapters or cards, or by how their changes lie to each other."""
+"""The base that models were tuned from: as named, from adapters or cards, or from the cosines of their changes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TaskVectorBase:
 
     Attributes:
         name: a folder, or a name on the hub.
-        why: how that is known, in words.
+        why: the evidence, in words.
         changes: of the models to it.
     """
 
@@ -50,7 +50,7 @@ def find_base(models: Sequence[str], base_name: str | None = None) -> TaskVector
         base_name: as the user named it.
 
     Raises:
-        RotationMergeError: the named one is missing, does not fit, or is not what a model was tuned from.
+        RotationMergeError: the named one is missing, does not fit, or is no base of a model.
     """
     opened = {name: checkpoint_of(name) for name in models}
     if base_name is not None:
@@ -75,7 +75,7 @@ def _opened(name: str, why: str, models: Mapping[str, Model]) -> TaskVectorBase:
         if (cosine := likeness(pair.anchor, pair.donor)) < RELATED:
             problem = f"is no base of {model}: the mean cosine of their matrices is {cosine:.2f}"
             raise CheckpointError(
-                problem, where=name, remedy="name the model that all were tuned from, or leave it out"
+                problem, where=name, remedy="name the model that all others were fine-tuned from, or leave out --base"
             )
     tuned_models = {model: opened for model, opened in models.items() if model != name}
     return TaskVectorBase(name, why, sampled_changes(base, tuned_models))
@@ -93,7 +93,7 @@ def _named(models: Sequence[str], opened: Mapping[str, Model]) -> Iterator[tuple
     for name in models:
         reference = parse_reference(name)
         if reference.lora is not None:
-            yield str(reference.model), f"its adapter stands on it ({os.path.basename(str(reference.lora))})"
+            yield str(reference.model), f"base of the adapter ({os.path.basename(str(reference.lora))})"
     for name in models:
         for stated in _stated(opened[name].folder):
             beside = os.path.join(os.path.dirname(opened[name].folder), stated)

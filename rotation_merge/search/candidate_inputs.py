@@ -32,9 +32,9 @@ class Maker:
     Attributes:
         data: for each model the samples to merge with.
         training: these samples, read.
-        files: where what is made is kept.
+        files: folder of the results.
         tied: whether the output shares the embeddings' tensor.
-        readers: how each model reads the samples, where token ids differ.
+        readers: reader of the samples for each model, if token ids differ.
     """
 
     config: SearchConfig
@@ -45,7 +45,7 @@ class Maker:
     readers: Mapping[str, Reader] = field(default_factory=dict)
 
     def ready(self, candidate: Candidate, seconds: float) -> Candidate:
-        """The candidate with what must be made before it.
+        """The candidate with the files that it needs.
 
         Args:
             seconds: that learning may take.

@@ -22,12 +22,12 @@ class OutOfTime(RotationMergeError):
 
 
 class Clock:
-    """Keeps a budget, and says at least every few seconds how far the work is; as a context, in which it listens.
+    """Keeps a time budget and prints progress every few seconds; a context manager that listens to progress.
 
     Args:
         budget: seconds, from `began` on.
         say: shows a line.
-        status: shows how far the work is, in the place of what it showed before.
+        status: shows progress in place of the previous line.
     """
 
     def __init__(self, budget: float, say: Say, status: Say, began: float | None = None) -> None:
@@ -126,7 +126,7 @@ class _Step:
         )
 
     def _left(self, spent: float) -> float:
-        """Seconds: as expected, and where the present part is slower than that, by how far it is."""
+        """Remaining seconds: as expected, or extrapolated if the current part is slower."""
         share = self.done / self.total if self.total else 0.0
         part = (time.perf_counter() - self.since) * (1 - share) / share if share > 0.02 else 0.0
         return max((self.expected or 0.0) - spent, part, 0.0)

@@ -18,11 +18,11 @@ WRITING = 1.3
 """A model takes so much longer to write a text than to read it, many texts at once."""
 
 REFIT = 7.0
-"""A refit takes so many times what its models take to read their samples: they answer, and each layer of the merge runs
-before each of its solves."""
+"""Time of a refit, as a multiple of the time in which its models read the samples: they answer, and each layer of the
+merge runs before each of its solves."""
 
 STATISTICS = 3.0
-"""Measuring Grams takes so many times what reading the samples takes."""
+"""Time of measuring Grams, as a multiple of reading the samples."""
 
 SPARSIFYING = 1.5e-7
 """Seconds that mergekit takes to choose the largest changes, a weight and model."""
@@ -31,7 +31,7 @@ SCALED = 5.0
 """Scales that the search for the best one measures."""
 
 SEEN = 8.0
-"""Matching on samples takes so many times what matching on weights alone takes, until one has been measured."""
+"""Time of matching on samples, as a multiple of matching on weights, until one has been measured."""
 
 
 @dataclass
@@ -44,9 +44,9 @@ class Costs:
         tokens: of each model's samples to merge with.
         judging: seconds that judging a merge takes, from loading it on.
         written: whether models write their samples whenever they are merged with.
-        relation: how the models lie to each other.
+        relation: of the models: shared, near or far.
         done: seconds of the candidates so far, by name.
-        kinds: by kind, what was expected of each of them, and what it took.
+        kinds: by kind, expected and measured seconds of each.
     """
 
     architecture: Architecture
@@ -80,7 +80,7 @@ class Costs:
         return plain + rate * self._work(candidate, remaining)
 
     def _work(self, candidate: Candidate, remaining: float) -> float:
-        """Seconds beyond what a plain merge of the same models takes."""
+        """Seconds beyond a plain merge of the same models."""
         read = self.per_token * self.tokens * len(candidate.models)
         write = WRITING * read if self.written else 0.0
         matching = self._matching(candidate)

@@ -11,12 +11,12 @@ from rotation_merge.run.generated_samples import self_written
 from rotation_merge.search.judge import Figures, Judge
 
 TOLERATED = 0.1
-"""Share of what a merge gains over the base that it may lose on the base's own text."""
+"""Tolerated loss on the base's own text, as a share of the gain over the base."""
 
 
 @dataclass(frozen=True)
 class Forgetting:
-    """The base's own text, and what the base itself is worth.
+    """The base's own text, with the base's figures.
 
     Attributes:
         judge: measures models on the text.
@@ -33,8 +33,7 @@ class Forgetting:
         """Text of a base that writes.
 
         Args:
-            model: the base, loaded.
-            texts, length: how many it writes, of so many tokens.
+            model: the base, loaded. texts, length: number and tokens of the texts that it writes.
         """
         ids = self_written(model, name, texts, length, seed)
         batches = [{"input_ids": part, "labels": part} for part in ids.split(batch_size)]
@@ -55,7 +54,7 @@ class Forgetting:
         return self.base.score - figures.score
 
     def excess(self, figures: Figures, plain: Figures | None) -> float:
-        """Nats that a merge loses beyond what the plain average loses and `TOLERATED` of its gain; 0 within that."""
+        """Nats that a merge loses beyond the plain average's loss plus `TOLERATED` of its gain; at least 0."""
         if figures.on_base is None:
             return 0.0
         return max(self._more(figures, plain) - TOLERATED * self.gained(figures), 0.0)

@@ -22,7 +22,7 @@ PARTS = 4
 
 
 @dataclass(frozen=True)
-class Sets:
+class SampleSets:
     """Samples of every parent (or one set for all), in three parts."""
 
     training: list[Data]
@@ -30,7 +30,7 @@ class Sets:
     reported: list[Data]
 
 
-def split(samples: Sequence[Data], seed: int) -> Sets:
+def split(samples: Sequence[Data], seed: int) -> SampleSets:
     """Every set of samples in its training, deciding and reported part, by whole batches.
 
     Raises:
@@ -47,7 +47,7 @@ def split(samples: Sequence[Data], seed: int) -> Sets:
         half = max(1, round(count * HELD_OUT / 2))
         for part, rows in zip(parts, (order[2 * half :], order[:half], order[half : 2 * half]), strict=True):
             part.append(with_batches(data, [batches[i] for i in sorted(rows)]))
-    return Sets(*parts)
+    return SampleSets(*parts)
 
 
 def with_batches(data: Data, batches: Sequence[Batch]) -> Data:
@@ -94,6 +94,6 @@ def _padded(tensor: Tensor, length: int, fill: int) -> Tensor:
 
 
 def tokens_in(data: Sequence[Data]) -> int:
-    """Tokens of texts, images and other inputs as one each: what a model's time goes by."""
+    """Tokens of texts, and one for each image or other input: a measure of a model's time."""
     batches = [batch for part in data for batch in part.batches]
     return sum(batch["input_ids"].numel() if "input_ids" in batch else examples_in(batch) for batch in batches)

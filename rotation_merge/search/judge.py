@@ -30,7 +30,7 @@ hundred would be as bad by chance on eight examples, fewer on more."""
 LEAST_EXAMPLES = 8
 """So many have to be seen before a model is given up."""
 LEAST_LOG = -100.0
-"""The least log-probability; that of what a model has no token for."""
+"""The least log-probability; that of tokens that a model lacks."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Figures:
     """The figures of one model.
 
     Attributes:
-        score: what decides, less is better: the mean loss over the sets of samples (nats a token, or a byte where
-            models divide text differently; squared error; of pairs 1 - Spearman's correlation), or without labels the
-            mean over the parents, on the parent's own samples, of KL(parent || model); of embeddings, of 1 - Spearman's
-            correlation of how alike texts are to both.
+        score: decides, less is better: the mean loss over the sets of samples (nats a token, or a byte where models
+            divide text differently; squared error; of pairs 1 - Spearman's correlation), or without labels the mean
+            over the parents, on the parent's own samples, of KL(parent || model); of embeddings, of 1 - Spearman's
+            correlation of the similarities of texts in both.
         accuracy: where there are labels: share of right answers; of numbers, the correlation.
         each: the score on every set of samples.
         examples: by set, the loss of every example.
@@ -145,8 +145,8 @@ class Judge:
 
     Args:
         sets: samples, one set for all parents or one for each, in the first parent's token ids.
-        labelled: judge by the labels; else each parent's own answers are what is wanted, and there is a set for each.
-        readers: how each parent, and a merge into it, reads the samples; empty where all have the same ids.
+        labelled: judge by the labels; else by each parent's own answers, with a set for each.
+        readers: reader of each parent and of merges in its token ids; empty if all have the same ids.
     """
 
     def __init__(self, sets: Sequence[Data], labelled: bool, readers: Mapping[str, Reader] | None = None) -> None:
@@ -272,12 +272,12 @@ class _Ensemble:
 
 
 class _Tally:
-    """Adds up what one model is worth.
+    """Sums the scores of one model.
 
     Attributes:
         reader: the parent whose token ids it has.
         examples: see `Figures`.
-        losses, sizes: by set, sums over what was added: of losses, and of what these are divided by.
+        losses, sizes: by set, sums of losses and of their divisors.
     """
 
     def __init__(self, judge: Judge, reader: str) -> None:

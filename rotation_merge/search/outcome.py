@@ -44,10 +44,10 @@ class Outcome:
             differently.
         left_out: candidates that the budget had no room for, or that could not be made, and why.
         relations: of every other model: mean cosine of its matrices to the first one's.
-        unit, figure: what scores are, and what stands beside them where there are labels.
+        unit, figure: unit of the scores, and name of the figure beside them if there are labels.
         samples: those that only report, in words.
-        notes: what else there is to know of the figures.
-        base: what the base is worth on the samples that chose, with its loss on its own text.
+        notes: notes on the figures.
+        base: figures of the base on the selection samples, with its loss on its own text.
         subsets: merges of subsets of the models, in the best one's way.
     """
 

@@ -1,4 +1,4 @@
-"""The models of a search before anything is merged: how they lie to each other, samples, what they are worth."""
+"""Preparation of a search: relation of the models, samples, and the models' scores."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rotation_merge.search.candidates import FAR, NEAR, SHARED
 from rotation_merge.search.clock import Clock
 from rotation_merge.search.costs import WRITING, Costs
 from rotation_merge.search.forgetting import Forgetting
-from rotation_merge.search.held_out import Sets, split, tokens_in, with_batches, write_data
+from rotation_merge.search.held_out import SampleSets, split, tokens_in, with_batches, write_data
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures, Judge
 from rotation_merge.search.readers import Reader, readers_of, texts
@@ -41,7 +41,7 @@ WRITTEN_APART = 7919
 FOR_MEASURING = 0.3
 """Share of the budget that samples and measuring the parents may take, where there are samples to spare."""
 BASE_TEXTS = 16
-"""So many texts the base writes, to see what merges forget of it."""
+"""Number of texts that the base writes to measure forgetting."""
 FOR_FORGETTING = 0.1
 """Share of the budget that this may take, with `JUDGED` models read on it."""
 JUDGED = 12
@@ -58,18 +58,18 @@ class Parents:
     Attributes:
         tied: whether the output shares the embeddings' tensor.
         relations: of every other model: mean cosine of its matrices to the first one's.
-        relation: how they lie to each other: shared, near or far (see `candidates`).
+        relation: of the models: shared, near or far (see `candidates`).
         other_ids: whether their token ids differ.
-        readers: how each reads the samples then.
+        readers: reader of the samples for each model.
         training: samples to merge with, read; none where the models make them.
-        data: for each model, where its samples to merge with lie, or the word that makes them.
-        deciding, reporting: what judges.
-        figures, ensemble: what they are worth alone, and side by side, on the samples that only report.
-        order: the models in the order of what they are worth on the samples that decide.
-        costs: what is known of times.
-        base: what they were tuned from, as far as that is known.
-        forgetting: what tells how much a merge forgets of it; None where the base writes no text.
-        notes: what there is to know of the figures.
+        data: for each model, file or source of its samples to merge with. deciding, reporting: judges on the selection
+            and the reporting samples. figures, ensemble: scores of each model and of the ensemble on the reporting
+            samples.
+        order: the models by their scores on the selection samples.
+        costs: estimates of times.
+        base: their common base, if known.
+        forgetting: measure of forgetting; None if the base writes no text.
+        notes: notes on the figures.
     """
 
     architecture: Architecture
@@ -211,7 +211,7 @@ class Preparation:
         return part * len(self.config.models) if len(part) == 1 and not labelled else part
 
     def _relate(self, pair: Pair, model: str) -> float:
-        """Say how a model lies to the first one: coordinates, and configs that differ."""
+        """Print the relation of a model to the first one: coordinates, and differences of configs."""
         cosine = likeness(pair.anchor, pair.donor)
         kind = "a fine-tune of one base" if cosine >= RELATED else "other coordinates, or another base"
         names = shortened(self.config.models)
@@ -269,7 +269,7 @@ class Preparation:
         model(**inputs)
         return (time.perf_counter() - begin) / tokens_in([replace(data, batches=[batch])])
 
-    def _split(self, samples: Sequence[Data], per_token: float) -> Sets:
+    def _split(self, samples: Sequence[Data], per_token: float) -> SampleSets:
         """The parts of the samples, with as many held-out batches as there is time to measure."""
         sets = split(samples, self.config.seed)
         held_out = [*sets.deciding, *sets.reported]
@@ -280,7 +280,7 @@ class Preparation:
         def fewer(data: Data) -> Data:
             return with_batches(data, data.batches[: max(1, int(share * len(data.batches)))])
 
-        reduced = Sets(sets.training, [*map(fewer, sets.deciding)], [*map(fewer, sets.reported)])
+        reduced = SampleSets(sets.training, [*map(fewer, sets.deciding)], [*map(fewer, sets.reported)])
         count = sum(data.examples for data in (*reduced.deciding, *reduced.reported))
         self.say(
             f"short of time: {count} of {sum(data.examples for data in held_out)} held-out samples judge; a longer "
@@ -292,7 +292,7 @@ class Preparation:
         """The share of some seconds of measuring that the time allows."""
         return FOR_MEASURING * self.clock.left / max(seconds, 1e-9)
 
-    def _sampled(self, loaded: dict[str, Any], per_token: float) -> Sets:
+    def _sampled(self, loaded: dict[str, Any], per_token: float) -> SampleSets:
         """Held-out samples that the models write (or noise), apart from those that the merges are made with."""
         config = self.config
         count, length = self._texts(len(loaded), per_token)
@@ -306,7 +306,7 @@ class Preparation:
             half = len(data.batches) // 2
             for part, batches in zip(parts, (data.batches[:half], data.batches[half:]), strict=True):
                 part.append(with_batches(data, batches))
-        return Sets([], *parts)
+        return SampleSets([], *parts)
 
     def _texts(self, models: int, per_token: float) -> tuple[int, int]:
         """Number and length of the texts that every model writes for each part."""

@@ -21,7 +21,7 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.durable import write_text
 from rotation_merge.mergekit_plugin.console import OneLineError
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
-from rotation_merge.model.card import class_of, renewed
+from rotation_merge.model.card import class_of, updated_card
 from rotation_merge.model.headers import reason
 from rotation_merge.model.naming import shortened
 from rotation_merge.model.output import staged
@@ -405,7 +405,7 @@ class Search:
         if card.exists():
             title = f"# {self._place(self.best).name}\n"
             text = card.read_text(encoding="utf-8").replace(title, f"# {name}\n", 1)
-            write_text(card, renewed(text, report, name, class_of(str(folder))))
+            write_text(card, updated_card(text, report, name, class_of(str(folder))))
 
     def _keep_figures(self, folder: Path) -> None:
         """Keep the merge's figures on the reporting samples for its card."""

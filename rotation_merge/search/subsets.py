@@ -1,4 +1,4 @@
-"""Subsets of a search's models, to see how often its best way to merge beats the best of the models that it merges."""
+"""Merges of subsets of a search's models, which count how often its best way to merge beats the best single model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Subset:
 
         Args:
             chosen: which of all models are merged.
-            parents: what each of all models is worth.
+            parents: score of every model.
         """
         sets = chosen if len(merge.each) == len(models) else range(len(merge.each))
 

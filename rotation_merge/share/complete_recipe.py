@@ -9,20 +9,20 @@ from typing import Any
 import yaml
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.mergekit_plugin.recipe.places import reference
+from rotation_merge.mergekit_plugin.recipe.parameter_scopes import reference
 
 STATISTICS = "statistics of "
-"""How the entries of a report begin that say what a model was measured on."""
+"""Prefix of a report's entries on the data of statistics."""
 
 Edit = tuple[int, int, str]
-"""From where to where in the text, and what comes there."""
+"""Start and end in the text, and the replacement."""
 
 
 def completed(recipe: str, used: Sequence[Mapping[str, Any]]) -> str:
     """The recipe with `statistics: FILE` under each model whose statistics lay beside it; all else as it was written.
 
     Args:
-        used: what the report says of data; `file` where the recipe did not name it.
+        used: the report's entries on data; with `file` if the recipe did not name it.
 
     Raises:
         RotationMergeError: the recipe has no place for one.
@@ -41,7 +41,7 @@ def completed(recipe: str, used: Sequence[Mapping[str, Any]]) -> str:
                 placed.add(name)
     for name in files:
         if name not in placed:
-            problem = f"its statistics, '{files[name]}', lie beside it, and the recipe has no place to name them"
+            problem = f"the recipe has no entry that could name its statistics '{files[name]}'"
             raise RotationMergeError(problem, where=name, remedy="write 'statistics: FILE' under its own parameters")
     for start, end, text in sorted(edits.values(), reverse=True):
         recipe = f"{recipe[:start]}{text}{recipe[end:]}"

@@ -33,7 +33,7 @@ MERGE = (
     *("alignment*.safetensors", "alignment/*.safetensors"),
     *STATISTICS,
 )
-"""What a merge writes: card, recipe, report, alignment files, statistics."""
+"""Files of a merge: card, recipe, report, alignment files, statistics."""
 
 DATA = (".txt", ".json", ".jsonl", ".csv", ".tsv", ".npz", ".safetensors")
 """Endings of samples; any other text is published as `.txt`."""
@@ -101,7 +101,7 @@ def chosen_files(folder: str, include: Sequence[str]) -> tuple[dict[str, str], l
     files = dict(_walk(folder))
     root = os.path.realpath(folder) + os.sep
     if outside := [place for place, path in files.items() if not f"{os.path.realpath(path)}{os.sep}".startswith(root)]:
-        problem = f"{named(outside)}: a link that leads out of the folder is not published"
+        problem = f"links that lead out of the folder are not published: {named(outside)}"
         raise RotationMergeError(problem, where=folder, remedy="put the file itself there, or remove the link")
     for pattern in include:
         if not any(included(place, [pattern]) and well_formed(place) for place in files):

@@ -1,4 +1,4 @@
-"""The manifest of a published folder: SHA-256 sums of its files, what made them, how far a rerun may be off."""
+"""The manifest of a published folder: SHA-256 sums of its files, versions, and the tolerance of a rerun."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rotation_merge.share.fields import checked_count, checked_word
 from rotation_merge.share.remeasure import Measurement
 
 FORMAT = "rotation_merge.manifest.1"
-DAMAGED = "ask who published it; do not use it"
+DAMAGED = "do not use it; ask its publisher"
 SAMPLES = ", after the statistics are measured again on the same samples"
 LARGEST = 10_000_000
 """Bytes that a manifest may have."""
@@ -30,7 +30,7 @@ class Manifest:
 
     Attributes:
         files: by place in the folder, the SHA-256 sum and the size.
-        versions: of what made the merge.
+        versions: of the software that made the merge.
         statistics: that the recipe reads and that are not published, as they are measured again.
     """
 
@@ -78,14 +78,14 @@ class Manifest:
             return manifest
         if manifest.repo.casefold() != repo.casefold():
             remedy = f"pull {manifest.repo}, or ask who published it"
-            raise RotationMergeError(f"its manifest is that of '{manifest.repo}'", where=repo, remedy=remedy)
+            raise RotationMergeError(f"its manifest belongs to '{manifest.repo}'", where=repo, remedy=remedy)
         for name in manifest.files:
             if not well_formed(name):
                 problem = f"its manifest names a hidden file, or one outside its folder: '{name}'"
                 raise RotationMergeError(problem, where=repo, remedy=DAMAGED)
             if not belongs(name) and not included(name, include):
-                problem = f"its manifest names a file that no merge has: '{name}'"
-                remedy = f"ask who published it; if you trust them, --include '{name}' takes it"
+                problem = f"its manifest names a file that is no part of a merge: '{name}'"
+                remedy = f"ask its publisher; if you trust them, --include '{name}' downloads it"
                 raise RotationMergeError(problem, where=repo, remedy=remedy)
         return manifest
 
@@ -93,7 +93,7 @@ class Manifest:
     def _checked(cls, content: Mapping[str, Any]) -> Manifest:
         """
         Raises:
-            ValueError, KeyError, TypeError, AttributeError: a field is not what it should be.
+            ValueError, KeyError, TypeError, AttributeError: a field is invalid.
         """
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}")
@@ -117,7 +117,7 @@ class Manifest:
     def check(self, folder: str, name: str) -> None:
         """
         Raises:
-            RotationMergeError: a file is not what was published.
+            RotationMergeError: a file differs from the published one.
         """
         path = os.path.join(folder, name)
         mark, size = self.files[name]
@@ -126,7 +126,7 @@ class Manifest:
         if os.path.getsize(path) != size:
             problem = f"is not what was published ({os.path.getsize(path)} bytes, {size} in the manifest)"
             raise RotationMergeError(problem, where=name, remedy=DAMAGED)
-        if sum_of(path) != mark:
+        if sha256_of(path) != mark:
             raise RotationMergeError("is not what was published (its SHA-256 differs)", where=name, remedy=DAMAGED)
 
 
@@ -137,7 +137,7 @@ def _content(path: str) -> Any:
         return json.load(file)
 
 
-def sum_of(source: str | bytes) -> str:
+def sha256_of(source: str | bytes) -> str:
     """SHA-256 of a file, or of bytes."""
     digest = hashlib.sha256()
     if isinstance(source, bytes):

@@ -1,4 +1,4 @@
-"""Local names in recipes, reports and cards, and what they are called on the hub."""
+"""Local names in recipes, reports and cards, and their names on the hub."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from rotation_merge.diagnose.sources import files, references
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.mergekit_plugin.recipe.document import documents
-from rotation_merge.mergekit_plugin.recipe.places import at
+from rotation_merge.mergekit_plugin.recipe.parameter_scopes import at
 from rotation_merge.model.hub import HubFile, is_hub_name
 
 TARGET = re.compile(r"(?:datasets/)?[\w.-]+/[\w.-]+(?:/[\w./-]+)?(?:@[\w./-]+)?")
-"""What a local name may become: org/name@revision, a file there, or one of a dataset."""
+"""Forms of a name on the hub: org/name@revision, a file there, or one of a dataset."""
 
 WORD = re.compile(r"[\w-]+")
 """A name that might be a word of any text."""
@@ -144,8 +144,8 @@ def _alternatives(names: Iterable[str], words: bool) -> str:
     return "|".join(re.escape(name) for name in sorted(chosen, key=len, reverse=True))
 
 
-def left_over(text: str, local: Iterable[str]) -> str | None:
-    """A path of this machine that a text still holds: a local name, what lies beside one, or the home directory."""
+def remaining_local_path(text: str, local: Iterable[str]) -> str | None:
+    """A path of this machine that a text still contains: a local name, a path beside one, or the home directory."""
     folders = {os.path.dirname(os.path.abspath(name)) for name in local if os.path.isabs(name)}
     folders |= {os.path.expanduser("~")}
     for folder in sorted(folders - {"/", os.sep}):

@@ -28,17 +28,17 @@ MODEL_NAME = re.compile(rf"{REPOSITORY}(@[\w./-]+)?(\+{REPOSITORY}(@[\w./-]+)?)?
 FILE_NAME = re.compile(rf"(datasets/)?{REPOSITORY}(/[A-Za-z0-9_][\w.-]*)+@[\w./-]+")
 """Names of the hub: a model, with an adapter, and a file at a revision."""
 
-REMEDY = "ask who published it; do not run it"
+REMEDY = "do not run it; ask its publisher"
 
 
 def check_paths(text: str, name: str) -> None:
     """Refuse a recipe that names anything but models of the hub, files of it, and files beside the recipe.
 
     Args:
-        name: what the recipe is called.
+        name: of the recipe, for errors.
 
     Raises:
-        RotationMergeError: names the entry, with what stands there.
+        RotationMergeError: names the entry and its value.
     """
     try:
         parsed = documents(text)

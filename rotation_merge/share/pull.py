@@ -12,7 +12,7 @@ from rotation_merge.model.hub import HubFile, local_file, no_answer, reachable
 from rotation_merge.model.output import staged
 from rotation_merge.record import MANIFEST_FILE
 from rotation_merge.share.contents import is_weights
-from rotation_merge.share.manifest import DAMAGED, Manifest, sum_of
+from rotation_merge.share.manifest import DAMAGED, Manifest, sha256_of
 from rotation_merge.share.paths import check_paths, words_of
 
 RECIPES = ("recipe.yml", "mergekit_config.yml")
@@ -26,10 +26,10 @@ def pull(
     watch: Callable[[str], None],
     include: Sequence[str] = (),
 ) -> Manifest:
-    """Download what a push published; the recipes first, each file checked as soon as it is here.
+    """Download a published folder: recipes first, and check each file on arrival.
 
     Args:
-        weights: whether the merged model's weights come, too; without them, what is needed to make it again.
+        weights: whether to download the merged weights; without them, only the inputs for making the merge again.
         watch: told about every file.
         include: patterns of files that are taken although a merge has no such files.
 
@@ -37,8 +37,8 @@ def pull(
         The manifest, of the files that were taken.
 
     Raises:
-        RotationMergeError: the hub does not have it, a file is not what was published, or nothing that a merge has, or
-            a recipe reaches beyond its folder; nothing is left behind.
+        RotationMergeError: the repository is missing, a file differs from the published one or is no part of a merge,
+            or a recipe names paths outside its folder; nothing is left behind.
     """
     with staged(out) as staging:
         _fetch(repo, MANIFEST_FILE, revision, staging)
@@ -98,6 +98,6 @@ def _check_referred(repo: str, recipe: str, manifest: Manifest) -> None:
         file = HubFile.of(name)
         if file is None or file.repo != repo or file.name not in manifest.files:
             continue
-        if sum_of(local_file(name)) != manifest.files[file.name][0]:
-            problem = "is not the file of the same name that was published beside the recipe"
+        if sha256_of(local_file(name)) != manifest.files[file.name][0]:
+            problem = "differs from the file of that name that was published with the recipe"
             raise RotationMergeError(problem, where=name, remedy=DAMAGED)

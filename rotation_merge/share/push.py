@@ -15,7 +15,7 @@ from typing import Any
 
 from rotation_merge.errors import RotationMergeError, named, short
 from rotation_merge.files.scratch import Scratch
-from rotation_merge.model.card import class_of, measured_in, renewed
+from rotation_merge.model.card import class_of, kept_figures, updated_card
 from rotation_merge.model.gguf.place import in_cache, is_folder, is_gguf
 from rotation_merge.model.headers import holds_model
 from rotation_merge.model.hub import no_answer, reachable
@@ -29,15 +29,15 @@ from rotation_merge.run.statistics_writer import checkpoint_of
 from rotation_merge.share.complete_recipe import STATISTICS as MEASURED
 from rotation_merge.share.complete_recipe import completed
 from rotation_merge.share.contents import chosen_files, included, is_statistics, published_name
-from rotation_merge.share.manifest import Manifest, sum_of
+from rotation_merge.share.manifest import Manifest, sha256_of
 from rotation_merge.share.names import (
     Renaming,
     files_in,
     given_names,
     is_local,
     known_names,
-    left_over,
     models_in,
+    remaining_local_path,
     same_places,
     written_in,
 )
@@ -57,7 +57,7 @@ NAMED = 4
 
 @dataclass(frozen=True)
 class Item:
-    """A file to publish: what is here, or its content where that had to change."""
+    """A file to publish: the local file, or its changed content."""
 
     place: str
     source: str | bytes
@@ -83,10 +83,10 @@ class Draft:
     Attributes:
         files: of the folder that are published, by their places in it.
         kept_back: those that stay here.
-        names: local names of models (and of data) by what they are on the hub.
+        names: names on the hub of local models (and data).
         beside: files from elsewhere that the recipe reads, by name; the place that each gets.
-        unpublished: statistics that the recipe reads, and samples that they were measured on, which stay here; what
-            each is called where the recipe is published.
+        unpublished: statistics that the recipe reads, and samples that they were measured on, which are not published,
+            with their published names.
         recipe: as it was run.
         work: where files whose head had to change are put together.
     """
@@ -125,7 +125,7 @@ class Draft:
         statistics = self.statistics(renaming)
         items.append(Item(CARD, self.card(renaming, statistics).encode()))
         self._check([*early, *items])
-        sums = {item.place: (sum_of(item.source), item.size) for item in [*early, *items]}
+        sums = {item.place: (sha256_of(item.source), item.size) for item in [*early, *items]}
         manifest = Manifest(self.repo, sums, self.report.versions, statistics)
         return [*items, Item(MANIFEST_FILE, manifest.text().encode())]
 
@@ -152,7 +152,7 @@ class Draft:
                     Measurement.checked({**metadata, "file": self.unpublished[path], "model": model, "data": data})
                 )
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                problem = f"its head does not say how it was made ({short(error)})"
+                problem = f"its header does not say how it was measured ({short(error)})"
                 raise RotationMergeError(problem, where=path, remedy="measure again, or add --with-data") from error
         return entries
 
@@ -164,14 +164,14 @@ class Draft:
         except FileNotFoundError:
             text = f"# {self.repo.partition('/')[2]}\n"
         report = MergeReport.from_dict(renaming.value(self._facts()))
-        figures = measured_in(self.folder)
+        figures = kept_figures(self.folder)
         if figures:
             mark = checkpoint_of(self.folder).fingerprint
             figures = [renaming.value(figure) for figure in figures if figure["fingerprint"] == mark]
         old, new = (os.path.basename(os.path.abspath(self.folder)), self.repo.partition("/")[2])
         text = re.sub(rf"(?m)^# {re.escape(old)}$", f"# {new}", text, count=1)
         first = [measurement.command for measurement in statistics]
-        card = renewed(renaming.text(text), report, self.repo, class_of(self.folder), figures, self.report, first)
+        card = updated_card(renaming.text(text), report, self.repo, class_of(self.folder), figures, self.report, first)
         check_card(card)
         return card
 
@@ -222,11 +222,11 @@ class Draft:
                     text = file.read()
             else:
                 continue
-            if local_path := left_over(text, local):
+            if local_path := remaining_local_path(text, local):
                 raise RotationMergeError(
                     f"names '{local_path}', a path on this machine",
                     where=item.place,
-                    remedy=f"add --as {local_path}=org/name@revision, or take it out",
+                    remedy=f"add --as {local_path}=org/name@revision, or remove the path",
                 )
 
 
@@ -307,7 +307,7 @@ def check_card(text: str) -> None:
     """Refuse a card whose metadata the hub's own class refuses.
 
     Raises:
-        RotationMergeError: says what it says.
+        RotationMergeError: with the hub class's message.
     """
     from huggingface_hub import ModelCard
 
@@ -319,11 +319,11 @@ def check_card(text: str) -> None:
 
 
 def _unpublished(folder: str, report: MergeReport, read: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """Statistics that a recipe reads, and samples that nothing but these was made from, by what they are called there.
+    """Unpublished statistics that a recipe reads, and their samples, by their published names.
 
     Args:
         read: files that the recipe reads, with the key that each stands under.
-        names: what has a name on the hub.
+        names: names on the hub.
     """
     known = {entry.file for entry in _pulled(folder)}
     files = [name for name, kind in read.items() if kind == STATISTICS and name not in names]

@@ -1,4 +1,4 @@
-"""Statistics that a recipe reads and that are not published: how they are measured again."""
+"""Commands that measure a recipe's unpublished statistics again."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Measurement:
     Attributes:
         file: as the recipe names it.
         model: of the hub.
-        data: what the samples are called: a name of the hub, the name of a file that is not published, or a source
-            that `measure` knows.
+        data: name of the samples: on the hub, the name of a file that is not published, or a source that `measure`
+            knows.
         data_hash: of the samples as they were read; `inspect FILE` prints it.
         labels: whose labels gradients are of: `sampled` or `data`.
     """
@@ -45,10 +45,10 @@ class Measurement:
 
     @classmethod
     def checked(cls, content: Mapping[str, Any]) -> Measurement:
-        """A manifest's entry, every field checked; what else stands in it is not taken.
+        """A manifest's entry, every field checked; unknown fields are ignored.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError: a field is not what it should be.
+            ValueError, KeyError, TypeError, AttributeError: a field is invalid.
         """
         numbers = {
             name: checked_count(content[name], name)
@@ -85,7 +85,7 @@ class Measurement:
         return shlex.join([*words, "--out", self.file])
 
     @property
-    def reads_a_file(self) -> bool:
+    def needs_unpublished_file(self) -> bool:
         """Whether its samples are a file that is not published."""
         return self.data not in SOURCES and PART.fullmatch(self.data) is not None
 

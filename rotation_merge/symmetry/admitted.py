@@ -1,8 +1,8 @@
 """The group that a local space admits; matching, gauges, learning, estimates and tables use it.
 
-What an architecture file says of a space (rotary dimensions, norm of queries and keys, gate, activation) picks a row of
-these tables; what a recipe asks for takes from it. To add a group is to write it in a file of this folder and to name
-it here, in the row of the norm (or of the values) that leaves it. Residual streams: `stream.StreamGroup`, which an
+An architecture file's facts of a space (rotary dimensions, norm of queries and keys, gate, activation) select a row of
+these tables; a recipe's options restrict it. To add a group is to write it in a file of this folder and to name it
+here, in the row of the norm (or of the values) that leaves it. Residual streams: `stream.StreamGroup`, which an
 architecture makes from its norms.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rotation_merge.config import BLOCK, WHOLE, Config, Kind, option
 from rotation_merge.errors import ArchitectureError, nearest
 from rotation_merge.symmetry.convolution import ConvolutionGroup
-from rotation_merge.symmetry.direct_sum import Split
+from rotation_merge.symmetry.direct_sum import SplitGroup
 from rotation_merge.symmetry.experts import ExpertGroup
 from rotation_merge.symmetry.gains import CoordinateExchange, PairExchange
 from rotation_merge.symmetry.group import Group
@@ -28,13 +28,13 @@ from rotation_merge.symmetry.neurons import NeuronGroup
 from rotation_merge.symmetry.ordered import OrderedExchange, OrderedSigns
 from rotation_merge.symmetry.planar import PlanarGroup
 from rotation_merge.symmetry.scaled import OrthogonalGroup
-from rotation_merge.symmetry.signs import CoordinateSigns, Fixed, HeadSign, PairSigns
+from rotation_merge.symmetry.signs import CoordinateSigns, HeadSign, IdentityGroup, PairSigns
 from rotation_merge.symmetry.space import SpaceGroup
 from rotation_merge.symmetry.stream import STREAM_GROUPS
 from rotation_merge.symmetry.translation import TranslationGroup
 
 RESIDUAL = (*STREAM_GROUPS, "largest")
-"""What may be asked for of a residual stream."""
+"""Options for a residual stream."""
 
 
 def by_stream(text: Any) -> dict[str, str] | None:
@@ -99,7 +99,7 @@ WIDEST = GroupOptions(attention="invertible", heads="permutation", shift_head=Tr
 """Everything that any recipe may ask for, or a file hold."""
 
 
-class Facts(Protocol):
+class SpaceFacts(Protocol):
     """Facts of a local space (`architectures.model.Space`) that decide its group."""
 
     @property
@@ -130,41 +130,41 @@ class Facts(Protocol):
     def head(self) -> bool: ...
 
 
-def _maps(space: Facts, options: GroupOptions) -> Group:
+def _maps(space: SpaceFacts, options: GroupOptions) -> Group:
     """Maps that nothing but the pairing of two coordinate systems restricts."""
     return (InvertibleGroup if options.attention == "invertible" else OrthogonalGroup)(options.rescale)
 
 
-def _turns(space: Facts, options: GroupOptions) -> Group:
+def _turns(space: SpaceFacts, options: GroupOptions) -> Group:
     """Maps that commute with rotary embedding."""
     planar = PlanarGroup(options.rescale, space.interleaved)
     return _beside_rotary(space, planar, _maps(space, options))
 
 
-def _signs(space: Facts, options: GroupOptions) -> Group:
+def _signs(space: SpaceFacts, options: GroupOptions) -> Group:
     """Maps that commute with a gained RMSNorm and rotary embedding."""
     return _beside_rotary(space, PairSigns(space.interleaved), CoordinateSigns())
 
 
-def _ordered(space: Facts, options: GroupOptions) -> Group:
+def _ordered(space: SpaceFacts, options: GroupOptions) -> Group:
     """The same where gains may change places with the coordinates that rotary embedding leaves alone."""
     return _beside_rotary(space, PairSigns(space.interleaved), OrderedSigns())
 
 
-def _turns_alone(space: Facts, options: GroupOptions) -> Group:
+def _turns_alone(space: SpaceFacts, options: GroupOptions) -> Group:
     """Norm-preserving maps that commute with rotary embedding and a norm without a gain."""
     return _beside_rotary(space, PlanarGroup(False, space.interleaved), OrthogonalGroup(False))
 
 
-def _beside_rotary(space: Facts, turned: Group, unrotated: Group) -> Group:
+def _beside_rotary(space: SpaceFacts, turned: Group, unrotated: Group) -> Group:
     if space.rotary == 0:
         return unrotated
     if space.rotary_parts == 2:
-        return Split(turned, turned, space.rotary // 2)
-    return turned if space.rotary == space.sizes["head_dim"] else Split(turned, unrotated, space.rotary)
+        return SplitGroup(turned, turned, space.rotary // 2)
+    return turned if space.rotary == space.sizes["head_dim"] else SplitGroup(turned, unrotated, space.rotary)
 
 
-Choose = Callable[[Facts, GroupOptions], Group]
+Choose = Callable[[SpaceFacts, GroupOptions], Group]
 
 QUERIES: dict[str | None, Choose] = {
     None: _turns,
@@ -174,28 +174,28 @@ QUERIES: dict[str | None, Choose] = {
     "rms_clipped": _signs,
     "l2_head": _turns_alone,
     "layer_head": lambda space, options: HeadSign(),
-    "affine_head": lambda space, options: Fixed(),
-    "shared": lambda space, options: Fixed(),
+    "affine_head": lambda space, options: IdentityGroup(),
+    "shared": lambda space, options: IdentityGroup(),
 }
 """The group of query and key coordinates, by the norm between their projection and their product."""
 
 
-def _exchanged(space: Facts, options: GroupOptions) -> Group:
+def _exchanged(space: SpaceFacts, options: GroupOptions) -> Group:
     """The group of gain exchanges of norms before rotary embedding."""
     return _beside_rotary(space, PairExchange(space.interleaved), CoordinateExchange())
 
 
-def _ordered_gains(space: Facts, options: GroupOptions) -> Group:
+def _ordered_gains(space: SpaceFacts, options: GroupOptions) -> Group:
     """The same of gains that change places with their coordinates."""
-    pairs = PairExchange(space.interleaved) if options.rescale else Fixed()
+    pairs = PairExchange(space.interleaved) if options.rescale else IdentityGroup()
     return _beside_rotary(space, pairs, OrderedExchange(bool(options.rescale)))
 
 
 GAINS: dict[str | None, Choose] = {
     "rms_head": _ordered_gains,
     "rms_all": _ordered_gains,
-    "rms_turned": lambda space, options: CoordinateExchange() if options.rescale else Fixed(),
-    "affine_head": lambda space, options: _exchanged(space, options) if options.rescale else Fixed(),
+    "rms_turned": lambda space, options: CoordinateExchange() if options.rescale else IdentityGroup(),
+    "affine_head": lambda space, options: _exchanged(space, options) if options.rescale else IdentityGroup(),
 }
 """The group of the gains of that norm; none where it has no gains, or others for each head. Of a norm over all heads,
 each KV group exchanges its own."""
@@ -204,12 +204,12 @@ VALUES: dict[str, Choose] = {
     "free": _maps,
     "normed": lambda space, options: OrthogonalGroup(False),
     "gated": lambda space, options: GatedOrder(options.rescale),
-    "fixed": lambda space, options: Fixed(),
+    "fixed": lambda space, options: IdentityGroup(),
 }
-"""The group of value and output coordinates, by what an architecture file says of them."""
+"""The group of value and output coordinates, by the architecture file's entry."""
 
 
-def admitted(space: Facts, options: GroupOptions = LARGEST) -> SpaceGroup:
+def admitted(space: SpaceFacts, options: GroupOptions = LARGEST) -> SpaceGroup:
     """The group of a local space that a recipe's wishes leave.
 
     Raises:
@@ -220,21 +220,21 @@ def admitted(space: Facts, options: GroupOptions = LARGEST) -> SpaceGroup:
     return _KINDS[space.kind](space, options)
 
 
-def heads(space: Facts, options: GroupOptions = LARGEST) -> HeadGroup:
+def heads(space: SpaceFacts, options: GroupOptions = LARGEST) -> HeadGroup:
     """`admitted` for an attention space."""
     for property_name, value, known in (("norm", space.norm, QUERIES), ("values", space.values, VALUES)):
         if value not in known:
             raise _unknown(space, property_name, value, [word for word in known if word])
     qk, vo = QUERIES[space.norm](space, options), VALUES[space.values](space, options)
-    gains = GAINS[space.norm](space, options) if space.norm in GAINS else Fixed()
+    gains = GAINS[space.norm](space, options) if space.norm in GAINS else IdentityGroup()
     if options.attention == "none":
-        qk, vo, gains = Fixed(), Fixed(), Fixed()
+        qk, vo, gains = IdentityGroup(), IdentityGroup(), IdentityGroup()
     if options.attention == "permutation" or options.heads == "spectral":
         qk, vo, gains = _orders(qk), _orders(vo), _orders(gains)
     sizes = {name: space.sizes[name] for name in ("groups", "per_group", "head_dim", "value_dim")}
     order = options.heads if options.heads == "none" or space.free_order else "fixed"
     shared = space.norm != "rms_all"
-    exchanged = None if isinstance(gains, Fixed) else gains
+    exchanged = None if isinstance(gains, IdentityGroup) else gains
     return HeadGroup(**sizes, order=order, qk=qk, vo=vo, gains=exchanged, shared=shared, inside=not space.free_groups)
 
 
@@ -247,42 +247,42 @@ def _orders(group: Group) -> Group:
         return type(group)(False)
     if isinstance(group, OrderedSigns):
         return OrderedSigns(signs=False)
-    if isinstance(group, Split):
+    if isinstance(group, SplitGroup):
         parts = _orders(group.first), _orders(group.second)
-        return Fixed() if parts == (Fixed(), Fixed()) else Split(*parts, group.at)
-    return CoordinateOrder() if isinstance(group, OrthogonalGroup) else Fixed()
+        return IdentityGroup() if parts == (IdentityGroup(), IdentityGroup()) else SplitGroup(*parts, group.at)
+    return CoordinateOrder() if isinstance(group, OrthogonalGroup) else IdentityGroup()
 
 
-def neurons(space: Facts, options: GroupOptions = LARGEST) -> NeuronGroup:
+def neurons(space: SpaceFacts, options: GroupOptions = LARGEST) -> NeuronGroup:
     """`admitted` for an FFN; for experts, that of the neurons of each."""
     degree = space.degree if options.rescale else 0
     return NeuronGroup(space.sizes["size"], options.ffn != "none", degree, space.gated, space.sizes.get("count", 1))
 
 
-def latent(space: Facts, options: GroupOptions = LARGEST) -> LatentGroup:
+def latent(space: SpaceFacts, options: GroupOptions = LARGEST) -> LatentGroup:
     """`admitted` for a latent, whose gains are folded where those of the residual streams are."""
     kind = "rotation" if options.residual == "rotation" else "signed_permutation"
     kind = {"none": "none", "permutation": "permutation"}.get(options.attention, kind)
     return LatentGroup(kind, space.sizes["size"], fixes_ones=False)
 
 
-def mixer(space: Facts, options: GroupOptions = LARGEST) -> MixerGroup:
+def mixer(space: SpaceFacts, options: GroupOptions = LARGEST) -> MixerGroup:
     """`admitted` for a mixer."""
     sizes = {name: space.sizes[name] for name in ("groups", "per_group", "shared", "own")}
     return MixerGroup(**sizes, order=options.heads != "none", channels=options.attention != "none")
 
 
-def convolution(space: Facts, options: GroupOptions = LARGEST) -> ConvolutionGroup:
+def convolution(space: SpaceFacts, options: GroupOptions = LARGEST) -> ConvolutionGroup:
     """`admitted` for the channels of a gated convolution, which count as neurons."""
     return ConvolutionGroup(space.sizes["size"], options.ffn != "none", bool(options.rescale))
 
 
-def translation(space: Facts, options: GroupOptions = LARGEST) -> TranslationGroup:
+def translation(space: SpaceFacts, options: GroupOptions = LARGEST) -> TranslationGroup:
     """`admitted` for rows that only a softmax sees: of routers with the experts, of heads where asked for."""
     return TranslationGroup(space.sizes["size"], options.shift_head if space.head else options.ffn != "none")
 
 
-_KINDS: dict[str, Callable[[Facts, GroupOptions], SpaceGroup]] = {
+_KINDS: dict[str, Callable[[SpaceFacts, GroupOptions], SpaceGroup]] = {
     "attention": heads,
     "ffn": neurons,
     "experts": lambda space, options: ExpertGroup(neurons(space, options), space.sizes.get("groups", 1)),
@@ -293,7 +293,7 @@ _KINDS: dict[str, Callable[[Facts, GroupOptions], SpaceGroup]] = {
 }
 
 
-def asks(space: Facts, options: GroupOptions) -> bool:
+def asks(space: SpaceFacts, options: GroupOptions) -> bool:
     """Whether a recipe asks to match a local space."""
     if space.kind in ("attention", "mixer"):
         return options.attention != "none" or options.heads != "none"
@@ -307,7 +307,7 @@ def asks(space: Facts, options: GroupOptions) -> bool:
     return group.permute or group.degree > 0
 
 
-def _unknown(space: Facts, property_name: str, word: object, known: Iterable[str]) -> ArchitectureError:
+def _unknown(space: SpaceFacts, property_name: str, word: object, known: Iterable[str]) -> ArchitectureError:
     return ArchitectureError(
         f"no group is known for the {property_name} '{word}'",
         where=f"space '{space.name}'",

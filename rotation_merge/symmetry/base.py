@@ -135,7 +135,7 @@ def dump(element: GroupElement) -> dict[str, Tensor]:
 
 
 def load(tensors: dict[str, Tensor]) -> GroupElement:
-    """Rebuild an element from what `dump` gave."""
+    """Rebuild an element from the result of `dump`."""
     kinds = {key.split(":", 1)[0] for key in tensors}
     if len(kinds) != 1 or (kind := kinds.pop()) not in KINDS:
         raise AlignmentError(
@@ -163,7 +163,7 @@ def mixes(element: GroupElement) -> bool:
 
 
 LARGEST_ENTRY = 1e7
-"""Of a map or its inverse; beyond, storage types lose what the map is to preserve."""
+"""Largest norm of a map or its inverse; beyond, storage types lose too much precision."""
 
 
 def is_order(index: Tensor) -> bool:
@@ -173,9 +173,9 @@ def is_order(index: Tensor) -> bool:
 
 
 def proven_maps(element: GroupElement) -> Tensor | None:
-    """The matrices (G, d, d) by which an element acts; None where what it does to the dual side is not their inverse
-    transpose, so that a pairing would not keep its value: an index that is not a permutation, a map that is not
-    orthogonal, a factor of zero."""
+    """The matrices (G, d, d) by which an element acts; None if its action on the dual side is not their inverse
+    transpose, so that pairings would change: an index that is not a permutation, a map that is not orthogonal, a factor
+    of zero."""
     eye = torch.eye(element.size, dtype=torch.float64).repeat(element.batch, 1, 1)
     try:
         primal, dual = element.act(eye, 0, 1), element.act(eye, 0, 1, dual=True)
@@ -189,7 +189,7 @@ def proven_maps(element: GroupElement) -> Tensor | None:
 def act_by_matrices(matrices: Tensor, x: Tensor, batch_dim: int, dim: int) -> Tensor:
     """Multiply dimension `dim` of x by matrices (G, d, d), at least in float32; shape and dtype of x kept.
 
-    The matrices are laid out anew: products of a transposed view and of what a file holds differ in the last bit.
+    The matrices are laid out anew: products of a transposed view and of a stored matrix differ in the last bit.
     """
     work = torch.promote_types(x.dtype, torch.float32)
     moved = x.movedim((batch_dim, dim), (0, 1))

@@ -1,7 +1,7 @@
 """Transforms of the channels of a gated convolution (LFM2): ``out @ (third * filter(first * second))``.
 
-Between any two neighbours of that product a channel may be scaled on one side by what the other side is divided by,
-with either sign: four free factors for each channel, and one order of all of them.
+Between any two neighbours of that product a channel may be multiplied on one side and divided on the other by one
+factor of either sign: four free factors for each channel, and one order of all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FACTORS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "out": ((), (2, 3)),
 }
 """Of every role, the factors that multiply it and those that divide it. Factors 0, 1 and 3 are those of the three maps
-that are multiplied, 2 is that of what the filter gives; `shift` is the filter's bias."""
+that are multiplied, 2 is that of the filter's outputs; `shift` is the filter's bias."""
 
 COUNT = 4
 """Free factors of a channel."""

@@ -84,7 +84,7 @@ class DirectSum(GroupElement):
 
 
 @dataclass(frozen=True)
-class Split(Group):
+class SplitGroup(Group):
     """One group on the first `at` coordinates (those that rotary embedding turns), another on the rest.
 
     Each is solved on its own (`parts`), so that this one asks for no statistics.
@@ -108,7 +108,7 @@ class Split(Group):
         return [(self.first, slice(0, self.at)), (self.second, slice(self.at, size))]
 
     def unordered(self) -> Group:
-        return Split(self.first.unordered(), self.second.unordered(), self.at)
+        return SplitGroup(self.first.unordered(), self.second.unordered(), self.at)
 
     def lift(self, element: GroupElement) -> GroupElement:
         assert isinstance(element, DirectSum)

@@ -1,4 +1,4 @@
-r"""Exchange of gains between the norms of queries and keys: what one gains by t, the other loses.
+r"""Exchange of gains between the norms of queries and keys: one is multiplied by t, the other divided.
 
 A score is a sum of ``g_q q_i * g_k k_i`` over the coordinates that the norms have brought to one length, so that
 ``g_q / t`` and ``g_k t`` give the same one. Where rotary embedding follows, t is equal on both coordinates of a pair,
@@ -110,7 +110,7 @@ class _ExchangeGroup(Group):
         return "coordinates"
 
     def _summed(self, norms: Tensor) -> Tensor:
-        """Squared norms (N, d) of what shares a factor."""
+        """Squared norms (N, d) of entries that share a factor."""
         return norms
 
     def _count(self, size: int) -> int:

@@ -1,7 +1,7 @@
 """A group that acts on the coordinates of heads: everything that the rest of the code asks of one.
 
-Elements (`base.GroupElement`) say how they act; a group says which elements there are, which of them is the best for
-given statistics, how good any could be, and what it is called. Which group a space admits is answered in `admitted`.
+Elements (`base.GroupElement`) define their action; a group defines its elements, the best one for given statistics, an
+upper bound on the gain, and a name. `admitted` selects the group of a space.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Group(ABC):
 
     Attributes:
         kind: its name; every class that states one is found by it (`GROUPS`).
-        words, symbol: what its elements are, in a sentence and in a table.
-        statistic: how much of the products A B^T it looks at (`statistics.STATISTICS`).
+        words, symbol: its elements, in a sentence and in a table.
+        statistic: the entries of the products A B^T that it needs (`statistics.STATISTICS`).
         rescale: False, True (map and scale jointly optimal) or "sequential" (the scale after the map).
         interleaved: layout of RoPE pairs, where it matters.
     """
@@ -56,7 +56,7 @@ class Group(ABC):
 
     @abstractmethod
     def solve(self, grams: Grams) -> tuple[GroupElement, Tensor]:
-        """The best elements for the statistics, and what each gains, shape (N,), float64."""
+        """The best elements for the statistics, and their gains, shape (N,), float64."""
 
     @abstractmethod
     def agreement(self, element: GroupElement, products: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Group(ABC):
         """Better elements than those of `solve`, where these are only a start; never gaining less.
 
         Args:
-            element, gain: what `solve` gave.
+            element, gain: the result of `solve`.
             donor_products: the donor's own products.
             equal: heads that are equal in both models, (N,): they keep their element.
         """
@@ -103,7 +103,7 @@ class Group(ABC):
         return self._bounded(primal, dual, (grams.donor_primal.sum(-1), grams.donor_dual.sum(-1)))
 
     def ceiling(self, grams: Grams) -> Tensor:
-        """An upper bound on the gain that is nearly attained, shape (N,): of most groups, what `solve` gains."""
+        """An upper bound on the gain that is nearly attained, shape (N,): for most groups, the gain of `solve`."""
         return self.solve(grams)[1]
 
     def _bounded(self, primal: Tensor, dual: Tensor, norms: tuple[Tensor, Tensor]) -> Tensor:

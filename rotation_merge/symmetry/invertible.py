@@ -1,4 +1,4 @@
-r"""Invertible maps GL(d): what a value/output pair, or a rotary-free query/key pair, admits at most.
+r"""Invertible maps GL(d): the largest group of a value/output pair, or of a query/key pair without rotary embedding.
 
 The best one minimises |A_P - G B_P|^2 + |A_D - G^-T B_D|^2. The problem is not convex: L-BFGS descends from the best
 orthogonal map with its scale, all heads at once, and each head keeps its start unless the result is better. Singular

@@ -1,4 +1,4 @@
-"""Elements that are matrices: what orthogonal and invertible maps have in common."""
+"""Elements that are matrices: the common base of orthogonal and invertible maps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Transforms of a mixer: heads in groups, with coordinates that may only change places (Mamba-2, gated delta rules).
 
-What such a layer reads goes through a depthwise convolution and an activation channel by channel, so that no map that
+The inputs of such a layer go through a depthwise convolution and an activation channel by channel, so that no map that
 mixes channels, or scales them, commutes with it.
 """
 

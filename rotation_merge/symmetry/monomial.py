@@ -131,7 +131,8 @@ class CoordinateOrder(Group):
 
 @dataclass(frozen=True)
 class GatedOrder(Group):
-    """Permutations of values, each with a factor of either sign: what an elementwise gate of the outputs leaves.
+    """Permutations of values, each with a factor of either sign: the group that an elementwise gate of the outputs
+    admits.
 
     The gate's rows follow the permutation. Factors and order are jointly optimal, as those of gated neurons.
     """
@@ -158,7 +159,7 @@ class GatedOrder(Group):
         return single and (bool(self.rescale) or bool(((maps == 0) | (maps == 1)).all()))
 
     def _values(self, grams: Grams) -> tuple[Tensor, Tensor]:
-        """The best factor of each pair of coordinates, and what they gain beside each other, (N, d, d) both."""
+        """The best factor of each pair of coordinates, and the gain of the pair, (N, d, d) both."""
         norms = grams.donor_primal[:, None], grams.donor_dual[:, None]
         scale = torch.ones_like(grams.primal)
         if self.rescale:

@@ -23,7 +23,7 @@ def act_on_neurons(element: Monomial, degree: int, x: Tensor, role: str, dim: in
     """Move dimension `dim` of x, whose dimension 0 counts the elements (one for each expert).
 
     Roles: `in` (rows into the neurons; up, where gated), `out` (columns out of them, which the activation's degree
-    divides by the scale so many times), `gate` (order only); with `dual`, what these are paired with.
+        divides by the scale so many times), `gate` (order only); with `dual`, the paired axes.
     """
     if role == "gate":
         return element.permutation.act(x, 0, dim)
@@ -100,11 +100,11 @@ class NeuronGroup(SpaceGroup):
     """Neurons of one FFN, or of each expert of a layer.
 
     Attributes:
-        size: how many neurons.
+        size: number of neurons.
         permute: whether they may change places.
         degree: of their activation, f(c x) = c^degree f(x); 0: they cannot be rescaled.
         signed: whether factors may be negative, too.
-        count: how many experts.
+        count: number of experts.
     """
 
     size: int

@@ -22,7 +22,7 @@ from rotation_merge.symmetry.group import Group, agreement_by_matrices
 from rotation_merge.symmetry.monomial import GatedOrder, Monomial
 from rotation_merge.symmetry.permutation import Permutation
 from rotation_merge.symmetry.scaling import Scaling
-from rotation_merge.symmetry.signs import CoordinateSigns, Fixed
+from rotation_merge.symmetry.signs import CoordinateSigns, IdentityGroup
 from rotation_merge.symmetry.statistics import Grams
 from rotation_merge.symmetry.tangent import Freedom, Steps
 
@@ -77,7 +77,7 @@ class OrderedSigns(Group):
         return agreement_by_matrices(element, products)
 
     def unordered(self) -> Group:
-        return CoordinateSigns() if self.signs else Fixed()
+        return CoordinateSigns() if self.signs else IdentityGroup()
 
     def lift(self, element: GroupElement) -> SignedOrder:
         assert isinstance(element, Scaling)
@@ -97,7 +97,7 @@ class OrderedExchange(GatedOrder):
         return self._values(grams)[1]
 
     def unordered(self) -> Group:
-        return CoordinateExchange() if self.rescale else Fixed()
+        return CoordinateExchange() if self.rescale else IdentityGroup()
 
     def lift(self, element: GroupElement) -> Monomial:
         still = Monomial.identity(element.batch, element.size)

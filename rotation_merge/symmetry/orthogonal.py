@@ -14,7 +14,7 @@ from rotation_merge.symmetry.matrix import MatrixElement
 from rotation_merge.symmetry.tangent import Freedom, Steps, like, turned
 
 ROUNDED = 1e-2
-"""Largest difference of an entry from its map, several times what half precision makes."""
+"""Largest accepted difference of an entry from an orthogonal map, several times the rounding of half precision."""
 
 
 @dataclass(frozen=True, eq=False)

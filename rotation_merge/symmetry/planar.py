@@ -1,7 +1,7 @@
 r"""Rotations and rescalings of RoPE pairs: the maps that commute with rotary position embedding.
 
 Rotary embedding turns coordinate pair p by an angle that depends on the position, which is multiplication of the
-complex number z_p = x_{p,0} + i x_{p,1}. What commutes with it is multiplication by another complex number.
+complex number z_p = x_{p,0} + i x_{p,1}. It commutes with multiplication by another complex number.
 """
 
 from __future__ import annotations

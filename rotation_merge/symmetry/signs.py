@@ -1,4 +1,4 @@
-"""Groups of factors of heads: nothing but the identity, and what commutes with norms between projection and product."""
+"""Groups of factors of heads: the identity, and the maps that commute with norms between projection and product."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FactorGroup(Group):
 
 
 @dataclass(frozen=True)
-class Fixed(FactorGroup):
+class IdentityGroup(FactorGroup):
     """The identity alone."""
 
     kind = "fixed"
@@ -90,7 +90,7 @@ class SignGroup(FactorGroup):
 
 @dataclass(frozen=True)
 class CoordinateSigns(SignGroup):
-    """A sign for each coordinate: what an RMSNorm of queries and keys leaves where no rotary embedding follows."""
+    """A sign for each coordinate: the group of an RMSNorm of queries and keys without rotary embedding after it."""
 
     kind = "coordinate_signs"
     words = "a sign for each coordinate"
@@ -99,7 +99,7 @@ class CoordinateSigns(SignGroup):
 
 @dataclass(frozen=True)
 class PairSigns(SignGroup):
-    """A sign for each RoPE pair: what commutes with a gained RMSNorm and rotary embedding."""
+    """A sign for each RoPE pair: commutes with a gained RMSNorm and rotary embedding."""
 
     interleaved: bool = False
 
@@ -124,7 +124,7 @@ class PairSigns(SignGroup):
 
 @dataclass(frozen=True)
 class HeadSign(SignGroup):
-    """One sign for all of a head: what commutes with a LayerNorm of queries and keys."""
+    """One sign for all of a head: commutes with a LayerNorm of queries and keys."""
 
     kind = "head_sign"
     words = "a sign for each head"

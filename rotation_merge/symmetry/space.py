@@ -1,8 +1,8 @@
 """The transform of one space: group elements put together, acting on an axis by the role it plays there.
 
-A role says what an axis means to its space (the queries or the keys of an attention space, the rows that write
-into a residual stream or its norm gains). The axis stands in the tensor as one or more consecutive dimensions
-(`factors` of the architecture layer), the first of them at `dim`.
+A role is the function of an axis in its space (the queries or the keys of an attention space, the rows that write into
+a residual stream or its norm gains). The axis stands in the tensor as one or more consecutive dimensions (`factors` of
+the architecture layer), the first of them at `dim`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class SpaceTransform(ABC):
     def act(self, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
         """Move an axis of x that plays `role` and starts at dimension `dim`; same shape, dtype kept.
 
-        With `dual`: by the inverse transpose, as what a weight's axis is paired with moves (the activations that an
-        input axis reads, the gradients of what an output axis gives).
+        With `dual`: by the inverse transpose, the action on tensors that are paired with a weight's axis (inputs of an
+        input axis, gradients of an output axis).
         """
 
     @abstractmethod
@@ -60,7 +60,7 @@ class SpaceTransform(ABC):
 
     @abstractmethod
     def elements(self) -> dict[str, GroupElement]:
-        """Its elements by name, all but the order of heads or experts: what learning may move."""
+        """Its elements that learning may change, by name: all but the order of heads or experts."""
 
     @abstractmethod
     def with_elements(self: Self, elements: Mapping[str, GroupElement]) -> Self:

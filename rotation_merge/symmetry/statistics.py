@@ -4,8 +4,8 @@ The squared distance that a map g (primal side) leaves is a constant minus the g
 
     gain(g) = 2 <g B_P, A_P> - |g B_P|^2 + 2 <g^-T B_D, A_D> - |g^-T B_D|^2,
 
-with P the primal side (keys, values), D the dual one (queries, outputs), A anchor and B donor. How much of A B^T is
-needed is the group's `statistic`.
+with P the primal side (keys, values), D the dual one (queries, outputs), A anchor and B donor. The group's `statistic`
+names the needed entries of A B^T.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Grams:
         primal, dual: statistics of A B^T of either side, shape (N, *S) as the group's `statistic` says.
         donor_primal, donor_dual, anchor_primal, anchor_dual: squared norm of each coordinate, shape (N, d).
         rank_tolerance: relative rounding of the products.
-        follow, donor_follow: the same, (N, d, d) and (N, d), of what changes places with the coordinates and is never
-            scaled; None where nothing does.
+        follow, donor_follow: the same, (N, d, d) and (N, d), of tensors that are permuted with the coordinates and
+            never scaled; None if there are none.
     """
 
     primal: Tensor

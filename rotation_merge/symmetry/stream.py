@@ -23,9 +23,9 @@ from rotation_merge.symmetry.space import MatchingCost, SpaceGroup, SpaceTransfo
 class StreamTransform(SpaceTransform):
     """One element (G = 1) for the whole stream.
 
-    Roles: `write` (into the stream), `read` (out of it), `shift` (norm biases, added to what is read) move with
-    the element; `gain` (norm gains and layer scales, multiplied coordinate by coordinate) only follows its
-    permutation, so that a map that mixes coordinates needs the gains folded away first.
+    Roles: `write` (into the stream), `read` (out of it), `shift` (norm biases, added to the readers' inputs) move with
+        the element; `gain` (norm gains and layer scales, multiplied coordinate by coordinate) only follows its
+        permutation, so that a map that mixes coordinates needs the gains folded away first.
     """
 
     element: GroupElement

@@ -11,7 +11,7 @@ from torch import Tensor
 
 _FACTORIALS = [math.factorial(k) for k in range(10)]
 _REACH = 0.8
-"""Up to this spectral norm the sum is exact in float32: what is left out is 0.8^10 / 10! at most."""
+"""Up to this spectral norm the sum is exact in float32: the remainder is 0.8^10 / 10! at most."""
 
 
 def exp_skew(a: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """Pieces of work done by the workers of a Ray cluster, on this machine or on others.
 
-A worker gets what the pieces have in common once, and keeps it open from piece to piece; files it reads itself, from
-storage that all machines see. Ray starts a worker in the place of one that dies and does its piece again; what others
-have found stays.
+A worker receives the shared part of the pieces once and keeps it open; it reads files itself, from storage that all
+machines see. Ray replaces a worker that dies and repeats its piece; results of others stay.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from safetensors import SafetensorError
 
 from rotation_merge import __version__
 from rotation_merge.errors import RotationMergeError, WorkerError, no_space, short
-from rotation_merge.workers.pieces import HERE, Over, Workload
+from rotation_merge.workers.pieces import HERE, PieceExecutor, Workload
 
 LOG = logging.getLogger(__name__)
 
 RETRIES = 3
-"""How often a piece is done again whose worker has died."""
+"""Number of retries of a piece whose worker died."""
 PYTHON = 1 << 29
 """Bytes that a worker takes before it has read anything."""
 AHEAD = 2
@@ -36,16 +35,16 @@ AHEAD = 2
 PATIENCE = 10.0
 """Seconds in which a cluster has to answer."""
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""What keeps Ray from reporting to its makers, and from a warning about coming versions."""
+"""Environment that turns off Ray's usage reports and its warning about coming versions."""
 MEND = "fewer workers on a machine ('ray start --num-cpus'), or machines with more memory"
 FULL = ("ObjectStoreFullError", "OutOfDiskError")
-"""What Ray calls it where its memory for objects, and the disk behind it, are full."""
+"""Ray's exceptions for a full object store."""
 ROOM = "free some space in its folder for temporary files, or name another ('ray start --temp-dir', RAY_TMPDIR)"
 INSTALL = "pip install 'rotation-merge[ray]'"
 
 
 @contextmanager
-def spread(address: str | None, device: str = "cpu") -> Iterator[Over]:
+def spread(address: str | None, device: str = "cpu") -> Iterator[PieceExecutor]:
     """An executor for pieces of work: a Ray cluster's workers, or this process if there is no address.
 
     Args:
@@ -79,7 +78,7 @@ class Cluster:
         except ImportError as error:
             raise RotationMergeError("--ray needs Ray", remedy=INSTALL) from error
         self.ray, self.address = ray, address
-        self._given: tuple[Workload, Parcel] | None = None
+        self._given: tuple[Workload, ObjectReference] | None = None
         self._own = not ray.is_initialized()
         if self._own:
             self._connect()
@@ -106,10 +105,10 @@ class Cluster:
             raise _silent(self.address, short(error)) from error
 
     def each(self, work: Workload, step: Any, items: Sequence[Any]) -> Iterator[Any]:
-        """See `Over`.
+        """See `PieceExecutor`.
 
         Raises:
-            RotationMergeError: what a worker says went wrong, with the name of its machine.
+            RotationMergeError: a worker's error, with the name of its machine.
         """
         do = self._remote(work)
         if self._given is None or self._given[0] is not work:
@@ -135,9 +134,9 @@ class Cluster:
         gpus = {"num_gpus": 1} if self.kind == "GPU" else {}
         return self.ray.remote(do_piece).options(num_cpus=1, memory=needed, max_retries=RETRIES, **gpus)
 
-    def _put(self, value: Any) -> Parcel:
+    def _put(self, value: Any) -> ObjectReference:
         try:
-            return Parcel(uuid.uuid4().hex, [self.ray.put(value)])
+            return ObjectReference(uuid.uuid4().hex, [self.ray.put(value)])
         except self.ray.exceptions.RayError as error:
             raise _died(error, self.address) from error
 
@@ -158,7 +157,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class ObjectReference:
     """A reference into Ray's object store, in a list so that Ray does not load it for every piece."""
 
     key: str
@@ -177,7 +176,7 @@ _OPEN: dict[str, tuple[str, Any]] = {}
 """In a worker: the latest work and the latest step, with their keys."""
 
 
-def do_piece(version: str, work: Parcel, step: Parcel, item: Any) -> Any:
+def do_piece(version: str, work: ObjectReference, step: ObjectReference, item: Any) -> Any:
     """Runs in a worker: does one piece, or returns its failure."""
     import ray
 

@@ -14,8 +14,8 @@ LARGE = 1 << 23
 
 
 def give_back(layer: nn.Module | None) -> None:
-    """Return what is free to the system, where the C library can, once a layer has been worked on (None: what stands
-    outside of the layers): else what it leaves lies scattered between what stays, and the process grows with each.
+    """Return free memory to the system, if the C library can, after a layer (None: tensors outside of the layers):
+    otherwise fragmentation makes the process grow with each layer.
     """
     size = 0 if layer is None else sum(parameter.nbytes for parameter in layer.parameters())
     if size >= LARGE and (trim := _trim()) is not None:

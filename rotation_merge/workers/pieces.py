@@ -1,7 +1,7 @@
 """Pieces of work that need nothing of each other, and who does them: threads of this process, one device each, or (in
 `cluster.py`) the workers of other machines.
 
-Whoever does them, it is the same work on the same pieces, and what they find comes in the order of the pieces.
+Every executor runs the same work on the same pieces, and returns results in the order of the pieces.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from rotation_merge.workers.threads import in_order
 
 
 class Workload(Protocol):
-    """The shared part of all pieces: the models, say, and how to read them.
+    """The shared part of all pieces: for instance the opened models.
 
-    Where others than this process are to do them it can be pickled: small where it can say where files lie instead of
-    holding what is in them, and it opens them where it arrives.
+    For other processes it can be pickled: it then stores paths instead of contents, and opens the files on arrival.
     """
 
     @property
@@ -35,12 +34,12 @@ class Workload(Protocol):
         """Do one piece.
 
         Args:
-            step: what is to be done; small, or needed for every piece.
+            step: the work; small, or needed for every piece.
             item: says which piece.
         """
 
 
-class Over(Protocol):
+class PieceExecutor(Protocol):
     """An executor: runs pieces of work."""
 
     apart: bool
@@ -50,7 +49,7 @@ class Over(Protocol):
         """Results of the pieces, in order; as many run at once as fit."""
 
 
-class Here:
+class LocalExecutor:
     """Runs pieces in this process, on as many threads as the workload allows."""
 
     apart = False
@@ -59,14 +58,14 @@ class Here:
         return in_order(lambda item: work.piece(step, item), items, work.at_once)
 
 
-HERE = Here()
+HERE = LocalExecutor()
 
 
 class Devices:
     """Runs pieces on the devices of this machine, one at a time on each.
 
     Args:
-        names: of the devices; what is found is brought to the first.
+        names: of the devices; results are moved to the first.
     """
 
     apart = False

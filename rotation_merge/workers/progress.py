@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 Progress = Callable[[str, float, float], None]
-"""Told what is done, how much of it, and how much there is (0: unknown). It may raise to end the work."""
+"""Called with a label, the amount done and the total (0: unknown). It may raise to end the work."""
 
 _listener: ContextVar[Progress | None] = ContextVar("rotation_merge_progress", default=None)
 

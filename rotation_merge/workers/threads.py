@@ -23,8 +23,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 BYTES_A_WEIGHT = 16
-"""What matching a block takes at its peak for each weight of it: both models as they are stored, float32 copies,
-tables."""
+"""Peak bytes per weight of matching a block: both models as stored, float32 copies, tables."""
 SHARE = 0.5
 """Of the free memory that workers may take together."""
 _CGROUP = Path("/sys/fs/cgroup")
@@ -56,8 +55,8 @@ class Workers:
                 self._running.discard(get_ident())
 
     def close(self, wait: bool = True) -> None:
-        """Wait for what runs; or have it end at its next step in Python, as nobody asks for what it finds: else a
-        process that is interrupted would go on until the last block is done. What has not begun never will."""
+        """Wait for running blocks, or make them end at their next Python step after an interruption; otherwise the
+        process would run until the last block is done. Blocks that have not begun are dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             for thread in () if wait else self._running:
@@ -109,7 +108,7 @@ def keep_freed_memory() -> None:
     """Lets glibc's allocator keep some of the memory that is freed.
 
     By default it gives blocks of a tensor's size back to the system and gets them anew, page by page, for the next
-    one: a good part of what a merge costs.
+    one: a large share of a merge's time.
     """
     limit = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if limit is not None:

@@ -12,7 +12,7 @@ from tiny_models import ALL, Case, Planted, difference, further, outputs, plante
 
 from rotation_merge.architecture import Architecture, families, registry, resolve
 from rotation_merge.architecture.schema import OUTSIDE, ArchitectureSpec
-from rotation_merge.diagnose.proof import LOCAL, MISTAKES, changed, matters
+from rotation_merge.diagnose.proof import LOCAL, MISTAKES, changed, mistake_is_visible
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.alignment import Alignment, aligned_tensors
 from rotation_merge.matching.gauge import random_gauge
@@ -151,7 +151,7 @@ def test_a_wrong_file_is_found_out(case: Case, monkeypatch: pytest.MonkeyPatch) 
     model = planted(case)
     right = families()[case.family].model_dump()
     for change in MISTAKES.values():
-        if not matters(change, model.architecture):
+        if not mistake_is_visible(change, model.architecture):
             continue
         monkeypatch.setitem(registry._extra, case.family, ArchitectureSpec.model_validate(changed(right, change)))
         with contextlib.suppress(RotationMergeError):

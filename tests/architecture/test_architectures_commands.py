@@ -15,7 +15,7 @@ from tiny_models import make as tiny
 
 from rotation_merge.architecture import registry
 from rotation_merge.architecture.registry import DATA, shipped
-from rotation_merge.diagnose.draft import drafted, kin
+from rotation_merge.diagnose.draft import drafted, matching_families
 from rotation_merge.diagnose.proof import Finding, hints, prove
 from rotation_merge.errors import ArchitectureError
 
@@ -112,7 +112,7 @@ def test_norms_whose_output_goes_back_and_layers_that_differ() -> None:
         (("order of heads alone",), "'kv_head'"),
         (("neurons and experts alone",), "'gated'"),
         (("residual: rotation",), "'reads'"),
-        (("residual: permutation", "residual: rotation"), "keep its coordinates"),
+        (("residual: permutation", "residual: rotation"), "'fixed'"),
     ],
 )
 def test_what_fails_is_hinted_at(failing: tuple[str, ...], word: str) -> None:
@@ -127,8 +127,8 @@ def test_families_that_fit_a_class_nobody_knows() -> None:
     model = tiny(case)
     config = {**model.config.to_dict(), "architectures": ["MineForCausalLM"], "model_type": "mine"}
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    assert kin(config, shapes) == ["mixtral"]
-    assert kin(config, {**shapes, "odd.weight": (3,)}) == []
+    assert matching_families(config, shapes) == ["mixtral"]
+    assert matching_families(config, {**shapes, "odd.weight": (3,)}) == []
 
 
 def test_a_wrong_file_fails(tmp_path: Path) -> None:

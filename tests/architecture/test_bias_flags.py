@@ -13,7 +13,7 @@ from plugin_support import make, mergekit_yaml, recipe_for, write_recipe
 
 import rotation_merge as rm
 from rotation_merge.architecture import resolve
-from rotation_merge.model.member import FLAGS, missing_biases
+from rotation_merge.model.paired_model import FLAGS, missing_biases
 
 PROMISING = [case for case in tiny.ALL if any(case.config.get(flag) for flag in FLAGS)]
 

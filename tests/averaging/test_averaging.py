@@ -373,7 +373,7 @@ class TestBadInput:
         made = _weighted("regmean", *pair)
         made["models"][1]["parameters"] |= {"finetuned_from": str(pair[1]), "carry": "refit"}
         said = self.refused(made, tmp_path)
-        assert "its change is carried on samples" in said
+        assert "before its change is carried on samples" in said
         assert "measure and merge what that writes" in said
 
     def test_of_other_weights(self, pair: tuple[Path, Path], tmp_path: Path):

@@ -15,7 +15,7 @@ from tiny_models import ALL
 from tiny_models import make as tiny
 from transformers import AutoModelForCausalLM, RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
-from rotation_merge.averaging.low_rank import begin_along, with_lora
+from rotation_merge.averaging.low_rank import initialise_along_gradient, with_lora
 from rotation_merge.averaging.polish import LEAST_GAIN, PolishOptions, PolishReport, polish
 from rotation_merge.matching.teachers import Answered, answer, divergence, write_answers
 
@@ -143,7 +143,7 @@ def test_a_new_lora_begins_along_the_gradient(family: str, head: bool) -> None:
     model.zero_grad()
     before = model(input_ids=ids).logits.detach()
     trained = with_lora(model, 4, 0)
-    begin_along(trained, lambda: (trained(input_ids=ids).logits ** 2).sum().backward())
+    initialise_along_gradient(trained, lambda: (trained(input_ids=ids).logits ** 2).sum().backward())
     assert_equal_up_to_rounding(trained(input_ids=ids).logits, before)
     layers = {name: module for name, module in model.named_modules() if getattr(module, "lora_A", None)}
     assert any("lm_head" in name for name in layers) is head
@@ -163,7 +163,7 @@ def test_a_new_lora_of_stacked_experts_begins_along_each_ones_gradient() -> None
     model.zero_grad()
     before = model(input_ids=ids).logits.detach()
     trained = get_peft_model(model, LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.down_proj"]))
-    begin_along(trained, lambda: (trained(input_ids=ids).logits ** 2).sum().backward())
+    initialise_along_gradient(trained, lambda: (trained(input_ids=ids).logits ** 2).sum().backward())
     assert_equal_up_to_rounding(trained(input_ids=ids).logits, before)
     layer = model.model.layers[1].mlp.experts
     rows = layer.lora_A["default"].weight.double().view(len(wanted), 4, -1)

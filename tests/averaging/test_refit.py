@@ -13,17 +13,17 @@ import transformers
 from memory_support import alive, forget
 from plugin_support import merged, mergekit_yaml, one_error, state
 from residual_support import Checkpoint, checkpoint, recipe, report, twin
-from tiny_models import ALL, Case, exactly, inputs, make, save
+from tiny_models import ALL, Case, inputs, keep_float64, make, save
 from torch import Tensor
 
 from rotation_merge.architecture import Architecture, resolve
-from rotation_merge.averaging.refit import EXPERTS, UNSEEN, Refit, Refitted, Teachers
+from rotation_merge.averaging.refit import EXPERTS, UNSEEN, Refit, RefitResult, Teachers
 from rotation_merge.linalg.ridge import ridge_change
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.source import transform_state
-from rotation_merge.run.data import together
-from rotation_merge.run.recorder import Taps
+from rotation_merge.run.data import batched_by_length
+from rotation_merge.run.recorder import BlockHooks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.stages import stages
 from rotation_merge.run.store import Store
@@ -58,7 +58,7 @@ class Few:
         batches: list[Any] | None = None,
         store: Store | None = None,
         norms: bool = False,
-    ) -> tuple[State, Refitted]:
+    ) -> tuple[State, RefitResult]:
         """Each model answers to its own samples, or all to all (`batches`)."""
         store = store or Store()
         given = batches or self.given
@@ -78,7 +78,7 @@ class Few:
 
         merge = self.runner(start, given, store, "merge")
         answers = Teachers(teachers, who, store)
-        with exactly():
+        with keep_float64():
             done = Refit(
                 *(merge, self.architecture, answers, [1.0] * len(given), ridge, write),
                 by_own_modules=answers.by_own_modules,
@@ -144,11 +144,11 @@ def test_where_writers_aim(key: tuple[str, str], tmp_path: Path) -> None:
     few = Few(case_of(*key), tmp_path, (0,))
     run = few.runner(few.states[0], few.given, Store(), "one")
     branches = {}
-    with exactly():
+    with keep_float64():
         while (block := run.advance()) is not None and block.index != 0:
             continue
         assert block is not None
-        taps = Taps(run, block)
+        taps = BlockHooks(run, block)
         for stage in stages(taps, set(taps.maps)):
             branches.update(stage.branches)
     assert len(branches) == 2
@@ -161,20 +161,24 @@ def test_layer_scales_and_parallel_branches(tmp_path: Path) -> None:
     """A layer scale is found as the gain of each coordinate; attention leaves the MLP of its own layer out."""
     few = Few(case_of("dinov2", "bare"), tmp_path / "dino", (0,))
     run = few.runner(few.states[0], few.given, Store(), "one")
-    with exactly():
+    with keep_float64():
         while (block := run.advance()) is not None and block.index != 0:
             continue
         assert block is not None
-        found = [b for s in stages(Taps(run, block), set(Taps(run, block).maps)) for b in s.branches.values()]
+        found = [
+            b for s in stages(BlockHooks(run, block), set(BlockHooks(run, block).maps)) for b in s.branches.values()
+        ]
     scales = [few.states[0][name] for name in sorted(few.states[0]) if "layer.0.layer_scale" in name]
     assert all(torch.allclose(b.gain, scale) for b, scale in zip(found, scales, strict=True))
     few = Few(case_of("phi"), tmp_path / "phi", (0,))
     run = few.runner(few.states[0], few.given, Store(), "one")
-    with exactly():
+    with keep_float64():
         while (block := run.advance()) is not None and block.index != 0:
             continue
         assert block is not None
-        found = [b for s in stages(Taps(run, block), set(Taps(run, block).maps)) for b in s.branches.values()]
+        found = [
+            b for s in stages(BlockHooks(run, block), set(BlockHooks(run, block).maps)) for b in s.branches.values()
+        ]
     assert [[key.rpartition("mlp")[2] for key, _ in b.added] for b in found] == [[".fc2.weight"], []]
 
 
@@ -232,7 +236,7 @@ def reference(few: Few, ridge: float, mean: bool) -> State:
 @pytest.mark.parametrize("mean", [False, True])
 def test_the_rule(mean: bool, tmp_path: Path) -> None:
     few = Few(case_of("llama"), tmp_path)
-    with exactly():
+    with keep_float64():
         expected = reference(few, 0.03, mean)
     found, _ = few.refit(0.03, mean)
     start = few.average()
@@ -248,7 +252,7 @@ def test_how_samples_are_cut_and_where_they_wait_changes_nothing(tmp_path: Path)
     cut, _ = few.refit(mean=True, batches=[{"input_ids": part} for part in ids.split([1, 3, 2])])
     spilled, _ = few.refit(mean=True, batches=[{"input_ids": ids}], store=Store(str(tmp_path / "spill")))
     texts = [{"input_ids": row[None, :length]} for row, length in zip(ids, (9, 8, 8, 7, 9, 3), strict=True)]
-    alone, padded = (few.refit(mean=True, batches=batches)[0] for batches in (texts, together(texts, 30)))
+    alone, padded = (few.refit(mean=True, batches=batches)[0] for batches in (texts, batched_by_length(texts, 30)))
     assert max(float((alone[name] - padded[name]).abs().max()) for name in alone) <= 1e-9
     assert max(float((once[name] - cut[name]).abs().max()) for name in once) <= 1e-9
     assert max(float((once[name] - spilled[name]).abs().max()) for name in once) <= 1e-9
@@ -323,7 +327,7 @@ def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
             return tensor
 
         forget()
-        with exactly():
+        with keep_float64():
             store = Store(str(tmp_path / "states"))
             teachers = [few.runner(Copies(few.states[k]), [few.given[k]], store, str(k)) for k in range(2)]
             merge = few.runner(Copies(few.states[0]), few.given, store, "merge")

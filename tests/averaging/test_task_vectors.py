@@ -14,7 +14,14 @@ from plugin_support import merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, report, twin
 from torch import Tensor
 
-from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, both_sides, evened, mean_of, one_side
+from rotation_merge.averaging.task_vectors import (
+    TASK_VECTORS,
+    TaskVectorMethod,
+    both_sides,
+    mean_of,
+    one_side,
+    with_even_lengths,
+)
 from rotation_merge.cli.app import app
 
 BY_NAME = {method.spec.name: method for method in TASK_VECTORS}
@@ -101,13 +108,13 @@ def test_lengths_are_evened_where_they_differ_by_more_than_two() -> None:
     short = random(3, 3)
     long = random(3, 3, seed=1)
     long *= 2.5 * short.norm() / long.norm()
-    even, ratio = evened([short, long, torch.zeros(3, 3).double()])
+    even, ratio = with_even_lengths([short, long, torch.zeros(3, 3).double()])
     assert ratio == pytest.approx(2.5)
     harmonic = 2 / (1 / short.norm() + 1 / long.norm())
     assert [float(d.norm()) for d in even[:2]] == pytest.approx([float(harmonic)] * 2)
     assert not even[2].any()
-    assert torch.equal(evened([short, 1.5 * short])[0][0], short)
-    least, most = evened([short, 1e9 * long])[0]  # by no more than the number of changes
+    assert torch.equal(with_even_lengths([short, 1.5 * short])[0][0], short)
+    least, most = with_even_lengths([short, 1e9 * long])[0]  # by no more than the number of changes
     torch.testing.assert_close(least, 2 * short)
     torch.testing.assert_close(most, 0.5e9 * long)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from mergekit.graph import Task
-from tiny_models import ALL, Case, exactly, inputs, make
+from tiny_models import ALL, Case, inputs, keep_float64, make
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture
@@ -18,8 +18,8 @@ from rotation_merge.matching.engine import untie_heads
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.moved_statistics import carried_fisher, carried_gradient, carried_gram, feeding
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.mergekit_plugin.planning.delegate import Helped, merge_tensor
-from rotation_merge.model.fold import Fold, Folded
+from rotation_merge.mergekit_plugin.planning.delegate import AuxiliaryInput, merge_tensor
+from rotation_merge.model.fold import Fold, FoldedSource
 from rotation_merge.model.source import read_block, transform_state
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.maps import LinearMap, linear_map
@@ -33,7 +33,7 @@ LOCAL = {"heads": "permutation", "attention": "invertible"}
 
 
 def measured(model: torch.nn.Module, case: Case, architecture: Architecture, where: Path, *kinds: str, **options):
-    with exactly():
+    with keep_float64():
         found = ModelMeasurement(model, architecture, [inputs(case, model)], "none")
         return found.run(MeasureConfig(kinds, **options), UnfinishedMeasurement(where, {}), lambda *_: None)
 
@@ -55,7 +55,7 @@ def pair(case: Case, options: AlignConfig, untie: bool = True):
         architecture = architecture_of(model, untie=True)
     streams = architecture.folds(dict.fromkeys(architecture.streams, options.residual))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    seen = Folded(architecture, state, streams)
+    seen = FoldedSource(architecture, state, streams)
     folded = {name: seen[name] if name in architecture.named() else state[name] for name in state}
     gauge = random_gauge(architecture, options, torch.Generator().manual_seed(3))
     moved = transform_state(architecture, folded, gauge)
@@ -109,7 +109,7 @@ def test_carrying_equals_measuring_after_alignment(case: Case, tmp_path: Path):
 def weigh_alike(method: StatisticsMethod, one: LinearMap, weight: Tensor, held: list[dict[str, Tensor]]) -> None:
     """By the statistics of twins, each weight counts as much as the other: two weights average to their mean."""
     other = weight + torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight)
-    part = Helped((Task,), {"loss_scale": 1.0})
+    part = AuxiliaryInput((Task,), {"loss_scale": 1.0})
     found = merge_tensor(
         method,
         Target(one.info, linear=True),
@@ -124,7 +124,7 @@ def weigh_alike(method: StatisticsMethod, one: LinearMap, weight: Tensor, held: 
 
 
 def gives_logits(case: Case, model: torch.nn.Module) -> bool:
-    with exactly(), torch.no_grad():
+    with keep_float64(), torch.no_grad():
         return any(key.endswith("logits") for key in model(**inputs(case, model)))
 
 
@@ -168,7 +168,7 @@ def test_what_norms_and_scales_do_is_put_back_by_multiplication(case: Case, tmp_
     architecture = architecture_of(model)
     kinds = ("gram", "kfac") if gives_logits(case, model) else ("gram",)
     own = measured(model, case, architecture, tmp_path / "own", *kinds)
-    with exactly():
+    with keep_float64():
         plain = ModelMeasurement(model, architecture, [inputs(case, model)], "none")
         plain.tapped.split = lambda *_: contextlib.nullcontext()  # type: ignore[method-assign]
         plain.split, plain.behind = [], []
@@ -195,7 +195,7 @@ def test_expectations_over_labels_are_exact(tmp_path: Path):
     case = next(c for c in ALL if c.family == "bert" and c.class_name == "BertForSequenceClassification")
     model = make(case)
     found = measured(model, case, architecture_of(model), tmp_path / "x", "kfac", "fisher")
-    with exactly(), torch.no_grad():
+    with keep_float64(), torch.no_grad():
         p = model(**inputs(case, model)).logits.softmax(-1)
     variances = (p * (1 - p)).mean(0)
     torch.testing.assert_close(found.tensors["classifier.bias.fisher"].load(), variances)

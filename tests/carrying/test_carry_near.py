@@ -141,7 +141,7 @@ def test_recipes_add_the_change_as_it_is(models: dict[str, Path], tmp_path: Path
     asked = recipe(models, str(models["tuned"]), heads="permutation")
     checked = run("check", write_recipe(asked, tmp_path / "recipe.yml"))
     assert checked.exit_code == 0
-    assert "'heads' asks for more" in " ".join(checked.output.split())
+    assert "'heads' is set" in " ".join(checked.output.split())
 
 
 def test_python_adds_the_change_as_it_is(models: dict[str, Path]) -> None:

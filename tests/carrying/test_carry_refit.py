@@ -27,7 +27,7 @@ from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.config import NONE, PLAIN, TransferConfig
 from rotation_merge.carrying.delta import Delta
-from rotation_merge.carrying.judge import SCALES, Lift, Parts, Scaled, halves, random_change, search
+from rotation_merge.carrying.judge import SCALES, Lift, ScaledChange, TransferSamples, halves, random_change, search
 from rotation_merge.carrying.refit import ChangeOptions, of_rank, refit_change
 from rotation_merge.carrying.sampled import JudgedChange, SampledTransfer
 from rotation_merge.errors import DataError
@@ -189,7 +189,7 @@ def test_never_below_plain_addition_nor_the_new_base(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On samples held out of every choice; a scale that was given is kept."""
-    change = Delta.of_solved(Carrier(Architecture("none", {}, {}, (), {}), {}, {}, Alignment({})), {})
+    change = Delta.from_solved(Carrier(Architecture("none", {}, {}, (), {}), {}, {}, Alignment({})), {})
     candidates = [JudgedChange(name, change, "", lambda name=name: name) for name in ("refit", PLAIN)]
     session = SimpleNamespace(config=TransferConfig("refit", factor))
     sampled = SampledTransfer(session, "tuned", {}, 0)  # type: ignore[arg-type]
@@ -201,14 +201,14 @@ def test_never_below_plain_addition_nor_the_new_base(
     def held(losses: dict[str, float]) -> Any:
         return SimpleNamespace(losses=lambda model: (losses[model], 0.0), tuned=None, writes=True)
 
-    chosen, lift = sampled._judged(*candidates, Parts(None, held(choice), held(judged), ""))  # type: ignore[arg-type]
+    chosen, lift = sampled._judged(*candidates, TransferSamples(None, held(choice), held(judged), ""))  # type: ignore[arg-type]
     assert (chosen.method, lift.method) == (taken, taken)
     assert lift.carried == (judged[taken], 0.0)
 
 
 def test_what_the_new_base_loses_counts_as_much_as_what_is_gained(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the scale of what is solved, in the scales of blocks, and between the method, plain addition and nothing."""
-    change = Delta.of_solved(Carrier(Architecture("none", {}, {}, (), {}), {}, {}, Alignment({})), {})
+    change = Delta.from_solved(Carrier(Architecture("none", {}, {}, (), {}), {}, {}, Alignment({})), {})
     sampled = SampledTransfer(SimpleNamespace(config=TransferConfig("refit")), "tuned", {}, 0)  # type: ignore[arg-type]
     monkeypatch.setattr(SampledTransfer, "_model", lambda *_: NONE)
     monkeypatch.setattr(SampledTransfer, "_old", "old")
@@ -216,14 +216,14 @@ def test_what_the_new_base_loses_counts_as_much_as_what_is_gained(monkeypatch: p
     monkeypatch.setattr("rotation_merge.carrying.sampled.evaluate", lambda *_: (1.0, 1.0))
     both = {scale: (1 - scale, 2 * scale**2) for scale in SCALES}  # the gain alone would take the largest
     tried = iter(both.values())
-    parts = Parts(None, SimpleNamespace(losses=lambda _: next(tried)), None, "")  # type: ignore[arg-type]
+    parts = TransferSamples(None, SimpleNamespace(losses=lambda _: next(tried)), None, "")  # type: ignore[arg-type]
     assert sampled._at_best_scale("refit", change, parts).delta.scale == 0.25
     scales, *_ = search(["a"], lambda scales: (1 - scales["a"], 2 * scales["a"] ** 2))
     assert scales == {"a": 0.25}
     losses = {"refit": (1.0, 5.0), PLAIN: (2.0, 3.0), NONE: (3.0, 0.5)}
     held = SimpleNamespace(losses=losses.get, tuned=None, writes=True)
     candidates = [JudgedChange(name, change, "", lambda name=name: name) for name in ("refit", PLAIN)]
-    assert sampled._judged(*candidates, Parts(None, held, held, ""))[0].method == NONE  # type: ignore[arg-type]
+    assert sampled._judged(*candidates, TransferSamples(None, held, held, ""))[0].method == NONE  # type: ignore[arg-type]
 
 
 def test_scales_are_searched_block_by_block() -> None:
@@ -265,7 +265,7 @@ def test_scales_of_what_weights_carry(lessons: tuple[Path, list[Path]], tmp_path
     bases = open_bases(str(new), str(old))
     alignment, _ = bases.match(AlignConfig(residual="rotation"))
     carrier, source = bases.carrier(alignment), bases.tuned(str(tuned))
-    scaled, how = Scaled(carrier, source, bases.new.reference.config()), ("--residual", "rotation")
+    scaled, how = ScaledChange(carrier, source, bases.new.reference.config()), ("--residual", "rotation")
     assert run("carry", tuned, "--from", old, "--to", new, tmp_path / "out", *how).exit_code == 0
     ids = torch.arange(20)[None]
     with torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 from carry_support import other_coordinates
 from cli_support import run
 from plugin_support import make, state
-from tiny_models import ALL, exactly, inputs, reload, save
+from tiny_models import ALL, inputs, keep_float64, reload, save
 from tiny_models import make as tiny
 
 from rotation_merge.architecture import resolve
@@ -30,7 +30,7 @@ def test_bases_that_are_one_in_other_coordinates_need_no_maps_of_their_own(famil
     seen = []
     for tensors in (new, stored):
         model = reload(case, tmp_path, tensors)
-        with exactly():
+        with keep_float64():
             batches = [inputs(case, model, seed) for seed in range(8)]
             seen.append(Activations.of(model, architecture_of(model), batches))
     carrier = Carrier(architecture, stored, new, alignment)

@@ -13,7 +13,7 @@ from plugin_support import make as make_checkpoint
 from plugin_support import merged, mergekit_yaml, recipe_for, state, twin, write_recipe, write_state
 from safetensors.torch import load_file, save_file
 from test_plugin_inputs import with_tokenizer
-from tiny_models import ALL, Case, difference, exactly, inputs, make, outputs, reload, save
+from tiny_models import ALL, Case, difference, inputs, keep_float64, make, outputs, reload, save
 from torch import Tensor
 from widths_support import CASES, doubled, widening
 
@@ -22,13 +22,13 @@ from rotation_merge.architecture.registry import tied_head
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.delta import Delta
-from rotation_merge.carrying.frame import Resizing, frame_of
+from rotation_merge.carrying.frame import ResizeOptions, frame_of
 from rotation_merge.carrying.refit import ChangeOptions, refit_change
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.depth import in_order
-from rotation_merge.model.fold import Folded
-from rotation_merge.model.widen import Widened
+from rotation_merge.model.fold import FoldedSource
+from rotation_merge.model.widen import WidenedSource
 from rotation_merge.run.functions import load as load_model
 
 LARGE = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -66,7 +66,9 @@ def test_a_change_goes_to_twice_the_sizes_and_back(case: Case, tmp_path: Path) -
     config, own = save(model, tmp_path)
     tuned, wide, given = tuned_from(own), doubled(config), inputs(case, model)
     grown = widening(config, own, wide)
-    large, large_tuned = ({name: Widened(source, grown)[name].contiguous() for name in own} for source in (own, tuned))
+    large, large_tuned = (
+        {name: WidenedSource(source, grown)[name].contiguous() for name in own} for source in (own, tuned)
+    )
     small_base, large_base = ((resolve(c, list(own), "it"), s) for c, s in ((config, own), (wide, large)))
     tied = tied_head(config, own, "it")
     turned = () if tied else small_base[0].folds(dict.fromkeys(small_base[0].admitting("rotation"), "rotation"))
@@ -75,7 +77,7 @@ def test_a_change_goes_to_twice_the_sizes_and_back(case: Case, tmp_path: Path) -
         assert share > 0.999  # gains of coordinates that hold nothing changed, too
         up, share = carried(large_base, small_base, tuned, folded, tied and tied[0])
         assert share == pytest.approx(1.0, abs=1e-9)
-        with exactly():
+        with keep_float64():
             (tmp_path / "config.json").write_text(json.dumps(config))
             home = outputs(reload(case, tmp_path, tuned), given)
             assert difference(home, outputs(reload(case, tmp_path, down), given)) < 1e-9
@@ -109,7 +111,7 @@ def test_a_layer_s_change_goes_to_the_layer_that_it_meets(case: Case, tmp_path: 
         frame = frame_of(architecture, architecture, layers, tied and tied[0], ("new", "old"))
         carrier = Carrier(architecture, frame.of_old(old, architecture), new, Alignment({}, folded), frame=frame)
         moving = Delta(carrier, frame.of_old(tuned, architecture))
-        expected = Folded(architecture, wanted, folded)
+        expected = FoldedSource(architecture, wanted, folded)
         for name, tensor in ((n, t) for _, pieces, _, _ in moving.tensors() for n, t in pieces.items()):
             torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9, msg=name)
         assert bool(moving.places.found)
@@ -139,7 +141,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     maps = write_state(only, small, folder / "maps")  # of which nothing but linear maps changed
     found = {"small": small, "tuned": tuned, "maps": maps, "other": large}
     for name, path in (("wide", small), ("wide-tuned", tuned), ("wide-maps", maps)):
-        source = Folded(grown.wide, Widened(state(path), grown), ("residual",))
+        source = FoldedSource(grown.wide, WidenedSource(state(path), grown), ("residual",))
         inner = write_state({n: source[n].contiguous() for n in state(small)}, large, folder / f"{name}-inner")
         found[name] = twin(inner, folder / name, residual="rotation", heads="permutation")
     deep = make_checkpoint("llama", folder / "deep", seed=3, num_hidden_layers=4)
@@ -293,14 +295,16 @@ def test_samples_say_what_arrives_between_unlike_bases(
 @pytest.mark.parametrize(
     ("old", "new", "unlike"),
     [
-        ("wide", "small", Resizing(True)),
-        ("small", "wide", Resizing(True)),
-        ("deep", "small", Resizing(layers="1-2:0-1")),
-        ("small", "deep", Resizing(layers="0-1:1-2")),
+        ("wide", "small", ResizeOptions(True)),
+        ("small", "wide", ResizeOptions(True)),
+        ("deep", "small", ResizeOptions(layers="1-2:0-1")),
+        ("small", "deep", ResizeOptions(layers="0-1:1-2")),
     ],
     ids=["smaller", "larger", "shallower", "deeper"],
 )
-def test_a_refit_gives_what_the_fine_tune_gives(models: dict[str, Path], old: str, new: str, unlike: Resizing) -> None:
+def test_a_refit_gives_what_the_fine_tune_gives(
+    models: dict[str, Path], old: str, new: str, unlike: ResizeOptions
+) -> None:
     """Where one base is the other one with zeros around it, or with layers that do nothing."""
     bases = open_bases(str(models[new]), str(models[old]), unlike=unlike)
     alignment, _ = bases.match(AlignConfig(heads="permutation", residual="rotation"))

@@ -38,7 +38,7 @@ def test_of_a_recipe(pair: Pair, recipe: Path) -> None:
 def test_of_what_nothing_moves(recipe: Path) -> None:
     done = run("inspect", recipe, "--tensor", "model.norm.weight")
     assert done.exit_code == 0, done.output
-    assert "Nothing moved it." in done.output
+    assert "No transform changes it." in done.output
     assert "Delegate: linear" in done.output
 
 
@@ -70,8 +70,8 @@ def test_in_words_and_of_a_merged_model(pair: Pair, recipe: Path, tmp_path: Path
     donor.rename(tmp_path / "elsewhere")
     found = parsed("inspect", tmp_path / "out", "--tensor", UP)
     assert found["given"] == []
-    assert f"not here: {donor}" in found["note"]
-    assert "Its own distances are not known" in run("inspect", tmp_path / "out", "--tensor", UP).output
+    assert f"cannot be found: {donor}" in found["note"]
+    assert "Distances of this tensor are not known" in run("inspect", tmp_path / "out", "--tensor", UP).output
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up.weight", "model.layers.7.mlp.up_proj.weight"])

@@ -14,7 +14,7 @@ from plugin_support import from_file, merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_models import exactly, inputs
+from tiny_models import inputs, keep_float64
 
 import rotation_merge as rm
 from rotation_merge.cli.app import app
@@ -71,7 +71,7 @@ def test_half_precision_keeps_maps_orthogonal(family: str, name: str, residual: 
 
     expected = outputs(model.eval(), given)
     moved = loaded.apply(double).state_dict()
-    with exactly():
+    with keep_float64():
         assert difference(outputs(reload(donor.case, donor.path, moved), given), expected) <= 1e-9
 
 

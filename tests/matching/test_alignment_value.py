@@ -85,11 +85,11 @@ def test_the_inverse_brings_the_function_back_to_the_old_coordinates(
     alignment = rm.align(anchor.path, donor.path, heads="permutation", residual=residual)
     back = alignment.inverse().apply(alignment.apply(donor.path))
     assert difference(answers(back, donor, tmp_path / "back"), donor.outputs()) <= 1e-4
-    if not alignment.what_stays():
+    if not alignment.irreversible_notes():
         for name, tensor in donor.state.items():
             torch.testing.assert_close(back[name], tensor, atol=1e-5, rtol=1e-4)
     else:
-        assert bool(alignment.folded) or "Biases" in alignment.what_stays()[-1]
+        assert bool(alignment.folded) or "Biases" in alignment.irreversible_notes()[-1]
 
 
 def test_a_twin_is_averaged_as_if_it_lay_in_the_anchors_coordinates(tmp_path: Path) -> None:

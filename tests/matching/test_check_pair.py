@@ -30,17 +30,17 @@ from rotation_merge.matching.check_pair import CheckedPair, check_pair
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
-from rotation_merge.model.member import Member
+from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.model.source import transform_state
 
 SOME = [case for case in ALL if case in FIRST or "tie_word_embeddings" in case.config]
 by_case = pytest.mark.parametrize("case", SOME, ids=lambda case: f"{case.family}-{case.name}")
 
 
-def member(config: dict[str, Any], state: dict[str, torch.Tensor], name: str = "model", **how: bool) -> Member:
+def member(config: dict[str, Any], state: dict[str, torch.Tensor], name: str = "model", **how: bool) -> PairedModel:
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
     architecture = resolve(config, list(state), name, **how)
-    return Member(name, config, architecture, shapes, tied_head(config, list(state), name))
+    return PairedModel(name, config, architecture, shapes, tied_head(config, list(state), name))
 
 
 def both(model: Planted, options: AlignConfig, **changes: Any) -> CheckedPair:

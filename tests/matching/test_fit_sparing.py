@@ -20,7 +20,7 @@ from test_fit import tiny_llama, token_batches
 from torch import Tensor
 
 from rotation_merge.cli.app import app
-from rotation_merge.diagnose.proof import exactly
+from rotation_merge.diagnose.proof import keep_float64
 from rotation_merge.matching import engine
 from rotation_merge.matching.engine import Path, untie_heads
 from rotation_merge.matching.fit import fit
@@ -50,7 +50,7 @@ def leaves(held: Any) -> Iterator[Tensor]:
 
 def outputs_and_gradients(path: Path, gauges: list, share: Tensor, given: dict[str, Tensor]) -> list[Tensor]:
     moved = [tensor.requires_grad_(True) for tensor in (share, *leaves(gauges))]
-    with exactly():
+    with keep_float64():
         weights = path.weights(gauges, share)
         with path.holding(weights):
             found = dict(tiny_models._floating("", path.outputs(weights, given)))

@@ -16,7 +16,7 @@ from cli_support import run
 from huggingface_hub.errors import StrictDataclassError
 from plugin_support import build, merged, mergekit_yaml, one_error, recipe_for, save
 from residual_support import Checkpoint, case, transport
-from tiny_models import ALL, Case, difference, exactly, further, inputs, make, outputs
+from tiny_models import ALL, Case, difference, further, inputs, keep_float64, make, outputs
 
 from rotation_merge.architecture.fields import differences, fields
 
@@ -97,7 +97,7 @@ def changes(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def test_whatever_computes_otherwise_is_named(one: Case, other: Case) -> None:
     """As the other's config stands, and with every entry changed that says how a model computes; what computes the same
     and has one config passes."""
-    with exactly():
+    with keep_float64():
         model = make(one)
         given = inputs(one, model)
         expected = outputs(model, given)

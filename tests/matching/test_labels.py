@@ -23,7 +23,7 @@ from rotation_merge.matching.check_pair import check_pair
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.labels import label_rows, labels
-from rotation_merge.model.member import Member
+from rotation_merge.model.paired_model import PairedModel
 
 NAMES = ("bad", "good", "fair")
 MOVED = ("fair", "bad", "good")
@@ -39,7 +39,7 @@ def called(names: tuple[str, ...]) -> dict[str, dict[str, object]]:
     return {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
 
 
-class Named(dict[str, Tensor]):
+class NamedTensors(dict[str, Tensor]):
     """A state dict that knows its config."""
 
     config: Mapping[str, Any]
@@ -49,10 +49,10 @@ def reordered(tensors: Mapping[str, Tensor], rows: Mapping[str, tuple[int, tuple
     return {n: t.index_select(rows[n][0], torch.tensor(rows[n][1])) if n in rows else t for n, t in tensors.items()}
 
 
-def member(name: str, case: Case, names: tuple[str, ...]) -> Member:
+def member(name: str, case: Case, names: tuple[str, ...]) -> PairedModel:
     own = planted(case)
     shapes = {key: tuple(tensor.shape) for key, tensor in own.state.items()}
-    return Member(name, {**own.config, **called(names)}, own.architecture, shapes)
+    return PairedModel(name, {**own.config, **called(names)}, own.architecture, shapes)
 
 
 @pytest.mark.parametrize("case", CLASSIFIERS, ids=lambda case: case.class_name)
@@ -65,7 +65,7 @@ def test_every_family_is_put_into_the_anchors_order(case: Case) -> None:
     assert back
     whole = model.state, model.config
     moved = rotation_merge.Alignment.random(whole, heads="permutation", seed=2).apply(whole).state_dict()
-    donor = Named(reordered(moved, back))
+    donor = NamedTensors(reordered(moved, back))
     donor.config = second.config
     assert model.differs(dict(donor)) > 1e-3
     pair = (model.state, first.config), (donor, second.config)

@@ -14,7 +14,7 @@ from plugin_support import make as checkpoint
 from plugin_support import merged, mergekit_yaml, one_error, recipe_for, state
 from plugin_support import twin as twin_of
 from residual_support import report
-from tiny_models import ALL, Case, difference, exactly, inputs, outputs, planted
+from tiny_models import ALL, Case, difference, inputs, keep_float64, outputs, planted
 
 import rotation_merge as rm
 from rotation_merge.matching.activations import Activations
@@ -43,13 +43,13 @@ def twins(case: Case, rescale: bool = True) -> tuple[Any, Any, rm.AlignConfig]:
 
 
 def aligned(model: Any, other: Any, how: str, options: rm.AlignConfig, samples: Any) -> rm.Alignment:
-    with exactly():
+    with keep_float64():
         return rm.align(model, other, options, match_on=how, samples=samples)
 
 
 def match(case: Case, how: str, batches: int = 6) -> tuple[Any, Any, rm.Alignment]:
     model, other, options = twins(case)
-    with exactly():
+    with keep_float64():
         samples = [inputs(case, model, seed) for seed in range(2, 2 + batches)]
     return model, other, aligned(model, other, how, options, samples)
 
@@ -86,10 +86,10 @@ def test_activations_decide_where_weights_say_nothing(family: str) -> None:
     """
     case = next(case for case in FIRST if case.family == family)
     model, other, options = twins(case, rescale=False)
-    with exactly():
+    with keep_float64():
         given = [inputs(case, model, seed) for seed in range(2, 8)]
     architecture = open_like(model).architecture
-    with exactly():
+    with keep_float64():
         pair = [Activations.of(m, architecture, given, ROWS) for m in (model, other)]
     draw = torch.Generator().manual_seed(3)
     states = [

@@ -20,7 +20,7 @@ from rotation_merge.matching.nearest import _open_pairs, _project, _still_open, 
 from rotation_merge.matching.neurons import Neurons
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.biases import unseen
+from rotation_merge.model.biases import block_hidden_biases
 from rotation_merge.symmetry import Monomial, NeuronTransform, Permutation, Scaling
 
 KINDS = {"plain": {}, "relu": {"degree": 1}, "relu2": {"degree": 2}, "gated": {"gated": True}}
@@ -335,7 +335,11 @@ def test_biases_count(heads):
     for record in match.records:
         space = next(s for s in block.spaces.values() if s.name == record.space)
         hidden = {
-            info.key for o in unseen(block) if o.space == space for info in (o.keys, o.values) if info is not None
+            info.key
+            for o in block_hidden_biases(block)
+            if o.space == space
+            for info in (o.keys, o.values)
+            if info is not None
         }
         assert len(hidden) == (2 if space.kind == "attention" else 0)
         seen = [{key: x for key, x in side.items() if key not in hidden} for side in (anchor, donor)]

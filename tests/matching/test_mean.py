@@ -15,9 +15,9 @@ from rotation_merge.matching.alignment import Transforms, aligned_tensors
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.model.biases import Aligned
+from rotation_merge.model.biases import AlignedSource
 from rotation_merge.model.source import transform_state
-from rotation_merge.model.sources import Mean
+from rotation_merge.model.sources import MeanSource
 
 KINDS = [("llama", "llama", "rotation"), ("vit", "classifier", "rotation"), ("bert", "classifier", "permutation")]
 
@@ -128,11 +128,11 @@ def test_sources_of_sources(tmp_path: Path) -> None:
     one = checkpoint("llama", "llama", tmp_path)
     state = one.state
     name = "lm_head.weight"
-    middle = Mean([state, {n: 3 * x for n, x in state.items() if n == name}])
+    middle = MeanSource([state, {n: 3 * x for n, x in state.items() if n == name}])
     torch.testing.assert_close(middle[name], 2 * state[name])
     assert name in middle
     assert "model.norm.weight" not in middle
-    moved = Aligned(one.architecture, {**state, "extra": torch.ones(2)}, {})
+    moved = AlignedSource(one.architecture, {**state, "extra": torch.ones(2)}, {})
     assert moved[name] is state[name]
     assert "extra" in moved
     assert torch.equal(moved["extra"], torch.ones(2))

@@ -107,7 +107,7 @@ def test_blocks_under_way_end_with_those_who_wanted_them(waiting: bool) -> None:
         workers = threads.Workers(1)
         workers.submit(work, 1)
         assert begun.wait(20)
-        blocks = prefetch.Ahead(single=False)
+        blocks = prefetch.PrefetchScheduler(single=False)
         blocks._workers = workers
         blocks.end()
     assert ended.wait(5)
@@ -255,7 +255,7 @@ def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pyt
     before, jobs = torch.get_num_threads(), []
     torch.set_num_threads(3)
     try:
-        blocks = prefetch.Ahead(single=False)
+        blocks = prefetch.PrefetchScheduler(single=False)
         for key in "abc":
             jobs.append(SimpleNamespace(key=key, label=key, donor_name="d", whole=None, match=match))
             blocks.add(jobs[-1], 1)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rotation_merge import merge_adapters
-from rotation_merge.averaging.task_vectors import TASK_VECTORS, evened
+from rotation_merge.averaging.task_vectors import TASK_VECTORS, with_even_lengths
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.model.adapter_files import AdapterFactors, read_adapter
 
@@ -92,7 +92,7 @@ def test_cores_give_what_the_full_changes_give(
     parts = [of(path) for path in three]
     merged = changes(merge_adapters(three, name, parameters=settings).adapter)
     for module, found in merged.items():
-        full, _ = evened([part.get(module, torch.zeros_like(found)) for part in parts])
+        full, _ = with_even_lengths([part.get(module, torch.zeros_like(found)) for part in parts])
         expected = parameters["lambda"] * method.change(full, [1.0] * 3, parameters)
         torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.norm()), rtol=1e-4)
 

@@ -57,9 +57,9 @@ def test_check_says_which_fits(models, donor: str, suggested: str, tmp_path: Pat
     (found,) = parsed("check", path)["presets"]
     assert (found["donor"], found["suggested"], found["preset"]) == (str(models[donor]), suggested, None)
     assert (found["cosine"] > 0.9) == (suggested == "near")
-    assert f"'preset: {suggested}' is made for that" in run("check", path).output
+    assert f"'preset: {suggested}' fits" in run("check", path).output
     assert (
-        f"'preset: auto' is '{suggested}' here"
+        f"'preset: auto' chooses '{suggested}'"
         in run("check", write_recipe(recipe(models, donor, preset="auto"), path)).output
     )
     other = {"near": "far", "far": "near"}[suggested]

@@ -43,7 +43,8 @@ class TestCarriedOver:
         done = run("inspect", path)
         assert done.exit_code == 0, done.output
         assert (
-            f"{old.path} is matched to {anchor.path}; that map carries {fine.path} minus {old.path} over" in done.output
+            f"{old.path} is aligned to {anchor.path}; the maps are applied to {fine.path} minus {old.path}"
+            in done.output
         )
         (found,) = parsed("inspect", path)
         assert (found["model"], found["origin"]) == (str(fine.path), str(old.path))

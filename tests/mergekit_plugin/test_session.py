@@ -121,5 +121,5 @@ def test_a_tensor_whose_mark_is_taken_elsewhere_is_new_to_the_merge() -> None:
     run, tensor = Run(), torch.ones(2)
     run.marks["model"] = Fingerprint()
     run.marks["model"].add("weight", tensor)
-    assert run.saw("model", "weight", tensor)
-    assert not run.saw("model", "weight", tensor)
+    assert run.add_fingerprint("model", "weight", tensor)
+    assert not run.add_fingerprint("model", "weight", tensor)

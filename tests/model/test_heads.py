@@ -14,7 +14,7 @@ from residual_support import checkpoint, recipe, twin
 from safetensors.torch import load_file, save_file
 from tiny_models import inputs
 
-from rotation_merge.model.writing import Spliced
+from rotation_merge.model.writing import SplicedWriter
 from rotation_merge.run.functions import load
 
 
@@ -97,7 +97,7 @@ def test_shared_tensors_stand_where_their_type_may(tmp_path: Path):
     body = {"a": torch.arange(3).to(torch.bfloat16), "b": torch.ones(2, dtype=torch.bool), "c": torch.zeros(4)}
     (tmp_path / "out").mkdir()
     save_file(body, tmp_path / "model.safetensors")
-    writer = Spliced(str(tmp_path), ["a", "b"], str(tmp_path / "out"))
+    writer = SplicedWriter(str(tmp_path), ["a", "b"], str(tmp_path / "out"))
     writer.save_tensor("c", torch.full((5, 1), 2.0))
     writer.save_tensor("d", torch.tensor(7))
     writer.finalize()

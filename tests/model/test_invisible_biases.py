@@ -24,7 +24,7 @@ from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.model import Part
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.model.biases import HiddenBiases, unseen
+from rotation_merge.model.biases import HiddenBiases, block_hidden_biases
 from rotation_merge.model.source import transform_state
 from rotation_merge.run.statistics_writer import checkpoint_of
 
@@ -38,7 +38,7 @@ def shifted(architecture: Architecture, tensors: Mapping[str, Tensor]) -> tuple[
     found, changed = {name: tensor.clone() for name, tensor in tensors.items()}, 0
     generator = torch.Generator().manual_seed(4)
     for block in architecture.blocks:
-        for one in unseen(block):
+        for one in block_hidden_biases(block):
             for role in ("k", "v"):
                 place = _place(one, role)
                 if place is None:
@@ -105,7 +105,9 @@ def _other_donors(case: Case) -> None:
     aligned = moved(model.state, anchor, model.config, **HEADS, **options)
     assert model.differs(aligned) <= 1e-9
     for block in model.architecture.blocks:
-        for name, rows in (p for one in unseen(block) for role in "kv" if (p := _place(one, role)) is not None):
+        for name, rows in (
+            p for one in block_hidden_biases(block) for role in "kv" if (p := _place(one, role)) is not None
+        ):
             torch.testing.assert_close(aligned[name][rows], anchor[name][rows])
 
 
@@ -124,7 +126,7 @@ def test_a_turned_stream_takes_them_along() -> None:
 
 def test_disentangled_attention_sees_the_biases_of_keys() -> None:
     model = planted(next(case for case in ONE if case.family == "deberta_v2"))
-    assert not any(list(unseen(block)) for block in model.architecture.blocks)
+    assert not any(list(block_hidden_biases(block)) for block in model.architecture.blocks)
 
 
 def test_a_donor_that_is_the_anchor_stays_bit_for_bit() -> None:

@@ -16,7 +16,7 @@ from plugin_support import one_error, recipe_for, state, write_recipe
 
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import locks
-from rotation_merge.model import exchange
+from rotation_merge.model import folder_exchange
 from rotation_merge.model.output import mend_interrupted, staged
 
 MODEL = {"config.json": "{}", "model-00001-of-00002.safetensors": "a", "model-00002-of-00002.safetensors": "b"}
@@ -214,7 +214,7 @@ def test_whichever_move_fails_the_old_model_stands_again(
             real(*names)
 
         with monkeypatch.context() as patch:
-            patch.setattr(exchange.os, "rename", failing)
+            patch.setattr(folder_exchange.os, "rename", failing)
             try:
                 put(out, new)
             except (RotationMergeError, KeyboardInterrupt):
@@ -239,7 +239,7 @@ def test_what_cannot_be_put_back_is_not_thrown_away(tmp_path: Path, monkeypatch:
         real(*names)
 
     with monkeypatch.context() as patch:
-        patch.setattr(exchange.os, "rename", failing)
+        patch.setattr(folder_exchange.os, "rename", failing)
         with pytest.raises(OSError, match="Input/output"):
             put(out, {"config.json": "new", "model.safetensors": "new"})
     assert files(out) != before
@@ -262,7 +262,7 @@ def test_doctor_puts_back_what_a_killed_exchange_moved_out(tmp_path: Path) -> No
                 os.kill(os.getpid(), signal.SIGKILL)
             real(*names)
 
-        exchange.os.rename = dying
+        folder_exchange.os.rename = dying
         put(out, {"config.json": "new", "model.safetensors": "new"})
         os._exit(0)
     assert files(out) != before

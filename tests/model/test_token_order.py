@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from test_plugin_inputs import with_tokenizer
 
 import rotation_merge as rm
-from rotation_merge.model.fold import Folded
+from rotation_merge.model.fold import FoldedSource
 from rotation_merge.run.functions import load
 
 WARNED = "have other ids than in"
@@ -135,7 +135,7 @@ def test_streams_are_matched_on_shared_tokens(
     assert "share 50 tokens" in done.output
     assert "share 50 tokens" in (tmp_path / "out" / "README.md").read_text()
     found = Checkpoint(anchor.case, tmp_path / "out").state
-    wanted = Folded(anchor.architecture, anchor.state, ("residual",))
+    wanted = FoldedSource(anchor.architecture, anchor.state, ("residual",))
     for name, tensor in found.items():
         own = wanted[name][rows] if name in ("model.embed_tokens.weight", "lm_head.weight") else wanted[name]
         torch.testing.assert_close(tensor, own, rtol=1e-3, atol=1e-4)

@@ -12,14 +12,14 @@ import torch
 from cli_support import parsed, run
 from plugin_support import make as make_checkpoint
 from plugin_support import recipe_for, relative_distances, state, twin, write_state
-from tiny_models import ALL, Case, difference, exactly, inputs, load, make, outputs, reload, save
+from tiny_models import ALL, Case, difference, inputs, keep_float64, load, make, outputs, reload, save
 from widths_support import CASES, doubled, widening
 
 from rotation_merge import align
 from rotation_merge.errors import CheckpointError
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
-from rotation_merge.model.fold import Folded
-from rotation_merge.model.widen import Widened, wide_shapes
+from rotation_merge.model.fold import FoldedSource
+from rotation_merge.model.widen import WidenedSource, wide_shapes
 from rotation_merge.run.functions import load as load_model
 
 
@@ -30,8 +30,8 @@ def test_a_model_of_twice_the_sizes_computes_the_same(case: Case, tmp_path: Path
     given = inputs(case, model)
     wide = doubled(config)
     grown = widening(config, own, wide)
-    source = Widened(own, grown)
-    with exactly():
+    source = WidenedSource(own, grown)
+    with keep_float64():
         before = outputs(load(case, tmp_path), given)
         (tmp_path / "config.json").write_text(json.dumps(wide))
         tensors = {name: source[name].contiguous() for name in own}
@@ -70,7 +70,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     large = make_checkpoint("llama", folder / "large", seed=5, **LARGE)
     config = json.loads((large / "config.json").read_text())
     grown = widening(json.loads((small / "config.json").read_text()), state(small), config)
-    source = Folded(grown.wide, Widened(state(small), grown), ("residual",))  # so that the stream may be turned
+    source = FoldedSource(
+        grown.wide, WidenedSource(state(small), grown), ("residual",)
+    )  # so that the stream may be turned
     inner = write_state({name: source[name].contiguous() for name in state(small)}, large, folder / "inner")
     return small, twin(inner, folder / "planted", residual="rotation", heads="permutation")
 

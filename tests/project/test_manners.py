@@ -109,7 +109,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a list about a model": (["inspect", LLAMAS[0], "--methods"], "takes no model"),
     "nothing to inspect": (["inspect"], "name a model, a recipe or a file"),
     "a config of no proof": (["inspect", LLAMAS[0], "--config", "file"], "--config needs --prove"),
-    "options beside a recipe": (["inspect", "none.yml", "--heads", "permutation"], "says how a model would be aligned"),
+    "options beside a recipe": (["inspect", "none.yml", "--heads", "permutation"], "an option of aligning a model"),
     "a command that there is not": (["inspct", LLAMAS[0]], "did you mean 'inspect'?"),
     "bytes, inspected": (["inspect", "bytes.yml"], "cannot be read"),
     "half a recipe, inspected": (["inspect", "half.yml"], "not valid YAML"),

@@ -15,18 +15,18 @@ from memory_support import alive, forget
 from plugin_support import make as make_checkpoint
 from rounding import assert_equal_up_to_rounding
 from safetensors.torch import load_file
-from tiny_models import ALL, Case, exactly, inputs, make, save
+from tiny_models import ALL, Case, inputs, keep_float64, make, save
 
 from rotation_merge.architecture import resolve
 from rotation_merge.errors import SpaceError
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import architecture_of
-from rotation_merge.run.layers import ByLayer
+from rotation_merge.run.layers import LayerwiseMeasurement
 from rotation_merge.run.measure import MeasureConfig, MeasuredStatistics, ModelMeasurement
 from rotation_merge.run.passes import StatisticsPass, UnfinishedMeasurement, run_passes
 from rotation_merge.run.runner import Runner, streamed_model
-from rotation_merge.run.statistics_file import NAME, unwritten
+from rotation_merge.run.statistics_file import NAME, write_error
 from rotation_merge.run.statistics_writer import checkpoint_of, record
 from rotation_merge.workers import memory
 
@@ -42,9 +42,11 @@ def both(case: Case, where: Path) -> tuple[MeasuredStatistics, MeasuredStatistic
     config, state = save(model, where / "model")
     own = transformers.AutoConfig.from_pretrained(where / "model")
     stored = resolve(config, list(state), case.name)
-    with exactly():
+    with keep_float64():
         runner = Runner(own, state, stored, [given], dtype=torch.float64)
-        by_layer = ByLayer(runner, OPTIONS, UnfinishedMeasurement(where / "layers", {}), lambda *_: None).run()
+        by_layer = LayerwiseMeasurement(
+            runner, OPTIONS, UnfinishedMeasurement(where / "layers", {}), lambda *_: None
+        ).run()
         whole = ModelMeasurement(model, architecture_of(model), [given], "none")
         return whole.run(OPTIONS, UnfinishedMeasurement(where / "whole", {}), lambda *_: None), by_layer
 
@@ -86,7 +88,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(*given, "--by-layer", "--out", tmp_path / "once").exit_code == 0
     (path / NAME).unlink()
     monkeypatch.setattr("rotation_merge.run.passes.room", lambda: 1)
-    stock, calls = ByLayer._outputs, []
+    stock, calls = LayerwiseMeasurement._outputs, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:
         calls.append(arguments)
@@ -94,7 +96,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         return stock(self, *arguments)
 
-    monkeypatch.setattr(ByLayer, "_outputs", interrupted)
+    monkeypatch.setattr(LayerwiseMeasurement, "_outputs", interrupted)
     assert run(*given).exit_code != 0
     assert not (path / NAME).exists()
     assert run(*given).exit_code == 0
@@ -123,7 +125,7 @@ def test_gradients_through_layers_that_come_and_go_are_those_of_the_whole_model(
     given: Any = inputs(case, model)
     config, state = save(model, tmp_path / "model")
     own = transformers.AutoConfig.from_pretrained(tmp_path / "model")
-    with exactly():
+    with keep_float64():
         streamed = streamed_model(own, state, resolve(config, list(state), case.name), torch.float64)
         pair = [
             ModelMeasurement(one, architecture_of(one), [given], "none").run(
@@ -195,7 +197,7 @@ def test_what_is_stopped_within_a_step_counts_nothing_twice(within: bool, tmp_pa
 def test_a_full_disk_leaves_what_is_done(done: bool, kept: bool, tmp_path: Path) -> None:
     """The folder stays where a next run can use it, and goes where there is nothing in it."""
     state = UnfinishedMeasurement(tmp_path / "out", {})
-    full = unwritten(tmp_path / "out", OSError(28, "No space left on device"))
+    full = write_error(tmp_path / "out", OSError(28, "No space left on device"))
     if done:
         run_passes([counting()], state, lambda *_: None)
     with pytest.raises(SpaceError, match=r"no space left.*the same command goes on"), state:

@@ -15,9 +15,9 @@ from tiny_models import ALL, save
 from tiny_models import make as tiny
 from torch import Tensor
 
-from rotation_merge.model.sources import Renamed
+from rotation_merge.model.sources import TranslatedSource
 from rotation_merge.model.view import View
-from rotation_merge.run import answers, proof, runner
+from rotation_merge.run import model_outputs, proof, runner
 from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.proof import Proof, prove
 
@@ -75,15 +75,15 @@ def test_large_models_are_proven_layer_by_layer(
 ) -> None:
     """No model is held whole: the same difference and limit as otherwise, and wrong work is kept aside."""
     donor = models[family][1]
-    monkeypatch.setattr(answers, "LARGEST", 10)
-    monkeypatch.setattr(answers, "load", never)
+    monkeypatch.setattr(model_outputs, "LARGEST", 10)
+    monkeypatch.setattr(model_outputs, "load", never)
     found = parsed("align", *models[family], tmp_path / "out")["proof"]
     monkeypatch.undo()
     whole = prove(str(donor), str(tmp_path / "out"))
     assert (found["difference"], found["allowed"]) == pytest.approx((whole.difference, whole.allowed), rel=0.9)
     assert found["difference"] < found["allowed"]
-    monkeypatch.setattr(answers, "LARGEST", 10)
-    monkeypatch.setattr(answers, "load", never)
+    monkeypatch.setattr(model_outputs, "LARGEST", 10)
+    monkeypatch.setattr(model_outputs, "load", never)
     assert run("verify", donor, tmp_path / "out", "--batches", 1).exit_code == 0
     assert run("verify", *models[family], "--batches", 1).exit_code == 1
     assert "too large to be held whole" in one_error(run("verify", donor, donor, "--data", "self").output)
@@ -95,7 +95,7 @@ def test_large_models_are_proven_layer_by_layer(
 
 
 def test_large_models_have_their_classes_compared_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "LARGEST", 10)
+    monkeypatch.setattr(model_outputs, "LARGEST", 10)
     model = tiny(next(case for case in ALL if case.class_name == "ViTForImageClassification")).float()
     names, order = ["cat", "dog"], [1, 0]
     model.config.id2label = dict(enumerate(names))
@@ -116,9 +116,9 @@ def test_what_cannot_be_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for seed in (0, 1):
         save(tiny(case, seed).float(), tmp_path / str(seed))
     assert parsed("align", tmp_path / "0", tmp_path / "1", tmp_path / "out")["proof"]["difference"] is not None
-    monkeypatch.setattr(answers, "LARGEST", 10)
+    monkeypatch.setattr(model_outputs, "LARGEST", 10)
     assert "not checked: " not in run("align", tmp_path / "0", tmp_path / "1", tmp_path / "large").output
-    monkeypatch.setattr(runner, "Respelled", Renamed)  # a form that is not the file's in pieces
+    monkeypatch.setattr(runner, "RestructuredSource", TranslatedSource)  # a form that is not the file's in pieces
     done = run("align", tmp_path / "0", tmp_path / "1", tmp_path / "strange")
     assert done.exit_code == 0
     assert "not checked: " in done.output
@@ -149,8 +149,8 @@ def test_a_merge_proves_donors_moved_by_files(
     assert run("align", anchor, donor, "--alignment", tmp_path / "map", "--residual", residual).exit_code == 0
     recipe = from_file(recipe_for("linear", anchor, donor, prove=True), tmp_path / "map")
     if residual == "rotation":  # one layer at a time
-        monkeypatch.setattr(answers, "LARGEST", 10)
-        monkeypatch.setattr(answers, "load", never)
+        monkeypatch.setattr(model_outputs, "LARGEST", 10)
+        monkeypatch.setattr(model_outputs, "load", never)
     merged(recipe, tmp_path / "out")
     notes = " ".join(json.loads((tmp_path / "out" / "rotation_merge.json").read_text())["notes"])
     assert "random batches" in notes
@@ -158,14 +158,17 @@ def test_a_merge_proves_donors_moved_by_files(
     monkeypatch.setattr(proof, "prove", lambda *_: Proof(1.0, 0.1))
     done = mergekit_yaml(recipe, tmp_path / "second")
     assert done.exit_code == 2
-    assert f"changes what {donor} computes" in one_error(done.output)
+    assert f"changes the outputs of {donor}" in one_error(done.output)
     assert not (tmp_path / "second").exists()
 
 
 @pytest.mark.parametrize("family", ["llama", "bert", "vit"])
 def test_a_model_run_layer_by_layer_answers_to_every_batch(family: str, models: dict[str, tuple[Path, Path]]) -> None:
     path = str(models[family][0])
-    whole, layered = answers.InMemoryModel(path, torch.float64, None), answers.LayerwiseModel(path, torch.float64, None)
+    whole, layered = (
+        model_outputs.InMemoryModel(path, torch.float64, None),
+        model_outputs.LayerwiseModel(path, torch.float64, None),
+    )
     draw = torch.Generator().manual_seed(0)
     inputs = [random_batch(whole.model, draw) for _ in range(3)]
     for expected, computed in zip(whole.on(inputs), layered.on(inputs), strict=True):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors import SafetensorError
-from tiny_models import ALL, Case, difference, exactly, make, outputs, save
+from tiny_models import ALL, Case, difference, keep_float64, make, outputs, save
 
 from rotation_merge.architecture import resolve
 from rotation_merge.errors import RotationMergeError
@@ -44,7 +44,7 @@ def runner(case: Case, folder: Path, store: Store | None = None) -> tuple[Runner
 def test_block_by_block_is_the_whole_model(case: Case, tmp_path: Path) -> None:
     run, expected = runner(case, tmp_path)
     filled = []
-    with exactly():
+    with keep_float64():
         while (block := run.advance()) is not None:
             with run.recording():
                 for batch in range(2):
@@ -62,7 +62,7 @@ def test_states_wait_on_disk(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "spill"))
     case = next(case for case in ALL if case.family == "llama")
     run, expected = runner(case, tmp_path / "model", store)
-    with exactly():
+    with keep_float64():
         while run.advance() is not None:
             with run.recording():
                 for batch in range(2):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import ALL, exactly, make
+from tiny_models import ALL, keep_float64, make
 from torch import Tensor
 from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput
 
 from rotation_merge.errors import DataError
-from rotation_merge.run.data import read_batches, together, unpadded
+from rotation_merge.run.data import batched_by_length, read_batches, unpadded
 from rotation_merge.run.demo import CHECKPOINTS
 from rotation_merge.run.functions import fused_attention, load
 from rotation_merge.run.generated_samples import self_written
@@ -70,12 +70,12 @@ def test_padding_is_cut_off_and_equal_lengths_stand_together():
 def test_texts_of_like_length_stand_together():
     texts = [torch.arange(1, n + 1) for n in (5, 10, 9, 4, 8)]
     pictures = {"input_ids": torch.ones(1, 3).long(), "pixel_values": torch.zeros(1, 1, 2, 2)}
-    made = together([*({"input_ids": text[None], "labels": torch.ones(1)} for text in texts), pictures], 30)
+    made = batched_by_length([*({"input_ids": text[None], "labels": torch.ones(1)} for text in texts), pictures], 30)
     assert [batch["input_ids"].shape for batch in made[:-1]] == [(3, 10), (2, 5)]
     assert [batch["attention_mask"].sum(1).tolist() for batch in made[:-1]] == [[10, 9, 8], [5, 4]]
     assert made[-1] is pictures
     assert torch.equal(made[0]["input_ids"][2, :8], texts[4])
-    (alike,) = together([{"input_ids": torch.ones(2, 4).long()}], 8)
+    (alike,) = batched_by_length([{"input_ids": torch.ones(2, 4).long()}], 8)
     assert set(alike) == {"input_ids"}
 
 
@@ -86,8 +86,8 @@ def test_padding_at_the_end_changes_no_family(family: str):
     """Recurrent ones, too: all families were tried once."""
     model = make(next(case for case in ALL if case.family == family), 0)
     long, short = (torch.randint(3, 20, (1, n), generator=torch.Generator().manual_seed(n)) for n in (10, 8))
-    (both,) = together([{"input_ids": long}, {"input_ids": short}], 100)
-    with exactly(), torch.no_grad():
+    (both,) = batched_by_length([{"input_ids": long}, {"input_ids": short}], 100)
+    with keep_float64(), torch.no_grad():
         padded, alone = (model(**batch)[0] for batch in (both, {"input_ids": short}))
     assert float((padded[1:, :8] - alone).abs().max()) <= 1e-9
 

@@ -13,7 +13,7 @@ from cli_support import run
 from plugin_support import make, merged, mergekit_yaml, recipe_for, state, write_recipe, write_state
 
 from rotation_merge.errors import RotationMergeError, printable
-from rotation_merge.model.card import renewed
+from rotation_merge.model.card import updated_card
 from rotation_merge.model.markdown import code, plain, prose
 from rotation_merge.record import MergeReport
 
@@ -120,7 +120,7 @@ def test_no_name_breaks_a_card(trap: str) -> None:
         },
         data=[{"of": f"statistics of {name}", "samples": 1, "source": name}],
     )
-    card = renewed("# x\n", report, "org/x", name)
+    card = updated_card("# x\n", report, "org/x", name)
     assert not steers(card)
     body = card.partition("\n---\n")[2]
     assert yaml.safe_load(card[4:].partition("\n---\n")[0])["license"] == name

@@ -86,7 +86,7 @@ def test_no_key_leads_out(what: str, key: str) -> None:
         assert f"parameters.{key}" in shown
         refuse(yaml.safe_dump(recipe(models=[{"model": A, "parameters": {key: value}}])))
         refuse(yaml.safe_dump(recipe(slices=[{"sources": [{"model": A, "parameters": {key: value}}]}])))
-    assert "ask who published it" in shown
+    assert "ask its publisher" in shown
 
 
 PLACES: dict[str, Any] = {

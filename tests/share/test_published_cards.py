@@ -13,7 +13,7 @@ from cli_support import parsed, run
 from huggingface_hub import ModelCard
 from plugin_support import make, merged, recipe_for, twin
 
-from rotation_merge.model.card import BEGIN, END, front_matter, metadata, renewed
+from rotation_merge.model.card import BEGIN, END, front_matter, metadata, updated_card
 from rotation_merge.report.html import read_report
 from rotation_merge.run.demo import CHECKPOINTS
 
@@ -82,7 +82,7 @@ def test_figures_are_those_that_were_measured(tmp_path: Path) -> None:
     assert kept["fingerprint"] in parsed("inspect", folder, "--fingerprint").values()
     assert run("evaluate", "org/none", "--data", "demo:python", "--keep").exit_code == 2
     report = read_report(str(_merged_report(tmp_path)))
-    text = renewed("# M\n", report, "org/m", "LlamaForCausalLM", [kept])
+    text = updated_card("# M\n", report, "org/m", "LlamaForCausalLM", [kept])
     (result,) = ModelCard(text).data.eval_results[:1]
     assert (result.metric_type, result.metric_value) == ("loss", rows[0]["loss"])
     assert result.task_type == "text-generation"
@@ -120,10 +120,10 @@ def test_licences_and_what_a_card_says_already(tmp_path: Path) -> None:
 def test_a_card_is_written_anew_in_place(made: tuple[Path, Path, Path]) -> None:
     text = (made[2] / "README.md").read_text()
     report = read_report(str(made[2] / "rotation_merge.json"))
-    again = renewed(text, report, "out", "LlamaForCausalLM")
+    again = updated_card(text, report, "out", "LlamaForCausalLM")
     assert again == text
     mine = text.replace("# out\n", "# out\n\nWords of mine.\n") + "\nAnd more.\n"
-    other = renewed(mine, replace(report, anchor="ELSE"), "org/name", "LlamaForCausalLM")
+    other = updated_card(mine, replace(report, anchor="ELSE"), "org/name", "LlamaForCausalLM")
     assert "Words of mine." in other
     assert other.endswith("\nAnd more.\n")
     assert "`ELSE`" in other

@@ -26,8 +26,8 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.alignment import load_alignment
 from rotation_merge.record import MANIFEST_FILE
 from rotation_merge.share.complete_recipe import completed
-from rotation_merge.share.manifest import Manifest, sum_of
-from rotation_merge.share.names import Renaming, given_names, left_over
+from rotation_merge.share.manifest import Manifest, sha256_of
+from rotation_merge.share.names import Renaming, given_names, remaining_local_path
 from rotation_merge.share.push import _with_header
 
 REPO = "me/merge"
@@ -123,7 +123,7 @@ def test_weights_go_the_way_of_large_files(local: Any, home: Hub, monkeypatch: p
     home.blobs.clear()
     before = len(home.asked)
     assert run(*out).exit_code == 0
-    sums = [sum_of(content) for place, content in home.files("me/large").items() if place.endswith(".safetensors")]
+    sums = [sha256_of(content) for place, content in home.files("me/large").items() if place.endswith(".safetensors")]
     assert len(sums) > 1
     assert {f"PUT blobs/{mark}" for mark in sums} <= set(home.asked[before:])
     assert "POST me/large.git/info/lfs/objects/batch" in home.asked[before:]
@@ -266,9 +266,9 @@ models:
     assert "# kept" in found
     assert "# its own" in found
     assert completed(text, [{"of": "statistics of a", "source": "self"}]) == text
-    with pytest.raises(RotationMergeError, match="no place to name them"):
+    with pytest.raises(RotationMergeError, match="no entry that could name its statistics"):
         completed(text, [{"of": "statistics of z", "file": "/x/z"}])
-    with pytest.raises(RotationMergeError, match="no place to name them"):
+    with pytest.raises(RotationMergeError, match="no entry that could name its statistics"):
         completed("models: [{model: a, parameters: &x {weight: 1}}, {model: b, parameters: *x}]", used[:2])
 
 
@@ -424,9 +424,11 @@ def test_names_are_replaced_whole() -> None:
     text = "/a/b, '/a/b/maps' /a/b. /a/bc /a/b/other x/a/b org/c org/c@9 org/c/d"
     assert renaming.text(text) == "org/b@1, 'me/x/maps@2' org/b@1. /a/bc /a/b/other x/a/b org/c@3 org/c@9 org/c/d"
     assert renaming.value({"/a/b": ["/a/b", 1, None]}) == {"org/b@1": ["org/b@1", 1, None]}
-    assert left_over("see /a/other/x", ["/a/b"]) == "/a/other/x"
-    assert left_over(json.dumps({"recipe": 'data: "/a/other/x"'}), ["/a/b"]) == "/a/other/x", "no stray backslash"
-    assert left_over("see http://x.org/a/b, a/b", ["/a/b"]) is None
+    assert remaining_local_path("see /a/other/x", ["/a/b"]) == "/a/other/x"
+    assert remaining_local_path(json.dumps({"recipe": 'data: "/a/other/x"'}), ["/a/b"]) == "/a/other/x", (
+        "no stray backslash"
+    )
+    assert remaining_local_path("see http://x.org/a/b, a/b", ["/a/b"]) is None
     assert given_names(["./x=y=org/a@b"]) == {"./x=y": "org/a@b"}
 
 

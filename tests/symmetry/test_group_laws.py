@@ -18,7 +18,7 @@ from rotation_merge.matching.products import HeadProjections
 from rotation_merge.symmetry import KINDS, GroupElement, StreamGroup
 from rotation_merge.symmetry.admitted import QUERIES, VALUES, GroupOptions, admitted, heads, neurons
 from rotation_merge.symmetry.base import proven_maps
-from rotation_merge.symmetry.direct_sum import Split
+from rotation_merge.symmetry.direct_sum import SplitGroup
 from rotation_merge.symmetry.experts import ExpertGroup
 from rotation_merge.symmetry.gains import CoordinateExchange, PairExchange
 from rotation_merge.symmetry.group import GROUPS, Group
@@ -27,7 +27,7 @@ from rotation_merge.symmetry.monomial import CoordinateOrder, GatedOrder
 from rotation_merge.symmetry.ordered import OrderedExchange, OrderedSigns
 from rotation_merge.symmetry.planar import PlanarGroup
 from rotation_merge.symmetry.scaled import OrthogonalGroup
-from rotation_merge.symmetry.signs import CoordinateSigns, Fixed, HeadSign, PairSigns
+from rotation_merge.symmetry.signs import CoordinateSigns, HeadSign, IdentityGroup, PairSigns
 from rotation_merge.symmetry.stream import STREAM_GROUPS
 from rotation_merge.symmetry.tangent import Freedom
 
@@ -35,7 +35,7 @@ torch.set_num_threads(1)
 N, R, D, M = 3, 2, 4, 5
 
 ALL: dict[str, Group] = {
-    "fixed": Fixed(),
+    "fixed": IdentityGroup(),
     "orthogonal": OrthogonalGroup(),
     "orthogonal, scaled": OrthogonalGroup(True),
     "orthogonal, then scaled": OrthogonalGroup("sequential"),
@@ -195,7 +195,7 @@ def test_every_group_has_its_laws_tested() -> None:
 
 
 def test_a_split_group_is_its_parts() -> None:
-    group = Split(PlanarGroup(True), OrthogonalGroup(), 2)
+    group = SplitGroup(PlanarGroup(True), OrthogonalGroup(), 2)
     assert [(part.kind, where) for part, where in group.parts(6)] == [
         ("planar", slice(0, 2)),
         ("orthogonal", slice(2, 6)),
@@ -204,7 +204,7 @@ def test_a_split_group_is_its_parts() -> None:
     assert [part.size for part in element.parts] == [2, 4]
     assert group.identity(2, 6).is_identity()
     with pytest.raises(TypeError, match="part by part"):
-        group.solve(pairing(Fixed()).grams())
+        group.solve(pairing(IdentityGroup()).grams())
 
 
 # --- which space admits which
@@ -221,32 +221,42 @@ def attention(**facts: object) -> Space:
         ({}, {}, OrthogonalGroup(True), OrthogonalGroup(True)),
         ({}, {"rescale": False}, OrthogonalGroup(False), OrthogonalGroup(False)),
         ({}, {"attention": "invertible"}, InvertibleGroup(True), InvertibleGroup(True)),
-        ({}, {"attention": "none"}, Fixed(), Fixed()),
+        ({}, {"attention": "none"}, IdentityGroup(), IdentityGroup()),
         ({"rotary": 4}, {}, PlanarGroup(True), OrthogonalGroup(True)),
         (
             {"rotary": 2, "interleaved": True},
             {"attention": "invertible"},
-            Split(PlanarGroup(True, True), InvertibleGroup(True), 2),
+            SplitGroup(PlanarGroup(True, True), InvertibleGroup(True), 2),
             InvertibleGroup(True),
         ),
         ({"rotary": 4, "norm": "rms_head"}, {}, PairSigns(), OrthogonalGroup(True)),
-        ({"rotary": 2, "norm": "rms_all"}, {}, Split(PairSigns(), OrderedSigns(), 2), OrthogonalGroup(True)),
+        ({"rotary": 2, "norm": "rms_all"}, {}, SplitGroup(PairSigns(), OrderedSigns(), 2), OrthogonalGroup(True)),
         ({"rotary": 4, "norm": "rms_turned"}, {}, PairSigns(), OrthogonalGroup(True)),
-        ({"rotary": 2, "norm": "rms_clipped"}, {}, Split(PairSigns(), CoordinateSigns(), 2), OrthogonalGroup(True)),
+        (
+            {"rotary": 2, "norm": "rms_clipped"},
+            {},
+            SplitGroup(PairSigns(), CoordinateSigns(), 2),
+            OrthogonalGroup(True),
+        ),
         ({"norm": "l2_head"}, {}, OrthogonalGroup(False), OrthogonalGroup(True)),
         ({"norm": "l2_head", "rotary": 4}, {}, PlanarGroup(False), OrthogonalGroup(True)),
         ({"norm": "rms_head"}, {}, OrderedSigns(), OrthogonalGroup(True)),
         ({"values": "gated"}, {}, OrthogonalGroup(True), GatedOrder(True)),
         ({"norm": "layer_head", "rotary": 4}, {}, HeadSign(), OrthogonalGroup(True)),
-        ({"norm": "affine_head"}, {}, Fixed(), OrthogonalGroup(True)),
-        ({"values": "fixed"}, {}, OrthogonalGroup(True), Fixed()),
+        ({"norm": "affine_head"}, {}, IdentityGroup(), OrthogonalGroup(True)),
+        ({"values": "fixed"}, {}, OrthogonalGroup(True), IdentityGroup()),
         ({"values": "normed"}, {}, OrthogonalGroup(True), OrthogonalGroup(False)),
         ({}, {"attention": "permutation"}, CoordinateOrder(), CoordinateOrder()),
-        ({"rotary": 4, "values": "gated"}, {"attention": "permutation"}, Fixed(), GatedOrder(False)),
+        ({"rotary": 4, "values": "gated"}, {"attention": "permutation"}, IdentityGroup(), GatedOrder(False)),
         ({"norm": "rms_head"}, {"attention": "permutation"}, OrderedSigns(False), CoordinateOrder()),
-        ({"rotary": 2}, {"attention": "permutation"}, Split(Fixed(), CoordinateOrder(), 2), CoordinateOrder()),
+        (
+            {"rotary": 2},
+            {"attention": "permutation"},
+            SplitGroup(IdentityGroup(), CoordinateOrder(), 2),
+            CoordinateOrder(),
+        ),
         ({}, {"heads": "spectral"}, CoordinateOrder(), CoordinateOrder()),
-        ({"rotary": 4}, {"heads": "spectral"}, Fixed(), CoordinateOrder()),
+        ({"rotary": 4}, {"heads": "spectral"}, IdentityGroup(), CoordinateOrder()),
     ],
 )
 def test_what_heads_admit(facts: dict, wanted: dict, qk: Group, vo: Group) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from rotation_merge.cli.paths import NEW_FOLDER, outputs_of, writing
+from rotation_merge.cli.paths import NEW_FOLDER, hold_outputs, outputs_of
 
 STAGES = {
     "twin": "a ViT and the same ViT in other coordinates",
@@ -46,7 +46,7 @@ def _run(only: tuple[str, ...], keep: str | None, as_json: bool) -> int:
 
     torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
     began = time.perf_counter()
-    with writing(outputs_of(click.get_current_context())), Scratch() as scratch:
+    with hold_outputs(outputs_of(click.get_current_context())), Scratch() as scratch:
         place = Path(keep or scratch)
         place.mkdir(parents=True, exist_ok=True)
         results = []

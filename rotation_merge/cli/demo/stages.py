@@ -21,7 +21,7 @@ from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
-from rotation_merge.model.writing import Storage
+from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.html import read_report, write_page
 from rotation_merge.run import demo as data
@@ -32,7 +32,7 @@ from rotation_merge.run.functions import load
 LOCAL = {"heads": "permutation"}
 WHOLE = {"heads": "permutation", "residual": "rotation"}
 OFF = {"attention": "none", "ffn": "none", "rescale": "false"}
-"""Plain averaging of what mergekit's own linear would write incomplete: it drops most of a ViT's tensors."""
+"""Plain averaging of models that mergekit's own linear would write incompletely: it drops most of a ViT's tensors."""
 LEARNING_STEPS = 500
 SCALE = 0.75
 """Of the task vector that is carried over; chosen before measuring."""
@@ -66,7 +66,7 @@ def twin(place: Path) -> Result:
     parent, rotated = data.CHECKPOINTS / "vit-0", place / "vit-0-twin"
     pair = open_pair(str(parent), str(parent), AlignConfig(heads="permutation", residual="rotation"))
     moves = random_gauge(pair.architecture, pair.checked.options, torch.Generator().manual_seed(0))
-    write_aligned(pair, Alignment(moves, pair.checked.folded), str(rotated), Storage(dtype="float32"))
+    write_aligned(pair, Alignment(moves, pair.checked.folded), str(rotated), StorageOptions(dtype="float32"))
     return _halves("ViT and its rotated twin", place / "twin", parent, rotated, _digits, {"whole": WHOLE}, stock=True)
 
 

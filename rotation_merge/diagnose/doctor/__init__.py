@@ -20,13 +20,13 @@ def diagnose(case: Case, progress: Progress | None = None) -> list[Cause]:
     """Every cause that is found, the likeliest first.
 
     Raises:
-        RotationMergeError: what is to be looked at cannot be read.
+        RotationMergeError: a model or recipe cannot be read.
     """
     causes = list(of_integrity(case))
-    if case.patient is not None:
+    if case.merged_model is not None:
         try:
-            case.patient.check_files()
-            case.patient.architecture  # noqa: B018  (names, shapes and config are read and checked)
+            case.merged_model.check_files()
+            case.merged_model.architecture  # noqa: B018  (names, shapes and config are read and checked)
         except RotationMergeError as error:
             damaged = Cause("damaged", 0.97, error.what, error.where or case.name, error.remedy or "merge again")
             return causes if any(cause.likelihood >= CERTAIN for cause in causes) else [damaged, *causes]

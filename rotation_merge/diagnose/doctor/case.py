@@ -30,7 +30,7 @@ from rotation_merge.report.html import read_report
 from rotation_merge.report.integrity import Defect, check_folder
 
 RECIPES = ("mergekit_config.yml", "recipe.yml")
-"""What recipes are called beside a merged model."""
+"""Names of recipes beside a merged model."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Case:
         parents: models that are here, the base (or the first) at the front.
         absent: models that are not.
         recipe: as YAML has it; empty where none is known.
-        donors: of a recipe of ours, by name: how each is aligned.
-        matched: what has been matched already (see `match`).
+        donors: options of alignment of each donor of a rotation_merge recipe, by name.
+        matched: cache of alignments (see `match`).
     """
 
     name: str
@@ -65,7 +65,7 @@ class Case:
         return self.matched[key]
 
     @cached_property
-    def patient(self) -> Model | None:
+    def merged_model(self) -> Model | None:
         """The merged model, opened."""
         return None if self.merged is None else open_model(self.merged, "merge")
 
@@ -100,8 +100,8 @@ class Case:
     @property
     def dtype(self) -> str:
         """Dtype of the merge: that of its weights, or that in the recipe."""
-        if self.patient is not None:
-            kinds = {str(dtype) for dtype in self.patient.dtypes.values()}
+        if self.merged_model is not None:
+            kinds = {str(dtype) for dtype in self.merged_model.dtypes.values()}
             return "float16" if "torch.float16" in kinds else next(iter(kinds), "").removeprefix("torch.")
         return str(self.recipe.get("out_dtype") or self.recipe.get("dtype") or "")
 

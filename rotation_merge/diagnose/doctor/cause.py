@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CERTAIN, LIKELY = 0.9, 0.5
-"""Likelihoods from which on a cause is called so; what is below is possible."""
+"""Lower limits of the words for likelihoods; below all of them a cause is possible."""
 
 
 @dataclass(frozen=True)
@@ -13,11 +13,11 @@ class Cause:
     """A possible cause of a bad merge.
 
     Attributes:
-        name: what it is called, one or two words.
-        likelihood: from 0 to 1: that it spoils a merge where it is found, by how much of it is there.
-        what: what was found, with figures.
+        name: one or two words.
+        likelihood: from 0 to 1: probability that it spoils the merge, by its extent.
+        what: the finding, with figures.
         where: the model, or the layer, it was found in.
-        remedy: how to mend it.
+        remedy: the next step.
     """
 
     name: str

@@ -22,7 +22,7 @@ LONGEST = 120.0
 """Seconds that matching two models may take, as estimated, to tell coordinates from lineage."""
 
 POSITIONS = "the merge places tokens as the anchor does"
-"""What `architecture/fields.json` says of entries that place tokens."""
+"""Consequence, in `architecture/fields.json`, of entries that place tokens."""
 
 ONE = 0.1
 """Share of the distance that may be left where two models are one in two coordinate systems."""
@@ -48,7 +48,7 @@ def of_pairs(case: Case, progress: Progress | None = None) -> Iterator[Cause]:
         if name in case.donors and case.donors[name].unlike:  # which 'check' looks at
             continue
         anchor, donor = case.models[case.parents[0]], case.models[name]
-        if (misfit := _misfit(case, name)) is not None:
+        if (misfit := _shape_mismatch(case, name)) is not None:
             yield misfit
             continue
         yield from _vocabulary(case, anchor, donor)
@@ -57,7 +57,7 @@ def of_pairs(case: Case, progress: Progress | None = None) -> Iterator[Cause]:
         yield from _coordinates(case, anchor, donor, progress)
 
 
-def _misfit(case: Case, name: str) -> Cause | None:
+def _shape_mismatch(case: Case, name: str) -> Cause | None:
     """The two cannot be averaged at all."""
     known = case.donors.get(name)
     try:
@@ -114,9 +114,9 @@ def _tied(anchor: Model, donor: Model) -> Iterator[Cause]:
         return
     tied, untied = (anchor, donor) if heads[0] else (donor, anchor)
     yield Cause(
-        *("tied head", 0.8, f"its head is its embeddings' tensor, {untied.reference} has a head of its own"),
+        *("tied head", 0.8, f"its output head is tied to the embedding, that of {untied.reference} is not"),
         str(tied.reference),
-        "set 'untie: true' in a rotation_merge recipe, or make the head a tensor of its own first",
+        "set 'untie: true' in a rotation_merge recipe, or untie the head first",
     )
 
 
@@ -133,7 +133,7 @@ def _coordinates(case: Case, anchor: Model, donor: Model, progress: Progress | N
             pair = open_pair(str(anchor.reference), name, options, known.untie if known is not None else False)
             cost = estimate(pair.architecture, pair.anchor.shapes, pair.checked.options, 4, 4).seconds
             if cost > LONGEST:
-                words += f"; whether alignment helps was not tried, it would take {cost:.0f} s"
+                words += f"; alignment was not tried, it takes about {cost:.0f} s"
                 break
             *_, report = case.match(pair, progress)
         except RotationMergeError as error:

@@ -24,7 +24,7 @@ from rotation_merge.matching.open_pair import Pair, open_pair, read_alignment
 from rotation_merge.matching.options import NOTHING, WEIGHTS
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.model.apply import split_axis
-from rotation_merge.model.biases import Aligned
+from rotation_merge.model.biases import AlignedSource
 from rotation_merge.model.checkpoint import parse_reference
 from rotation_merge.model.source import Progress, TensorSource, read_tensor
 from rotation_merge.report.estimate import estimate
@@ -66,7 +66,7 @@ class Parent:
             return None
         return (
             self.source.tensor(parent_block, parent_info)
-            if isinstance(self.source, Aligned)
+            if isinstance(self.source, AlignedSource)
             else read_tensor(parent_info, self.source)
         )
 
@@ -76,8 +76,8 @@ class ParentSpan:
     """All parents of a merged model.
 
     Attributes:
-        complete: whether the merge lies in what they span, or near it; else some of them are not known as they were
-            averaged.
+        complete: whether the merge lies in or near the span of the parents; else some parents are unknown or were
+            changed.
     """
 
     members: list[Parent] = field(default_factory=list)
@@ -96,7 +96,7 @@ def parents_of(case: Case, progress: Progress | None = None) -> ParentSpan:
         RotationMergeError: one cannot be read.
     """
     if case.recipe.get("slices") or case.recipe.get("modules"):
-        named = {name: layers for name, layers in _sliced(case).items() if name in case.models}
+        named = {name: layers for name, layers in _sliced_parents(case).items() if name in case.models}
         sliced = [Parent(case.models[name].architecture, case.models[name], layers) for name, layers in named.items()]
         return ParentSpan(sliced, complete=case.method != METHOD and not case.absent)
     if case.method != METHOD:
@@ -105,7 +105,7 @@ def parents_of(case: Case, progress: Progress | None = None) -> ParentSpan:
     return _moved(case, progress)
 
 
-def _sliced(case: Case) -> dict[str, dict[int | None, int]]:
+def _sliced_parents(case: Case) -> dict[str, dict[int | None, int]]:
     """Models of a recipe with slices, each with its layers by those of the merge; of a recipe of ours the first of each
     slice, which nothing moves."""
     layers_of: dict[str, dict[int | None, int]] = {}
@@ -167,11 +167,11 @@ def _alignment(case: Case, donor: RecipeDonor, progress: Progress | None) -> tup
 
 
 ALIKE, BETTER = 0.5, 0.2
-"""Cosine to the parents that a tensor has to reach in a permuted layout, and by how much it has to be better there."""
+"""Least cosine to the parents in a permuted layout, and least improvement over the stored layout."""
 SAMPLED = 256
 """Rows whose nearest row among the parents' is looked for."""
 
-HEADS = {"q": "query heads", "k": "key heads", "v": "value heads", "o": "what heads give"}
+HEADS = {"q": "query heads", "k": "key heads", "v": "value heads", "o": "output columns of heads"}
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ def _cosines(ours: Tensor, parents: Tensor) -> Tensor:
     return ours @ parents.T
 
 
-def move_nothing(space: Space, orders: Mapping[tuple[str, str], Layout | None]) -> bool:
+def all_permuted_alike(space: Space, orders: Mapping[tuple[str, str], Layout | None]) -> bool:
     """Whether all tensors of a space stand in one order together, so that the model computes the same.
 
     Args:

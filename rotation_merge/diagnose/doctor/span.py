@@ -17,8 +17,8 @@ from rotation_merge.diagnose.doctor.parents import (
     Layout,
     Parent,
     ParentSpan,
+    all_permuted_alike,
     layouts_in,
-    move_nothing,
     parents_of,
 )
 from rotation_merge.errors import RotationMergeError, named
@@ -36,11 +36,11 @@ SOLVED = ("refit", "ot_fusion", "regmean", "kfac", "fisher")
 """Delegates whose tensors need not lie near the span of the parents'."""
 
 SPOILS = ("RoPE layout", "order of heads", "order of neurons", "scale", "unlike its parents")
-"""Causes of this kind; each explains by itself what weights and activations look like."""
+"""Causes of this kind; each alone explains odd norms of weights and activations."""
 
 
 @dataclass(frozen=True)
-class Beside:
+class TensorComparison:
     """One tensor of a merge beside its parents'.
 
     Attributes:
@@ -65,11 +65,11 @@ class Comparison:
     """All tensors of a merge beside its parents'.
 
     Attributes:
-        layouts: of those that stand in another order than what they work with.
-        ordered: names of all that stand in another order, with what they work with or without.
+        layouts: of tensors in another order than the tensors of the same space.
+        ordered: names of all tensors in another order than the parents'.
     """
 
-    tensors: list[Beside] = field(default_factory=list)
+    tensors: list[TensorComparison] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
     ordered: set[str] = field(default_factory=set)
 
@@ -82,10 +82,10 @@ def of_span(case: Case, progress: Progress | None = None) -> Iterator[Cause]:
         RotationMergeError: a model cannot be read.
     """
     yield from _of_parents(case, progress)
-    if case.patient is None or not case.parents:
+    if case.merged_model is None or not case.parents:
         return
     parents = parents_of(case, progress)
-    comparison = compare(case.patient.architecture.blocks, case.patient, parents, progress)
+    comparison = compare(case.merged_model.architecture.blocks, case.merged_model, parents, progress)
     yield from _permuted(case.name, comparison)
     if parents.complete and not _scales_itself(case):
         yield from _scaled(case.name, comparison)
@@ -137,7 +137,7 @@ def compare(
         for space, by_tensor in orders.values():
             permuted = [layout for layout in by_tensor.values() if layout is not None]
             result.ordered |= {layout.tensor for layout in permuted}
-            result.layouts += [] if move_nothing(space, by_tensor) else permuted
+            result.layouts += [] if all_permuted_alike(space, by_tensor) else permuted
     return result
 
 
@@ -153,7 +153,7 @@ def _pair(
     return (tensor.float(), parent_tensors) if parent_tensors and bool(torch.isfinite(tensor).all()) else None
 
 
-def _beside(name: str, layer: str, merged: Tensor, parents: list[Tensor]) -> Beside:
+def _beside(name: str, layer: str, merged: Tensor, parents: list[Tensor]) -> TensorComparison:
     flat_parents = torch.stack([parent.flatten() for parent in parents])
     flat = merged.flatten()
     gram, inner = (flat_parents @ flat_parents.T).double(), (flat_parents @ flat).double()
@@ -163,7 +163,7 @@ def _beside(name: str, layer: str, merged: Tensor, parents: list[Tensor]) -> Bes
     count = len(parents)
     share = float(inner.sum() / count) / max(float(gram.sum()) / count**2, 1e-300)
     ratio = norm / max(float(gram.diagonal().sqrt().mean()), 1e-300)
-    return Beside(name, layer, min(1.0, within / norm), share, ratio)
+    return TensorComparison(name, layer, min(1.0, within / norm), share, ratio)
 
 
 WORDS = {
@@ -172,9 +172,9 @@ WORDS = {
     "neurons": ("order of neurons", "in another order of neurons"),
 }
 CONVERTED = (
-    "convert that model to the layout of the others (its conversion script permutes queries and keys), merge again"
+    "convert that model to the layout of the others (its conversion script permutes queries and keys), then merge again"
 )
-ORDERED = "what stands beside them kept its order: take these tensors from a parent, or merge again"
+ORDERED = "the other tensors of the layer kept their order: take these from a parent, or merge again"
 
 
 def _permuted(name: str, comparison: Comparison) -> Iterator[Cause]:
@@ -188,7 +188,7 @@ def _permuted(name: str, comparison: Comparison) -> Iterator[Cause]:
         spaces = len({layout.space for layout in layouts})
         problem = (
             f"{parts} of {spaces} layer{'s' if spaces > 1 else ''} are the parents' {words}: '{worst.tensor}' has a "
-            f"cosine of {worst.before:.2f} to theirs as it stands, {worst.after:.2f} put in order"
+            f"cosine of {worst.before:.2f} to theirs, {worst.after:.2f} after reordering"
         )
         yield Cause(
             title, 0.98, problem, worst.tensor if spaces == 1 else name, CONVERTED if kind == "rope" else ORDERED
@@ -203,11 +203,11 @@ def _scaled(name: str, comparison: Comparison) -> Iterator[Cause]:
     share = median(beside.share for beside in scaled)
     remedy = "divide them by it, or merge again with weights that add up to 1"
     if len(scaled) > (1 - MOST) * len(comparison.tensors):
-        problem = f"all weights are {share:.2f} times what the parents give ({len(scaled)} matrices looked at)"
+        problem = f"all weights are {share:.2f} times those of the parents ({len(scaled)} matrices compared)"
         yield Cause("scale", 0.98, problem, name, remedy)
     elif len(scaled) < MOST * len(comparison.tensors) or len(scaled) == 1:
         worst = min(scaled, key=lambda beside: min(beside.share, 1 / beside.share))
-        problem = f"{_some(scaled)} {share:.2f} times what the parents give, all others once"
+        problem = f"{_some(scaled)} {share:.2f} times those of the parents, all others once"
         yield Cause("scale", 0.9, problem, worst.name, remedy)
 
 
@@ -222,6 +222,6 @@ def _unlike(comparison: Comparison) -> Iterator[Cause]:
     yield Cause("unlike its parents", 0.9, problem, worst.name, "take them from a parent, or merge again")
 
 
-def _some(tensors: list[Beside]) -> str:
+def _some(tensors: list[TensorComparison]) -> str:
     names = named(f"'{beside.name}'" for beside in tensors)
     return f"{names} {'is' if len(tensors) == 1 else 'are'}"

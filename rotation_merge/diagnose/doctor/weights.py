@@ -1,4 +1,4 @@
-"""Causes that lie in the weights: NaN, what a dtype cannot hold, a head that is thrown away, layers that shrank.
+"""Causes in the weights: NaN, overflow of the dtype, an ignored head, layers with shrunken weights.
 
 Some show only when the merge runs: activations that fade from layer to layer, explode, or leave the dtype.
 """
@@ -17,9 +17,9 @@ from rotation_merge.diagnose.doctor.cause import Cause
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.model.checkpoint import Model, weights_of
 from rotation_merge.model.source import Progress
-from rotation_merge.run.answers import LARGEST
 from rotation_merge.run.functions import architecture_of, load
 from rotation_merge.run.inputs import random_batch
+from rotation_merge.run.model_outputs import LARGEST
 from rotation_merge.run.store import hooked
 
 HALF = torch.finfo(torch.float16).max
@@ -36,11 +36,11 @@ def of_weights(case: Case, progress: Progress | None = None, norms: bool = True)
     Args:
         norms: whether those are still to be explained.
     """
-    looked = {case.name: case.patient} if case.patient is not None else case.models
+    looked = {case.name: case.merged_model} if case.merged_model is not None else case.models
     for name, model in looked.items():
         yield from _values(case, name, model, progress)
-    if case.patient is not None:
-        yield from _own_head(case.patient)
+    if case.merged_model is not None:
+        yield from _own_head(case.merged_model)
     yield from _sum(case)
     if norms:
         yield from _norms(case)
@@ -60,7 +60,7 @@ def _values(case: Case, name: str, model: Model, progress: Progress | None) -> I
             remedy = "take it from a parent, or merge again"
             yield Cause("zero tensor", 0.9, f"tensor '{tensor_name}' holds nothing but zeros", name, remedy)
         if low.isnan() or high.isnan():
-            remedy = "a parent holds it, or weights add up to 0: 'rotation-merge doctor RECIPE' looks at the parents"
+            remedy = "a parent holds NaN, or weights add up to 0: run 'rotation-merge doctor RECIPE'"
             yield Cause("NaN", 1.0, f"tensor '{tensor_name}' holds NaN", name, remedy)
             return
         if largest == float("inf") or (case.dtype == "float16" and largest > HALF):
@@ -71,7 +71,7 @@ def _values(case: Case, name: str, model: Model, progress: Progress | None) -> I
 
 def _zero_before(case: Case, name: str) -> bool:
     """Whether a parent's tensor holds nothing but zeros, too; without parents nobody knows, and nothing is said."""
-    if case.patient is None:
+    if case.merged_model is None:
         return True
     parents = [model for model in case.models.values() if name in model]
     return not parents or any(not bool(model[name].any()) for model in parents)
@@ -113,8 +113,9 @@ def _sum(case: Case) -> Iterator[Cause]:
 
 
 def _norms(case: Case) -> Iterator[Cause]:
-    """Layers whose matrices are shorter than the parents' (what averaging unlike ones does), or longer."""
-    if (len(case.parents) < 2 and case.patient is None) or not case.parents or not _comparable(case):
+    """Layers whose matrices have smaller norms than the parents' (an effect of averaging unlike matrices), or larger
+    ones."""
+    if (len(case.parents) < 2 and case.merged_model is None) or not case.parents or not _comparable(case):
         return
     ratio_of: dict[str, float] = {}
     for layer, names in _by_layer(case.models[case.parents[0]]).items():
@@ -138,7 +139,7 @@ def _norms(case: Case) -> Iterator[Cause]:
 
 def _comparable(case: Case) -> bool:
     """Whether norms of the same tensors mean the same: nothing was folded, and of a recipe, nothing is moved."""
-    if case.patient is not None:
+    if case.merged_model is not None:
         return all(donor.options.residual == "none" for donor in case.donors.values())
     return case.method == "linear"
 
@@ -156,7 +157,7 @@ def _ratio(case: Case, name: str) -> float | None:
     """Norm of the merged tensor (of a recipe: of the parents' mean) over the mean of the parents' norms."""
     try:
         tensors = [model[name].double() for model in case.models.values() if name in model]
-        merged = torch.stack(tensors).mean(0) if case.patient is None else case.patient[name].double()
+        merged = torch.stack(tensors).mean(0) if case.merged_model is None else case.merged_model[name].double()
     except (RotationMergeError, RuntimeError, KeyError):
         return None
     norm = sum(float(tensor.norm()) for tensor in tensors) / max(len(tensors), 1)
@@ -223,7 +224,7 @@ def _overflow(case: Case, spreads: dict[str, dict[str, tuple[float, float]]]) ->
     for name, layers in spreads.items():
         layer = next((layer for layer, (_, largest) in layers.items() if not largest <= most), None)
         if layer is not None:
-            problem = f"states reach {layers[layer][1]:.3g} in {layer}, float16 ends at {most:.0f}"
+            problem = f"hidden states reach {layers[layer][1]:.3g} in {layer}, float16 ends at {most:.0f}"
             yield Cause("dtype overflow", 0.97, problem, name, "merge and run with 'dtype: bfloat16'")
             return
 
@@ -240,7 +241,9 @@ def _faded(merged: str, spreads: dict[str, dict[str, tuple[float, float]]]) -> I
     least, most = min(shares, key=lambda n: shares[n]), max(shares, key=lambda n: shares[n])
     first = next((layer for layer, share in shares.items() if share < FADED), None)
     if first is not None:
-        problem = f"outputs fade to {shares[least]:.2f} of the parents' in {least}, first below {FADED} here"
+        problem = (
+            f"outputs fade to {shares[least]:.2f} of the parents' in {least}; this layer is the first below {FADED}"
+        )
         remedy = "align the models first ('preset: far'), then 'delegate: refit' or 'rotation-merge polish'"
         yield Cause("vanished variance", 0.75, problem, first, remedy)
     elif shares[most] > SWOLLEN:

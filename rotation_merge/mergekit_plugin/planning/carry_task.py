@@ -1,4 +1,4 @@
-"""The task that carries a donor's change with samples; what running models takes is imported with it alone."""
+"""The task that carries a donor's change with samples; modules that run models are imported only with it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.session import Execution
 from rotation_merge.carrying.transfer import transferred
 from rotation_merge.matching.run import Run
-from rotation_merge.mergekit_plugin.planning.whole_model_tasks import WholeTask
+from rotation_merge.mergekit_plugin.planning.whole_model_tasks import WholeModelTask
 from rotation_merge.mergekit_plugin.recipe.donor import title
 
 
-class Carry(WholeTask):
+class CarryTask(WholeModelTask):
     """Runs the models on samples: the anchor's tensors as a donor changes them."""
 
     donor: str

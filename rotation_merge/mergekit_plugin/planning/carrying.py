@@ -11,7 +11,7 @@ from mergekit.options import MergeOptions
 
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.frame import Resizing
+from rotation_merge.carrying.frame import ResizeOptions
 from rotation_merge.carrying.tokens import AddedTokens
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import AlignConfig
@@ -21,19 +21,19 @@ from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.adapter_base import OWN_BASE, check_own_base
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.nearness import nearness
-from rotation_merge.model.sources import Renamed
+from rotation_merge.model.sources import TranslatedSource
 
 ASKS = (*OPTIONS, "preset", "match_on", "carry", "scale", "data")
 """Parameters with which a recipe asks for matching, or lets samples judge."""
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarryPlan:
     """The way a donor's change is carried.
 
     Attributes:
         carrying: task that carries it with samples: the anchor's tensors as it changes them, by name.
-        scale: what its task vector is multiplied by.
+        scale: factor of its task vector.
     """
 
     carrying: Task | None = None
@@ -64,11 +64,11 @@ def carried(
     origin: ModelReference | None,
     match: AlignConfig,
     shares_vocabulary: bool,
-) -> Carried:
+) -> CarryPlan:
     """The way a donor is carried.
 
     Args:
-        origin: what it was tuned from, where it is a change that is merged.
+        origin: the base that it was tuned from, if its change is merged.
         match: by which groups that is matched.
         shares_vocabulary: whether it has the anchor's.
 
@@ -78,19 +78,19 @@ def carried(
     config = transfer_config(recipe, reader, model, match, options.random_seed or 0)
     if origin is None:
         if config.resizes:
-            problem = "'widths' and 'layers_map' are of what fine-tuning changed"
+            problem = "'widths' and 'layers_map' apply to fine-tunes only"
             raise RecipeError(problem, where=str(model), remedy="name its base ('finetuned_from')")
         if config.method == "weights":
-            return Carried()
+            return CarryPlan()
         remedy = "name the model that it was tuned from ('finetuned_from')"
-        raise RecipeError(f"'carry: {config.method}' carries what fine-tuning changed", where=str(model), remedy=remedy)
+        raise RecipeError(f"'carry: {config.method}' applies to fine-tunes only", where=str(model), remedy=remedy)
     if not config.needs_samples and not config.resizes:
-        note = "how much of its change arrives in function is not measured; 'scale: auto' measures it on samples"
+        note = "the effect of the carried change is not measured; 'scale: auto' measures it on samples"
         run.note(f"`{model}`: {note}.")
         bases = open_bases(str(recipe.base), str(origin), untie=recipe.untie)
         for line in AddedTokens.of(bases, str(model), 0, resized=False).words(written=False):
             run.note(f"`{model}`: {line}")
-        return Carried(scale=1.0 if config.factor is None else config.factor)
+        return CarryPlan(scale=1.0 if config.factor is None else config.factor)
     if not shares_vocabulary and config.needs_samples:
         raise RecipeError(
             f"the vocabulary of {origin} differs from the anchor's, so samples cannot be shared",
@@ -98,27 +98,27 @@ def carried(
             remedy="leave out 'carry' and 'scale: auto': weights alone can be carried by shared tokens",
         )
     from rotation_merge.carrying.session import Execution
-    from rotation_merge.mergekit_plugin.planning.carry_task import Carry
-    from rotation_merge.model.writing import Storage
+    from rotation_merge.mergekit_plugin.planning.carry_task import CarryTask
+    from rotation_merge.model.writing import StorageOptions
 
-    task = Carry(
+    task = CarryTask(
         key=f"carry:{model}",
         label="",
         donor=str(model),
         origin=str(origin),
         anchor=str(recipe.base),
         config=config,
-        execution=Execution(str(options.device or "cpu"), Storage(untie=recipe.untie)),
+        execution=Execution(str(options.device or "cpu"), StorageOptions(untie=recipe.untie)),
         run=run,
         quiet=options.quiet,
     )
-    return Carried(carrying=task)
+    return CarryPlan(carrying=task)
 
 
-def unlike_of(recipe: Recipe, reader: ConfigReader, model: ModelReference) -> Resizing:
+def resize_options(recipe: Recipe, reader: ConfigReader, model: ModelReference) -> ResizeOptions:
     """The recipe's options for a donor's base of other shapes."""
     widths, layers = (recipe.of_model(name, reader, model) for name in ("widths", "layers_map"))
-    return Resizing(bool(widths), str(layers or ""))
+    return ResizeOptions(bool(widths), str(layers or ""))
 
 
 def check_adapter(model: Model, origin: Model | None = None) -> None:
@@ -138,12 +138,12 @@ def added_as_it_is(
     recipe: Recipe, reader: ConfigReader, model: ModelReference, base: Model, origin: Model
 ) -> tuple[bool, str]:
     """Whether a donor's change is added as it is, because its base and the anchor share their coordinates and the
-    recipe asks for no matching; and what there is to say of it."""
-    near = nearness(base.architecture, base, Renamed(origin, origin.architecture, base.architecture))
+    recipe asks for no matching; and a note on it."""
+    near = nearness(base.architecture, base, TranslatedSource(origin, origin.architecture, base.architecture))
     if not near.shared:
         return False, ""
     words = f"`{model}`: {origin.reference} and {base.reference} share their coordinates ({near.words})"
     options = [name for scope in reader.parameter_sources(model) for name in scope or () if name in ASKS]
     if options:
-        return False, f"{words}: what it changed could be added as it is, but '{options[0]}' asks for more."
-    return True, f"{words}: what it changed is added as it is."
+        return False, f"{words}: its change could be added as it is, but '{options[0]}' is set."
+    return True, f"{words}: its change is added as it is."

@@ -17,7 +17,7 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.averaging.methods import MergeLog, OwnMethod, Source, Target, plan_of
 from rotation_merge.errors import StatisticsError
 from rotation_merge.mergekit_plugin.planning.donors import Donors
-from rotation_merge.mergekit_plugin.planning.output_tensor import Wanted
+from rotation_merge.mergekit_plugin.planning.output_tensor import OutputTensor
 from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
 from rotation_merge.model.source import TensorSource
 from rotation_merge.run.maps import linear_map
@@ -28,7 +28,7 @@ class DelegateTask(KeyedTask):
 
     Attributes:
         first: whether it looks at whole models: it runs once, on the main thread, ahead of all that depends on it.
-        moved: whether what it takes is moved to the accelerator.
+        moved: whether its inputs are moved to the accelerator.
     """
 
     work: Callable[..., Any] = Field(repr=False)
@@ -52,10 +52,10 @@ class DelegateTask(KeyedTask):
         return self.first
 
 
-class Helper(Protocol):
-    """Plans what a delegate takes beside the models' tensors."""
+class AuxiliaryPlanner(Protocol):
+    """Plans a delegate's inputs beside the models' tensors."""
 
-    def needs(self, request: Wanted, models: Sequence[ModelReference]) -> dict[ModelReference, Helped]:
+    def needs(self, request: OutputTensor, models: Sequence[ModelReference]) -> dict[ModelReference, AuxiliaryInput]:
         """Extra inputs for one output tensor, by model with a nonzero weight; empty if there are none.
 
         Raises:
@@ -64,7 +64,7 @@ class Helper(Protocol):
 
 
 @dataclass(frozen=True)
-class Helped:
+class AuxiliaryInput:
     """One model's part of a tensor with its weight and statistics.
 
     Attributes:
@@ -78,15 +78,15 @@ class Helped:
     split: bool = False
 
 
-class Delegated:
+class OutputPlanner:
     """Plans the output tensors of a merge by a delegate of our own, one task each."""
 
-    def __init__(self, method: OwnMethod, donors: Donors, helper: Helper | None) -> None:
+    def __init__(self, method: OwnMethod, donors: Donors, helper: AuxiliaryPlanner | None) -> None:
         self.method, self.plan, self.base, self.helper = method, plan_of(method), donors.recipe.base, helper
         self.log = MergeLog(str(self.base))
         donors.run.add_notes_later(lambda: method.words(self.log))
 
-    def task(self, request: Wanted) -> DelegateTask:
+    def task(self, request: OutputTensor) -> DelegateTask:
         """
         Raises:
             RotationMergeError: a parameter means nothing, weights are of no use, or statistics are missing.
@@ -103,7 +103,7 @@ class Delegated:
             self.log.with_statistics.update(request.info.names)
         block = request.moves.out.anchor.block
         linear = linear_map(block, request.info) if self.plan.maps_only else None
-        parts = [helped.get(model, Helped()) for model in models]
+        parts = [helped.get(model, AuxiliaryInput()) for model in models]
         merge = partial(
             merge_tensor,
             self.method,
@@ -141,7 +141,7 @@ class MergedSource:
         parameters: Mapping[str, Any],
     ) -> None:
         self.method, self.sources, self.log = method, dict(sources), MergeLog(str(sources[0][0]))
-        self.parts = [(model, weight, Helped()) for (model, _), weight in zip(sources, weights, strict=True)]
+        self.parts = [(model, weight, AuxiliaryInput()) for (model, _), weight in zip(sources, weights, strict=True)]
         self.parameters = {spec.name: spec.default for spec in method.spec.parameters} | dict(parameters)
         self._infos = {
             name: (block, info) for block in architecture.blocks for info in block.tensors for name in info.names
@@ -166,7 +166,7 @@ class MergedSource:
 def merge_tensor(
     method: OwnMethod,
     target: Target,
-    parts: Sequence[tuple[ModelReference, float, Helped]],
+    parts: Sequence[tuple[ModelReference, float, AuxiliaryInput]],
     parameters: Mapping[str, Any],
     flipped: bool,
     label: str,
@@ -176,14 +176,14 @@ def merge_tensor(
     """One output tensor, in the dtype of the first model's.
 
     Args:
-        parts: of the models that count, the anchor first: weights, and what each is merged with.
+        parts: of the models with nonzero weight, the anchor first: weights and further inputs.
         flipped: whether a linear map is stored as (inputs, outputs).
         label: its name in the output.
         tensors: in the anchor's coordinates, vocabularies brought together.
         results: of the tasks of `parts`, as `MODEL:TASK` by their numbers.
 
     Raises:
-        StatisticsError: what weighs the models is of no use.
+        StatisticsError: the weights of the models cannot be used.
     """
     first = tensors[parts[0][0]]
     if not first.is_floating_point():

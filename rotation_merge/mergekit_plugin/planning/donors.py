@@ -23,14 +23,20 @@ from rotation_merge.matching.open_pair import check_together
 from rotation_merge.matching.options import BOTH, NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.run import GivenFile, Run
 from rotation_merge.matching.spanning import whole_spans
-from rotation_merge.mergekit_plugin.planning.carrying import Carried, added_as_it_is, carried, check_adapter, unlike_of
-from rotation_merge.mergekit_plugin.planning.prefetch import Ahead
+from rotation_merge.mergekit_plugin.planning.carrying import (
+    CarryPlan,
+    added_as_it_is,
+    carried,
+    check_adapter,
+    resize_options,
+)
+from rotation_merge.mergekit_plugin.planning.prefetch import PrefetchScheduler
 from rotation_merge.mergekit_plugin.planning.presets import settle_presets
 from rotation_merge.mergekit_plugin.planning.whole_model_tasks import (
     KnownAlignment,
     MatchMean,
     MatchWhole,
-    Pick,
+    MeanAlignment,
     devices_of,
 )
 from rotation_merge.mergekit_plugin.recipe.donor import title
@@ -42,7 +48,7 @@ from rotation_merge.model.heads import compared
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import label_rows, rows_note
 from rotation_merge.model.source import TensorSource
-from rotation_merge.model.sources import Renamed, Rows
+from rotation_merge.model.sources import TranslatedSource, VocabularySubset
 from rotation_merge.model.vocabulary import check_tuned_ids, matched_on, shared_rows
 from rotation_merge.record import rows_in
 
@@ -57,15 +63,15 @@ class Donor:
         origin: the model it was fine-tuned from, if its task vector is to be carried over.
         whole: task that gives its alignment across the whole model; None: each block is matched by itself.
         rows: where its vocabulary is not the anchor's, the anchor's and the donor's rows of the tokens they share.
-        checked: what may be done to it (or to its origin).
-        carried: how its task vector is carried.
+        checked: the checked pair of it (or its origin) and the anchor.
+        carried: plan of carrying its task vector.
     """
 
     origin: ModelReference | None = None
     whole: Task | None = None
     rows: tuple[Tensor, Tensor] | None = None
     checked: CheckedPair | None = None
-    carried: Carried = field(default_factory=Carried)
+    carried: CarryPlan = field(default_factory=CarryPlan)
 
 
 @dataclass
@@ -86,7 +92,7 @@ class Donors:
     found: dict[ModelReference, Donor] = field(default_factory=dict)
     folded: tuple[str, ...] = ()
     layers: dict[ModelReference, dict[str, list[tuple[int, int]]]] = field(default_factory=dict)
-    ahead: Ahead | None = None
+    ahead: PrefetchScheduler | None = None
 
     @classmethod
     def read(
@@ -99,7 +105,7 @@ class Donors:
         """
         self = cls(recipe, models, options, run)
         if torch.device(devices_of(options)[0]).type == "cpu" and not options.multi_gpu:
-            self.ahead = Ahead(single=options.low_cpu_memory)
+            self.ahead = PrefetchScheduler(single=options.low_cpu_memory)
             run.endings.append(self.ahead.end)
         readers: dict[ModelReference, ConfigReader] = {}
         for name, module in (config.modules or {}).items():
@@ -180,7 +186,7 @@ class Donors:
         self._fold(checked.folded)
         sources: list[TensorSource] = [self._base, self.source(origin or model)]
         if rows is not None:
-            sources = [Rows(self._architecture, s, r) for s, r in zip(sources, rows, strict=True)]
+            sources = [VocabularySubset(self._architecture, s, r) for s, r in zip(sources, rows, strict=True)]
         task = MatchWhole(
             key=f"whole:{model}",
             label="",
@@ -223,7 +229,7 @@ class Donors:
                 remedy="leave it out, or carry first ('rotation-merge carry') and merge what that writes",
             )
         origin = ModelReference.model_validate(recipe.of_model("finetuned_from", reader, model))
-        bases = open_bases(base, str(origin), untie=recipe.untie, unlike=unlike_of(recipe, reader, model))
+        bases = open_bases(base, str(origin), untie=recipe.untie, unlike=resize_options(recipe, reader, model))
         check_adapter(self.models[model], self.models[origin])
         bases.tuned(str(model))
         if bases.rows is not None and (recipe.config.tokenizer or recipe.config.tokenizer_source):
@@ -258,7 +264,7 @@ class Donors:
         return OnSamples(how, *names, data or "self", count, seed, devices_of(self.options)[0])
 
     def _rows(self, donor: ModelReference, carried: bool) -> tuple[Tensor, Tensor] | None:
-        """Rows of shared tokens where the donor (or what it was tuned from) has another vocabulary than the anchor.
+        """Rows of shared tokens if the donor (or its base) has another vocabulary than the anchor.
 
         Raises:
             RecipeError: a task vector would be carried into the anchor's vocabulary, and that changed afterwards.
@@ -308,7 +314,7 @@ class Donors:
         )
         if rows is not None:
             names = zip(sources, rows, strict=True)
-            sources = {name: Rows(self._architecture, sources[name], row) for name, row in names}
+            sources = {name: VocabularySubset(self._architecture, sources[name], row) for name, row in names}
         everything = MatchMean(
             key="mean",
             label="",
@@ -321,7 +327,9 @@ class Donors:
             quiet=self.options.quiet,
         )
         self.found = {
-            model: Donor(None, Pick(key=f"mean:{model}", label="", all=everything, name=str(model)), None, checked)
+            model: Donor(
+                None, MeanAlignment(key=f"mean:{model}", label="", all=everything, name=str(model)), None, checked
+            )
             for model, checked in settled.items()
         }
 
@@ -362,7 +370,7 @@ class Donors:
     def _check(
         self, matched: ModelReference, model: ModelReference, options: AlignConfig, whole: bool = False
     ) -> CheckedPair:
-        """Whether the model that is matched can be moved under these options; what is questionable is noted."""
+        """Check that the model can be moved under these options; doubts become notes."""
         checked = check_pair(
             self._base.member,
             self.models[matched].member,
@@ -395,7 +403,7 @@ class Donors:
                     where=str(model),
                     remedy="whole models can only be aligned layer by layer; use 'residual: none' with slices",
                 )
-        return Renamed(read or donor, donor.architecture, self._architecture)
+        return TranslatedSource(read or donor, donor.architecture, self._architecture)
 
     @staticmethod
     def name(model: ModelReference | str, origin: ModelReference | str | None) -> str:

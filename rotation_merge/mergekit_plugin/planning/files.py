@@ -20,13 +20,13 @@ from rotation_merge.mergekit_plugin.recipe.detect import recipe_file
 from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.donor import entries
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
-from rotation_merge.mergekit_plugin.recipe.places import items, leaves
+from rotation_merge.mergekit_plugin.recipe.parameter_scopes import items, leaves
 from rotation_merge.mergekit_plugin.recipe.settings import check_settings
 from rotation_merge.record import MANIFEST_FILE
 from rotation_merge.report.html import PAGE_FILE, is_page
 
 ALIGNMENT = "alignment.safetensors"
-"""What `save_alignment: true` writes beside a merged model."""
+"""File that `save_alignment: true` writes beside a merged model."""
 KEPT_BY = "kept_by"
 """Says in the head of an alignment file that `save_alignment` wrote it."""
 
@@ -62,7 +62,7 @@ def recipe_outputs(config: MergeConfiguration, out: str | None) -> list[Output]:
     """
     outputs = [] if out is None else [Output(out, "OUT", FOLDER), Output(f"{out}{MATCHING_UNFINISHED}", "OUT", WORK)]
     donors = len({model for model, _ in entries(config)} - {config.base_model})
-    wrote = functools.partial(was_kept_by_a_recipe, config=config)
+    wrote = functools.partial(is_saved_alignment, config=config)
     for name, value in _parameters(config):
         option = f"parameters.{name}"
         if name == "save_alignment" and (value is not True or out is not None):
@@ -105,7 +105,7 @@ def numbered(path: str, count: int) -> list[str]:
     return [f"{stem}{'' if number == 1 else f'-{number}'}{ending}" for number in range(1, max(count, 1) + 1)]
 
 
-def was_kept_by_a_recipe(path: str, config: MergeConfiguration) -> bool:
+def is_saved_alignment(path: str, config: MergeConfiguration) -> bool:
     """Whether `save_alignment` wrote a file, for models of this recipe."""
     try:
         with safe_open(path, framework="pt") as file:

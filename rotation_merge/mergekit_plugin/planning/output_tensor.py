@@ -1,4 +1,4 @@
-"""One output tensor that a delegate of our own averages: what there is to know of it before it is planned."""
+"""One output tensor that our own delegate averages, with the facts for planning it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mergekit.graph import Task
 
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.errors import RecipeError, StatisticsError
-from rotation_merge.mergekit_plugin.planning.moves import Moves
+from rotation_merge.mergekit_plugin.planning.block_moves import BlockMoves
 
 
 @dataclass(frozen=True)
-class Wanted:
+class OutputTensor:
     """
     Attributes:
         info: the anchor's tensor; of experts `piece` says which.
@@ -30,7 +30,7 @@ class Wanted:
     piece: int
     gather: Task
     label: str
-    moves: Moves
+    moves: BlockMoves
     reader: ConfigReader
     shares: Mapping[ModelReference, float]
     parameters: Mapping[str, Any]

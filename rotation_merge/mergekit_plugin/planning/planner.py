@@ -20,12 +20,12 @@ from mergekit.tokenizer.truncate import TruncatedVocabulary
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.methods import BLOCK, MODEL, STOCK, plan_of
 from rotation_merge.errors import RecipeError, not_written
+from rotation_merge.mergekit_plugin.planning.block_moves import BlockMoves
 from rotation_merge.mergekit_plugin.planning.blocks import BlockPart, OutputBlock, same_block
-from rotation_merge.mergekit_plugin.planning.delegate import Delegated
+from rotation_merge.mergekit_plugin.planning.delegate import OutputPlanner
 from rotation_merge.mergekit_plugin.planning.donor_checks import check_meaning
 from rotation_merge.mergekit_plugin.planning.donors import Donors
-from rotation_merge.mergekit_plugin.planning.moves import Moves
-from rotation_merge.mergekit_plugin.planning.output_tensor import Wanted
+from rotation_merge.mergekit_plugin.planning.output_tensor import OutputTensor
 from rotation_merge.mergekit_plugin.planning.save_alignments import check_keepable
 from rotation_merge.mergekit_plugin.planning.session import session_of, settle_heads
 from rotation_merge.mergekit_plugin.planning.tasks import AlignedGather, FiniteTensor
@@ -146,11 +146,11 @@ class RotationMergePlanner(MergePlanner):
         anchor = anchor or same_block(self.models, self.recipe.base, sources[0].block)
         check_keepable(self.session, anchor, sources)
         out = OutputBlock(self.recipe, self.models, self._blocks_planned, index, anchor, sources)
-        moves = Moves(self.donors, out, reader)
+        moves = BlockMoves(self.donors, out, reader)
         for info in out.tensors():
             self._plan_info(info, out, moves, reader)
 
-    def _plan_info(self, info: TensorInfo, out: OutputBlock, moves: Moves, reader: ConfigReader) -> None:
+    def _plan_info(self, info: TensorInfo, out: OutputBlock, moves: BlockMoves, reader: ConfigReader) -> None:
         names = out.names(info)
         excluded = self.recipe.excluded(names[0])
         sources = [out.anchor] if excluded or self.unit == MODEL else out.sources
@@ -178,7 +178,7 @@ class RotationMergePlanner(MergePlanner):
         piece: int,
         originals: dict[ModelReference, str],
         gather: AlignedGather,
-        moves: Moves,
+        moves: BlockMoves,
         reader: ConfigReader,
     ) -> None:
         """A tensor that a delegate of our own averages."""
@@ -196,7 +196,7 @@ class RotationMergePlanner(MergePlanner):
         shares = {model: float(values["weight"]) for model, values in per_input.items()}
         gathered = self._with_vocabulary(weight, gather, reader)
         self._tensors.append(
-            (weight, self.delegated.task(Wanted(info, piece, gathered, name, moves, reader, shares, shared)))
+            (weight, self.delegated.task(OutputTensor(info, piece, gathered, name, moves, reader, shares, shared)))
         )
 
     def _plan_merge(
@@ -287,9 +287,9 @@ def delegated(donors: Donors, config: MergeConfiguration) -> Any:
     if plan.unit == BLOCK:
         from rotation_merge.mergekit_plugin.planning.transport import Transport
 
-        return Delegated(method, donors, Transport(donors))
+        return OutputPlanner(method, donors, Transport(donors))
     if plan.statistics:
         from rotation_merge.mergekit_plugin.planning.statistics import CarriedStatistics
 
-        return Delegated(method, donors, CarriedStatistics(donors))
-    return Delegated(method, donors, None)
+        return OutputPlanner(method, donors, CarriedStatistics(donors))
+    return OutputPlanner(method, donors, None)

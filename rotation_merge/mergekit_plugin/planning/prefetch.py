@@ -29,7 +29,7 @@ class Job(Protocol):
     def match(self, whole: Alignment | None) -> BlockMatch: ...
 
 
-class Ahead:
+class PrefetchScheduler:
     """The blocks of one merge, matched side by side in the order in which mergekit asks for them: that of labels."""
 
     def __init__(self, single: bool) -> None:

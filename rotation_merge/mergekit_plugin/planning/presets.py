@@ -1,4 +1,4 @@
-"""`preset`: options for how the models are related, settled before anything is matched."""
+"""`preset`: options by the relation of the models, resolved before matching."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rotation_merge.model.nearness import RELATED, likeness
 
 
 def settle_presets(recipe: Recipe, models: Models, donors: Iterable[ModelReference], run: Run | None = None) -> None:
-    """Fill `recipe.relations`, and note what each preset became."""
+    """Fill `recipe.relations`, and note the options of each preset."""
     preset = recipe.value("preset")
     if preset is None:
         return

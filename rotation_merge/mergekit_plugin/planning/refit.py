@@ -13,7 +13,7 @@ from mergekit.options import MergeOptions
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.run.data import Data, parted, read_batches, together, unpadded
+from rotation_merge.run.data import Data, batched_by_length, read_batches, split_batches, unpadded
 from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.functions import Batch, local_path
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC, writes_text
@@ -28,7 +28,7 @@ HELD_OUT = 8
 """Of samples with labels a quarter judges the refit, and at least so many."""
 
 JUDGED = ("next token", "masked token", "class", "labels", "regression")
-"""Tasks of samples whose labels say how good a merge is."""
+"""Tasks of samples whose labels can judge a merge."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Teacher:
     Attributes:
         share: its part in the average and among the answers; shares sum to one.
         data: where its samples come from: self, synthetic, or a file.
-        samples: how many.
+        samples: number of samples.
         batches: the samples; None: it writes them itself when the merge runs.
         held_out: samples with labels that nothing is solved on; None: there are none.
     """
@@ -52,7 +52,7 @@ class Teacher:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class RefitPlan:
     """The models that answer each set of samples.
 
     Attributes:
@@ -62,7 +62,7 @@ class Lesson:
         divided: whether each model's Grams are divided by their norms.
         norms: whether gains and shifts of norms are solved.
         start: `average`, `anchor`, or the delegate that merges the task vectors.
-        scale: what the start's difference to the anchor is multiplied by.
+        scale: factor of the start's difference from the anchor.
         spill: folder for hidden states and results; None: memory and the system's own folder for temporary files.
         seed: of everything random.
     """
@@ -84,7 +84,7 @@ class Lesson:
         return words.get(self.start, f"merge by {self.start}")
 
 
-def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, options: MergeOptions) -> Lesson:
+def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, options: MergeOptions) -> RefitPlan:
     """Settle a normalised configuration (modules with slices).
 
     Raises:
@@ -115,7 +115,7 @@ def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, opti
         raise RecipeError(
             f"'start: {start}' merges task vectors, and there are none", where="parameters", remedy=remedy
         )
-    return Lesson(
+    return RefitPlan(
         read(teachers, donors, seed),
         pooled,
         parameters["ridge"],
@@ -155,7 +155,7 @@ def _value(name: str, reader: ConfigReader, model: ModelReference | None, defaul
 
 
 def _usual(donors: Donors, model: ModelReference) -> str:
-    """Samples where the recipe names none: what needs no data."""
+    """Source of samples if the recipe names none: one that needs no data."""
     kind = empty_model(donors.models[model].transformers_config)
     if writes_text(kind):
         return SELF
@@ -196,7 +196,7 @@ def _read_once(teachers: Sequence[Teacher], donors: Donors, seed: int) -> list[T
 
 def _read(teacher: Teacher, donors: Donors, seed: int) -> Teacher:
     if (known := donors.models[teacher.model].samples) is not None:
-        return replace(teacher, batches=together(unpadded(known, teacher.data), AT_ONCE * LENGTH))
+        return replace(teacher, batches=batched_by_length(unpadded(known, teacher.data), AT_ONCE * LENGTH))
     if teacher.data == SELF:
         return teacher
     path = local_path(donors.models[teacher.model].reference.model.path)
@@ -206,7 +206,7 @@ def _read(teacher: Teacher, donors: Donors, seed: int) -> Teacher:
     held_out = None
     if beyond and samples.examples >= 2 * HELD_OUT:
         count = min(teacher.samples, samples.examples - max(HELD_OUT, samples.examples // 4))
-        samples, remaining = parted(samples, count)
+        samples, remaining = split_batches(samples, count)
         held_out = remaining if remaining.task in JUDGED else None
-    batches = together(unpadded(samples.batches, teacher.data), AT_ONCE * LENGTH)
+    batches = batched_by_length(unpadded(samples.batches, teacher.data), AT_ONCE * LENGTH)
     return replace(teacher, batches=batches, samples=samples.examples, held_out=held_out)

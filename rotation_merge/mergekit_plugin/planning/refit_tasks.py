@@ -19,21 +19,21 @@ from mergekit.config import MergeConfiguration
 from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.averaging.refit import Refit, Refitted, Teachers
+from rotation_merge.averaging.refit import Refit, RefitResult, Teachers
 from rotation_merge.averaging.task_vectors import TASK_VECTORS
 from rotation_merge.errors import DataError
 from rotation_merge.matching.alignment import Alignment, aligned_source
 from rotation_merge.matching.open_pair import WithTied
 from rotation_merge.mergekit_plugin.planning.delegate import DelegateTask, MergedSource
 from rotation_merge.mergekit_plugin.planning.donors import Donors
-from rotation_merge.mergekit_plugin.planning.refit import AT_ONCE, LENGTH, Lesson, Teacher, read_lesson
+from rotation_merge.mergekit_plugin.planning.refit import AT_ONCE, LENGTH, RefitPlan, Teacher, read_lesson
 from rotation_merge.mergekit_plugin.planning.whole_model_tasks import progress_bar
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.heads import head_names, is_head
 from rotation_merge.model.source import Progress, TensorSource, read_tensor, unstack
-from rotation_merge.model.sources import Average, Either, Extrapolated
-from rotation_merge.run.data import Data, first_apart, read_batches
+from rotation_merge.model.sources import AverageSource, ExtrapolatedSource, SelectedSource
+from rotation_merge.run.data import Data, read_batches, with_small_first_batch
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch, local_path
 from rotation_merge.run.maps import linear_map
@@ -41,7 +41,7 @@ from rotation_merge.run.runner import Fill, Runner, filled_model
 from rotation_merge.run.store import Store
 
 ELSEWHERE = "free some space, or name a folder that has more in TMPDIR (in a recipe: 'spill')"
-"""What there is to do where results find no space."""
+"""Remedy for a full disk."""
 
 
 class RefitModels:
@@ -63,7 +63,7 @@ class RefitModels:
 
     def _run(self, **alignments: Alignment) -> Store:
         with progress_bar("Refitting", self.donors.options.quiet) as progress:
-            work = _Work(self.lesson, self.donors, alignments)
+            work = _RefitRun(self.lesson, self.donors, alignments)
             try:
                 result = work.refit(progress)
                 work.write_rest()
@@ -74,7 +74,7 @@ class RefitModels:
         self._report(result)
         return work.results
 
-    def _report(self, result: Refitted) -> None:
+    def _report(self, result: RefitResult) -> None:
         run, lesson = self.donors.run, self.lesson
         before, after = (fmean([getattr(m, name) for m in result.maps] or [0.0]) for name in ("before", "after"))
         target = "the mean of all models' answers" if lesson.pooled else "each sample's own model"
@@ -102,10 +102,10 @@ class RefitModels:
             run.note("Refit held each model whole in memory: transformers stores it in another form than the files.")
 
 
-class _Work:
+class _RefitRun:
     """One refit in progress: sources, samples, runners."""
 
-    def __init__(self, lesson: Lesson, donors: Donors, alignments: dict[str, Alignment]) -> None:
+    def __init__(self, lesson: RefitPlan, donors: Donors, alignments: dict[str, Alignment]) -> None:
         self.lesson, self.donors, self.device = lesson, donors, str(donors.options.device or "cpu")
         self.recipe = self.donors.recipe
         self.base = self.donors.models[self.recipe.base]
@@ -117,15 +117,19 @@ class _Work:
         anchor = self._source(Teacher(self.recipe.base, 1.0, "", 0), None)
         shares = [t.share for t in self.lesson.teachers]
         self.anchor = anchor
-        start = anchor if self.lesson.start == "anchor" else Either(self._merged(shares), anchor, self.recipe.excluded)
+        start = (
+            anchor
+            if self.lesson.start == "anchor"
+            else SelectedSource(self._merged(shares), anchor, self.recipe.excluded)
+        )
         self.start: TensorSource = start  # the merge runs as it is written
         self.written: set[str] = set()
         tensors = self.base.architecture.tensors()
         self.large = {info.name for info in tensors if len(info.axes) > 1 and not info.stacked}
 
-    def refit(self, progress: Progress) -> Refitted:
+    def refit(self, progress: Progress) -> RefitResult:
         lesson, architecture = self.lesson, self.base.architecture
-        parts = [first_apart(self._samples(number)) for number in range(len(lesson.teachers))]
+        parts = [with_small_first_batch(self._samples(number)) for number in range(len(lesson.teachers))]
         batches = [batch for part in parts for batch in part]
         groups = [k for k, part in enumerate(parts) for _ in part]
         shares = [t.share for t in lesson.teachers]
@@ -167,14 +171,14 @@ class _Work:
         """The start of the refit, if it is not the anchor."""
         lesson = self.lesson
         if lesson.start == "average":
-            average = Average(self.sources, shares)
-            return average if lesson.scale == 1.0 else Extrapolated(average, self.anchor, lesson.scale)
+            average = AverageSource(self.sources, shares)
+            return average if lesson.scale == 1.0 else ExtrapolatedSource(average, self.anchor, lesson.scale)
         tuned = [(t, s) for t, s in zip(lesson.teachers, self.sources, strict=True) if t.model != self.recipe.base]
         total = sum(teacher.share for teacher, _ in tuned)
         weights = [1.0, *(teacher.share / total * len(tuned) for teacher, _ in tuned)]
         if lesson.start == "task_arithmetic":
-            mean = Average([source for _, source in tuned], [teacher.share / total for teacher, _ in tuned])
-            return Extrapolated(mean, self.anchor, lesson.scale * len(tuned))
+            mean = AverageSource([source for _, source in tuned], [teacher.share / total for teacher, _ in tuned])
+            return ExtrapolatedSource(mean, self.anchor, lesson.scale * len(tuned))
         method = next(method for method in TASK_VECTORS if method.spec.name == lesson.start)
         named = [(self.recipe.base, self.anchor), *((teacher.model, source) for teacher, source in tuned)]
         return MergedSource(method, self.base.architecture, named, weights, {"lambda": lesson.scale})
@@ -213,14 +217,14 @@ class _Work:
                 if name not in self.written and not self.recipe.excluded(name):
                     self._write(name, piece)
 
-    def solve_heads(self, body_refit: Refitted) -> None:
+    def solve_heads(self, body_refit: RefitResult) -> None:
         """Every donor's own head, on its own samples, as the merged body carries them: the last maps of its refit.
 
         All layers have been run on these samples, by the merge and by the donors.
         """
         architecture, run, exclude = self.base.architecture, self.donors.run, self.recipe.exclude
         heads, first = head_names(architecture), 0
-        body = Either(self.anchor, _Stored(self.results), self.written.__contains__)
+        body = SelectedSource(self.anchor, _StoreSource(self.results), self.written.__contains__)
 
         def skip(name: str) -> bool:
             return name not in heads or any(part in name for part in exclude)
@@ -234,7 +238,7 @@ class _Work:
                 return solved[name].to(tensor)
 
             if teacher.model != self.recipe.base and not all(map(skip, heads)):
-                merge = self._runner("", config, Either(body, source, heads.__contains__), runner.batches)
+                merge = self._runner("", config, SelectedSource(body, source, heads.__contains__), runner.batches)
                 merge.follow(self.merge, first, is_head)
                 teacher_run = self._runner("", config, source, runner.batches)
                 teacher_run.follow(runner, 0, is_head)
@@ -290,10 +294,9 @@ class _Work:
         return torch.promote_types(self._dtype(self.base.names[0]), torch.float32)
 
     def _rounded(self, info: TensorInfo, tensor: Tensor) -> Tensor:
-        """Tensors that are no linear maps run as they will be stored; what is solved is rounded afterwards.
+        """Tensors other than linear maps run as they will be stored; solved maps are rounded afterwards.
 
-        The model may have more of them than the checkpoint: other names of what is tied. Embeddings are large, and are
-        written now that they are there.
+        The model may have more names than the checkpoint: tied tensors. Embeddings are large and are written at once.
         """
         blocks = (b for b in self.base.architecture.blocks if any(t.key == info.key for t in b.tensors))
         solved = not tensor.is_floating_point() or any(linear_map(block, info) is not None for block in blocks)
@@ -325,7 +328,7 @@ class LayerwiseAnswers:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoreSource:
     """A store of single tensors as a source."""
 
     store: Store

@@ -16,14 +16,14 @@ from rotation_merge.mergekit_plugin.planning.blocks import BlockPart
 from rotation_merge.mergekit_plugin.planning.files import ALIGNMENT, KEPT_BY, numbered
 from rotation_merge.mergekit_plugin.planning.session import Session
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.model.sources import Renamed
+from rotation_merge.model.sources import TranslatedSource
 from rotation_merge.record import figures
 
 LOG = logging.getLogger(__name__)
 
 
 def check_keepable(session: Session, anchor: BlockPart, sources: list[BlockPart]) -> None:
-    """Refuse to keep what no alignment file can hold.
+    """Refuse `save_alignment` for alignments that no file can store.
 
     Raises:
         RecipeError: a donor's layer is moved to the coordinates of another layer of the anchor.
@@ -39,7 +39,7 @@ def check_keepable(session: Session, anchor: BlockPart, sources: list[BlockPart]
 
 
 def keep_alignments(session: Session, folder: str) -> list[str]:
-    """Write what `save_alignment` asks for: one file for each donor that was moved, the second called NAME-2.
+    """Write the files of `save_alignment`: one for each moved donor, the second called NAME-2.
 
     Args:
         folder: the merged model's.
@@ -82,7 +82,9 @@ def keep_alignments(session: Session, folder: str) -> list[str]:
             _identity(session, matched),
             hidden_biases(architecture, base.stored, folded),
             rows_of_classes,
-            donor_biases=hidden_biases(architecture, Renamed(source.stored, source.architecture, architecture), folded),
+            donor_biases=hidden_biases(
+                architecture, TranslatedSource(source.stored, source.architecture, architecture), folded
+            ),
         )
         Alignment(transforms[name], folded, basis=basis).save(files[-1], {**metadata, KEPT_BY: "save_alignment"})
         LOG.info("transforms of %s kept in %s", name, files[-1])

@@ -1,4 +1,4 @@
-"""One merge from its recipe to its report: what is made once and handed on."""
+"""The state of one merge from its recipe to its report."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from rotation_merge.model.heads import head_names
 
 @dataclass
 class Session:
-    """A recipe, its models (opened once each) and what is done with them.
+    """A recipe, its models (opened once each) and the record of the merge.
 
     Attributes:
-        run: what the merge did; watched where somebody will read it.
+        run: record of the merge, kept if a report will be written.
         donors: as the planner settled them.
     """
 

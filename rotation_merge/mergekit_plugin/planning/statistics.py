@@ -1,4 +1,5 @@
-"""Statistics for delegates that average by them: the files of the models, and what brings them to the anchor."""
+"""Statistics for delegates that average by them: the models' files, and the tasks that move them to the anchor's
+coordinates."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ from rotation_merge.matching.moved_statistics import (
     feeding_keys,
     value_shift,
 )
+from rotation_merge.mergekit_plugin.planning.block_moves import BlockMoves, Move
 from rotation_merge.mergekit_plugin.planning.blocks import same_block
-from rotation_merge.mergekit_plugin.planning.delegate import DelegateTask, Helped
+from rotation_merge.mergekit_plugin.planning.delegate import AuxiliaryInput, DelegateTask
 from rotation_merge.mergekit_plugin.planning.donors import Donors
-from rotation_merge.mergekit_plugin.planning.moves import Move, Moves
-from rotation_merge.mergekit_plugin.planning.output_tensor import Wanted
+from rotation_merge.mergekit_plugin.planning.output_tensor import OutputTensor
 from rotation_merge.mergekit_plugin.planning.tasks import Loads, load_arguments, loaded, map_arguments
 from rotation_merge.model.biases import read_by
 from rotation_merge.model.checkpoint import Model, Models
@@ -42,7 +43,7 @@ from rotation_merge.symmetry import SpaceTransform
 
 
 @dataclass
-class Books:
+class StatisticsFiles:
     """The statistics files of a merge, opened and checked once each."""
 
     plan: Plan
@@ -54,10 +55,10 @@ class Books:
         """A model's statistics.
 
         Args:
-            setting: what the recipe says.
+            setting: value in the recipe.
 
         Raises:
-            StatisticsError: there are none, they are of other weights or do not hold what the delegate needs.
+            StatisticsError: none exist, they belong to other weights, or lack an entry that the delegate needs.
         """
         if model not in self.opened:
             statistics = self.models[model].statistics
@@ -100,14 +101,14 @@ class CarriedStatistics:
         method: Any = self.recipe.delegate
         self.plan, self.name = plan_of(method), str(method.spec.name)
         self.device = str(donors.options.device or "cpu")
-        self.books = Books(self.plan, self.name, self.models)
+        self.books = StatisticsFiles(self.plan, self.name, self.models)
         if self.plan.maps_only:
             note = f"Delegate {self.name}: embeddings, biases, norms and other tensors that are not linear maps"
             tied = self.models[self.recipe.base].tied_head is not None and not self.recipe.untie
             head = ", and the head, which is tied to the embedding ('untie: true' frees it)," if tied else ""
             self.run.note(f"{note}{head} keep the average.")
 
-    def needs(self, request: Wanted, models: Sequence[ModelReference]) -> dict[ModelReference, Helped]:
+    def needs(self, request: OutputTensor, models: Sequence[ModelReference]) -> dict[ModelReference, AuxiliaryInput]:
         info, moves = request.info, request.moves
         if self.plan.maps_only and linear_map(moves.out.anchor.block, info) is None:
             return {}
@@ -115,7 +116,7 @@ class CarriedStatistics:
         if self._no_parameter(info, moves, books):
             return {}
         called = [model for model in models if not self._uncalled(books[model], info, moves, model)]
-        parts = {m: Helped((self._carry(info, moves, m, books[m]),), books[m].metadata, True) for m in called}
+        parts = {m: AuxiliaryInput((self._carry(info, moves, m, books[m]),), books[m].metadata, True) for m in called}
         if self.plan.statistics == "kfac" and any(b.is_half(self._names(info, moves, m)[0]) for m, b in books.items()):
             self.run.note(HALF)
         return parts
@@ -145,11 +146,11 @@ class CarriedStatistics:
         self.run.used(f"statistics of {model}", source, count, None if setting else str(book.path))
         return book
 
-    def _uncalled(self, book: Statistics, info: TensorInfo, moves: Moves, model: ModelReference) -> bool:
+    def _uncalled(self, book: Statistics, info: TensorInfo, moves: BlockMoves, model: ModelReference) -> bool:
         """Whether a map never ran on the samples that a model was measured on."""
         return self.plan.maps_only and self._names(info, moves, model)[0] in book.uncalled
 
-    def _no_parameter(self, info: TensorInfo, moves: Moves, books: Mapping[ModelReference, Statistics]) -> bool:
+    def _no_parameter(self, info: TensorInfo, moves: BlockMoves, books: Mapping[ModelReference, Statistics]) -> bool:
         """Whether no gradient could reach a tensor of any model, which then gets the mean."""
         buffers = self.plan.statistics == "fisher" and all(
             set(self._names(info, moves, name)) <= set(book.metadata.get("buffers", ())) for name, book in books.items()
@@ -159,10 +160,10 @@ class CarriedStatistics:
         return buffers
 
     @staticmethod
-    def _names(info: TensorInfo, moves: Moves, model: ModelReference) -> tuple[str, ...]:
+    def _names(info: TensorInfo, moves: BlockMoves, model: ModelReference) -> tuple[str, ...]:
         return (moves.found[model].source.block.tensor(info.key) or info).names
 
-    def _carry(self, info: TensorInfo, moves: Moves, model: ModelReference, book: Statistics) -> DelegateTask:
+    def _carry(self, info: TensorInfo, moves: BlockMoves, model: ModelReference, book: Statistics) -> DelegateTask:
         move, names = moves.found[model], self._names(info, moves, model)
         framed = move.frame.tensor(info.key) or info
         shared = book.inputs.get(names[0], names[0]) if self.plan.statistics == "gram" else names[0]
@@ -215,7 +216,7 @@ class CarryStatistics:
         names: of the tensor in the model's own checkpoint, one for each stored piece.
         feeds: loads of the norm's gain and shift, and of the layer scale, that stand around the map.
         biases, anchor: loads of the values' bias that the map reads, in the model and in the anchor.
-        rows: what puts the model's classes into the anchor's order (see `model/labels.py`).
+        rows: order that brings the model's classes into the anchor's (see `model/labels.py`).
     """
 
     block: Block

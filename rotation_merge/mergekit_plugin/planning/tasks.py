@@ -22,7 +22,7 @@ from rotation_merge.matching.block import BlockMatch, match_block, named
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
 from rotation_merge.matching.serialisation import match_once
-from rotation_merge.mergekit_plugin.planning.prefetch import Ahead
+from rotation_merge.mergekit_plugin.planning.prefetch import PrefetchScheduler
 from rotation_merge.model import slices
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import with_biases
@@ -33,7 +33,7 @@ from rotation_merge.model.sources import with_rows_of
 from rotation_merge.symmetry import SpaceTransform
 
 
-class Unchecked(BaseModel):
+class UncheckedTask(BaseModel):
     """A task made by our own code: fields are taken unchecked, so that no schema of their types is built."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True, frozen=True)
@@ -53,13 +53,13 @@ def _default(info: FieldInfo) -> dict[str, Any]:
     return {"default": info.default} if info.default_factory is None else {"default_factory": info.default_factory}
 
 
-class LabelledLoad(Unchecked, LoadTensor):
+class LabelledLoad(UncheckedTask, LoadTensor):
     """Loads a tensor with the others of its output block, from any layer.
 
     The first look at it, while it is at hand, takes its fingerprint and makes sure that it holds numbers.
 
     Attributes:
-        rows: what puts its classes into the anchor's order (see `model/labels.py`).
+        rows: order that brings its classes into the anchor's (see `model/labels.py`).
     """
 
     label: str
@@ -74,19 +74,19 @@ class LabelledLoad(Unchecked, LoadTensor):
         if tensor is None:
             return None
         name = self._resolve_name(LoaderCache().get(self.model)) or self.tensor
-        if self.run is None or self.run.saw(str(self.model), name, tensor):
+        if self.run is None or self.run.add_fingerprint(str(self.model), name, tensor):
             _check_finite(tensor, name, self.model)
         return in_order(tensor, self.rows)
 
 
 Values = Mapping[str, Tensor | None]
-"""What loads gave, by their names as arguments."""
+"""Results of loads, by argument names."""
 
 Loads = dict[str, tuple[LabelledLoad, ...]]
 """By key of the architecture, the loads of a tensor's stored pieces."""
 
 
-class KeyedTask(Unchecked, Task[Any]):
+class KeyedTask(UncheckedTask, Task[Any]):
     """A task known by its key alone, so that hashing it is cheap; everything else is payload."""
 
     key: str
@@ -149,7 +149,7 @@ class MatchBlock(KeyedTask):
     run: Run = Field(repr=False)
     fold: Fold | None = Field(default=None, repr=False)
     whole: Task | None = None
-    ahead: Ahead | None = Field(default=None, repr=False)
+    ahead: PrefetchScheduler | None = Field(default=None, repr=False)
 
     def arguments(self) -> dict[str, Task]:
         whole = {} if self.whole is None else {"whole": self.whole}
@@ -333,7 +333,7 @@ class CarriedTensor(KeyedTask):
         return -8
 
 
-class AlignedGather(Unchecked, GatherTensors):
+class AlignedGather(UncheckedTask, GatherTensors):
     """The delegate's input for one output tensor: the anchor unchanged, every donor moved."""
 
     key: str
@@ -364,7 +364,7 @@ class AlignedGather(Unchecked, GatherTensors):
         return result
 
 
-class FiniteTensor(Unchecked, ReturnTensor):
+class FiniteTensor(UncheckedTask, ReturnTensor):
     """A tensor of a model that is merged in memory, which must be numbers."""
 
     def execute(self, tensor: Tensor) -> Tensor:

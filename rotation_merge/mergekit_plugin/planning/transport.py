@@ -16,8 +16,8 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.averaging.ot_fusion import (
     REGULARISATION,
-    How,
     Plans,
+    TransportOptions,
     block_plans,
     stream_ends,
     stream_plans,
@@ -27,17 +27,17 @@ from rotation_merge.averaging.ot_fusion import (
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.activations import Activations, activation_points, stream_points
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.mergekit_plugin.planning.delegate import DelegateTask, Helped
+from rotation_merge.mergekit_plugin.planning.block_moves import BlockMoves
+from rotation_merge.mergekit_plugin.planning.delegate import AuxiliaryInput, DelegateTask
 from rotation_merge.mergekit_plugin.planning.donor_checks import check_pool
 from rotation_merge.mergekit_plugin.planning.donors import Donors
-from rotation_merge.mergekit_plugin.planning.moves import Moves
-from rotation_merge.mergekit_plugin.planning.output_tensor import Wanted
+from rotation_merge.mergekit_plugin.planning.output_tensor import OutputTensor
 from rotation_merge.mergekit_plugin.planning.tasks import Loads, load_arguments, loaded, map_arguments
-from rotation_merge.model.biases import Aligned
+from rotation_merge.model.biases import AlignedSource
 from rotation_merge.model.checkpoint import Model
-from rotation_merge.model.fold import Fold, Folded
+from rotation_merge.model.fold import Fold, FoldedSource
 from rotation_merge.model.source import TensorSource
-from rotation_merge.model.sources import Rows
+from rotation_merge.model.sources import VocabularySubset
 from rotation_merge.model.vocabulary import shared_rows
 from rotation_merge.run.data import read_batches, unpadded
 from rotation_merge.run.functions import Batch, architecture_of, load, local_path
@@ -73,7 +73,7 @@ class PlanStreams:
     architecture: Architecture
     anchor: TensorSource
     donor: TensorSource
-    how: How
+    how: TransportOptions
     folded: tuple[str, ...] = ()
 
     def __call__(
@@ -90,8 +90,8 @@ class PlanStreams:
                 return anchor_points, stream_points(self.architecture, stream, donor, transforms)
             sources = [self.anchor, self.donor]
             if self.folded:
-                sources = [Folded(self.architecture, source, self.folded) for source in sources]
-            moved = Aligned(self.architecture, sources[1], transforms)
+                sources = [FoldedSource(self.architecture, source, self.folded) for source in sources]
+            moved = AlignedSource(self.architecture, sources[1], transforms)
             return stream_ends(self.architecture, stream, sources[0], moved)
 
         return stream_plans(self.architecture, points, self.how)
@@ -103,11 +103,11 @@ class PlanBlock:
 
     Attributes:
         loads: of the anchor's tensors.
-        donor: by key, how many pieces a donor's tensor comes in.
+        donor: by key, the number of pieces of a donor's tensor.
     """
 
     block: Block
-    how: How
+    how: TransportOptions
     loads: Loads
     donor: Mapping[str, int]
     fold: Fold | None
@@ -136,7 +136,7 @@ class PlanBlock:
         return block_plans(self.block, donor_points, anchor_points, self.how.hard, self.how.regularisation)
 
     def _donor(self, values: Mapping[str, Any], streams: Plans) -> Iterator[tuple[str, Tensor]]:
-        """The donor's tensors, aligned, and what they read after the stream's plan."""
+        """The donor's aligned tensors, their inputs transported by the stream's plan."""
         for key, count in self.donor.items():
             info = self.block.tensor(key)
             pieces = [values[f"donor:{key}:{i}"] for i in range(count)]
@@ -147,7 +147,7 @@ class PlanBlock:
 
 
 class Transport:
-    """Plans what brings every donor's coordinates to the anchor's by optimal transport."""
+    """Plans the optimal transport of every donor's coordinates to the anchor's."""
 
     def __init__(self, donors: Donors) -> None:
         self.donors, self.recipe, self.models, self.run = donors, donors.recipe, donors.models, donors.run
@@ -155,13 +155,18 @@ class Transport:
         self.blocks: dict[tuple[int, ModelReference], DelegateTask] = {}
         self.data: str | None = None
 
-    def needs(self, request: Wanted, models: Sequence[ModelReference]) -> dict[ModelReference, Helped]:
+    def needs(self, request: OutputTensor, models: Sequence[ModelReference]) -> dict[ModelReference, AuxiliaryInput]:
         if request.parameters["stream"] == "transport" and self.recipe.value("heads_of") == "each":
-            problem = "'heads_of: each' puts the body under every donor's head, which no plan of the stream moves"
+            problem = (
+                "'heads_of: each' puts the body under every donor's head, and plans of the stream do not move heads"
+            )
             raise RecipeError(problem, where="parameters", remedy="add 'stream: identity'")
         self._settle_data(request.reader, request.shares)
         donors = [model for model in models if model != self.recipe.base]
-        return {model: Helped(self._plans(model, request.info, request.moves, request.parameters)) for model in donors}
+        return {
+            model: AuxiliaryInput(self._plans(model, request.info, request.moves, request.parameters))
+            for model in donors
+        }
 
     def _settle_data(self, reader: ConfigReader, models: Iterable[ModelReference]) -> None:
         """The samples of all models, which are one pool.
@@ -182,7 +187,7 @@ class Transport:
             self.run.used("matching of activations", self.data, SAMPLES)
 
     def _plans(
-        self, model: ModelReference, info: TensorInfo, moves: Moves, parameters: Mapping[str, Any]
+        self, model: ModelReference, info: TensorInfo, moves: BlockMoves, parameters: Mapping[str, Any]
     ) -> tuple[Task, ...]:
         """The transport plans for one donor's tensor."""
         soft = "soft plans, which are not symmetries: the averaged donor has other outputs than the original"
@@ -196,10 +201,10 @@ class Transport:
             plans.append(self._block(model, moves, parameters))
         return tuple(plans)
 
-    def _how(self, parameters: Mapping[str, Any]) -> How:
+    def _how(self, parameters: Mapping[str, Any]) -> TransportOptions:
         default = REGULARISATION["weights" if self.data is None else "activations"]
         regularisation = parameters["regularisation"]
-        return How(parameters["plan"] == "hard", default if regularisation is None else regularisation)
+        return TransportOptions(parameters["plan"] == "hard", default if regularisation is None else regularisation)
 
     def _watched(self, model: ModelReference) -> dict[str, Task]:
         """Activations of the anchor and of a donor, if there are samples."""
@@ -224,7 +229,7 @@ class Transport:
             sources: list[TensorSource] = [base, self.donors.source(model)]
             if (rows := shared_rows([base, self.models[model]])) is not None:
                 sources = [
-                    Rows(base.architecture, source, model_rows)
+                    VocabularySubset(base.architecture, source, model_rows)
                     for source, model_rows in zip(sources, rows, strict=True)
                 ]
             self.streams[model] = DelegateTask(
@@ -236,7 +241,7 @@ class Transport:
             )
         return self.streams[model]
 
-    def _block(self, model: ModelReference, moves: Moves, parameters: Mapping[str, Any]) -> DelegateTask:
+    def _block(self, model: ModelReference, moves: BlockMoves, parameters: Mapping[str, Any]) -> DelegateTask:
         key = moves.out.number, model
         if key not in self.blocks:
             move, anchor, watched = moves.found[model], moves.out.anchor, self._watched(model)

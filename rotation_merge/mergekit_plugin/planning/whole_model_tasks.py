@@ -28,14 +28,14 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
 from rotation_merge.model.source import Progress, TensorSource
-from rotation_merge.model.sources import OnDevice
+from rotation_merge.model.sources import DeviceSource
 from rotation_merge.workers.pieces import HERE, Devices
 from rotation_merge.workers.progress import listener, listening
 
 CPU = torch.device("cpu")
 
 
-class WholeTask(KeyedTask):
+class WholeModelTask(KeyedTask):
     """Runs once, before everything that depends on it, on the main thread."""
 
     def arguments(self) -> dict[str, KeyedTask]:
@@ -68,7 +68,7 @@ def devices_of(options: MergeOptions) -> tuple[str, ...]:
     return tuple(f"{common.get_torch_accelerator_type()}:{number}" for number in range(count))
 
 
-class KnownAlignment(WholeTask):
+class KnownAlignment(WholeModelTask):
     """An alignment that is known already."""
 
     alignment: Alignment = Field(repr=False)
@@ -80,7 +80,7 @@ class KnownAlignment(WholeTask):
         return self.alignment
 
 
-class MatchWhole(WholeTask):
+class MatchWhole(WholeModelTask):
     """Matches one donor to the anchor across the whole model."""
 
     architecture: Architecture = Field(repr=False)
@@ -111,7 +111,7 @@ class MatchWhole(WholeTask):
         return alignment
 
 
-class MatchMean(WholeTask):
+class MatchMean(WholeModelTask):
     """Matches all models to their running mean; gives an alignment for every model but the base."""
 
     architecture: Architecture = Field(repr=False)
@@ -138,7 +138,7 @@ class MatchMean(WholeTask):
         return alignments
 
 
-class Pick(WholeTask):
+class MeanAlignment(WholeModelTask):
     """One model's alignment out of those to the mean."""
 
     all: MatchMean = Field(repr=False)
@@ -154,14 +154,14 @@ class Pick(WholeTask):
 def _on(source: object, device: str) -> TensorSource:
     """A task's source, its tensors moved to a device as they are read."""
     tensors = cast(TensorSource, source)
-    return tensors if device == "cpu" else OnDevice(tensors, torch.device(device))
+    return tensors if device == "cpu" else DeviceSource(tensors, torch.device(device))
 
 
 @contextmanager
 def progress_bar(title: str, quiet: bool) -> Iterator[Progress]:
     """A bar like mergekit's own, which starts anew with every pass over the model.
 
-    Whoever listens to this thread is told, too, and the bar listens to what is done within the block.
+    Progress also goes to the thread's listener, and the bar shows progress within the block.
     """
     tell = listener()
     with tqdm.tqdm(desc=title, disable=quiet, leave=True) as bar:

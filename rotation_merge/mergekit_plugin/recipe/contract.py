@@ -9,7 +9,7 @@ from mergekit.common import ModelReference
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethod, ParameterScope, ParameterSpec
 
 from rotation_merge.mergekit_plugin.recipe.document import Document
-from rotation_merge.mergekit_plugin.recipe.places import MergedTogether, groups, reference
+from rotation_merge.mergekit_plugin.recipe.parameter_scopes import MergeInputs, groups, reference
 
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
 """Types of mergekit's parameters, in words."""
@@ -51,7 +51,7 @@ def plain(document: Document, delegate: MergeMethod) -> bool:
 
 
 def check_contract(document: Document, delegate: MergeMethod) -> None:
-    """Collect what the delegate would refuse, and the parameters that it lacks."""
+    """Collect violations of the delegate's contract, and missing parameters."""
     base = None if plain(document, delegate) else reference(document.value.get("base_model"))
     for group in groups(document.value):
         inputs = group.inputs(base)
@@ -71,7 +71,7 @@ def check_contract(document: Document, delegate: MergeMethod) -> None:
 
 
 def _check_required(
-    document: Document, parameter: ParameterSpec, group: MergedTogether, base: ModelReference | None, delegate: str
+    document: Document, parameter: ParameterSpec, group: MergeInputs, base: ModelReference | None, delegate: str
 ) -> None:
     name, problem = parameter.name, f"delegate {delegate} needs the parameter '{parameter.name}'"
     if parameter.scope == ParameterScope.SHARED:

@@ -50,7 +50,7 @@ class Delegate:
     """One delegate, in words.
 
     Attributes:
-        models: how many it takes.
+        models: number of models.
         base: whether it uses base_model.
         required, optional: its parameters; `weight*` stands under each model.
         own: whether it is one of ours.

@@ -46,7 +46,7 @@ class Document:
     """One recipe: its value, and of a text a mark for each key and item.
 
     Attributes:
-        config: what mergekit's validation makes of the value, once that has been checked.
+        config: mergekit's validated form of the value, once checked.
     """
 
     value: Any
@@ -63,8 +63,7 @@ class Document:
 
     @property
     def first(self) -> Fault | None:
-        """The fault to mend first: a misspelt word, for what is missing for its sake is only its echo; else the one
-        found first."""
+        """The fault to report: a misspelt key before the missing key that it causes; else the first one."""
         errors = [fault for fault in self.faults if fault.error]
         return min(errors, key=lambda fault: "did you mean" not in fault.remedy, default=None)
 
@@ -77,7 +76,7 @@ class Document:
             raise RecipeError(self.first.what, where=self.first.where or "recipe", remedy=self.first.remedy)
 
     def raised(self, path: Path, error: RotationMergeError) -> None:
-        """Note what an exception says; the model it names is kept in front."""
+        """Record an exception as a fault; the model that it names comes first."""
         place = f"{error.where}: " if error.where else ""
         self.fault(path, f"{place}{error.what}", error.remedy or "")
 
@@ -121,7 +120,7 @@ def documents(text: str) -> list[Document]:
 
 
 MOST_VALUES = 100_000
-"""Keys and values that a recipe may hold, what aliases repeat counted each time."""
+"""Largest number of keys and values in a recipe; repetitions by aliases count."""
 
 
 def _check_size(root: yaml.Node) -> None:

@@ -31,14 +31,14 @@ def carried_donors(config: MergeConfiguration) -> set[ModelReference]:
     return {model for model, settings in entries(config) if settings.get("finetuned_from") not in (None, "none")}
 
 
-def says_unlike(parameters: Any) -> bool:
+def admits_other_shapes(parameters: Any) -> bool:
     """Whether a donor's parameters say that its base may have other shapes than the anchor."""
     return isinstance(parameters, Mapping) and bool(parameters.get("widths") or parameters.get("layers_map"))
 
 
 def unlike_donors(config: MergeConfiguration) -> frozenset[ModelReference]:
     """Models whose task vector is carried over from a base that may have other shapes than the anchor."""
-    unlike = {model for model, settings in entries(config) if says_unlike(settings)}
+    unlike = {model for model, settings in entries(config) if admits_other_shapes(settings)}
     return frozenset(unlike & carried_donors(config))
 
 
@@ -52,10 +52,10 @@ class RecipeDonor:
         file: of an alignment, which is applied instead of matching.
         excluded: says of a tensor that it is copied from the anchor, or kept by each model.
         words: whether tokens at other ids stay where they are.
-        unsupported: whether what is not known is refused (error) or taken along (merge).
-        unlike: whether what it was tuned from may have other shapes than the anchor.
+        unsupported: `error` refuses unknown tensors, `merge` keeps them.
+        unlike: whether its base may have other shapes than the anchor.
         own: names of tensors that every model keeps of its own (`heads_of: each`).
-        match_on: what maps are chosen by; on samples, `data` (empty: none are named), so many.
+        match_on: weights, activations or both; with samples from `data` (empty: not named), so many.
     """
 
     anchor: str

@@ -165,14 +165,14 @@ PRESETS = {
     "near": {"heads": "none", "residual": "none"},
     "far": {"heads": "permutation", "residual": "largest"},
 }
-"""What `preset` sets where a recipe does not say otherwise."""
+"""Options of `preset`; the recipe's own options take precedence."""
 
 UNMOVED = "unmoved"
 RELATIONS: dict[str, dict[str, Any]] = {
     **PRESETS,
     UNMOVED: {"attention": "none", "heads": "none", "ffn": "none", "rescale": False},
 }
-"""The same by how a donor lies to the anchor; unmoved: its change is added as it is."""
+"""The same by a donor's relation to the anchor; unmoved: its change is added as it is."""
 
 BY_NAME = {key.name: key for key in KEYS}
 

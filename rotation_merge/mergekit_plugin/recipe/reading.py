@@ -1,4 +1,4 @@
-"""A recipe as the merge uses it: read from a document, which collects what is wrong with it."""
+"""A recipe as the merge uses it, read from a document that collects its faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rotation_merge.mergekit_plugin.recipe import delegates
 from rotation_merge.mergekit_plugin.recipe.contract import plain
 from rotation_merge.mergekit_plugin.recipe.document import Document
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, EACH, OPTIONS, RECIPE, RELATIONS, names, normal
-from rotation_merge.mergekit_plugin.recipe.places import at
+from rotation_merge.mergekit_plugin.recipe.parameter_scopes import at
 from rotation_merge.mergekit_plugin.recipe.settings import check_settings
 
 
@@ -43,7 +43,7 @@ class Recipe:
 
     Attributes:
         config: mergekit's view of it; its planner rearranges models and slices in there.
-        document: what it was read from.
+        document: its source.
         base: the anchor.
         delegate: the method that averages.
         plain: the delegate is not told that the anchor is the base (see `contract.is_plain`).
@@ -135,7 +135,7 @@ def read(document: Document, config: MergeConfiguration | None = None) -> Recipe
     """Read a document of ours, collecting its faults there; None where it has any.
 
     Args:
-        config: what mergekit made of the document before, if it did.
+        config: mergekit's validated form of the document, if it exists.
     """
     check_settings(document)
     if document.first is not None:

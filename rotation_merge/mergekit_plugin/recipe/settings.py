@@ -35,8 +35,8 @@ from rotation_merge.mergekit_plugin.recipe.names import (
     SHARES,
     normal,
 )
-from rotation_merge.mergekit_plugin.recipe.places import (
-    MergedTogether,
+from rotation_merge.mergekit_plugin.recipe.parameter_scopes import (
+    MergeInputs,
     at,
     existing,
     filters,
@@ -127,7 +127,7 @@ def _types(document: Document) -> None:
 
 
 def explain(error: Mapping[str, Any]) -> tuple[str, str]:
-    """One of pydantic's errors in a user's words: what is wrong, and the remedy."""
+    """One of pydantic's errors in words: problem and remedy."""
     place = error["loc"]
     if error["type"] == "missing":
         return f"'{place[-1]}' is missing", f"add '{place[-1]}: ...'"
@@ -365,7 +365,7 @@ def _above(entry: Path) -> list[Path]:
     return [entry[:length] for length in range(len(entry) - 1)]
 
 
-def _moved(group: MergedTogether, number: int) -> bool:
+def _moved(group: MergeInputs, number: int) -> bool:
     """Whether a file moves a model, and nothing of it is matched."""
     if group.settings[number].get("alignment") in (None, False, "none"):
         return False

@@ -19,7 +19,7 @@ THETA, LOCAL_THETA = 10_000.0, 10_000.0
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ORIGINAL_LENGTHS = [1 << power for power in (13, *range(9, 13), *range(14, 21))]
-"""What Llama 3's rule for frequencies, of which a GGUF has the outcome alone, is tried with."""
+"""Candidate parameters of Llama 3's rule for frequencies; a GGUF stores only its results."""
 
 TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
 
@@ -53,7 +53,7 @@ def read_config(gguf: GgufFile, family: Family) -> dict[str, Any]:
     """The content of config.json, from a GGUF's metadata.
 
     Raises:
-        CheckpointError: the metadata lack something, or say what transformers has no words for.
+        CheckpointError: the metadata lack an entry, or transformers' config cannot express one.
     """
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, **family.fixed}
     for entry, key in family.config.items():

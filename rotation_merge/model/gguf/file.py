@@ -1,7 +1,7 @@
 """A GGUF file as it lies on disk: its metadata, the places of its tensors, and one tensor as floating numbers.
 
-Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What numbers the blocks of a type hold is the `gguf`
-package's affair; a file's head is read here, so that a damaged one is told in one line and costs nothing else.
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package decodes the blocks of a type; the
+    file's header is read here, so that damage is reported in one line.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class GgufFile:
 
 
 def open_gguf(path: str) -> GgufFile:
-    """The head of a GGUF file, and of those that it was split into; read once as long as it stays what it is.
+    """The header of a GGUF file and of its split parts; cached until the files change.
 
     Args:
         path: any one of the files.

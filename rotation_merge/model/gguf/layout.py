@@ -23,7 +23,7 @@ from rotation_merge.model.gguf.file import GgufFile
 CONVERTER = "convert it with llama.cpp's convert_hf_to_gguf.py"
 
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-"""Tensors of a GGUF that are a part of transformers' config: what rotary frequencies are divided by."""
+"""Tensors of a GGUF that are part of transformers' config: divisors of rotary frequencies."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Place:
 
     Attributes:
         stem: the name without its last word (weight or bias).
-        layout: how its numbers stand there; empty: in the same order.
+        layout: order of its rows there; empty: the same order.
         expert: which of the matrices that are stored one after the other.
     """
 
@@ -170,4 +170,4 @@ LAYOUTS: dict[str, tuple[Move, Move]] = {
     "row": (lambda tensor, _: tensor.reshape(1, -1), lambda tensor, _: tensor.reshape(-1)),
     "groups": (_to_groups, _from_groups),
 }
-"""What reads a tensor of a GGUF, and what writes it."""
+"""Functions that read a tensor of a GGUF, and that write it."""

@@ -47,7 +47,7 @@ _latest: dict[str, GgufTensors] = {}
 
 
 def gguf_tensors(path: str) -> GgufTensors:
-    """The tensors of a GGUF, found once as long as its files stay what they are.
+    """The tensors of a GGUF, cached until its files change.
 
     Args:
         path: any one of its files.

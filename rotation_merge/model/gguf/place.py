@@ -63,9 +63,9 @@ def in_cache(path: str, revision: str | None, cache: str | None = None) -> str |
     """The folder of a model that has been downloaded, or lies in a GGUF; None where it is neither."""
     if is_gguf(path):
         file = _here(path, revision, cache)
-        return None if file is None else made_of(open_gguf(file))
+        return None if file is None else folder_of_gguf(open_gguf(file))
     folder = hub.in_cache(path, revision, cache)
-    return made_of(open_gguf(_only(folder))) if folder is not None and not is_folder(folder) else folder
+    return folder_of_gguf(open_gguf(_only(folder))) if folder is not None and not is_folder(folder) else folder
 
 
 def downloaded(path: str, revision: str | None, cache: str | None, patterns: list[str]) -> str:
@@ -76,9 +76,9 @@ def downloaded(path: str, revision: str | None, cache: str | None, patterns: lis
     """
     if is_gguf(path):
         file = _here(path, revision, cache) or _fetched(path, revision, cache)
-        return made_of(open_gguf(file))
+        return folder_of_gguf(open_gguf(file))
     folder = hub.downloaded(path, revision, cache, patterns)
-    return folder if is_folder(folder) else made_of(open_gguf(_only(folder)))
+    return folder if is_folder(folder) else folder_of_gguf(open_gguf(_only(folder)))
 
 
 def is_absent(reference: ModelReference) -> bool:
@@ -153,7 +153,7 @@ def _only(folder: str) -> str:
     return os.path.join(folder, next(iter(models.values())))
 
 
-def made_of(gguf: GgufFile) -> str:
+def folder_of_gguf(gguf: GgufFile) -> str:
     """The folder with config and tokenizer of a GGUF, made where it is not there yet.
 
     Raises:

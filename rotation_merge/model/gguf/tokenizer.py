@@ -22,11 +22,11 @@ NONE = ("none", "no_vocab")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Types of tokens."""
 PADDING = re.compile(r"\[PAD\d+\]")
-"""What converters call rows of the embedding that have no token."""
+"""Converters' names of rows of the embedding without a token."""
 SPACE = "\u2581"
 
 BY_ARCHITECTURE = {"gpt2": "gpt-2", "falcon": "falcon", "qwen2": "qwen2", "starcoder2": "smollm"}
-"""How files split text that were written before files said it."""
+"""Pre-tokenizers of files that were written before files named theirs."""
 OWN_TOKENIZER = "put the model's tokenizer.json into the folder of the file"
 
 
@@ -106,8 +106,8 @@ def tokenizer_of(metadata: Mapping[str, Any], tokens: Sequence[str], architectur
 
     Args:
         tokens: by their ids.
-        architecture: tells how text is split where the metadata do not.
-        label: what to call the file in errors.
+        architecture: selects the pre-tokenizer if the metadata do not.
+        label: name of the file for errors.
     """
     from tokenizers import AddedToken, processors
     from transformers import PreTrainedTokenizerFast

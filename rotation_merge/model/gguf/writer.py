@@ -33,12 +33,12 @@ from rotation_merge.model.gguf.tokenizer import (
     tokenizer_of,
 )
 from rotation_merge.model.run_keys import unchanged
-from rotation_merge.model.vocabulary import is_hollow
+from rotation_merge.model.vocabulary import has_only_special_tokens
 from rotation_merge.workers.progress import Progress
 
 F16, Q8_0, F32 = "F16", "Q8_0", "F32"
 FILE_TYPES = {F16: 1, Q8_0: 7}
-"""What weights are written as, and what `general.file_type` says of it."""
+"""Types of weights, with their `general.file_type`."""
 BLOCK = 32
 """Numbers that Q8_0 stores together; rows of other lengths stay F16."""
 EXACT = ("_norm", "ffn_gate_inp", "ffn_gate_inp_shexp", "position_embd")
@@ -77,7 +77,7 @@ NOISE = (
         "quantization_config",
     ),
 )
-"""Entries of a config that do not change what its model computes, or stand in it a second time."""
+"""Entries of a config that do not change the model's outputs, or duplicate others."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class PlannedTensor(Entry):
     """A tensor of the file before it is written.
 
     Attributes:
-        sources: the checkpoint's names of what is put into it, one after the other.
+        sources: checkpoint names of the tensors that are concatenated in it.
         numbers: of tensors that the config holds.
     """
 
@@ -110,7 +110,7 @@ class GgufPlan:
     """The plan of a GGUF: metadata, and the tensors in order.
 
     Attributes:
-        notes: what the user should know of it.
+        notes: notes for the user.
     """
 
     model: Model
@@ -170,7 +170,7 @@ def plan_gguf(model: Model, kind: str = "f16", name: str = "") -> GgufPlan:
 
     Args:
         kind: f16 or q8_0.
-        name: what the file calls the model.
+        name: name of the model in the file.
 
     Raises:
         CheckpointError: its class, its config or its tokenizer has no place in GGUF, as far as is known here.
@@ -257,7 +257,7 @@ def _vocabulary(model: Model, rows: int, family: Family, label: str) -> tuple[di
         tokenizer = AutoTokenizer.from_pretrained(model.folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
         tokenizer = None
-    if tokenizer is None or is_hollow(tokenizer):
+    if tokenizer is None or has_only_special_tokens(tokenizer):
         return {"tokenizer.ggml.model": "none"}, ["The model has no tokenizer, and nor has the file."]
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise CheckpointError("its tokenizer is not written to GGUF here", where=label, remedy=CONVERTER)
@@ -318,10 +318,10 @@ def write_vocabulary(tokenizer: Any, rows: int, architecture: str, label: str) -
         tokenizer: transformers', a fast one.
         rows: of the embedding; those that have no token are padded, as llama.cpp does.
         architecture: as `general.architecture` says it.
-        label: what to call the model in errors.
+        label: name of the model for errors.
 
     Raises:
-        CheckpointError: llama.cpp has no words for how it splits text.
+        CheckpointError: llama.cpp has no name for its pre-tokenizer.
     """
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     tokens, types = _tokens(content, rows, label)

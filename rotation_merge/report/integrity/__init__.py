@@ -28,7 +28,7 @@ CHECKS: tuple[Callable[[Contents, Sequence[Contents]], Iterator[Defect]], ...] =
 def check_folder(folder: str, parents: Sequence[str] = ()) -> list[Defect]:
     """Every defect that headers and small files tell of a checkpoint folder, the fatal ones first.
 
-    What a parent has, too, is not fatal: the merge did not make it.
+    A defect that a parent has, too, is not fatal: the merge did not cause it.
 
     Args:
         parents: folders of the models that it was merged from, the base first; others are not looked at.

@@ -38,7 +38,7 @@ class Contents:
     """A checkpoint folder, read when asked for and once.
 
     Attributes:
-        damaged: what cannot be read, by file; complete once the file has been asked for.
+        damaged: reading errors by file; complete once the file has been read.
     """
 
     def __init__(self, folder: str) -> None:
@@ -164,7 +164,7 @@ class Contents:
 
 
 def _keep_visible(folders: list[str]) -> bool:
-    """Leave out what stands in hidden folders, caches of downloads among them."""
+    """Leave out hidden folders, such as caches of downloads."""
     folders[:] = [name for name in folders if not name.startswith(".")]
     return True
 

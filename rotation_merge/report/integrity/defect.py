@@ -81,11 +81,11 @@ class Defect:
 
     Attributes:
         kind: a few words, the same for each defect of the kind.
-        what: the figures and names.
+        what: the finding, with figures and names.
         where: the file in the folder.
-        remedy: how to mend it.
+        remedy: the next step.
         fatal: whether a program refuses the folder, or loads another model than was merged.
-        corrections: what mends it, where that is known.
+        corrections: changes that mend it, if known.
     """
 
     kind: str

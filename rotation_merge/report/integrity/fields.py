@@ -21,7 +21,7 @@ COUNTS = (
     *HEADS,
     *("n_head", "n_heads", "num_heads", "num_kv_heads", "encoder_attention_heads", "decoder_attention_heads"),
 )
-"""Entries that decide how rows are cut into heads, which no shape tells where a head's size follows from them."""
+"""Entries that define the split of rows into heads; shapes do not determine them."""
 NEEDED = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -138,7 +138,7 @@ def _codes(contents: Contents) -> Iterator[Defect]:
 
 
 def _unlike_parents(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
-    """Entries that decide what weights mean, with a value that no parent has."""
+    """Entries that change the meaning of weights, with a value that no parent has."""
     settings = [settings_of(each) for each in (contents, *parents)]
     if len(settings) < 2 or not all(hasattr(each, "to_dict") for each in settings):
         return

@@ -25,7 +25,7 @@ IGNORED = (
     *("rotary_emb.inv_freq", "position_ids", "token_type_ids", ".attn.bias", ".attention.bias", ".masked_bias"),
     *("num_batches_tracked", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
 )
-"""How names of buffers end that older releases stored and nobody reads."""
+"""Suffixes of unused buffers that older releases stored."""
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 SIZES = (
@@ -92,7 +92,7 @@ def embedding_rows(contents: Contents) -> int | None:
 
 @dataclass(frozen=True)
 class _Headers:
-    """All that decides what transformers says of a folder; a merge and its parents mostly share it."""
+    """Cache key of transformers' loading messages for a folder; a merge and its parents mostly share it."""
 
     config: str
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -159,7 +159,7 @@ def _loading(headers: _Headers) -> Loading | Defect | None:
             )
     except Exception as error:
         if "automatic conversion" in str(error):  # of tensors that transformers brings together
-            problem = f"{model_class.__name__} cannot bring the tensors together that are stored apart"
+            problem = f"{model_class.__name__} cannot combine the tensors that are stored separately"
             return Defect("wrong shape", problem, CONFIG, "mend the config's sizes, or merge again")
         return Defect("config that makes no model", short(error), CONFIG, "mend it")
     return _loading_into(
@@ -186,7 +186,7 @@ def _loading_into(model: Any, missing: tuple[str, ...], unexpected: tuple[str, .
 def _exact(model_class: Any, settings: Any, headers: _Headers) -> Loading | None:
     """Loading of a checkpoint with exactly the model's names and shapes, tied ones left out or not; None for others.
 
-    Most are so, and making a model takes a quarter of what loading into one takes.
+    Most checkpoints are, and making a model takes a quarter of the time of loading into one.
     """
     import torch
 
@@ -339,7 +339,7 @@ def _prefix(
         for file in files
     )
     old, new = next(iter(names.items()))
-    problem = f"{len(names)} tensors are called as '{old}', the model has '{new}'"
+    problem = f"{len(names)} tensors have names like '{old}', the model expects '{new}'"
     yield Defect("prefix", problem, named(files), "rename them ('--mend')", corrections=corrections if fits else ())
 
 
@@ -362,7 +362,7 @@ def _prefixes(unexpected: set[str], missing: set[str]) -> tuple[str, str]:
 
 
 def _wrapper(unexpected: set[str], missing: set[str]) -> str:
-    """The first step of all unexpected names, where they share one that no missing name has: what wraps a model."""
+    """The first step of all unexpected names, if they share one that no missing name has: the prefix of a wrapper."""
     steps = {name.partition(".")[0] for name in unexpected}
     shared = len(steps) == 1 and len(missing) > 1 and len(unexpected) > 1
     return f"{steps.pop()}." if shared and not steps & {name.partition(".")[0] for name in missing} else ""
@@ -397,7 +397,9 @@ def _differences(
                      corrections=_dropped(contents, sorted(unexpected)))  # fmt: skip
     if mismatched:
         name, (stored, expected) = next(iter(sorted(mismatched.items())))
-        problem = f"{len(mismatched)} tensors, '{name}' first: {list(stored)}, config.json makes it {list(expected)}"
+        problem = (
+            f"{len(mismatched)} tensors, '{name}' first: stored as {list(stored)}, {list(expected)} by config.json"
+        )
         entries = _sizes(contents, parents)
         corrections = (JsonEntries(CONFIG, entries),) if entries else ()
         yield Defect("wrong shape", problem, CONFIG, "mend the config's sizes", corrections=corrections)

@@ -37,7 +37,7 @@ def mend(folder: str, parents: Sequence[str] = (), weights: bool = False) -> lis
         weights: tensors may be dropped, and taken from a parent.
 
     Returns:
-        What was done, a line for each file.
+        A line for each corrected file.
 
     Raises:
         RotationMergeError: a file cannot be written; those before it have been.
@@ -81,7 +81,7 @@ def mended_copy(folder: str, out: str, parents: Sequence[str] = (), weights: boo
 
 
 def _open(defects: Sequence[Defect], weights: bool) -> list[Correction]:
-    """The first correction of each file: one may settle what another was for."""
+    """The first correction of each file: one may make another unnecessary."""
     firsts: dict[str, Correction] = {}
     for defect in defects:
         if weights or not defect.touches_weights:

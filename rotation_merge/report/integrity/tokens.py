@@ -190,7 +190,9 @@ def _unknown_names(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defec
     roles = {name: role for role, name in _special(contents).items()} | listed
     if unknown := [f"{role} '{name}'" for name, role in roles.items() if name not in vocabulary.ids]:
         problem = f"{named(unknown)}: the tokenizer has no such token, and would add it behind the vocabulary"
-        yield Defect("unknown special token", problem, TOKENIZER_CONFIG, "copy tokenizer.json and this of one model")
+        yield Defect(
+            "unknown special token", problem, TOKENIZER_CONFIG, "copy this file and tokenizer.json from one model"
+        )
 
 
 def _ends(contents: Contents) -> set[int]:
@@ -234,7 +236,7 @@ def _templates(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defect]:
         tokens = list(dict.fromkeys(SPECIAL.findall(template)))
         if vocabulary.whole and (unknown := [token for token in tokens if token not in vocabulary.ids]):
             problem = f"writes {named(unknown)}, which the tokenizer cuts into pieces"
-            yield Defect("template of other tokens", problem, file, "take template and tokenizer of one model",
+            yield Defect("template of other tokens", problem, file, "take template and tokenizer from one model",
                          fatal=False)  # fmt: skip
         yield from _turns(contents, vocabulary, file, template, tokens)
 

@@ -79,7 +79,7 @@ def _index(contents: Contents) -> Iterator[Defect]:
     unnamed = {name: header for name in stray if (header := contents.header(name)) and not header.keys() & known}
     if unnamed and contents.whole_files:
         corrections = (JsonFile(index, index_of(contents, unnamed)),)
-        problem = f"does not name {named(unnamed)}, which no other file stands for"
+        problem = f"lacks {named(unnamed)}, whose tensors are in no other file"
         yield Defect("index disagrees", problem, index, "write it anew ('--mend')", corrections=corrections)
     elif stray:
         problem = f"no index names {named(stray)}"
@@ -90,9 +90,9 @@ def _disagreements(contents: Contents, index: str) -> Iterator[Defect]:
     """An index that is not that of its shards."""
     places = {name: tensor.file for name, tensor in contents.tensors.items()}
     if wrong := [name for name, place in contents.weight_map.items() if place != places.get(name)]:
-        problem = f"names {len(wrong)} tensors at a file that does not hold them, '{wrong[0]}' first"
+        problem = f"puts {len(wrong)} tensors, '{wrong[0]}' first, into files that do not hold them"
     elif wrong := [name for name in places if name not in contents.weight_map]:
-        problem = f"does not name {len(wrong)} tensors of its shards, '{wrong[0]}' first"
+        problem = f"lacks {len(wrong)} tensors of its shards, '{wrong[0]}' first"
     if wrong:
         corrections = (JsonFile(index, index_of(contents)),)
         yield Defect("index disagrees", problem, index, "write it anew ('--mend')", corrections=corrections)

@@ -54,16 +54,16 @@ NEW_BIASES = "transformers makes new ones (set it to false in config.json if the
 
 
 @dataclass(frozen=True)
-class Member:
+class PairedModel:
     """One model of a pair, before its weights are read.
 
     Attributes:
-        name: what to call it in messages.
+        name: its name in messages.
         config: as in config.json, defaults filled in; empty where nothing is known of it.
         architecture: resolved for its own tensor names.
         shapes: of every tensor that it stores, by name.
         tied: a head that shares an embedding's tensor, and the stream it reads (`registry.tied_head`).
-        note: what the reader of a report should know of it.
+        note: note for the report.
     """
 
     name: str

@@ -25,7 +25,7 @@ class InMemoryModel:
     """A model in memory.
 
     Args:
-        dtype: what it computes in.
+        dtype: of the computation.
         like: a model in whose order its classes are to stand, where they have the same names.
     """
 
@@ -112,7 +112,9 @@ def _noisy(tensor: Tensor, unit: float, generator: torch.Generator) -> Tensor:
     return tensor * (1 + unit * noise)
 
 
-def answering(path: str, dtype: torch.dtype = torch.float32, like: str | None = None) -> InMemoryModel | LayerwiseModel:
+def open_for_outputs(
+    path: str, dtype: torch.dtype = torch.float32, like: str | None = None
+) -> InMemoryModel | LayerwiseModel:
     """Opens the model at a path: in memory if it is small enough, else layer by layer.
 
     Raises:

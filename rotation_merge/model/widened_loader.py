@@ -10,17 +10,17 @@ from torch import Tensor
 
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.registry import find
-from rotation_merge.architecture.sizes import of_sizes
+from rotation_merge.architecture.sizes import config_of_sizes
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.checkpoint import Model
-from rotation_merge.model.member import Member
-from rotation_merge.model.widen import Widened, Widening, wide_shapes
+from rotation_merge.model.paired_model import PairedModel
+from rotation_merge.model.widen import WidenedSource, Widening, wide_shapes
 
 NOTE = "`{model}` was widened to the sizes of `{anchor}` ({sizes}), with zeros around its weights and the same outputs."
 
 
-def widening(model: Member, anchor: Member, untie: bool) -> tuple[dict[str, Any], Widening] | None:
-    """The config of a model in the anchor's sizes, and what makes it so; None where the sizes are its own.
+def widening(model: PairedModel, anchor: PairedModel, untie: bool) -> tuple[dict[str, Any], Widening] | None:
+    """The config of a model in the anchor's sizes, and the widening; None if the sizes are equal.
 
     Args:
         untie: its heads that share an embedding's tensor have one of their own.
@@ -35,7 +35,7 @@ def widening(model: Member, anchor: Member, untie: bool) -> tuple[dict[str, Any]
     if any(module.config for module in spec.modules.values()):
         remedy = "only models of one part can be widened"
         raise CheckpointError("has parts with configs of their own", where=model.name, remedy=remedy)
-    config = {**model.config, **of_sizes(spec, model.config, anchor.config)}
+    config = {**model.config, **config_of_sizes(spec, model.config, anchor.config)}
     if config == model.config:
         return None
     tied = None if untie or model.tied is None else model.tied[0]
@@ -43,7 +43,7 @@ def widening(model: Member, anchor: Member, untie: bool) -> tuple[dict[str, Any]
     return config, Widening(model.architecture, wide, tied, model.name, anchor.name)
 
 
-def words(model: Member, anchor: Member, config: Mapping[str, Any]) -> str:
+def words(model: PairedModel, anchor: PairedModel, config: Mapping[str, Any]) -> str:
     """A note for the report on the sizes that grew."""
     sizes = (
         f"{key} {model.config.get(key)} to {config[key]}" for key in config if config[key] != model.config.get(key)
@@ -89,7 +89,7 @@ class WideLoader:
         paths = loader.index.tensor_paths
         self.loader = loader
         self.index = replace(loader.index, tensor_paths={**paths, **{name: paths[tied[name]] for name in tied}})
-        self.wide = Widened(_Named(loader, tied), widening)
+        self.wide = WidenedSource(_Named(loader, tied), widening)
 
     def get_tensor(
         self, key: str, device: str = "cpu", aliases: Collection[str] | None = None, raise_on_missing: bool = True

@@ -28,7 +28,7 @@ def at(value: Any, path: Path) -> Any:
 
 
 def items(value: Any) -> list[tuple[Any, Any]]:
-    """Keys or indices, and what stands there."""
+    """Keys or indices, and their values."""
     if isinstance(value, Mapping):
         return list(value.items())
     return list(enumerate(value)) if isinstance(value, list | tuple) else []
@@ -55,7 +55,7 @@ def parts(value: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
 
 
 def outputs(value: Mapping[str, Any]) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """The recipe itself, and its modules: what has models or slices."""
+    """The recipe itself and its modules: the parts with models or slices."""
     yield (), value
     for name, module in items(value.get("modules")):
         if isinstance(module, Mapping):
@@ -106,14 +106,14 @@ def filters(setting: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class MergedTogether:
+class MergeInputs:
     """Models merged together: those of a slice, a module or the whole recipe.
 
     Attributes:
         path: its place in the recipe.
         entries: the place of each model.
         models: in the order of the recipe, without the base that mergekit adds.
-        sources: what stands at their places.
+        sources: the values at their places.
         settings: of each model, its own parameters.
         shared: parameters that hold for all of them.
         adds_base: whether mergekit adds a base that is not listed.
@@ -132,7 +132,7 @@ class MergedTogether:
         return [*self.models, base] if self.adds_base and base and base not in self.models else self.models
 
 
-def groups(value: Mapping[str, Any]) -> Iterator[MergedTogether]:
+def groups(value: Mapping[str, Any]) -> Iterator[MergeInputs]:
     """Every set of models that the delegate will see, as far as they can be read."""
     for path, part in outputs(value):
         shared = [_settings(part), *([_settings(value)] if path else [])]
@@ -146,13 +146,13 @@ def groups(value: Mapping[str, Any]) -> Iterator[MergedTogether]:
 
 def _group(
     value: Mapping[str, Any], path: Path, listed: Path, shared: list[Mapping[str, Any]], adds_base: bool
-) -> Iterator[MergedTogether]:
+) -> Iterator[MergeInputs]:
     entries = [(*listed, i) for i, _ in items(at(value, listed))]
     models = [reference(at(value, (*entry, "model"))) for entry in entries]
     known = [model for model in models if model is not None]
     if len(known) == len(models):
         sources = [at(value, entry) for entry in entries]
-        yield MergedTogether(path, entries, known, sources, list(map(_settings, sources)), shared, adds_base)
+        yield MergeInputs(path, entries, known, sources, list(map(_settings, sources)), shared, adds_base)
 
 
 def _settings(part: Any) -> Mapping[str, Any]:

@@ -44,7 +44,7 @@ class Move:
     scale: float = 1.0
 
 
-class Moves:
+class BlockMoves:
     """The moves of all sources of one output block; filters and per-layer lists are resolved by `reader`."""
 
     def __init__(self, donors: Donors, out: OutputBlock, reader: ConfigReader) -> None:

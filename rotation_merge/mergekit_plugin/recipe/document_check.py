@@ -16,7 +16,7 @@ _of_a_checked_file: ContextVar[bool] = ContextVar("_of_a_checked_file", default=
 
 
 def check_document(content: dict[str, Any]) -> None:
-    """Check what can be seen without a model, unless the file that this is read from has been checked.
+    """Check a recipe without opening a model, unless its file has been checked already.
 
     Raises:
         RecipeError: the first fault.
@@ -33,7 +33,7 @@ def checked_file(path: str) -> Iterator[None]:
     """Check every document of ours in a recipe file, once for all that is read from it meanwhile.
 
     Raises:
-        RecipeError: the first fault, with line and column, and how many more there are.
+        RecipeError: the first fault, with line and column, and the number of others.
     """
     with open(path, encoding="utf-8") as file:
         text = file.read()

@@ -16,7 +16,7 @@ WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safet
 CONFIGS = ("config.json", "adapter_config.json")
 """Without one of these nothing in a directory loads; with both it loads as an adapter."""
 JOURNAL = "exchange.json"
-"""Is there while an exchange is under way: what it moves."""
+"""Journal of an exchange in progress: the moved files."""
 OLD = "old"
 HEADS = "heads"
 """Folder of checkpoints of one merged body under the head of each donor."""
@@ -27,11 +27,11 @@ class FolderExchange:
     """Files to move from `staging` into `target`, and files to move out of the way, by relative paths.
 
     The config goes first and comes last, so that at no moment a mixture of two models, or of a model and an adapter,
-    loads. What is moved out waits beside `staging`, with a journal of all moves.
+    loads. Replaced files wait beside `staging`, with a journal of all moves.
 
     Attributes:
         incoming: files, links, and folders of which the target has none.
-        outgoing: what stands in their places, and the weights and configs of a model that makes room for another.
+        outgoing: files in their places, and the weights and configs of the replaced model.
     """
 
     staging: str
