@@ -1,13 +1,11 @@
-r"""Refit of a change: solves a new base's maps for their own outputs plus the change of outputs by fine-tuning
-elsewhere.
+r"""Refit of a change: solves a new base's maps for their own outputs plus a fine-tune's change of outputs.
 
 Layer after layer, from the carried model's own inputs, a linear map aims at ``new + scale * (tuned - old) M``: the new
 base's own output, plus the change of the old pair's output on the same samples, mapped by the least-squares map M from
 the old base's values to the new one's (which corrects the alignment). Writers aim at the stream. The outputs of the
 head, tokens or classes, are not mapped, and the head is fitted to their probabilities. Text of the new base's own may
-stand beside the samples: there, the change is zero. An old pair of other sizes or depth runs as it
-stands: M is rectangular then, and starts at the aligned values of the old base; layers without a partner are not
-    solved.
+stand beside the samples: there, the change is zero. An old pair of other sizes or depth runs as it stands: M is
+rectangular then, and starts at the aligned values of the old base; layers without a partner are not solved.
 
 Source: this project's study (benchmarks/carry.py); the layer-wise fit is that of RegMean++ (Nguyen and others, 2025),
 maps between activations as in Theseus (2026).

@@ -82,7 +82,7 @@ def command(
     from rotation_merge.matching.aligned_output import match_pair, write_aligned
     from rotation_merge.matching.open_pair import open_pair, write_alignment
     from rotation_merge.model.run_keys import mark_of, unchanged
-    from rotation_merge.model.writing import Storage, check_dtype, parse_size
+    from rotation_merge.model.writing import StorageOptions, check_dtype, parse_size
     from rotation_merge.run.proof import Proof, prove
     from rotation_merge.workers.cluster import spread
 
@@ -120,7 +120,7 @@ def command(
                 proofs.append(prove(donor, staging, options.shift_head))
                 return not proofs[0].failed, proofs[0].words
 
-            storage = Storage(shard_bytes, dtype, untie)
+            storage = StorageOptions(shard_bytes, dtype, untie)
             left_out_notes = write_aligned(pair, alignment, out, storage, progress, check if verify else None).notes
             proof = proofs[0] if proofs else None
             if html:

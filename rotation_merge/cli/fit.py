@@ -18,7 +18,15 @@ from rotation_merge.cli.options import (
     matching_options,
     usable_device,
 )
-from rotation_merge.cli.paths import MODELS_OR_RECIPE, NEW_ALIGNMENT, SAMPLE_SOURCE, WORD, is_document, writes, writing
+from rotation_merge.cli.paths import (
+    MODELS_OR_RECIPE,
+    NEW_ALIGNMENT,
+    SAMPLE_SOURCE,
+    WORD,
+    hold_outputs,
+    is_document,
+    writes,
+)
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files.outputs import FILE, Output
@@ -82,7 +90,7 @@ def command(
 
     names, match, untie = _models_and_options(models, values, untie)
     files = [Output(file, "--alignment", FILE) for file in _alignment_files(out, len(names) - 1)]
-    click.get_current_context().with_resource(writing(files))
+    click.get_current_context().with_resource(hold_outputs(files))
     options = config_of(FitConfig, values, state=Path(f"{out}.unfinished"))
     reading = {"limit": limit, "batch_size": batch_size, "length": length}
     places = _model_devices(device, devices)
@@ -114,7 +122,7 @@ def _learn(
     as_json: bool,
     first: bool,
 ) -> int:
-    """Fit, in the first process of several write and say what was found."""
+    """Fit; the first process writes the alignment and prints the result."""
     from rotation_merge.matching.fit import fit
     from rotation_merge.matching.match_on import activation_matcher
     from rotation_merge.matching.open_pair import check_models
