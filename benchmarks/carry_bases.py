@@ -254,6 +254,7 @@ def ways(long: bool, distil: bool, controls: bool) -> dict[str, Way]:
     if long:
         return dict([by("weights", 0.1), *(by(way, None) for way in ("activations", "refit")), by("refit", None, RANK)])
     short = dict([by("weights", 0.75), by("activations", 0.75), by("refit", 1)])
+    short |= dict([by("refit", None)])
     return {PLAIN: added, **short} if controls else {**short, **dict([by("refit", 1, RANK)])}
 
 
