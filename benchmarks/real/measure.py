@@ -314,7 +314,7 @@ def spread(values: list[float]) -> str:
     if not values:
         return ""
     half = (max(values) - min(values)) / 2
-    return f"{mean(values):.3f}" + (f" ± {half:.3f}" if len(values) > 1 else "")
+    return f"{mean(values):.3f}" + (f" ± {half:.3f}" if half >= 5e-4 else "")
 
 
 def reach(values: list[float], digits: int) -> str:

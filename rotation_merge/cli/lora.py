@@ -13,7 +13,7 @@ from rotation_merge.cli.show import json_option, print_json, say, shown, table
 from rotation_merge.errors import RecipeError
 
 
-@click.command(epilog="Example: rotation-merge lora ./german ./french ./merged --method wudi -p lambda=1.4 --rank 16")
+@click.command(epilog="Example: rotation-merge lora ./german ./french ./merged --method tsv --rank 16")
 @click.argument("adapters", type=ADAPTERS_AND_OUT, nargs=-1, required=True, metavar="A B [C ...] OUT")
 @click.option("--method", "-m", default="linear", show_default=True, type=WORD, help="Method that merges the changes.")
 @click.option("--weights", type=WORD, metavar="W,W,...", help="Weight of each adapter; all 1 if not given.")
