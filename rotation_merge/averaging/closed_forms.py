@@ -140,7 +140,8 @@ def kfac(
 
     Args:
         weights: (outputs, inputs) each.
-        inputs: A_k, (inputs, inputs), positive definite. outputs: B_k, (outputs, outputs), likewise.
+        inputs: A_k, (inputs, inputs), positive definite.
+        outputs: B_k, (outputs, outputs), likewise.
         shares: a_k.
 
     With all B_k alike it is RegMean. Two models are solved by simultaneous diagonalisation of both pairs, more by

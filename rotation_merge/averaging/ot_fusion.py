@@ -5,7 +5,7 @@ summing to one. A hard plan is a permutation. A soft plan averages coordinates; 
 has other outputs.
 
 Source: Imfeld, Graldi, Giordano, Hofmann, Anagnostidis and Singh 2024, section 4: costs from weights (unit rows, after
-    their inputs have been aligned) or from standardised activations, over their largest entry.
+their inputs have been aligned) or from standardised activations, over their largest entry.
 """
 
 from __future__ import annotations

@@ -317,10 +317,18 @@ def refit_change(
     merge = runner(carrier.new, "carried", options.untie)
     watch = progress or (lambda *_: None)
     shape = partial(of_rank, rank=options.rank) if options.rank else None
-    refit = Refit(merge, architecture, answers, weights, options.ridge, write, watch=watch)
-    refit.shape, refit.softmax = shape, options.softmax
-    result = refit.run()
-    return solved, result
+    refit = Refit(
+        merge,
+        architecture,
+        answers,
+        weights,
+        options.ridge,
+        write,
+        watch=watch,
+        shape=shape,
+        softmax=options.softmax,
+    )
+    return solved, refit.run()
 
 
 def of_rank(change: Tensor, gram: Tensor, rank: int) -> Tensor:

@@ -283,8 +283,8 @@ class SampledTransfer:
         batches = unpadded(data.batches, self.config.data)
         names = (self._old, self.name) if self.session.carrier.frame is not None else ()
         pair = [self._on(name) for name in names]
-        given = self.session.carrier, self._model_config, self.tuned, batches, options
-        return refit_change(*given, pair=pair, base_texts=base_texts)[0]
+        carrier, config = self.session.carrier, self._model_config
+        return refit_change(carrier, config, self.tuned, batches, options, pair=pair, base_texts=base_texts)[0]
 
     def _at_sites(self, data: Data) -> tuple[dict[str, Tensor], int]:
         """The new base's tensors with the change moved by a map of each linear map's inputs, and the number of such

@@ -188,16 +188,9 @@ def _models_and_options(
 
 
 def write_alignments(names: list[str], result: Any, out: str, training: dict[str, Any], untie: bool) -> list[str]:
-    """One alignment file for each donor, under the checkpoint's names of spaces."""
-    from rotation_merge.matching.engine import renamed
-    from rotation_merge.matching.open_pair import open_pair, write_alignment
-
+    """One alignment file for each donor."""
     files = _alignment_files(out, len(names) - 1)
-    for file, donor, alignment in zip(files, names[1:], result.alignments, strict=True):
-        pair = open_pair(names[0], donor, result.match, untie)
-        transforms = renamed(alignment.transforms, result.architecture, pair.architecture)
-        facts = {**training, "learned": result.report.to_dict()}
-        write_alignment(pair, replace(alignment, transforms=transforms), file, result.match, facts=facts)
+    result.write(names[0], dict(zip(files, names[1:], strict=True)), untie, training)
     return files
 
 

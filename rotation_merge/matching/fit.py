@@ -30,6 +30,7 @@ from rotation_merge.matching.engine import (
     Path,
     checkpointed,
     lookalike,
+    renamed,
     same_names,
     untie_heads,
 )
@@ -46,6 +47,7 @@ from rotation_merge.matching.objective import (
     mix,
     weighed,
 )
+from rotation_merge.matching.open_pair import open_pair, write_alignment
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 from rotation_merge.matching.resume import TrainingState, fit_mark
 from rotation_merge.model.model_inputs import open_like
@@ -158,6 +160,23 @@ class FitResult:
     alignments: list[Alignment]
     report: FitReport
     match: AlignConfig
+
+    def write(
+        self, anchor: str, donors: Mapping[str, str], untie: bool = False, facts: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write one alignment file for each donor, under the checkpoint's names of spaces.
+
+        Args:
+            anchor: name or path of the anchor's checkpoint.
+            donors: the donor's checkpoint for each file, in the order of `alignments`.
+            untie: whether the checkpoints' tied heads count as tensors of their own.
+            facts: further entries of the files' metadata.
+        """
+        entries = {**(facts or {}), "learned": self.report.to_dict()}
+        for (file, donor), alignment in zip(donors.items(), self.alignments, strict=True):
+            pair = open_pair(anchor, donor, self.match, untie)
+            transforms = renamed(alignment.transforms, self.architecture, pair.architecture)
+            write_alignment(pair, replace(alignment, transforms=transforms), file, self.match, facts=entries)
 
 
 WIDEST = AlignConfig(heads="permutation", residual="largest")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from rotation_merge.matching.engine import renamed
 from rotation_merge.matching.fit import fit
 from rotation_merge.matching.fit_records import FitConfig
-from rotation_merge.matching.open_pair import open_pair, write_alignment
 from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.functions import load
 from rotation_merge.run.generated_samples import SOURCES
@@ -86,9 +84,5 @@ class Maker:
         result = fit(
             loaded[0], loaded[1:], batches, None, options, lambda done, total, _: tell("learning", done, total)
         )
-        for (model, file), alignment in zip(files.items(), result.alignments, strict=True):
-            pair = open_pair(candidate.anchor, model, result.match, self.tied)
-            transforms = renamed(alignment.transforms, result.architecture, pair.architecture)
-            facts = {"learned": result.report.to_dict()}
-            write_alignment(pair, replace(alignment, transforms=transforms), file, result.match, facts=facts)
+        result.write(candidate.anchor, {file: model for model, file in files.items()}, self.tied)
         return files

@@ -33,7 +33,8 @@ class Forgetting:
         """Text of a base that writes.
 
         Args:
-            model: the base, loaded. texts, length: number and tokens of the texts that it writes.
+            model: the base, loaded.
+            texts, length: number and tokens of the texts that it writes.
         """
         ids = self_written(model, name, texts, length, seed)
         batches = [{"input_ids": part, "labels": part} for part in ids.split(batch_size)]

@@ -62,9 +62,9 @@ class Parents:
         other_ids: whether their token ids differ.
         readers: reader of the samples for each model.
         training: samples to merge with, read; none where the models make them.
-        data: for each model, file or source of its samples to merge with. deciding, reporting: judges on the selection
-            and the reporting samples. figures, ensemble: scores of each model and of the ensemble on the reporting
-            samples.
+        data: for each model, file or source of its samples to merge with.
+        deciding, reporting: judges on the selection and the reporting samples.
+        figures, ensemble: scores of each model and of the ensemble on the reporting samples.
         order: the models by their scores on the selection samples.
         costs: estimates of times.
         base: their common base, if known.
@@ -165,7 +165,7 @@ class Preparation:
         )
 
     def _relations(self, anchor: Model) -> dict[str, float]:
-        """Cosine of every other model to the first one; the files that it maps into memory are closed again."""
+        """Cosine of every other model to the first one. Sets `other_ids`, and closes the mapped files again."""
         models = self.config.models
         pairs = {model: open_pair(models[0], model, NOTHING) for model in models[1:]}
         for pair in pairs.values():

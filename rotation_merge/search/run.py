@@ -330,8 +330,7 @@ class Search:
 
     def _scaled(self, candidate: Candidate, first: Figures) -> tuple[Candidate, Figures]:
         """A merge of changes with its best `lambda`, and its figures; `first`: those with the `lambda` that it has."""
-        start = 1.0 if candidate.scale is None else candidate.scale
-        candidate = candidate.scaled(start)
+        candidate = replace(candidate, searched=False)
         self._make(candidate, candidate.recipe(self.config.dtype))
 
         def measure(model: Any, best: Figures | None) -> tuple[float, Figures]:
@@ -342,7 +341,7 @@ class Search:
             return self._excess(figures), figures
 
         merged, base = self._load(self._place(candidate)), self._load(candidate.anchor)
-        scale, figures = best_scale(merged, base, start, (self._excess(first), first), measure)
+        scale, figures = best_scale(merged, base, candidate.scale or 1.0, (self._excess(first), first), measure)
         return candidate.scaled(scale), figures
 
     def _measured(self, model: Any, anchor: str, best: Figures | None) -> Figures:

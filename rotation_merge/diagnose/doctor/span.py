@@ -44,7 +44,9 @@ class TensorComparison:
     """One tensor of a merge beside its parents'.
 
     Attributes:
-        cosine: to the span of theirs. share: of their mean that it holds. ratio: of its norm to the mean of theirs.
+        cosine: to the span of theirs.
+        share: of their mean that it holds.
+        ratio: of its norm to the mean of theirs.
     """
 
     name: str

@@ -302,7 +302,8 @@ class CarriedTensor(KeyedTask):
     """One tensor of the anchor as a donor's change makes it, which samples say; rounded once, to `dtype`.
 
     Attributes:
-        carrying: gives the tensors that change, by the anchor's names. anchor: loads of the anchor's.
+        carrying: gives the tensors that change, by the anchor's names.
+        anchor: loads of the anchor's.
     """
 
     block: Block = Field(repr=False)

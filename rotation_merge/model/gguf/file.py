@@ -1,7 +1,7 @@
 """A GGUF file as it lies on disk: its metadata, the places of its tensors, and one tensor as floating numbers.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package decodes the blocks of a type; the
-    file's header is read here, so that damage is reported in one line.
+file's header is read here, so that damage is reported in one line.
 """
 
 from __future__ import annotations
