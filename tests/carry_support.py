@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rotation_merge import AlignConfig, Alignment
 from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.factors import stacks, transposed
 from rotation_merge.model.fold import FoldedSource
 from rotation_merge.model.lora import AdapterWeights

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rotation_merge import AlignConfig, Alignment
 from rotation_merge.architecture.model import Architecture, Space
-from rotation_merge.matching.alignment import Alignment, Basis, Identity, save_alignment
+from rotation_merge.matching.alignment import Basis, Identity, save_alignment
 from rotation_merge.matching.matrix_pairs import Side
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.symmetry import HeadTransform, Orthogonal, SpaceTransform
 from rotation_merge.symmetry.admitted import admitted
 

@@ -32,9 +32,9 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from rotation_merge import AlignConfig
 from rotation_merge.architecture import resolve
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
 from rotation_merge.model.source import transform_state
 

@@ -13,9 +13,9 @@ from plugin_support import state, write_state
 from tiny_models import ALL, Case, difference, inputs, make, outputs, save
 from torch import Tensor
 
+from rotation_merge import AlignConfig
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.fold import FoldedSource
 from rotation_merge.model.source import transform_state
 from rotation_merge.symmetry import SpaceTransform

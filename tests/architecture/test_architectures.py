@@ -10,13 +10,12 @@ import pytest
 import torch
 from tiny_models import ALL, Case, Planted, difference, further, outputs, planted
 
+from rotation_merge import AlignConfig, Alignment, RotationMergeError
 from rotation_merge.architecture import Architecture, families, registry, resolve
 from rotation_merge.architecture.schema import OUTSIDE, ArchitectureSpec
 from rotation_merge.diagnose.proof import LOCAL, MISTAKES, changed, mistake_is_visible
-from rotation_merge.errors import RotationMergeError
-from rotation_merge.matching.alignment import Alignment, aligned_tensors
+from rotation_merge.matching.alignment import aligned_tensors
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.source import transform_state
 
 by_case = pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.family}-{case.name}")

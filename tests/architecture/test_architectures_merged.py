@@ -13,9 +13,9 @@ from plugin_support import merged, recipe_for
 from safetensors.torch import load_file, save_file
 from tiny_models import ALL, Case, difference, inputs, load, make, outputs, save
 
+from rotation_merge import AlignConfig
 from rotation_merge.architecture import resolve
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.source import transform_state
 
 

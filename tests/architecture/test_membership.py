@@ -19,10 +19,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rotation_merge import Alignment
 from rotation_merge.architecture.build import build
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.architecture.registry import find
-from rotation_merge.matching.alignment import Alignment, Transforms, load_alignment
+from rotation_merge.matching.alignment import Transforms, load_alignment
 from rotation_merge.symmetry import (
     ConvolutionTransform,
     ExpertTransform,

@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from tiny_models import ALL
 from tiny_models import make as model_of
 
+from rotation_merge import RotationMergeError
 from rotation_merge.architecture import resolve
 from rotation_merge.cli.app import COMMANDS
-from rotation_merge.errors import RotationMergeError
 
 ENDLESS = 400_000_000
 

@@ -7,11 +7,10 @@ import torch
 from tiny_models import ALL, Case, difference, further, inputs, outputs
 from variants import FIRST, ONE, fields_of, state_of, switched, try_make, with_field
 
+from rotation_merge import AlignConfig, RotationMergeError
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.fields import differences, fields
-from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.source import transform_state
 
 by_family = pytest.mark.parametrize("case", ONE, ids=lambda case: case.family)

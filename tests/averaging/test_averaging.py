@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import RwkvConfig, RwkvForCausalLM
 
+from rotation_merge import Statistics
 from rotation_merge.architecture import families
 from rotation_merge.averaging.methods import Fisher, Kfac, RegMean, Source
 from rotation_merge.run.measure import scores
-from rotation_merge.run.statistics_file import NAME, Statistics
+from rotation_merge.run.statistics_file import NAME
 
 TOLERANCE = 2e-4
 

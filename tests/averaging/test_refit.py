@@ -16,11 +16,11 @@ from residual_support import Checkpoint, checkpoint, recipe, report, twin
 from tiny_models import ALL, Case, inputs, keep_float64, make, save
 from torch import Tensor
 
+from rotation_merge import AlignConfig
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.averaging.refit import EXPERTS, UNSEEN, Refit, RefitResult, Teachers
 from rotation_merge.linalg.ridge import ridge_change
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.source import transform_state
 from rotation_merge.run.data import batched_by_length
 from rotation_merge.run.recorder import BlockHooks

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from cli_support import run
 from click.testing import CliRunner
 from mergekit.io.tasks import LoaderCache
 from plugin_support import EVERYTHING, make, merged, state
@@ -16,8 +17,6 @@ from residual_support import checkpoint, twin
 from tiny_models import ALL, save
 from tiny_models import make as tiny
 from transformers import AutoModelForCausalLM
-
-from rotation_merge.cli.app import app
 
 
 def recipe(*models: str, **more: object) -> dict[str, object]:
@@ -78,7 +77,7 @@ def test_a_donor_moved_by_a_file(data: str, tmp_path: Path, monkeypatch: pytest.
     anchor = checkpoint("llama", "llama", tmp_path / "anchor")
     donor = twin(anchor, tmp_path / "donor", "rotation", seed=1)
     given = ["align", str(anchor.path), str(donor.path), "--alignment", "file.safetensors"]
-    assert CliRunner().invoke(app, [*given, "--heads", "permutation", "--residual", "rotation"]).exit_code == 0
+    assert run(*given, "--heads", "permutation", "--residual", "rotation").exit_code == 0
     made = recipe(str(anchor.path), str(donor.path))
     made["models"][1]["parameters"] |= {"alignment": "file.safetensors"}
     made["parameters"] = {"delegate": "refit", "samples": 3, "data": data}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner
+from cli_support import run
 from plugin_support import merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, report, twin
 from torch import Tensor
@@ -22,7 +22,6 @@ from rotation_merge.averaging.task_vectors import (
     one_side,
     with_even_lengths,
 )
-from rotation_merge.cli.app import app
 
 BY_NAME = {method.spec.name: method for method in TASK_VECTORS}
 
@@ -233,7 +232,7 @@ def test_the_base_is_required_and_alone_no_merge(three: list[Checkpoint], tmp_pa
 
 
 def test_delegates_are_listed() -> None:
-    result = CliRunner().invoke(app, ["inspect", "--methods"])
+    result = run("inspect", "--methods")
     assert all(name in result.output for name in BY_NAME)
 
 
@@ -247,12 +246,12 @@ def test_check_says_how_long_the_changes_are(name: str, words: str, tmp_path: Pa
     base = checkpoint("llama", "llama", tmp_path / "base")
     short, long = tuned(base, tmp_path / "short", 1, 0.01), tuned(base, tmp_path / "long", 2, 0.05)
     path = written(recipe(base.path, short.path, long.path, delegate=name, weight=1.0), tmp_path / "r.yml")
-    found = json.loads(CliRunner().invoke(app, ["check", path, "--json"]).stdout)["changes"]
+    found = json.loads(run("check", path, "--json").stdout)["changes"]
     assert found["ratio"] == pytest.approx(5, rel=0.1)
     assert found["lengths"][str(long.path)] == pytest.approx(5 * found["lengths"][str(short.path)], rel=0.1)
-    assert words in CliRunner().invoke(app, ["check", path]).output
+    assert words in run("check", path).output
     linear = written(recipe(base.path, short.path, long.path, delegate="linear", weight=0.5), tmp_path / "l.yml")
-    assert "changes" not in json.loads(CliRunner().invoke(app, ["check", linear, "--json"]).stdout)
+    assert "changes" not in json.loads(run("check", linear, "--json").stdout)
 
 
 def test_inspect_says_what_the_averaging_costs(three: list[Checkpoint], tmp_path: Path) -> None:
@@ -262,7 +261,7 @@ def test_inspect_says_what_the_averaging_costs(three: list[Checkpoint], tmp_path
 
     def cost(*models: Path, **parameters: Any) -> dict[str, Any]:
         path = written(recipe(base, *models, **parameters), tmp_path / "r.yml")
-        result = CliRunner().invoke(app, ["inspect", path, "--json"])
+        result = run("inspect", path, "--json")
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)[0].get("averaging", {})
 
@@ -272,7 +271,7 @@ def test_inspect_says_what_the_averaging_costs(three: list[Checkpoint], tmp_path
     assert cost(one, two, delegate="wudi", sides="both")["seconds"] > 3 * wudi["seconds"]
     assert not cost(one, two, delegate="linear", weight=0.5)
     path = written(recipe(base, one, two, delegate="tsv"), tmp_path / "r.yml")
-    assert "Delegate tsv: " in CliRunner().invoke(app, ["inspect", path]).output
+    assert "Delegate tsv: " in run("inspect", path).output
 
 
 @pytest.mark.parametrize("name", list(BY_NAME))

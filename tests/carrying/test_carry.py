@@ -11,19 +11,19 @@ from mergekit.graph import Task
 from tiny_models import ALL, Case, inputs, keep_float64, make
 from torch import Tensor
 
+from rotation_merge import AlignConfig, MeasureConfig
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.averaging.methods import Kfac, RegMean, StatisticsMethod, Target
 from rotation_merge.errors import StatisticsError
 from rotation_merge.matching.engine import untie_heads
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.moved_statistics import carried_fisher, carried_gradient, carried_gram, feeding
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.planning.delegate import AuxiliaryInput, merge_tensor
 from rotation_merge.model.fold import Fold, FoldedSource
 from rotation_merge.model.source import read_block, transform_state
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.maps import LinearMap, linear_map
-from rotation_merge.run.measure import MeasureConfig, MeasuredStatistics, ModelMeasurement
+from rotation_merge.run.measure import MeasuredStatistics, ModelMeasurement
 from rotation_merge.run.passes import UnfinishedMeasurement
 from rotation_merge.run.statistics_file import Gram
 

@@ -9,11 +9,11 @@ import torch
 from carry_support import make_adapter, merged, other_coordinates
 from tiny_models import ALL, Case, difference, outputs, planted
 
+from rotation_merge import AlignConfig, Delta
 from rotation_merge.architecture import resolve
 from rotation_merge.carrying.adapter import carry_adapter
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.delta import Delta, of_low_rank
-from rotation_merge.matching.options import AlignConfig
+from rotation_merge.carrying.delta import of_low_rank
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.factors import dense
 from rotation_merge.model.source import read_tensor

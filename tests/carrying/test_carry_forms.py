@@ -13,9 +13,9 @@ from test_carry_peft import Home
 from tiny_models import ALL, make
 from torch import Tensor
 
+from rotation_merge import AlignConfig
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.errors import ArchitectureError
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.run.functions import load

@@ -18,14 +18,13 @@ from tiny_models import ALL, Case, make, outputs, save
 from tiny_models import inputs as given_inputs
 from torch import Tensor
 
+from rotation_merge import AlignConfig, Alignment, Delta, RotationMergeError
 from rotation_merge.architecture import resolve
 from rotation_merge.carrying.adapter import CarriedAdapter, carry_adapter
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.delta import Delta, share
+from rotation_merge.carrying.delta import share
 from rotation_merge.carrying.lora import adapter_of
-from rotation_merge.errors import AlignmentError, CheckpointError, RotationMergeError
-from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.options import AlignConfig
+from rotation_merge.errors import AlignmentError, CheckpointError
 from rotation_merge.model.adapters import Adapter
 
 ROTATION = AlignConfig(heads="permutation", residual="rotation")

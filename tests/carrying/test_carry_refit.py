@@ -21,18 +21,16 @@ from safetensors.torch import load_file
 from tiny_models import ALL, load, make, reload, save
 from torch.nn.functional import kl_div
 
+from rotation_merge import AlignConfig, Alignment, Delta, TransferConfig
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.averaging import polish as polish_module
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.config import NONE, PLAIN, TransferConfig
-from rotation_merge.carrying.delta import Delta
+from rotation_merge.carrying.config import NONE, PLAIN
 from rotation_merge.carrying.judge import SCALES, Lift, ScaledChange, TransferSamples, halves, random_change, search
 from rotation_merge.carrying.refit import ChangeOptions, of_rank, refit_change
 from rotation_merge.carrying.sampled import JudgedChange, SampledTransfer
 from rotation_merge.errors import DataError
-from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.run import functions
 from rotation_merge.run.data import Data
 

@@ -13,10 +13,10 @@ from plugin_support import make, state
 from tiny_models import ALL, inputs, keep_float64, reload, save
 from tiny_models import make as tiny
 
+from rotation_merge import AlignConfig
 from rotation_merge.architecture import resolve
 from rotation_merge.carrying.carrier import Carrier, site_maps
 from rotation_merge.matching.activations import Activations
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.factors import LowRank, dense
 from rotation_merge.run.functions import architecture_of
 

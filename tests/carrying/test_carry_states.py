@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from tiny_models import ALL, difference, outputs, planted
 
 import rotation_merge
+from rotation_merge import AlignConfig
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.source import transform_state
 
 LLAMA = next(case for case in ALL if case.family == "llama" and not case.config.get("tie_word_embeddings"))

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import rotation_merge as rm
-from rotation_merge.matching.options import AlignConfig
+from rotation_merge import AlignConfig
 from rotation_merge.run.functions import architecture_of
 
 SIZE = 60

@@ -8,21 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from cli_support import run
 from plugin_support import merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from rotation_merge import AlignConfig, Delta
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.carrying import carrier as carry
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.delta import Delta
-from rotation_merge.cli.app import app
 from rotation_merge.matching.alignment import aligned_tensors
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.planning import tasks
 from rotation_merge.model import biases, slices
 from rotation_merge.model.apply import transform_tensor
@@ -245,7 +243,7 @@ def test_task_vector_into_another_vocabulary(residual: str, words: Any, tmp_path
             factor = 1.0 if name == VOCABULARY[0] or residual != "rotation" else None
             if factor is not None:
                 torch.testing.assert_close(change.norm(dim=1), wanted.norm(dim=1), atol=1e-4, rtol=1e-3)
-    checked = CliRunner().invoke(app, ["check", str(tmp_path / "out.yml")])
+    checked = run("check", tmp_path / "out.yml")
     assert checked.exit_code == 0, checked.output
     assert any("share 44 tokens" in note for note in report(tmp_path / "out")["notes"])
     if residual == "rotation":

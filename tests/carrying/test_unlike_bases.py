@@ -17,15 +17,13 @@ from tiny_models import ALL, Case, difference, inputs, keep_float64, make, outpu
 from torch import Tensor
 from widths_support import CASES, doubled, widening
 
+from rotation_merge import AlignConfig, Alignment, Delta
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import tied_head
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.frame import ResizeOptions, frame_of
 from rotation_merge.carrying.refit import ChangeOptions, refit_change
-from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.depth import in_order
 from rotation_merge.model.fold import FoldedSource
 from rotation_merge.model.widen import WidenedSource

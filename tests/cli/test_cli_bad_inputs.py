@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from cli_support import run
 from plugin_support import make, state
 from safetensors.torch import save_file
-
-from rotation_merge.cli.app import app
 
 
 @dataclass
@@ -130,7 +128,7 @@ def test_compare_and_align_refuse_a_spoilt_donor(bench: Bench, name: str):
     words = () if word in LOOSE else (word,)
     for command in (["compare"], ["align"]):
         out = [str(bench.out)] if command == ["align"] else []
-        done = CliRunner().invoke(app, [*command, str(bench.anchor), str(bench.donor), *out])
+        done = run(*command, bench.anchor, bench.donor, *out)
         assert done.exit_code == 2, done.output
         one_line(done.output, *words)
         assert not bench.out.exists()
@@ -141,7 +139,7 @@ def test_compare_and_align_refuse_a_spoilt_donor(bench: Bench, name: str):
 def test_check_finds_a_spoilt_donor_at_its_line(bench: Bench, name: str):
     spoil, word = SPOILT_DONORS[name]
     spoil(bench)
-    done = CliRunner().invoke(app, ["check", str(bench.recipe)])
+    done = run("check", bench.recipe)
     assert done.exit_code == 1, done.output
     assert "Traceback" not in done.output
     faults = [line for line in done.output.splitlines() if line.startswith(f"{bench.recipe}:6:5: models[1].model")]
@@ -154,7 +152,7 @@ def test_check_finds_a_spoilt_donor_at_its_line(bench: Bench, name: str):
 )
 def test_verify_refuses_what_cannot_be_loaded(bench: Bench, name: str):
     SPOILT_DONORS[name][0](bench)
-    done = CliRunner().invoke(app, ["verify", str(bench.anchor), str(bench.donor)])
+    done = run("verify", bench.anchor, bench.donor)
     assert done.exit_code == 2, done.output
     one_line(done.output, "donor")
 
@@ -162,7 +160,7 @@ def test_verify_refuses_what_cannot_be_loaded(bench: Bench, name: str):
 def test_verify_runs_no_code_from_a_checkpoint(bench: Bench):
     bench.config(architectures=["Own"], model_type="own", auto_map={"AutoModel": "evil.Own"})
     (bench.donor / "evil.py").write_text(f"open({str(bench.folder / 'ran')!r}, 'w')")
-    done = CliRunner().invoke(app, ["verify", str(bench.donor), str(bench.donor)])
+    done = run("verify", bench.donor, bench.donor)
     assert done.exit_code == 2
     assert not (bench.folder / "ran").exists()
 
@@ -174,7 +172,7 @@ def test_check_of_slices_that_ask_for_layers_beyond_the_model(bench: Bench):
         f"merge_method: rotation_merge\nbase_model: {bench.anchor}\nslices:\n  - sources:\n      - {models[0]}\n"
         f"      - {models[1]}\ndtype: float32\n"
     )
-    done = CliRunner().invoke(app, ["check", str(bench.recipe)])
+    done = run("check", bench.recipe)
     assert done.exit_code == 1, done.output
     assert "the model has 2" in done.output
 
@@ -192,14 +190,14 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_check_of_what_is_no_recipe(bench: Bench, name: str):
     spoil, words = FILES[name]
     spoil(bench.recipe)
-    done = CliRunner().invoke(app, ["check", str(bench.recipe)])
+    done = run("check", bench.recipe)
     assert done.exit_code == 2, done.output
     one_line(done.output, words)
 
 
 def test_a_list_is_no_recipe(bench: Bench):
     bench.recipe.write_text("- a\n- b\n")
-    done = CliRunner().invoke(app, ["check", str(bench.recipe)])
+    done = run("check", bench.recipe)
     assert done.exit_code == 1
     assert "1:1" in done.output
 
@@ -243,7 +241,7 @@ def test_other_bad_usage(bench: Bench, name: str):
     (bench.folder / "text.txt").write_text("words " * 300)
     known = {"A": bench.anchor, "D": bench.donor, "O": bench.out, "R": bench.recipe}
     known |= {"J": bench.folder / "bad.jsonl", "T": bench.folder / "text.txt"}
-    done = CliRunner().invoke(app, [str(known.get(argument, argument)) for argument in arguments])
+    done = run(*[known.get(argument, argument) for argument in arguments])
     assert done.exit_code == 2, done.output
     one_line(done.output, words)
     assert not bench.out.exists()
@@ -251,13 +249,13 @@ def test_other_bad_usage(bench: Bench, name: str):
 
 def test_nan_weights_stop_an_alignment(bench: Bench):
     not_finite(bench)
-    done = CliRunner().invoke(app, ["align", str(bench.anchor), str(bench.donor), str(bench.out)])
+    done = run("align", bench.anchor, bench.donor, bench.out)
     assert done.exit_code == 2
     one_line(done.output, "NaN", "up_proj")
     assert not bench.out.exists()
 
 
 def test_a_read_only_place_is_one_line(bench: Bench):
-    done = CliRunner().invoke(app, ["align", str(bench.anchor), str(bench.donor), "/proc/out"])
+    done = run("align", bench.anchor, bench.donor, "/proc/out")
     assert done.exit_code == 2, done.output
     one_line(done.output)

@@ -15,10 +15,10 @@ from cli_support import run
 from click.testing import CliRunner
 from plugin_support import one_error, recipe_for, twin, write_recipe
 
+from rotation_merge import RotationMergeError
 from rotation_merge.cli.app import COMMANDS, app
 from rotation_merge.cli.paths import MODEL, Reads, ReadsModelsAndWrites, Word, Writes
 from rotation_merge.config import NEITHER, READ, WRITTEN, Kind
-from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.outputs import FILE, FOLDER
 from rotation_merge.mergekit_plugin.recipe.names import KEYS
 from rotation_merge.record import MANIFEST_FILE

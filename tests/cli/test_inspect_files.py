@@ -6,14 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from cli_support import run
 from click.testing import CliRunner
 from plugin_support import make, recipe_for, twin, write_recipe
-
-from rotation_merge.cli.app import app
-
-
-def run(*arguments: object):
-    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 @pytest.fixture(scope="module")

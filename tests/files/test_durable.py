@@ -12,8 +12,8 @@ import torch
 from matching_support import save_for
 from plugin_support import make, merged, recipe_for, twin
 
+from rotation_merge import Alignment
 from rotation_merge.files.durable import name_when_whole, replacing, write_text
-from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.fit_records import FitReport
 from rotation_merge.matching.resume import TrainingState
 from rotation_merge.model.output import staged

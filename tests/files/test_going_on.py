@@ -20,13 +20,11 @@ from click.testing import Result
 from plugin_support import make, mergekit_yaml, one_error, recipe_for, twin
 from tiny_models import ALL, planted
 
-from rotation_merge.errors import RotationMergeError
+from rotation_merge import AlignConfig, Alignment, RotationMergeError
 from rotation_merge.files import ledger
 from rotation_merge.files.ledger import Ledger, LedgerEntry, kept_beside
 from rotation_merge.matching import model_pair
-from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.serialisation import packed
 from rotation_merge.mergekit_plugin.planning import tasks
 from rotation_merge.run.evaluate import StraightPath

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cli_support
 import pytest
 import safetensors.torch
 import torch
-from click.testing import CliRunner
 from interrupted_support import assert_whole_or_not_at_all, equal, load, run
 from matching_support import save_for
 from mergekit.io.tasks import LoaderCache
@@ -22,11 +22,11 @@ from plugin_support import make, state, twin
 from safetensors import safe_open
 from transformers import AutoConfig
 
+from rotation_merge import Alignment
 from rotation_merge.architecture import resolve
-from rotation_merge.cli.app import app
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching import alignment as file
-from rotation_merge.matching.alignment import Alignment, load_alignment
+from rotation_merge.matching.alignment import load_alignment
 
 OLD = ("--heads", "none", "--ffn", "none", "--shard-size", "20000")
 NEW = ("--heads", "permutation", "--residual", "signed_permutation", "--html")
@@ -141,7 +141,7 @@ def test_killed_at_every_step_of_the_writing(tmp_path: Path, monkeypatch: pytest
     def align(out: Path, *options: str) -> None:
         arguments = ["align", "--force", anchor, donor, out, "--shard-size", "15000", *options]
         LoaderCache.loaders.clear()
-        done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        done = cli_support.run(*arguments)
         assert done.exit_code == 0, done.output
 
     align(tmp_path / "old", "--ffn", "none")

@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from rotation_merge.errors import RotationMergeError
+from rotation_merge import RotationMergeError
 from rotation_merge.linalg import _projection
 from rotation_merge.linalg import assignment as module
 from rotation_merge.linalg._factors import Factors, form

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from cli_support import run
 from plugin_support import from_file, merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
 from safetensors import safe_open
@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from tiny_models import inputs, keep_float64
 
 import rotation_merge as rm
-from rotation_merge.cli.app import app
 from rotation_merge.model.checkpoint import CheckpointTensors
 from rotation_merge.model.fingerprint import Fingerprint, fingerprint
 
@@ -32,7 +31,7 @@ CASES = [
 def align(anchor: Checkpoint, donor: Checkpoint, file: Path, residual: str, *flags: str) -> None:
     """What a user types to write an alignment."""
     arguments = ["align", str(anchor.path), str(donor.path), "--alignment", str(file), "--heads", "permutation"]
-    result = CliRunner().invoke(app, [*arguments, "--residual", residual, *flags])
+    result = run(*arguments, "--residual", residual, *flags)
     assert result.exit_code == 0, result.output
 
 

@@ -21,14 +21,15 @@ from tiny_models import ALL, Case, Planted, planted, save
 from variants import FIRST, try_make
 
 import rotation_merge
+from rotation_merge import AlignConfig, RotationMergeError
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.fields import differences
 from rotation_merge.architecture.registry import tied_head
 from rotation_merge.cli.app import COMMANDS
-from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.errors import RecipeError
 from rotation_merge.matching.check_pair import CheckedPair, check_pair
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.matching.options import NOTHING
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.model.source import transform_state

@@ -7,17 +7,17 @@ import torch
 from second_device import Far, second_device, sent
 from torch import Tensor
 
+from rotation_merge import AlignConfig, Alignment
 from rotation_merge.architecture import table
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.linalg import scaling
 from rotation_merge.matching import block, mean, passes
-from rotation_merge.matching.alignment import Alignment, aligned_tensors
+from rotation_merge.matching.alignment import aligned_tensors
 from rotation_merge.matching.fit import LearnedTransforms, identities
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.mean import match_to_mean
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.symmetry import KINDS, SpaceTransform, invertible
 
 torch.set_num_threads(1)

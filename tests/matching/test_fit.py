@@ -14,15 +14,14 @@ from rounding import assert_equal_up_to_rounding
 from safetensors import safe_open
 from transformers import AutoModelForImageClassification, LlamaConfig, LlamaForCausalLM
 
+from rotation_merge import AlignConfig, FitConfig, fit
 from rotation_merge.errors import AlignmentError, CheckpointError, RecipeError
 from rotation_merge.matching.engine import Path as ModelPath
 from rotation_merge.matching.engine import checkpointed, renamed
-from rotation_merge.matching.fit import LearnedTransforms, fit, identities
-from rotation_merge.matching.fit_records import FitConfig
+from rotation_merge.matching.fit import LearnedTransforms, identities
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match_on import activation_matcher
 from rotation_merge.matching.objective import mix
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.source import transform_state
 from rotation_merge.run.demo import CHECKPOINTS, digits
 from rotation_merge.run.functions import architecture_of

@@ -7,7 +7,8 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from cli_support import run
+from click.testing import Result
 from plugin_support import mergekit_yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -15,7 +16,6 @@ from test_fit import tiny_llama, token_batches
 from torch import Tensor, nn
 
 from rotation_merge.cli import fit as command
-from rotation_merge.cli.app import app
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ dtype: float32
 
 def fit(models: Path, out: Path, *names: str, options: str = "") -> Result:
     data = ["--data", str(models / "data.safetensors"), "--batch-size", "4", "--steps", "2"]
-    return CliRunner().invoke(app, ["fit", *names, *data, "--alignment", str(out), *options.split()])
+    return run("fit", *names, *data, "--alignment", out, *options.split())
 
 
 def learned(models: Path, out: Path, *names: str, options: str = "") -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ def test_a_donor_with_an_adapter_is_the_donor_that_it_makes(models: Path, tmp_pa
     recipe = RECIPE.format(anchor=anchor, donor=donor, more=f", alignment: {tmp_path / 'lora'}", groups="")
     moved = mergekit_yaml(recipe, tmp_path / "out")
     assert moved.exit_code == 0, moved.output
-    verified = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), str(models / "tuned")])
+    verified = run("verify", tmp_path / "out", models / "tuned")
     assert verified.exit_code == 0, verified.output
 
 

@@ -13,21 +13,18 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from click.testing import CliRunner
+from cli_support import run
 from safetensors.torch import save_file
 from second_device import Far, second_device
 from test_fit import tiny_llama, token_batches
 from torch import Tensor
 
-from rotation_merge.cli.app import app
+from rotation_merge import AlignConfig, FitConfig, fit
 from rotation_merge.diagnose.proof import keep_float64
 from rotation_merge.matching import engine
 from rotation_merge.matching.engine import Path, untie_heads
-from rotation_merge.matching.fit import fit
-from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.mixing import Mixed, Mixing
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.run.functions import architecture_of
 
 FAMILIES = ("llama", "mixtral", "gpt2", "t5", "deberta_v2", "vit", "deepseek")
@@ -186,7 +183,7 @@ def test_a_device_without_memory_is_one_line(place: str, tmp_path: FilePath, mon
     data = tmp_path / "data.safetensors"
     save_file({"input_ids": token_batches(1)[0]["input_ids"]}, data)
     given = ["fit", *(str(tmp_path / str(seed)) for seed in range(2)), "--data", str(data), "--batch-size", "2"]
-    result = CliRunner().invoke(app, [*given, "--alignment", str(tmp_path / "out")])
+    result = run(*given, "--alignment", tmp_path / "out")
     assert result.exit_code == 2
     assert "the GPU ran out of memory (tried to allocate 2.00 GiB); match on another" in result.stderr
     assert "Traceback" not in result.stderr

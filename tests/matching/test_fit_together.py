@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cli_support
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 from test_fit import tiny_llama, token_batches
 from transformers import (
@@ -28,12 +28,10 @@ from transformers import (
     ViTModel,
 )
 
-from rotation_merge.cli.app import app
-from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.matching.fit import FitResult, fit
+from rotation_merge import AlignConfig, FitConfig, RotationMergeError, fit
+from rotation_merge.errors import RecipeError
+from rotation_merge.matching.fit import FitResult
 from rotation_merge.matching.fit_processes import joined
-from rotation_merge.matching.fit_records import FitConfig
-from rotation_merge.matching.options import AlignConfig
 
 
 def _one(rank: int, port: int, work: Callable[[int], Any], out: Any) -> None:
@@ -181,7 +179,7 @@ def test_the_first_process_writes_and_speaks(tmp_path: Path):
     given = ["fit", *paths, "--data", str(tmp_path / "data.safetensors"), "--batch-size", "4", "--steps", "1"]
 
     def run(rank: int) -> tuple[int, str]:
-        result = CliRunner().invoke(app, [*given, "--alignment", str(tmp_path / f"of-{rank}"), "--start", "identity"])
+        result = cli_support.run(*given, "--alignment", tmp_path / f"of-{rank}", "--start", "identity")
         return result.exit_code, result.output
 
     (code, said), (other, nothing) = together(run)

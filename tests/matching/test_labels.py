@@ -18,7 +18,7 @@ from tiny_models import ALL, Case, load_file, planted
 from torch import Tensor
 
 import rotation_merge
-from rotation_merge.errors import RotationMergeError
+from rotation_merge import RotationMergeError
 from rotation_merge.matching.check_pair import check_pair
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe

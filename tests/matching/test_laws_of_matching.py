@@ -9,6 +9,7 @@ from test_devices import weights
 from test_matching_ffn import block_tensors, mixtral
 from torch import Tensor
 
+from rotation_merge import AlignConfig
 from rotation_merge.architecture import families, table
 from rotation_merge.architecture.build import stream_groups
 from rotation_merge.architecture.model import Axis, Block, Norm, Part, Space, TensorInfo
@@ -20,7 +21,6 @@ from rotation_merge.matching.experts import match_experts
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.mean import _relative
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.source import transform_state
 from rotation_merge.symmetry import DirectSum, Orthogonal, Planar, Scaling
 from rotation_merge.symmetry.planar import PlanarGroup

@@ -21,10 +21,10 @@ from matching_support import (
 )
 from scipy.optimize import minimize
 
+from rotation_merge import AlignConfig
 from rotation_merge.matching import head_order as head_order_module
 from rotation_merge.matching.attention import match_attention
 from rotation_merge.matching.matrix_pairs import Side
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.symmetry.admitted import admitted
 from rotation_merge.symmetry.invertible import LARGEST_CONDITION
 from rotation_merge.symmetry.ordered import with_orders

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from rotation_merge import AlignConfig
 from rotation_merge.architecture.model import Space
 from rotation_merge.matching.convolution import match_convolution
 from rotation_merge.matching.matrix_pairs import Side
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.symmetry.convolution import FACTORS, ConvolutionGroup, ConvolutionTransform
 
 COLUMNS = {"first": 7, "second": 7, "filter": 3, "shift": 1, "third": 7, "out": 6}

@@ -7,6 +7,7 @@ import torch
 from matching_support import distance, ffn, gen, left, moved, noisy, planted, sides_of, tensors
 from scipy.optimize import linear_sum_assignment
 
+from rotation_merge import AlignConfig
 from rotation_merge.architecture.build import build
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.errors import AlignmentError
@@ -18,7 +19,6 @@ from rotation_merge.matching.ffn import match_ffn
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.nearest import _open_pairs, _project, _still_open, nearest_order
 from rotation_merge.matching.neurons import Neurons
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import block_hidden_biases
 from rotation_merge.symmetry import Monomial, NeuronTransform, Permutation, Scaling

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rotation_merge import AlignConfig
 from rotation_merge.architecture.registry import resolve
 from rotation_merge.matching.block import match_block
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.source import read_block
 from rotation_merge.run.demo import CHECKPOINTS
 

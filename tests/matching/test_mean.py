@@ -10,11 +10,11 @@ from plugin_support import merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
 from torch import Tensor
 
+from rotation_merge import AlignConfig
 from rotation_merge.matching import mean, passes
 from rotation_merge.matching.alignment import Transforms, aligned_tensors
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.mean import match_to_mean
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.biases import AlignedSource
 from rotation_merge.model.source import transform_state
 from rotation_merge.model.sources import MeanSource

@@ -12,11 +12,9 @@ from plugin_support import build, merged, recipe_for, save
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rotation_merge import align
-from rotation_merge.matching.fit import _Fit, fit
-from rotation_merge.matching.fit_records import FitConfig
+from rotation_merge import AlignConfig, FitConfig, align, fit
+from rotation_merge.matching.fit import _Fit
 from rotation_merge.matching.objective import distillation
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate, path

@@ -19,11 +19,9 @@ from safetensors.torch import save_file
 from tiny_models import Case, Planted, planted
 from variants import ONE
 
-from rotation_merge import align, transfer
+from rotation_merge import AlignConfig, Alignment, align, transfer
 from rotation_merge.architecture import Architecture
-from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.symmetry.admitted import by_stream
 

@@ -12,11 +12,11 @@ from plugin_support import merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, case, checkpoint, recipe, report, twin
 from tiny_models import make, save
 
+from rotation_merge import AlignConfig
 from rotation_merge.matching import model_pair
 from rotation_merge.matching.alignment import aligned_tensors
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.model_pair import MatchingPass, ModelPair
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.passes import Walk
 from rotation_merge.matching.stream import StreamStatistics
 from rotation_merge.matching.stream_products import measured

@@ -15,12 +15,12 @@ from plugin_support import from_file, make, merged, mergekit_yaml, one_error, re
 from safetensors.torch import load_file
 from test_devices import weights
 
+from rotation_merge import AlignConfig, Alignment
 from rotation_merge.architecture import families
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.architecture.table import sample
-from rotation_merge.matching.alignment import Alignment, load_alignment
+from rotation_merge.matching.alignment import load_alignment
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.source import transform_state
 from rotation_merge.report.html import write_page
 from rotation_merge.symmetry import StreamTransform

@@ -13,13 +13,14 @@ from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, r
 from tiny_models import ALL, Case, Planted, outputs, planted, reload
 
 import rotation_merge as rm
+from rotation_merge import AlignConfig
 from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.build import lay_out
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.mean import match_to_mean
-from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.matching.options import NOTHING
 from rotation_merge.model.source import transform_state
 from rotation_merge.symmetry import TranslationTransform
 

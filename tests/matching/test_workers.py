@@ -20,6 +20,7 @@ from cli_support import run
 from mergekit import common, multigpu_executor
 from plugin_support import EVERYTHING, make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_state
 
+from rotation_merge import AlignConfig
 from rotation_merge.architecture import table
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.errors import AlignmentError
@@ -27,7 +28,7 @@ from rotation_merge.matching import model_pair
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.model_pair import ModelPair
 from rotation_merge.matching.open_pair import open_pair
-from rotation_merge.matching.options import AlignConfig, VaryingOptions
+from rotation_merge.matching.options import VaryingOptions
 from rotation_merge.mergekit_plugin.planning import prefetch, tasks
 from rotation_merge.workers import threads
 from rotation_merge.workers.pieces import Devices

@@ -16,9 +16,8 @@ from plugin_support import make, one_error
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rotation_merge import merge_adapters
+from rotation_merge import RotationMergeError, merge_adapters
 from rotation_merge.averaging.task_vectors import TASK_VECTORS, with_even_lengths
-from rotation_merge.errors import RotationMergeError
 from rotation_merge.model.adapter_files import AdapterFactors, read_adapter
 
 MAPS = {"q_proj": (12, 10), "up_proj": (16, 10), "down_proj": (10, 16)}

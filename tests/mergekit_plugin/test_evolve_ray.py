@@ -21,12 +21,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner
+from cli_support import run
 from plugin_support import merged, relative_distances, state, twin
 from recipe_models import stand_in
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rotation_merge.cli.app import app
 from rotation_merge.run.demo import CHECKPOINTS, TEXTS
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -120,7 +119,7 @@ def test_workers_merge_aligned_models(folder: Path, strategy: str):
         shutil.copy(anchor / file, donor / file)
     genome = shown("search.yml").replace("org/anchor", str(anchor)).replace("org/donor", str(donor))
     Path("search.yml").write_text(genome, encoding="utf-8")
-    checked = CliRunner().invoke(app, ["check", "search.yml"])
+    checked = run("check", "search.yml")
     assert checked.exit_code == 0, checked.output
 
     output = evolve("search.yml", "--storage-path", "search", "--task-search-path", "tasks", "--strategy", strategy)
@@ -152,7 +151,7 @@ def test_the_recipe_is_searched_as_its_comment_says(folder: Path):
     Path("recipes").mkdir()
     Path("recipes", RECIPE.name).write_text(text, encoding="utf-8")
     assert (align[0], search[0]) == ("rotation-merge", "mergekit-evolve")
-    aligned = CliRunner().invoke(app, align[1:])
+    aligned = run(*align[1:])
     assert aligned.exit_code == 0, aligned.output
 
     evolve(*search[1:])

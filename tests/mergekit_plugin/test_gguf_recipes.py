@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_support import run
 from click.testing import CliRunner
 from gguf_support import TEXT, byte_tokenizer, case_of, saved, written
 from mergekit.io.tasks import LoaderCache
@@ -19,7 +20,6 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import rotation_merge as rm
-from rotation_merge.cli.app import app
 from rotation_merge.model.checkpoint import open_model
 from rotation_merge.model.gguf.file import open_gguf
 from rotation_merge.run.functions import load
@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(*arguments: object) -> str:
     LoaderCache.loaders.clear()
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    result = run(*arguments)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -97,7 +97,7 @@ def test_a_name_of_the_hub(models: Path, tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("org/b-GGUF:b.gguf", "org/b-GGUF"):
         model = open_model(name)
         assert (model["model.norm.weight"] == open_model(str(models / "b.gguf"))["model.norm.weight"]).all()
-    result = CliRunner().invoke(app, ["verify", "org/b-GGUF:gone.gguf", str(models / "b")])
+    result = run("verify", "org/b-GGUF:gone.gguf", models / "b")
     assert result.exit_code == 2
     assert "org/b-GGUF/gone.gguf: is neither a file nor in the hub's cache" in result.output
 
@@ -113,10 +113,10 @@ def test_commands_take_a_file_and_write_one(models: Path, tmp_path: Path) -> Non
     _run("gguf", out, tmp_path / "small.gguf", "--type", "q8_0")
     small = open_gguf(str(tmp_path / "small.gguf"))
     assert small.kinds["Q8_0"] == sum(e.shape[-1] % 32 == 0 and len(e.shape) > 1 for e in small.entries.values())
-    again = CliRunner().invoke(app, ["gguf", str(out), str(tmp_path / "small.gguf")])
+    again = run("gguf", out, tmp_path / "small.gguf")
     assert again.exit_code == 2
     assert "is there already" in again.output
-    assert CliRunner().invoke(app, ["gguf", str(models / "a.gguf"), str(models / "a.gguf"), "--force"]).exit_code == 2
+    assert run("gguf", models / "a.gguf", models / "a.gguf", "--force").exit_code == 2
 
 
 def test_a_refusal_imports_no_libraries(models: Path, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_refusal_imports_no_libraries(models: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_is_no_recipe(models: Path) -> None:
-    result = CliRunner().invoke(app, ["check", str(models / "a.gguf")])
+    result = run("check", models / "a.gguf")
     assert result.exit_code == 2
     assert "is a model, not a recipe; rotation-merge inspect" in result.output
 

@@ -115,7 +115,7 @@ def test_the_switch_leaves_mergekit_alone(tmp_path: Path) -> None:
         import mergekit.scripts.run_yaml
 
         import rotation_merge  # noqa: F401
-        from rotation_merge.errors import RotationMergeError
+        from rotation_merge import RotationMergeError
         from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 
         finders = [type(f).__name__ for f in sys.meta_path if "Mergekit" in type(f).__name__]

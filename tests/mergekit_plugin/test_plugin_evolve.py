@@ -15,7 +15,7 @@ from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from plugin_support import make, recipe_for, relative_distances, state, twin
 
-from rotation_merge.errors import RotationMergeError
+from rotation_merge import RotationMergeError
 
 
 def test_a_genomes_recipe_merges_aligned_models(tmp_path: Path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from plugin_support import make, recipe_for
 
-from rotation_merge.errors import RotationMergeError
+from rotation_merge import RotationMergeError
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.workers.progress import listening
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
+from cli_support import run
 from mergekit.config import MergeConfiguration
 from plugin_support import mergekit_yaml, one_error, recipe_for, write_recipe
 
-from rotation_merge.cli.app import app
 from rotation_merge.config import EACH, FILE, Option
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.recipe.document import Document, documents
@@ -134,7 +133,7 @@ def test_the_same_first_fault_both_ways(name: str, tmp_path: Path) -> None:
     old, new, words = FAULTS[name]
     text = recipe(old, new)
     path = write_recipe(text, tmp_path / "recipe.yml")
-    done, checked = (CliRunner().invoke(app, ["check", str(path), *more]) for more in ((), ("--json",)))
+    done, checked = (run("check", path, *more) for more in ((), ("--json",)))
     assert done.exit_code == checked.exit_code == 1, done.output
     assert words in done.output
     assert all(line.startswith(f"{path}:") for line in done.output.splitlines()[:-1]), done.output
@@ -171,7 +170,7 @@ def test_check_gives_every_fault_its_line(tmp_path: Path) -> None:
     """Of two faults that were seen by different eyes, none stands at 1:1."""
     text = recipe("delegate: linear", "exclude: 3\n  layers: [1, 2]\n  residual: [none, rotation]")
     path = write_recipe(text.replace("{weight: 0.5}\n  -", "{weight: .inf}\n  -"), tmp_path / "recipe.yml")
-    faults = json.loads(CliRunner().invoke(app, ["check", str(path), "--json"]).stdout)["faults"]
+    faults = json.loads(run("check", path, "--json").stdout)["faults"]
     assert {5, 9, 10, 11} <= {fault["line"] for fault in faults if fault["error"]}
     assert 1 not in {fault["line"] for fault in faults}
 

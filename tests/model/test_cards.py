@@ -114,10 +114,10 @@ def test_whose_nan_it_is_in_commands(which: str, models: tuple[Path, Path], tmp_
 @pytest.mark.parametrize("residual", ["none", "permutation"])
 def test_distances_to_the_mean_are_those_of_the_transforms(residual: str, tmp_path: Path) -> None:
     """The report's distances are those between the tensors that were merged; the card says what the anchor was."""
+    from rotation_merge import AlignConfig
     from rotation_merge.architecture import resolve
     from rotation_merge.matching.block import squared_distances
     from rotation_merge.matching.mean import match_to_mean
-    from rotation_merge.matching.options import AlignConfig
     from rotation_merge.model.source import read_block
 
     paths = [make("llama", tmp_path / str(seed), seed=seed) for seed in range(3)]

@@ -20,10 +20,10 @@ from torch import Tensor
 from variants import ONE
 
 import rotation_merge
+from rotation_merge import AlignConfig
 from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.model import Part
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.biases import HiddenBiases, block_hidden_biases
 from rotation_merge.model.source import transform_state
 from rotation_merge.run.statistics_writer import checkpoint_of

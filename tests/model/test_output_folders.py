@@ -14,7 +14,7 @@ import pytest
 from interrupted_support import equal, forked, load, start
 from plugin_support import one_error, recipe_for, state, write_recipe
 
-from rotation_merge.errors import RotationMergeError
+from rotation_merge import RotationMergeError
 from rotation_merge.files import locks
 from rotation_merge.model import folder_exchange
 from rotation_merge.model.output import mend_interrupted, staged

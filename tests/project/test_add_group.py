@@ -17,6 +17,7 @@ import torch
 from matching_support import save_for
 from torch import Tensor
 
+from rotation_merge import AlignConfig
 from rotation_merge.architecture import families
 from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.architecture.table import sample
@@ -24,7 +25,6 @@ from rotation_merge.matching.alignment import load_alignment
 from rotation_merge.matching.fit import LearnedTransforms
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.source import transform_state
 from rotation_merge.report.estimate import estimate
 from rotation_merge.symmetry import KINDS

@@ -25,7 +25,7 @@ from mergekit.scripts.run_yaml import main as mergekit_yaml
 from recipe_models import FAMILIES, localised, stand_in
 from transformers import ViTConfig, ViTForImageClassification
 
-from rotation_merge.carrying.config import TransferConfig
+from rotation_merge import TransferConfig
 from rotation_merge.cli.app import app
 from rotation_merge.matching import passes
 from rotation_merge.run.demo import CHECKPOINTS, TEXTS

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from cli_support import run
 
 from rotation_merge.cli import app as cli
 from rotation_merge.cli import show
-from rotation_merge.cli.app import COMMANDS, app
+from rotation_merge.cli.app import COMMANDS
 from rotation_merge.errors import no_space
 from rotation_merge.files.durable import replacing
 from rotation_merge.mergekit_plugin.console import line
@@ -22,10 +22,6 @@ from rotation_merge.run.demo import CHECKPOINTS
 
 LLAMAS = [str(CHECKPOINTS / f"llama-{seed}") for seed in (0, 1)]
 LORA = str(CHECKPOINTS / "llama-0-lora-english")
-
-
-def run(*arguments: object):
-    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 def test_an_error_is_json_where_json_was_asked_for():

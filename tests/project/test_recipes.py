@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from cli_support import run
 from click.testing import CliRunner
 from mergekit.scripts.multimerge import main as mergekit_multi
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from recipe_models import localised, names, stand_in
 from safetensors.torch import load_file
-
-from rotation_merge.cli.app import app
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yml"))
 HEADINGS = ("# Purpose:", "# Formula:", "# Source:", "# Expect:")
@@ -32,7 +31,7 @@ def prepared(recipe: Path, models: Path, folder: Path) -> Path:
         anchor, donor = (str(stand_in(name, models)) for name in names(recipe.read_text(encoding="utf-8"))[:2])
         made = folder / "made.safetensors"
         options = ["--residual", "permutation", "--heads", "permutation", "--alignment", str(made)]
-        done = CliRunner().invoke(app, ["align", anchor, donor, *options])
+        done = run("align", anchor, donor, *options)
         assert done.exit_code == 0, done.output
         text = text.replace("multiberts-0-1.safetensors", str(made))
     delegate = next(yaml.safe_load_all(text)).get("parameters", {}).get("delegate")
@@ -51,7 +50,7 @@ def measure(model: Path, kind: str) -> None:
         data = str(model / "tokens.jsonl")
         Path(data).write_text("\n".join(json.dumps({"input_ids": [3 + i, 9, 4 + i]}) for i in range(8)))
     options = ["--kinds", kind, "--samples", "8", "--length", "16"]
-    done = CliRunner().invoke(app, ["measure", str(model), "--data", data, *options])
+    done = run("measure", model, "--data", data, *options)
     assert done.exit_code == 0, done.output
 
 
@@ -69,7 +68,7 @@ def test_opens_with_purpose_formula_source_and_what_to_expect(recipe: Path):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_passes_check_and_runs(recipe: Path, models: Path, tmp_path: Path):
     local = prepared(recipe, models, tmp_path)
-    checked = CliRunner().invoke(app, ["check", str(local)])
+    checked = run("check", local)
     assert checked.exit_code == 0, checked.output
     if "genome" in yaml.safe_load(local.read_text(encoding="utf-8").split("---")[0]):
         return
@@ -88,7 +87,7 @@ def test_check_reads_hub_names_without_a_network(monkeypatch: pytest.MonkeyPatch
     """The recipes as they are: their models are not here, which is a note and no fault."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for recipe in RECIPES:
-        done = CliRunner().invoke(app, ["check", str(recipe)])
+        done = run("check", recipe)
         faults = [line for line in done.output.splitlines() if ": " in line and "(a note)" not in line]
         missing = [line for line in faults if "no such file" in line or "no such directory" in line]
         assert len(faults) == len(missing), done.output

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from rotation_merge import AlignConfig
 from rotation_merge.architecture import table
 from rotation_merge.architecture.registry import shipped
-from rotation_merge.matching.options import AlignConfig, VaryingOptions
+from rotation_merge.matching.options import VaryingOptions
 from rotation_merge.report import estimate as module
 from rotation_merge.report.estimate import Estimate, carried, estimate
 from rotation_merge.symmetry import neurons

@@ -7,11 +7,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from cli_support import run
 from click.testing import CliRunner
 from plugin_support import make, twin
 
-from rotation_merge.cli.app import app
-from rotation_merge.errors import RotationMergeError
+from rotation_merge import RotationMergeError
 from rotation_merge.record import MergeReport, SpaceRow
 from rotation_merge.report.html import page, write_page
 from rotation_merge.report.sections import Line, chart, ticks
@@ -162,7 +162,7 @@ def test_report_true_writes_the_page_and_the_command_writes_it_again(tmp_path: P
     first = (tmp_path / "out" / "report.html").read_text()
     checked(first)
     assert re.search(rf"<code>{re.escape(str(donor))}</code></dt><dd><code>[0-9a-f]{{40}}</code>", first)
-    done = CliRunner().invoke(app, ["inspect", str(tmp_path / "out"), "--html", str(tmp_path / "page.html")])
+    done = run("inspect", tmp_path / "out", "--html", tmp_path / "page.html")
     assert done.exit_code == 0
     assert "Alignment report: out" in (tmp_path / "page.html").read_text()
 

@@ -17,13 +17,14 @@ from rounding import assert_equal_up_to_rounding
 from safetensors.torch import load_file
 from tiny_models import ALL, Case, inputs, keep_float64, make, save
 
+from rotation_merge import MeasureConfig
 from rotation_merge.architecture import resolve
 from rotation_merge.errors import SpaceError
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.layers import LayerwiseMeasurement
-from rotation_merge.run.measure import MeasureConfig, MeasuredStatistics, ModelMeasurement
+from rotation_merge.run.measure import MeasuredStatistics, ModelMeasurement
 from rotation_merge.run.passes import StatisticsPass, UnfinishedMeasurement, run_passes
 from rotation_merge.run.runner import Runner, streamed_model
 from rotation_merge.run.statistics_file import NAME, write_error

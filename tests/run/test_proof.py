@@ -15,8 +15,8 @@ from tiny_models import ALL, save
 from tiny_models import make as tiny
 from torch import Tensor
 
+from rotation_merge import View
 from rotation_merge.model.sources import TranslatedSource
-from rotation_merge.model.view import View
 from rotation_merge.run import model_outputs, proof, runner
 from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.proof import Proof, prove

@@ -23,10 +23,9 @@ from plugin_support import build, make, one_error, save, state
 from ray_support import Deadly, Echo, Failing, Killing
 from safetensors.torch import load_file
 
-from rotation_merge.errors import RotationMergeError
+from rotation_merge import AlignConfig, RotationMergeError
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.open_pair import open_pair
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.workers import cluster as module
 from rotation_merge.workers.cluster import Cluster, spread
 

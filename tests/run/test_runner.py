@@ -10,8 +10,8 @@ import transformers
 from safetensors import SafetensorError
 from tiny_models import ALL, Case, difference, keep_float64, make, outputs, save
 
+from rotation_merge import RotationMergeError
 from rotation_merge.architecture import resolve
-from rotation_merge.errors import RotationMergeError
 from rotation_merge.run import functions
 from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.runner import Runner

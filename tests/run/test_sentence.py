@@ -25,8 +25,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rotation_merge import AlignConfig
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.checkpoint import open_model
 from rotation_merge.model.source import transform_state
 from rotation_merge.run.data import read_batches

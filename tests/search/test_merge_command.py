@@ -11,13 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cli_support
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from plugin_support import mergekit_yaml, state
 from safetensors.torch import load_file
 
-from rotation_merge.cli.app import app
 from rotation_merge.errors import DataError
 from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.demo import CHECKPOINTS
@@ -55,7 +55,7 @@ def interrupted(*_: object, **__: object) -> None:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["merge", *map(str, arguments)])
+    return cli_support.run("merge", *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ import yaml
 from cli_support import run
 from plugin_support import make, merged, mergekit_yaml, recipe_for, state, write_recipe, write_state
 
-from rotation_merge.errors import RotationMergeError, printable
+from rotation_merge import RotationMergeError
+from rotation_merge.errors import printable
 from rotation_merge.model.card import updated_card
 from rotation_merge.model.markdown import code, plain, prose
 from rotation_merge.record import MergeReport

@@ -12,8 +12,8 @@ from cli_support import run
 from hub_support import Hub, publish_as_push_does
 from plugin_support import one_error
 
+from rotation_merge import RotationMergeError
 from rotation_merge.config import FILE, FOLDER, MODEL, NEW_FILE
-from rotation_merge.errors import RotationMergeError
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
 from rotation_merge.share.paths import check_paths
 

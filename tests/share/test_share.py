@@ -22,7 +22,7 @@ from huggingface_hub import ModelCard
 from plugin_support import from_file, make, merged, one_error, recipe_for, state, twin
 from safetensors.torch import save_file
 
-from rotation_merge.errors import RotationMergeError
+from rotation_merge import RotationMergeError
 from rotation_merge.matching.alignment import load_alignment
 from rotation_merge.record import MANIFEST_FILE
 from rotation_merge.share.complete_recipe import completed

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_models import ALL, make
 
+from rotation_merge import AlignConfig
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import transform_axis
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.symmetry import HeadTransform, NeuronTransform, Orthogonal, Permutation, Planar, Scaling
