@@ -1,6 +1,7 @@
 """Faults that merges are found with, planted in whole folders: by safetensors, JSON and the file system alone.
 
-Nothing here is shared with the checks that find them. `python tests/faults_support.py` prints the docs' table of them.
+Nothing here is shared with the checks that find them. `python tests/faults_support.py` prints how many of them
+`doctor` finds.
 """
 
 from __future__ import annotations
