@@ -500,9 +500,11 @@ def _matcher(how: str, samples: Batches | None, anchor: OpenedModel, donor: Open
     if anchor.module is None or donor.module is None or not samples:
         problem = f"match_on='{how}' runs the models on samples"
         raise RecipeError(problem, remedy="give modules, and 'samples': batches of what their forward takes")
-    from rotation_merge.matching.match_on import match_on_activations, seen_of
+    from rotation_merge.matching.match_on import match_on_activations, record_activations
 
     batches = [dict(batch) for batch in samples]
     return partial(
-        match_on_activations, activations=(seen_of(anchor.module, batches), seen_of(donor.module, batches)), how=how
+        match_on_activations,
+        activations=(record_activations(anchor.module, batches), record_activations(donor.module, batches)),
+        how=how,
     )

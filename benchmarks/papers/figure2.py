@@ -47,8 +47,8 @@ def rows(given: Given) -> Iterator[tuple[str, Row]]:
 def points(two: Two, name: str) -> dict[str, float]:
     """Losses at the ends and of both averages, barriers by them, distances."""
     a, b, c = two.moved(NAMED[name])
-    ends = two.worth(a)[0], two.worth(b)[0]
-    middles = [two.worth(mixed({"A": a, "B": one}, [0.5, 0.5]))[0] for one in (b, c)]
+    ends = two.loss_and_accuracy(a)[0], two.worth(b)[0]
+    middles = [two.loss_and_accuracy(mixed({"A": a, "B": one}, [0.5, 0.5]))[0] for one in (b, c)]
     rises = [middle - sum(ends) / 2 for middle in middles]
     values = (*ends, *middles, *rises, distance(a, c) ** 0.5, distance(a, b) ** 0.5)
     return dict(zip(TABLES[NAME][1:], values, strict=True))
@@ -66,7 +66,7 @@ def grid(two: Two, name: str, side: int) -> dict[str, Any]:
         """A + u (B - A) + v (C - A - x (B - A)) / y."""
         return mixed({"A": a, "B": b, "C": c}, [1 - u - v * (1 - x) / y, u - v * x / y, v / y])
 
-    lines = [(round(v, 3), [two.worth(at(u, v))[0] for u in xs]) for v in ys]
+    lines = [(round(v, 3), [two.loss_and_accuracy(at(u, v))[0] for u in xs]) for v in ys]
     return {"x": [round(xs[0], 3), round(xs[-1], 3)], "B'": [round(x, 3), round(y, 3)], "rows": lines}
 
 

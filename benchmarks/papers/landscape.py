@@ -79,7 +79,7 @@ class Two:
     def kept(self, key: str, compute: Callable[[], Any]) -> Any:
         return self.given.kept(f"landscape, {self.names}, {key}", compute)
 
-    def worth(self, state: State) -> tuple[float, float]:
+    def loss_and_accuracy(self, state: State) -> tuple[float, float]:
         """Loss and accuracy of weights."""
         self.network.load_state_dict(state)
         return evaluate(self.network, self.data)
@@ -96,7 +96,7 @@ class Two:
     def halfway(self, options: AlignConfig | None) -> tuple[float, float]:
         """Loss and accuracy of the average."""
         anchor, _, donor = self.moved(options)
-        return self.worth(mixed({"anchor": anchor, "donor": donor}, [0.5, 0.5]))
+        return self.loss_and_accuracy(mixed({"anchor": anchor, "donor": donor}, [0.5, 0.5]))
 
     @cached_property
     def ends(self) -> list[str]:

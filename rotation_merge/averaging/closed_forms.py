@@ -154,8 +154,8 @@ def kfac(
     changes = [w.double() - first for w in weights]
     right: Tensor = sum(a * b @ d @ g for a, b, d, g in zip(shares, outputs, changes, inputs, strict=True))  # type: ignore[assignment]
     if len(weights) == 2:
-        u, mu = _together(outputs[0], outputs[1])
-        v, nu = _together(inputs[0], inputs[1])
+        u, mu = _jointly_diagonalised(outputs[0], outputs[1])
+        v, nu = _jointly_diagonalised(inputs[0], inputs[1])
         inner = (u.T @ right @ v) / (shares[0] + shares[1] * mu[:, None] * nu[None, :])
         return first + u @ inner @ v.T
 
@@ -172,7 +172,7 @@ def kfac(
     return first + conjugate_gradients(apply, right, before)
 
 
-def _together(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+def _jointly_diagonalised(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """V and nu with ``V^T first V = I`` and ``V^T second V = diag(nu)``."""
     lower = _cholesky(first)
     half = torch.linalg.solve_triangular(lower, second, upper=False)

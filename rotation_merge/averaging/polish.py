@@ -31,7 +31,7 @@ gradient."""
 TOGETHER = 16
 """Examples of a step, of all teachers together."""
 
-AHEAD = 8
+GRADIENT_SAMPLES = 8
 """Batches of each teacher that say where a LoRA begins."""
 
 TRIAL = 0.1
@@ -179,7 +179,7 @@ class _Polish:
         check_answers(self.model, [torch.tensor(before)])
         report = PolishReport(before, before, history=[(0, 0.0, before)])
         if self.options.new:
-            initialise_along_gradient(self.model, self.ahead)
+            initialise_along_gradient(self.model, self.accumulate_gradients)
         start, rates = self.kept(), self.options.usual
         resumed = self.options.state is not None and self.options.state.exists()
         if not resumed:
@@ -262,10 +262,10 @@ class _Polish:
         loss.backward()
         return float(loss.detach())
 
-    def ahead(self) -> None:
+    def accumulate_gradients(self) -> None:
         """Adds the gradients of some of the samples that are trained on."""
         for answers, numbers in zip(self.answered, self.training, strict=True):
-            for number in numbers[:AHEAD]:
+            for number in numbers[:GRADIENT_SAMPLES]:
                 self.gradient(answers, number)
 
     @torch.no_grad()

@@ -226,17 +226,17 @@ def both_sides(changes: Sequence[Tensor], weights: Sequence[float], ridge: float
     start = PRIOR * torch.stack(list(changes)).sum(0)
     penalty = ridge * sum(weights)
 
-    def weighed(x: Tensor, change: Tensor, gram: Tensor, share: float) -> Tensor:
+    def gram_product(x: Tensor, change: Tensor, gram: Tensor, share: float) -> Tensor:
         """``D D^T X D^T D``, by the smaller Gram of D."""
         if wide:
             return share * (gram @ (x @ change.mT) @ change)
         return share * (change @ (change.mT @ x @ gram))
 
     def apply(x: Tensor) -> Tensor:
-        return sum((weighed(x, *term) for term in counting), penalty * x)
+        return sum((gram_product(x, *term) for term in counting), penalty * x)
 
     merged = start.clone()
-    residual = sum((weighed(term[0], *term) for term in counting), penalty * start) - apply(start)
+    residual = sum((gram_product(term[0], *term) for term in counting), penalty * start) - apply(start)
     direction, size = residual.clone(), float(residual.square().sum())
     least = 1e-24 * max(size, 1e-300)
     for _ in range(STEPS):

@@ -150,7 +150,7 @@ class Bases:
             run, yaml.safe_dump(asdict(options), sort_keys=False), str(self.new.reference)
         )
 
-    def settled(self, options: AlignConfig, progress: Progress | None = None) -> Bases:
+    def with_layer_pairs(self, options: AlignConfig, progress: Progress | None = None) -> Bases:
         """Pair the layers by similarity if asked to, alternating with matching until the pairs stay."""
         if not self.alike or self.frame is None:
             return self
@@ -211,7 +211,7 @@ def open_bases(
     Raises:
         RotationMergeError: one is missing, damaged, quantised or not supported, or they do not fit together.
     """
-    if unlike is not None and unlike.asked:
+    if unlike is not None and unlike.is_set:
         return _framed(new, old, device, untie, unlike)
     pair = open_pair(new, old, NOTHING, untie, device, words=False)
     donor = _in_form_of(pair.architecture, pair.checked.donor)
@@ -230,12 +230,12 @@ def _framed(new: str, old: str, device: str, untie: bool, unlike: ResizeOptions)
     tied, stream = next((model.tied for model in (a, d) if model.tied), ("", ""))
     if untie and stream and a.architecture.layer_normed(stream):
         tied = ""
-    frame = frame_of(a.architecture, d.architecture, unlike.met(a, d), tied or None, (new, old))
+    frame = frame_of(a.architecture, d.architecture, unlike.layer_pairs(a, d), tied or None, (new, old))
     if not unlike.widths and (grows := frame.grow_new.growth or frame.grow_old.growth):
         raise CheckpointError(f"is not of the sizes of {new} ({grows})", where=old, remedy=WIDTHS)
     spec = find(d.config)
     config = d.config if spec is None else {**d.config, **config_of_sizes(spec, d.config, a.config)}
-    donor = _in_form_of(frame.common, replace(d.member, architecture=frame.met, config=config))
+    donor = _in_form_of(frame.common, replace(d.member, architecture=frame.paired_architecture, config=config))
     anchor = replace(a.member, architecture=frame.common)
     checked = check_pair(anchor, donor, NOTHING, untie=untie)
     return Bases(Pair(a, d, a.architecture, checked, device), frame, unlike.layers == AUTO)

@@ -68,7 +68,7 @@ class Carrier:
         resized = () if self.frame is None else self.frame.folded
         return tuple(dict.fromkeys((*self.alignment.folded, *resized)))
 
-    def met(self, block: Block) -> Block | None:
+    def paired_block(self, block: Block) -> Block | None:
         """The old base's block that meets one of the new base's, under the names of `old`; None: none does."""
         return block if self.frame is None else self.frame.block(block)
 

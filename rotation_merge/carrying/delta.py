@@ -212,7 +212,7 @@ class Delta:
         carrier = self.carrier
         base = read_tensor(info, self._folded(carrier.new, carrier.architecture))
         assert base is not None
-        if carrier.met(block) is None:
+        if carrier.paired_block(block) is None:
             return base, 0.0, 0.0
         change, before = self._change(block, info)
         moved = carrier.with_new_rows(block, info, carrier.moved(block, info, change, self.places))
@@ -229,7 +229,7 @@ class Delta:
         """
         result: Changes = {}
         norms: dict[str, tuple[float, float]] = {}
-        if self.carrier.met(block) is None:
+        if self.carrier.paired_block(block) is None:
             return result, norms
         for info in sorted(block.tensors, key=lambda i: is_bias(i.key)):
             if not self._holds(info) or read_tensor(info, self.carrier.new) is None:

@@ -161,7 +161,7 @@ def adapter_in_training(model: Any, written: AdapterWeights) -> Any:
         b_name = name.replace("lora_A", "lora_B").replace("lora_embedding_A", "lora_embedding_B")
         b, rank = tensors[b_name], a.shape[0]
         if a.ndim == 2 and name.endswith("weight") and rank <= a.shape[1]:
-            tensors[name], b = _evened(a, b)
+            tensors[name], b = _balanced_factors(a, b)
         tensors[b_name] = b / rank**0.5
         if (bias := f"{b_name.removesuffix('weight')}bias") in tensors:
             tensors[bias] = tensors[bias] / rank**0.5
@@ -172,7 +172,7 @@ def adapter_in_training(model: Any, written: AdapterWeights) -> Any:
             return PeftModel.from_pretrained(model, folder, is_trainable=True).eval()
 
 
-def _evened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _balanced_factors(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Factors of the same product, the rows of `a` orthogonal and of a fresh LoRA's length (uniform, 1/sqrt(in))."""
     q, r = torch.linalg.qr(a.double().mT)
     return (q.mT * 3**-0.5).to(a.dtype), (b.double() @ r.mT * 3**0.5).to(b.dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, Space, TensorInfo
 from rotation_merge.errors import CheckpointError, RecipeError
-from rotation_merge.matching.check_pair import Layers, meeting
+from rotation_merge.matching.check_pair import Layers, paired_blocks
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.source import TensorSource, read_tensor
 from rotation_merge.model.sources import RestructuredSource
@@ -35,13 +35,13 @@ class FramedSource(WidenedSource):
 
     Attributes:
         narrow_source: its tensors under their own names.
-        met: those names that have a partner in the new base.
+        paired: those names that have a partner in the new base.
     """
 
     def __init__(self, narrow_source: TensorSource, named: RestructuredSource, widening: Widening) -> None:
         super().__init__(named, widening)
         self.narrow_source = narrow_source
-        self.met = {
+        self.paired = {
             *named.names.values(),
             *(n for recomputed, _ in named.made.values() for c in recomputed.cuts for n in c.info.names),
         }
@@ -57,7 +57,7 @@ class Frame:
         common: the new base's blocks that meet one of the old base's, in sizes that hold both.
         grow_new, grow_old: widening of each base to these sizes, under the new base's names.
         tied: a head that shares an embedding's tensor in either.
-        likeness: where layers met by similarity: by module, the mean of their likeness.
+        likeness: where layers were paired by similarity: by module, the mean of their likeness.
     """
 
     new: Architecture
@@ -78,9 +78,9 @@ class Frame:
         return self._blocks.get(block.name)
 
     @cached_property
-    def met(self) -> Architecture:
+    def paired_architecture(self) -> Architecture:
         """The old base's blocks that meet one, called as there, in the common sizes."""
-        return _with_spaces(_met(self.new, self.old, self.layers), self.common.spaces())
+        return _with_spaces(_paired_architecture(self.new, self.old, self.layers), self.common.spaces())
 
     @property
     def folded(self) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ class Frame:
         Args:
             architecture: by which its tensors are named.
         """
-        renamed = _met(self.new, architecture, self.layers)
+        renamed = _paired_architecture(self.new, architecture, self.layers)
         return FramedSource(source, RestructuredSource(source, renamed, self.grow_old.narrow), self.grow_old)
 
     def of(self, block: Block, info: TensorInfo) -> TensorInfo:
@@ -121,14 +121,14 @@ class Frame:
     @property
     def alone(self) -> tuple[Block, ...]:
         """The old base's layers that meet none of the new base's."""
-        met = {(module, old) for module, pairs in self.layers.items() for _, old in pairs}
-        return tuple(b for b in self.old.blocks if b.index is not None and (b.module, b.index) not in met)
+        paired = {(module, old) for module, pairs in self.layers.items() for _, old in pairs}
+        return tuple(b for b in self.old.blocks if b.index is not None and (b.module, b.index) not in paired)
 
     def unmatched_norms(self, old: FramedSource, tuned: FramedSource) -> dict[str, float]:
         """Squared norms of the changes without a partner, by block of the old base."""
         changes: dict[str, float] = {}
         for block in self.old.blocks:
-            for info in (info for info in block.tensors if not old.met & {*info.names, *info.tied}):
+            for info in (info for info in block.tensors if not old.paired & {*info.names, *info.tied}):
                 before, after = (read_tensor(info, framed.narrow_source) for framed in (old, tuned))
                 if before is not None and after is not None and before.is_floating_point():
                     change = float((after.double() - before.double()).square().sum())
@@ -158,9 +158,9 @@ class Frame:
             if even and not self.alone and module not in self.likeness:
                 continue
             scope = "" if len(self.layers) == 1 else f" of the {module}"
-            met = ", ".join(f"{old_layer}:{new_layer}" for new_layer, old_layer in pairs)
+            pairs_text = ", ".join(f"{old_layer}:{new_layer}" for new_layer, old_layer in pairs)
             how = f", by similarity (mean cosine {self.likeness[module]:.2f})" if module in self.likeness else ""
-            lines.append(f"Layers{scope} of `{old}` paired with layers of `{new}`{how}, old:new: {met}.")
+            lines.append(f"Layers{scope} of `{old}` paired with layers of `{new}`{how}, old:new: {pairs_text}.")
         return lines
 
 
@@ -176,9 +176,9 @@ def frame_of(new: Architecture, old: Architecture, layers: Layers, tied: str | N
     Raises:
         CheckpointError: sizes differ that decide a function.
     """
-    met = {block.name for block, _ in meeting(new, old, layers)}
-    ours = replace(new, blocks=tuple(block for block in new.blocks if block.name in met))
-    its = _met(new, old, layers).spaces()
+    paired = {block.name for block, _ in paired_blocks(new, old, layers)}
+    ours = replace(new, blocks=tuple(block for block in new.blocks if block.name in paired))
+    its = _paired_architecture(new, old, layers).spaces()
     small = {name: its.get(name, space) for name, space in ours.spaces().items()}
     for name, space in ours.spaces().items():
         if small[name].kind != space.kind or small[name].sizes.keys() != space.sizes.keys():
@@ -200,10 +200,10 @@ def frame_of(new: Architecture, old: Architecture, layers: Layers, tied: str | N
     return Frame(new, old, layers, common, grow_new, grow_old, tied)
 
 
-def _met(new: Architecture, old: Architecture, layers: Layers) -> Architecture:
+def _paired_architecture(new: Architecture, old: Architecture, layers: Layers) -> Architecture:
     """The blocks of the old base that meet one of the new base's, their places and spaces called as there."""
     blocks = []
-    for new_block, old_block in meeting(new, old, layers):
+    for new_block, old_block in paired_blocks(new, old, layers):
         called = {
             space.name: replace(space, name=new_block.spaces[local].name)
             for local, space in old_block.spaces.items()
@@ -296,10 +296,10 @@ class ResizeOptions:
     layers: str = ""
 
     @property
-    def asked(self) -> bool:
+    def is_set(self) -> bool:
         return self.widths or bool(self.layers)
 
-    def met(self, new: Model, old: Model) -> Layers:
+    def layer_pairs(self, new: Model, old: Model) -> Layers:
         """Pairs of matching layers (new base, old base), by module. `auto` pairs layers at equal relative depth.
 
         Raises:

@@ -36,7 +36,7 @@ from rotation_merge.carrying.refit import HEAD_RIDGE, ChangeOptions, refit_chang
 from rotation_merge.carrying.session import TransferSession
 from rotation_merge.files.ledger import Unfinished
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.match_on import seen_of
+from rotation_merge.matching.match_on import record_activations
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.source import Progress, TensorSource, read_tensor, unstack
 from rotation_merge.model.sources import ReplacedSource, TranslatedSource
@@ -290,7 +290,7 @@ class SampledTransfer:
         """The new base's tensors with the change moved by a map of each linear map's inputs, and the number of such
         maps."""
         batches = unpadded(data.batches, self.config.data)
-        new, old = (seen_of(self._on(name), batches) for name in (self._new, self._old))
+        new, old = (record_activations(self._on(name), batches) for name in (self._new, self._old))
         carrier = replace(self.session.carrier, sites=site_maps(self.session.carrier, new, old))
         return self._with(Delta(carrier, self.tuned)), len(carrier.sites)
 

@@ -22,7 +22,7 @@ from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import WEIGHTS
-from rotation_merge.matching.run import Run, how_far
+from rotation_merge.matching.run import Run, change_note
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.card import metadata, notes, section, with_metadata
 from rotation_merge.model.checkpoint import parse_reference
@@ -125,7 +125,7 @@ class TransferSession:
         cls, bases: Bases, config: TransferConfig, execution: Execution, progress: Progress | None = None
     ) -> TransferSession:
         """A session whose bases are aligned: matched, by a file, or by an alignment at hand."""
-        bases = bases.settled(config.match, progress)
+        bases = bases.with_layer_pairs(config.match, progress)
         if isinstance(config.alignment, str):
             alignment, report = bases.given(config.alignment)
         else:
@@ -140,7 +140,7 @@ class TransferSession:
         return isinstance(self.scale, Mapping)
 
     @property
-    def asked(self) -> list[str]:
+    def advice_lines(self) -> list[str]:
         """Lines on the scale and on measuring the effect of a change that was carried by weights alone."""
         if isinstance(self.scale, Mapping):
             return []
@@ -186,7 +186,7 @@ class TransferSession:
         Args:
             how: the method in words; empty: carried by weights.
         """
-        lines = [*lines, *([] if how else self.asked), *self.token_words]
+        lines = [*lines, *([] if how else self.advice_lines), *self.token_words]
         report = replace(self.report_on(work), notes=[*self.report.notes, *lines], relation="adapter")
         with staged(out) as staging:
             written.save_pretrained(staging)
@@ -207,7 +207,7 @@ class TransferSession:
             for _, pieces, change, before in delta.tensors():
                 run.transport(work, change, before)
                 yield from pieces.items()
-            lines.extend([*self.report.notes, *delta.fitting_notes(), *run.transport_notes(), *self.asked])
+            lines.extend([*self.report.notes, *delta.fitting_notes(), *run.transport_notes(), *self.advice_lines])
             lines.extend([*([not_written(stale)] if stale else []), *self.token_words])
 
         def text() -> str:
@@ -274,7 +274,7 @@ def _notes(carried: CarriedAdapter, bases: Bases) -> list[str]:
     change, before = map(sum, zip(*carried.norms.values(), strict=True))
     notes = [
         f"{len(carried.norms)} changed tensors were carried.",
-        how_far("The change", change, before, "of the original weights"),
+        change_note("The change", change, before, "of the original weights"),
     ]
     if carried.constants:
         notes.append(

@@ -70,7 +70,7 @@ def _carry_weights(
     if (unmoved := unchanged_results(works, bases, config, execution)) is not None:
         return unmoved
     config = resolved_residual(config, bases)
-    bases = bases.settled(config.match, progress)
+    bases = bases.with_layer_pairs(config.match, progress)
     added = {out: AddedTokens.of(bases, path, ranks[out], config.resizes) for out, path in whole.items()}
     tuned = {out: bases.tuned(path, added[out].lengths[1]) for out, path in whole.items()}
     aligned = TransferSession.aligned(bases, config, execution, progress)
@@ -108,7 +108,7 @@ def _carry_with_samples(
         )
     names = {out: f"{old}+{path}" if is_adapter(path) else path for out, path in works.items()}
     config = resolved_residual(config, bases)
-    bases = bases.settled(config.match, progress)
+    bases = bases.with_layer_pairs(config.match, progress)
     ranks = {out: config.rank or (Adapter(work).rank if is_adapter(work) else 0) for out, work in works.items()}
     added = {out: AddedTokens.of(bases, name, ranks[out], config.resizes) for out, name in names.items()}
     sources = {out: bases.tuned(name, added[out].lengths[1]) for out, name in names.items()}

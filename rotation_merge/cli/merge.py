@@ -131,7 +131,7 @@ def _polished(search: Search, out: str) -> dict[str, Any]:
         report = polished(out, place, config.models, [search.data[model] for model in config.models], ways)
     except RotationMergeError as error:
         return {"out": None, "verdict": f"not done, {error}"}
-    figures = search.worth(place) if report.gained else None
+    figures = search.reporting_figures(place) if report.gained else None
     words = "" if figures is None else f"; {figures.score:.4f} {search.reporting.unit} on samples that nothing has seen"
     return {**report.to_dict(), "out": place if report.gained else None, "verdict": report.verdict() + words}
 

@@ -43,7 +43,7 @@ def draft_of(model: str) -> tuple[dict[str, Any], list[str]]:
     """
     opened = Models(MergeOptions())[ModelReference.parse(model)]
     opened.check_files()
-    content, doubts = drafted(opened.config, opened.shapes, model)
+    content, doubts = draft_content(opened.config, opened.shapes, model)
     fits = matching_families(opened.config, opened.shapes) if len(doubts) > len(_ALWAYS) else []
     if not fits:
         return content, doubts
@@ -69,7 +69,7 @@ def matching_families(config: Mapping[str, Any], shapes: Mapping[str, tuple[int,
     return sorted(families, key=lambda family: known is None or family != known.family)
 
 
-def drafted(
+def draft_content(
     config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], model: str
 ) -> tuple[dict[str, Any], list[str]]:
     """See `draft_of`.

@@ -24,11 +24,11 @@ from rotation_merge.linalg.finite import all_finite
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.check_pair import check_pair
 from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.layer_spans import inconsistent_space
 from rotation_merge.matching.model_pair import Transforms
 from rotation_merge.matching.moved_statistics import MovedTensors
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.serialisation import packed, unpacked
-from rotation_merge.matching.spanning import torn
 from rotation_merge.model import slices
 from rotation_merge.model.biases import AlignedSource, holders
 from rotation_merge.model.fingerprint import Fingerprint, checksum
@@ -725,7 +725,7 @@ def _check_spaces(transforms: Transforms, header: _Header, architecture: Archite
         )
         if refused is not None:
             raise AlignmentError(f"would change what the models compute: space '{name}': {refused}")
-    if apart := torn(architecture, transforms):
+    if apart := inconsistent_space(architecture, transforms):
         raise AlignmentError(
             f"would change what the models compute: space '{apart}' moves apart from its keys and values"
         )

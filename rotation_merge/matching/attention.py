@@ -73,7 +73,7 @@ def _match(space: Space, sides: list[Side], group: HeadGroup) -> AttentionMatch:
 def _solve(pairing: Pairing, order: Order | None, distance: Tensor) -> tuple[GroupElement, Tensor]:
     """The best maps, and what they take off the squared distances."""
     known, element, gain = pairing.solved(order)
-    grams = pairing.settled(known, distance)
+    grams = pairing.without_rounding(known, distance)
     if grams is not known:
         element, gain = pairing.group.solve(grams)
     donor_products = partial(pairing.own_products, order)
@@ -127,8 +127,8 @@ def match_ordered(
     """
     pairings = [*pairings_of(space, sides, group), *shared_gains(space, sides, group)]
     ordered = [p for p in pairings if isinstance(p.group, OrderedSigns | OrderedExchange)]
-    turns = _Turns(sides, group, match, ordered)
-    best = turns.climbed(group.identity())
+    turns = _AlternatingOrders(sides, group, match, ordered)
+    best = turns.ascend(group.identity())
     if best.after <= _GAINED * best.before or group.order in ("none", "fixed"):
         return best
     order, _ = best_order(group, [p for p in pairings if p not in ordered and p.side in ("qk", "vo", "rest")])
@@ -136,12 +136,12 @@ def match_ordered(
     heads = still if order is None else replace(still, groups=order.donor, queries=order.queries)
     if torch.equal(heads.groups, best.transform.groups) and torch.equal(heads.queries, best.transform.queries):
         return best  # to which the same order of heads has led
-    reordered = turns.climbed(turns.reordered(heads))
+    reordered = turns.ascend(turns.reordered(heads))
     return replace(reordered, before=best.before) if reordered.after < best.after * (1 - _GAINED) else best
 
 
 @dataclass(frozen=True)
-class _Turns:
+class _AlternatingOrders:
     """Orders of heads for that of coordinates, and the other way round.
 
     Attributes:
@@ -154,7 +154,7 @@ class _Turns:
     match: Callable[[list[Side]], AttentionMatch]
     ordered: list[Pairing]
 
-    def climbed(self, start: HeadTransform) -> AttentionMatch:
+    def ascend(self, start: HeadTransform) -> AttentionMatch:
         """The best that turns lead to from an order of coordinates; no turn makes it worse."""
         best, order = self._matched(start), start
         for _ in range(MOST_TURNS):

@@ -22,11 +22,11 @@ from rotation_merge.matching.attention import AttentionMatch, match_attention
 from rotation_merge.matching.convolution import match_convolution
 from rotation_merge.matching.experts import ExpertsMatch, match_experts
 from rotation_merge.matching.ffn import NeuronMatch, match_ffn
+from rotation_merge.matching.layer_spans import Leads, query_order_space, with_query_order, without_query_order
 from rotation_merge.matching.matrix_pairs import Side, Tensors, sides
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.spanning import Leads, held, led, ordered
 from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.biases import settled
+from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.symmetry import HeadTransform, NeuronTransform, SpaceTransform, TranslationTransform
 from rotation_merge.symmetry.admitted import asks, latent, mixer, translation
 from rotation_merge.symmetry.latent import LatentTransform
@@ -134,7 +134,7 @@ def match_block(
     """
     spaces = wanted_spaces(block, options)
     names = {space.name for space in spaces}
-    anchor, donor = settled(block, anchor, names), settled(block, donor, names)
+    anchor, donor = without_hidden_biases(block, anchor, names), without_hidden_biases(block, donor, names)
     matching = _Matching(block, anchor, donor, options, dict(streams or {}), leads)
     for place, space in enumerate(spaces):
         matching.match(space, {later.name for later in spaces[place + 1 :]})
@@ -281,16 +281,20 @@ class _Matching:
         """A space that spans layers: as the first of them says, or here, or not at all."""
         lead = self.leads.get(str(space.span))
         donor = dict(self.donor)
-        moved = {} if lead is None else {space.name: ordered(lead)}
+        moved = {} if lead is None else {space.name: without_query_order(lead)}
         for info in self.block.tensors:
             if info.key in donor and space in info.spaces():
                 donor[info.key] = transform_tensor(donor[info.key], info, moved)
         arguments = (self.block, space, self.anchor, donor, transforms)
         is_lead = lead is None and space.span in self.leads
         match = match_attention(
-            space if is_lead else held(space), sides(*arguments, unknown) or sides(*arguments), self.options
+            space if is_lead else query_order_space(space),
+            sides(*arguments, unknown) or sides(*arguments),
+            self.options,
         )
-        transform, record = self._recorded(space, match.transform if lead is None else led(lead, match.transform))
+        transform, record = self._recorded(
+            space, match.transform if lead is None else with_query_order(lead, match.transform)
+        )
         return transform, {**record, "notes": match.notes}
 
     def _recorded(self, space: Space, transform: SpaceTransform) -> tuple[SpaceTransform, dict[str, Any]]:

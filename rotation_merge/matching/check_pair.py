@@ -95,7 +95,7 @@ def check_pair(
     streams = _streams(anchor, donor, options.residual, untie)
     if streams or layers is None:
         _check_depth(anchor, donor)
-    blocks = meeting(anchor.architecture, donor.architecture, None if streams else layers)
+    blocks = paired_blocks(anchor.architecture, donor.architecture, None if streams else layers)
     for anchor_block, donor_block in blocks:
         _check_block(anchor_block, donor_block, anchor, donor)
     folded = anchor.architecture.folds(streams)
@@ -164,7 +164,7 @@ def _check_depth(anchor: PairedModel, donor: PairedModel) -> None:
             )
 
 
-def meeting(anchor: Architecture, donor: Architecture, layers: Layers | None) -> list[tuple[Block, Block]]:
+def paired_blocks(anchor: Architecture, donor: Architecture, layers: Layers | None) -> list[tuple[Block, Block]]:
     """The blocks that are matched with each other."""
     donor_blocks = {(b.module, b.place, b.index, b.name if b.index is None else ""): b for b in donor.blocks}
     pairs = []

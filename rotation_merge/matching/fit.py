@@ -44,8 +44,8 @@ from rotation_merge.matching.objective import (
     choose,
     distillation,
     labels_loss,
+    loss_weight,
     mix,
-    weighed,
 )
 from rotation_merge.matching.open_pair import open_pair, write_alignment
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
@@ -105,7 +105,7 @@ class LearnedTransforms(nn.Module):
         return start.with_elements({**start.elements(), **learned})
 
     @torch.no_grad()
-    def hardened(self) -> Transforms:
+    def final_transforms(self) -> Transforms:
         """The transforms as they are stored and applied: float64, on the CPU, exactly inside their groups."""
         was = next(iter(self.parameters()), torch.zeros(())).device
         self.cpu()
@@ -289,7 +289,7 @@ class _Fit:
                     value = distillation(outputs, parent_outputs, coefficients, attention_mask(batch))
             if self.together.count == 1:
                 return value
-            mass = weighed(self.parents[0], outputs, batch, parent_outputs, coefficients).to(mass)
+            mass = loss_weight(self.parents[0], outputs, batch, parent_outputs, coefficients).to(mass)
         total = self.together.total(mass)
         return value * mass / total if float(mass) else mass
 
@@ -420,7 +420,9 @@ class _Fit:
         learned.load_state_dict(best)
         report.seconds = time.perf_counter() - began
         alignments = [
-            Alignment(cast(LearnedTransforms, module).hardened(), self.folded, summary={"learned": report.to_dict()})
+            Alignment(
+                cast(LearnedTransforms, module).final_transforms(), self.folded, summary={"learned": report.to_dict()}
+            )
             for module in learned
         ]
         known = [replace(alignment, basis=self._basis(number)) for number, alignment in enumerate(alignments, start=1)]

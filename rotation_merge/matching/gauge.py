@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from rotation_merge.architecture.model import Architecture
+from rotation_merge.matching.layer_spans import matched_spans, query_order_space, with_query_order
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.spanning import held, led, whole_spans
 from rotation_merge.symmetry import HeadTransform, SpaceTransform
 from rotation_merge.symmetry.admitted import admitted, by_stream
 
@@ -20,15 +20,15 @@ def random_gauge(
     only function-preserving on a folded model.
     """
     result: dict[str, SpaceTransform] = {}
-    spans = whole_spans(architecture, options)
+    spans = matched_spans(architecture, options)
     for block in architecture.blocks:
         if options.matches_layer(block.index):
             for space in block.spaces.values():
                 alone = space.span is None or space.span in spans
-                transform = admitted(space if alone else held(space), options).random(generator)
+                transform = admitted(space if alone else query_order_space(space), options).random(generator)
                 lead = result.get(space.span or "")
                 if space.span in spans and isinstance(lead, HeadTransform) and isinstance(transform, HeadTransform):
-                    transform = led(lead, transform)
+                    transform = with_query_order(lead, transform)
                 result[space.name] = transform
     groups = by_stream(options.residual) or dict.fromkeys(architecture.streams, options.residual)
     for name, choice in groups.items():

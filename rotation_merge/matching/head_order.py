@@ -62,8 +62,8 @@ def head_order(pairings: list[Pairing], inside: bool = False) -> tuple[Order, li
         know(candidate)
         candidate = assign(values).permutation
         rounds += 1
-        if rounds in search.sharpened and not bool(exact[rows, candidate].all()):
-            sharper = search.sharpened[rounds]()
+        if rounds in search.sharper_bounds and not bool(exact[rows, candidate].all()):
+            sharper = search.sharper_bounds[rounds]()
             values = torch.where(exact, values, torch.minimum(values, sharper))
             candidate = assign(values).permutation
     if not torch.equal(candidate, rows):
@@ -127,7 +127,7 @@ class _Search:
         return total
 
     @property
-    def sharpened(self) -> dict[int, Callable[[], Tensor]]:
+    def sharper_bounds(self) -> dict[int, Callable[[], Tensor]]:
         """Sharper bounds than `bounds`, (G, G), by the round of assignments before which each is worth its price."""
         if not self.enumerated:
             return {}

@@ -159,11 +159,11 @@ class OnSamples:
             del model
             model = load(self.donor)
             batches += self._batches(self.donor, model, 1)
-            second = seen_of(model.to(self.device), batches)
-            return seen_of(load(self.anchor).to(self.device), batches), second
-        first = seen_of(model.to(self.device), batches)
+            second = record_activations(model.to(self.device), batches)
+            return record_activations(load(self.anchor).to(self.device), batches), second
+        first = record_activations(model.to(self.device), batches)
         del model
-        return first, seen_of(load(self.donor).to(self.device), batches)
+        return first, record_activations(load(self.donor).to(self.device), batches)
 
     def _batches(self, name: str, model: Any, number: int) -> list[Batch]:
         count = self.count if self.data != SELF else (self.count + 1 - number) // 2
@@ -178,7 +178,7 @@ class OnSamples:
             raise DataError(problem, where=self.donor, remedy="match on weights (leave out 'match_on')")
 
 
-def seen_of(model: Any, batches: list[Batch]) -> Activations:
+def record_activations(model: Any, batches: list[Batch]) -> Activations:
     """Inputs and outputs of a loaded model's maps on samples; the model is unchanged."""
     training = model.training
     try:
@@ -196,7 +196,11 @@ def activation_matcher(source: str) -> Callable[[str, Any, Any, Sequence[Mapping
 
     def matcher(how: str, anchor: Any, donor: Any, batches: Sequence[Mapping[str, Tensor]]) -> Match:
         plain = unpadded([unlabelled(batch) for batch in batches], source)
-        return partial(match_on_activations, activations=(seen_of(anchor, plain), seen_of(donor, plain)), how=how)
+        return partial(
+            match_on_activations,
+            activations=(record_activations(anchor, plain), record_activations(donor, plain)),
+            how=how,
+        )
 
     return matcher
 

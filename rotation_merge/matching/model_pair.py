@@ -13,14 +13,14 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.matching.block import BlockMatch, check_finite, match_block, squared_distances, wanted_spaces
+from rotation_merge.matching.layer_spans import matched_spans
 from rotation_merge.matching.matrix_pairs import Tensors
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.spanning import whole_spans
 from rotation_merge.matching.stream import StreamStatistics, compared
 from rotation_merge.matching.stream_products import TensorMeasurement, measured
 from rotation_merge.model import slices
 from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.biases import settled
+from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.model.fold import FoldedSource
 from rotation_merge.model.source import CachedSource, TensorSource, read_block, read_tensor
 from rotation_merge.model.sources import DeviceSource
@@ -56,7 +56,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class StepWithLeads:
-    """A step with what has been found for the first layers of spans (`spanning.py`)."""
+    """A step with what has been found for the first layers of spans (`layer_spans.py`)."""
 
     step: Step
     leads: Mapping[str, HeadTransform]
@@ -98,7 +98,7 @@ class ModelPair:
     home: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = self.options.settled(self.architecture)
+        options = self.options.resolved(self.architecture)
         arguments = (self.architecture, self.anchor, self.donor, options, self.folded, self.cached)
         return ModelPair, (*arguments, self.device, self.home)
 
@@ -132,7 +132,7 @@ class ModelPair:
     @cached_property
     def spans(self) -> frozenset[str]:
         """Spaces that span layers and move in all of them, by the names that they have in the first."""
-        return whole_spans(self.architecture, self.options)
+        return matched_spans(self.architecture, self.options)
 
     def is_plain(self, block: Block) -> bool:
         """Whether a block stands outside of layers and nothing is matched in it, and none of its tensors lies between
@@ -185,7 +185,10 @@ class ModelPair:
             leads.update(self.leads(block, block_match))
             return block_match
 
-        anchor, donor = dict(settled(block, anchor, matched)), dict(settled(block, donor, matched))
+        anchor, donor = (
+            dict(without_hidden_biases(block, anchor, matched)),
+            dict(without_hidden_biases(block, donor, matched)),
+        )
         return self._brought(StepResult(step.step(self, block, anchor, donor, match), leads))
 
     def _brought(self, result: StepResult) -> StepResult:
@@ -202,7 +205,7 @@ class ModelPair:
             part = replace(block, tensors=tuple(infos))
             sources: list[TensorSource] = [*stored]
             if rows is not None:
-                sources = [slices.narrowed(names, source, rows) for source in stored]
+                sources = [slices.narrow_vocabulary(names, source, rows) for source in stored]
             if self.folded:
                 sources = [FoldedSource(self.architecture, source, self.folded) for source in sources]
             anchor, donor = (read_block(part, source) for source in sources)
@@ -212,7 +215,9 @@ class ModelPair:
 
     def _stored(self, block: Block, source: TensorSource) -> dict[str, Tensor]:
         """A block's tensors by their names, as they are stored."""
-        return slices.held(block, source if self.device is None else DeviceSource(source, torch.device(self.device)))
+        return slices.stored_tensors(
+            block, source if self.device is None else DeviceSource(source, torch.device(self.device))
+        )
 
 
 def _long(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> list[slice]:

@@ -128,7 +128,7 @@ def labels_loss(outputs: Any) -> Tensor:
     return loss
 
 
-def weighed(
+def loss_weight(
     model: nn.Module, outputs: Any, batch: Batch, taught: Sequence[Tensor] | None, coefficients: Tensor
 ) -> Tensor:
     """Total weight that the loss of some rows is a mean over, for combining the parts of a batch.

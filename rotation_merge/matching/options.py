@@ -67,7 +67,7 @@ class AlignConfig(GroupOptions):
         """The options of one block."""
         return self
 
-    def settled(self, architecture: Architecture) -> AlignConfig:
+    def resolved(self, architecture: Architecture) -> AlignConfig:
         """The same for a model, looked up for its blocks already, so that they can be pickled."""
         return self
 
@@ -122,7 +122,7 @@ class VaryingOptions(AlignConfig):
         options: AlignConfig = self._of(block.name, place)  # type: ignore[attr-defined]
         return options
 
-    def settled(self, architecture: Architecture) -> AlignConfig:
+    def resolved(self, architecture: Architecture) -> AlignConfig:
         blocks = {block.name: self.at(architecture, block) for block in architecture.blocks}
         return VaryingOptions(self, ByBlock(blocks))
 

@@ -106,7 +106,7 @@ class Pairing:
         """Squared norm of the anchor's groups, (G,): no map gains more."""
         return torch.stack([half.anchor_norms.sum((1, 2)) for half in self.halves]).sum(0)
 
-    def settled(self, grams: Grams, distance: Tensor) -> Grams:
+    def without_rounding(self, grams: Grams, distance: Tensor) -> Grams:
         """The statistics with those of equal pairs freed of rounding, so that nothing moves there."""
         equal = distance == 0
         if not bool(equal.any()):
@@ -170,7 +170,7 @@ def _parts(
 ) -> list[Pairing]:
     primal, dual = (_half(space, sides, role, size) for role in roles)
     return [
-        Pairing(name, part, *(half.narrowed(dims, part.statistic) for half in (primal, dual)))
+        Pairing(name, part, *(half.narrow(dims, part.statistic) for half in (primal, dual)))
         for part, dims in group.parts(size)
     ]
 

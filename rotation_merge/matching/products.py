@@ -45,7 +45,7 @@ class HeadProjections:
         self.pairs, self.shape, self.statistic, self.interleaved = list(pairs), shape, statistic, interleaved
         self.device = self.pairs[0][0].device if self.pairs else device
 
-    def narrowed(self, dims: slice, statistic: str) -> HeadProjections:
+    def narrow(self, dims: slice, statistic: str) -> HeadProjections:
         """Projections of a slice of the coordinates."""
         groups, per_group, _ = self.shape
         pairs = [(a[:, :, dims], b[:, :, dims]) for a, b in self.pairs]

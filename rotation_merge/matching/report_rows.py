@@ -7,7 +7,7 @@ from dataclasses import replace
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import SpaceMatch, described, squared_distances
-from rotation_merge.model.biases import settled
+from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.model.fold import FoldedSource
 from rotation_merge.model.source import TensorSource, read_block
 from rotation_merge.symmetry import SpaceTransform
@@ -21,7 +21,7 @@ def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSour
     transforms, records = alignment.transforms, []
     sums = {name: [0.0, 0.0, 0.0] for name in architecture.streams if name in transforms}
     for block in architecture.blocks:
-        a, b = (settled(block, read_block(block, source), transforms) for source in (anchor, donor))
+        a, b = (without_hidden_biases(block, read_block(block, source), transforms) for source in (anchor, donor))
         block_records = []
         for space in block.spaces.values():
             if space.name in transforms:

@@ -132,7 +132,7 @@ class Run:
     def transport_notes(self) -> list[str]:
         """Notes on the carried task vectors."""
         words = [
-            how_far(f"The task vector of `{donor}`", *norms, "of its base")
+            change_note(f"The task vector of `{donor}`", *norms, "of its base")
             for donor, norms in sorted(self.carried.items())
         ]
         return [*words, *(line for lines in self.later for line in lines())]
@@ -205,7 +205,7 @@ class Run:
             ending()
 
 
-def how_far(subject: str, change: float, origin: float, of: str) -> str:
+def change_note(subject: str, change: float, origin: float, of: str) -> str:
     """A line on the size of a change relative to its origin, by squared norms, with advice if it is too large."""
     share = change / origin if origin else 0.0
     words = f"{subject} has {share:.2g} times the squared norm {of}"

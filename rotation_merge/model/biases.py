@@ -152,7 +152,7 @@ def shifted(hidden: HiddenBiases, moved: Get, anchor: Get) -> Tensor | None:
     return a.to(b) - b
 
 
-def settled(block: Block, tensors: Mapping[str, Tensor], spaces: Collection[str]) -> dict[str, Tensor]:
+def without_hidden_biases(block: Block, tensors: Mapping[str, Tensor], spaces: Collection[str]) -> dict[str, Tensor]:
     """A block without hidden biases: that of the values is moved into the output map's bias."""
     known = [hidden for hidden in block_hidden_biases(block) if hidden.space.name in spaces]
     result = dict(tensors)
@@ -248,7 +248,7 @@ class AlignedSource(_BlockSource):
 
 
 class BiasFreeSource(_BlockSource):
-    """A source without hidden biases (see `settled`).
+    """A source without hidden biases (see `without_hidden_biases`).
 
     Args:
         spaces: names of those that are matched.
@@ -266,7 +266,7 @@ class BiasFreeSource(_BlockSource):
             key: read_tensor(block_info, self.source) for key in keys if (block_info := block.tensor(key)) is not None
         }
         tensors = {key: tensor for key, tensor in stored.items() if tensor is not None}
-        return settled(block, tensors, self.spaces).get(info.key)
+        return without_hidden_biases(block, tensors, self.spaces).get(info.key)
 
 
 def _with_piece(tensor: Tensor, info: TensorInfo, space: Space, role: str, replacement: Tensor) -> Tensor:

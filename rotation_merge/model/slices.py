@@ -23,7 +23,9 @@ def rows(info: TensorInfo, tensor: Tensor) -> list[slice]:
     return [slice(start, min(count, start + step)) for start in range(0, count, step)]
 
 
-def narrowed(infos: Iterable[tuple[str, TensorInfo]], tensors: Mapping[str, Tensor], part: slice) -> dict[str, Tensor]:
+def narrow_vocabulary(
+    infos: Iterable[tuple[str, TensorInfo]], tensors: Mapping[str, Tensor], part: slice
+) -> dict[str, Tensor]:
     """Narrow the tensors with a vocabulary axis to a slice, as views.
 
     Args:
@@ -36,7 +38,7 @@ def narrowed(infos: Iterable[tuple[str, TensorInfo]], tensors: Mapping[str, Tens
     return result
 
 
-def held(block: Block, source: TensorSource) -> dict[str, Tensor]:
+def stored_tensors(block: Block, source: TensorSource) -> dict[str, Tensor]:
     """A block's tensors by their names, as they are stored."""
     names = (name for info in block.tensors for name in (*info.names, *info.tied))
     return {name: source[name] for name in dict.fromkeys(names) if name in source}
@@ -45,8 +47,8 @@ def held(block: Block, source: TensorSource) -> dict[str, Tensor]:
 def views(block: Block, sources: Iterable[TensorSource]) -> Callable[[slice], list[TensorSource]]:
     """Several models' tensors of a block, of its vocabularies no more than a slice."""
     infos = [(name, info) for info in block.tensors for name in (*info.names, *info.tied)]
-    known = [held(block, source) for source in sources]
-    return lambda part: [narrowed(infos, source, part) for source in known]
+    known = [stored_tensors(block, source) for source in sources]
+    return lambda part: [narrow_vocabulary(infos, source, part) for source in known]
 
 
 def in_slices(

@@ -189,7 +189,7 @@ def stored_dtype(path: str) -> torch.dtype:
 
 
 @torch.no_grad()
-def narrowed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def to_stored_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A loaded model whose parameters are held in a narrower type, in place, where they are the same numbers in it."""
     for parameter in model.parameters():
         if parameter.is_floating_point() and dtype.itemsize < parameter.dtype.itemsize:

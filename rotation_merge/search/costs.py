@@ -59,7 +59,7 @@ class Costs:
     done: dict[str, float] = field(default_factory=dict)
     kinds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
-    def took(self, candidate: Candidate, seconds: float) -> None:
+    def record(self, candidate: Candidate, seconds: float) -> None:
         """Record the time of a candidate."""
         expected = self._work(candidate, 0.0)
         self.done[candidate.name] = seconds

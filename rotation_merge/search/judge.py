@@ -197,7 +197,7 @@ class Judge:
         tally = _Tally(self, reader)
         round_number = 0
         for i, j in self._order():
-            if j > round_number and best is not None and hopeless(tally.examples, best.examples):
+            if j > round_number and best is not None and cannot_win(tally.examples, best.examples):
                 return tally.figures(unfinished=True)
             round_number = j
             tally.add(i, j, self._answers(model, reader, i, j))
@@ -333,7 +333,7 @@ class _Tally:
         return Figures(sum(scores) / len(scores), accuracy, scores, self.examples, unfinished)
 
 
-def hopeless(examples: Sequence[Sequence[float]], best: Sequence[Sequence[float]]) -> bool:
+def cannot_win(examples: Sequence[Sequence[float]], best: Sequence[Sequence[float]]) -> bool:
     """Whether a model is surely worse than the best one, by the losses of the examples that both have seen."""
     apart = [
         x - y

@@ -11,7 +11,7 @@ from rotation_merge.search.subsets import Subset, words
 
 
 @dataclass
-class Tried:
+class Trial:
     """A candidate and its figures on the selection samples.
 
     Attributes:
@@ -52,7 +52,7 @@ class Outcome:
     """
 
     labelled: bool
-    tried: list[Tried]
+    tried: list[Trial]
     parents: dict[str, Figures]
     ensemble: Figures | None
     best: Figures

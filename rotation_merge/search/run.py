@@ -36,7 +36,7 @@ from rotation_merge.search.clock import Clock, OutOfTime
 from rotation_merge.search.forgetting import Forgetting, sentences
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures
-from rotation_merge.search.outcome import Outcome, Tried
+from rotation_merge.search.outcome import Outcome, Trial
 from rotation_merge.search.preparation import Preparation
 from rotation_merge.search.scaling import best_scale
 from rotation_merge.search.subsets import Subset, drawn
@@ -134,7 +134,7 @@ class Search:
 
     def run(self) -> Outcome:
         """Try what the budget allows, and measure the best one on the samples that only report."""
-        tried: list[tuple[Candidate, Tried]] = []
+        tried: list[tuple[Candidate, Trial]] = []
         planner = self._planner()
         planned = planner.candidates()
         self.left_out |= planner.left_out()
@@ -178,7 +178,7 @@ class Search:
             outcome.subsets = self._subsets(*max(ways, key=lambda pair: len(pair[0].models)))
         return outcome
 
-    def _subsets(self, way: Candidate, tried: Tried) -> list[Subset]:
+    def _subsets(self, way: Candidate, tried: Trial) -> list[Subset]:
         """Merges of subsets of the models in one way, with its `lambda`, on the samples that only report."""
         models, subsets = self.config.models, []
         parents = [self.parents.figures[model] for model in models]
@@ -219,7 +219,7 @@ class Search:
         origin = {SELF: "that the models wrote", SYNTHETIC: "of noise"}.get(self.config.data[0], f"of {sources}")
         return " ".join(filter(None, (f"{count} samples", origin, "that no merge has seen")))
 
-    def _best(self, tried: Sequence[tuple[Candidate, Tried]]) -> tuple[Candidate, Tried]:
+    def _best(self, tried: Sequence[tuple[Candidate, Trial]]) -> tuple[Candidate, Trial]:
         """The candidate with the lowest score that does not forget too much; of all, if none does."""
         whole = [pair for pair in tried if not pair[1].figures.unfinished]
         return min(whole, key=lambda pair: self._rank(pair[1].figures))
@@ -237,7 +237,7 @@ class Search:
         mark = hashlib.blake2b(json.dumps([candidate.title, candidate.models]).encode(), digest_size=4).hexdigest()
         return self.work / ("".join(c if c.isalnum() else "-" for c in candidate.title)[:60] + f"-{mark}")
 
-    def _soup(self, tried: list[tuple[Candidate, Tried]]) -> None:
+    def _soup(self, tried: list[tuple[Candidate, Trial]]) -> None:
         """Greedy soup: add models in the order of their scores, and keep those that help."""
         if len(self.parents.order) < 3 or not tried:
             return
@@ -250,7 +250,7 @@ class Search:
             if result is not None and result.figures.score < score:
                 members, score = models, result.figures.score
 
-    def _search_scales(self, tried: list[tuple[Candidate, Tried]], limit: int | None = None) -> None:
+    def _search_scales(self, tried: list[tuple[Candidate, Trial]], limit: int | None = None) -> None:
         """Search `lambda` for merged changes, the best ones first; a better merge takes the place of the first one."""
         changes = [pair for pair in tried if pair[0].scale is not None and not pair[1].figures.unfinished]
         due = [pair for pair in changes if pair[0].name not in self.searched]
@@ -262,7 +262,7 @@ class Search:
             result.seconds += pair[1].seconds
             tried.remove(pair)
 
-    def _try(self, candidate: Candidate, tried: list[tuple[Candidate, Tried]], behind: int) -> Tried | None:
+    def _try(self, candidate: Candidate, tried: list[tuple[Candidate, Trial]], behind: int) -> Trial | None:
         remaining = max(self.clock.left - self.tail, 0.0)
         expected = self.parents.costs.expected(candidate, remaining)
         if tried and expected > remaining:
@@ -283,14 +283,14 @@ class Search:
             self.left_out[candidate.title] = late if out_of_time else str(error)
         else:
             result.expected = expected
-            self.parents.costs.took(candidate, result.seconds)
+            self.parents.costs.record(candidate, result.seconds)
             tried.append((candidate if result.scale is None else candidate.scaled(result.scale), result))
             self.say(self._words(result))
             return result
         self.say(f"{candidate.title}: left out, {self.left_out[candidate.title]}")
         return None
 
-    def _words(self, tried: Tried) -> str:
+    def _words(self, tried: Trial) -> str:
         figures = tried.figures
         words = f"{figures.score:.4f} {self.deciding.unit}"
         words += "" if figures.accuracy is None else f", {self.deciding.figure} {figures.accuracy:.3f}"
@@ -298,7 +298,7 @@ class Search:
         words += " on its first samples, given up" if figures.unfinished else ""
         return f"{tried.name}: {words} ({tried.seconds:.0f} s)"
 
-    def _tried(self, candidate: Candidate, remaining: float, tried: Sequence[tuple[Candidate, Tried]]) -> Tried:
+    def _tried(self, candidate: Candidate, remaining: float, tried: Sequence[tuple[Candidate, Trial]]) -> Trial:
         """A candidate as it was tried before the search was interrupted, or is tried now."""
         begin = time.perf_counter()
         ready = self.maker.ready(candidate, max(remaining / 2, 1.0))
@@ -315,7 +315,7 @@ class Search:
         else:
             self._make(ready, text)
             figures = self._measured(self._load(self._place(ready)), ready.anchor, best)
-        result = Tried(candidate.name, figures, time.perf_counter() - begin, text, None, ready.scale)
+        result = Trial(candidate.name, figures, time.perf_counter() - begin, text, None, ready.scale)
         write_text(Path(f"{self._place(candidate)}{FIGURES}"), json.dumps({"key": key, **asdict(result)}))
         return result
 
@@ -349,13 +349,13 @@ class Search:
         figures = self.deciding.measure(model, anchor, best)
         return figures if self.forgetting is None or figures.unfinished else self.forgetting.measured(model, figures)
 
-    def _kept(self, candidate: Candidate, key: str) -> Tried | None:
+    def _kept(self, candidate: Candidate, key: str) -> Trial | None:
         """The result of an interrupted search for the same recipe and samples."""
         try:
             record = json.loads(Path(f"{self._place(candidate)}{FIGURES}").read_text(encoding="utf-8"))
             if record.pop("key") != key:
                 return None
-            return Tried(**{**record, "figures": Figures(**record["figures"])})
+            return Trial(**{**record, "figures": Figures(**record["figures"])})
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -369,7 +369,7 @@ class Search:
     def _key(self, *of: str) -> str:
         return hashlib.blake2b(json.dumps([self.mark, *of]).encode(), digest_size=16).hexdigest()
 
-    def _report(self, candidate: Candidate, tried: Tried) -> Figures:
+    def _report(self, candidate: Candidate, tried: Trial) -> Figures:
         """Figures of a tried merge on the reporting samples."""
         begin = time.perf_counter()
         self._make(candidate, tried.recipe)
@@ -379,7 +379,7 @@ class Search:
 
     # --- the end -----------------------------------------------------------------------------------------------
 
-    def worth(self, model: str) -> Figures:
+    def reporting_figures(self, model: str) -> Figures:
         """Figures of a model in the best merge's token ids on the reporting samples."""
         return self.reporting.measure(self._load(model), self.best.anchor)
 

@@ -15,7 +15,7 @@ from tiny_models import make as tiny
 
 from rotation_merge.architecture import registry
 from rotation_merge.architecture.registry import DATA, shipped
-from rotation_merge.diagnose.draft import drafted, matching_families
+from rotation_merge.diagnose.draft import draft_content, matching_families
 from rotation_merge.diagnose.proof import Finding, hints, prove
 from rotation_merge.errors import ArchitectureError
 
@@ -67,7 +67,7 @@ def test_a_draft_of_a_family_that_is_not_there_is_proven_as_it_stands(family: st
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     model.save_pretrained(tmp_path / "model")
     shapes = {name: tuple(x.shape) for name, x in load_file(tmp_path / "model" / "model.safetensors").items()}
-    content, doubts = drafted(config, shapes, "mine")
+    content, doubts = draft_content(config, shapes, "mine")
     (tmp_path / "mine.json").write_text(json.dumps(content))
     found = {finding.what: finding for finding in prove(tmp_path / "mine.json")}
     assert all(finding.holds for finding in found.values()), found
@@ -81,7 +81,7 @@ def test_hints_lead_to_the_file(tmp_path: Path) -> None:
     """A draft takes RoPE pairs to be halves; where they are neighbours, the proof says what to change."""
     model = tiny(next(case for case in ALL if case.family == "ernie4_5"))
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    content, _ = drafted(config, {name: tuple(x.shape) for name, x in model.state_dict().items()}, "mine")
+    content, _ = draft_content(config, {name: tuple(x.shape) for name, x in model.state_dict().items()}, "mine")
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(content))
     wrong = run("inspect", "--prove", str(path))
@@ -99,7 +99,7 @@ def test_norms_whose_output_goes_back_and_layers_that_differ() -> None:
         shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
         config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
         shapes = {name: s for name, s in shapes.items() if "layers.1.self_attn.k_" not in name}
-        layer = drafted(config, shapes, "mine")[0]["modules"]["default"]["layer"]
+        layer = draft_content(config, shapes, "mine")[0]["modules"]["default"]["layer"]
         assert layer["tensors"][f"self_attn.{heads}.weight"] == ["attn.q_norm"]
         assert layer["linear"]["self_attn.k_proj"] == {"axes": ["attn.k", "residual.read"], "optional": True}
         assert any(norm["reads"] for norm in layer["norms"].values()) == (model is hunyuan)
@@ -168,11 +168,11 @@ def test_a_draft_names_what_it_does_not_know() -> None:
         "h.0.ln.weight": (8,),
         "out.weight": (5, 8),
     }
-    content, doubts = drafted({"hidden_size": 8, "vocab_size": 9}, shapes, "mine")
+    content, doubts = draft_content({"hidden_size": 8, "vocab_size": 9}, shapes, "mine")
     layer = content["modules"]["default"]["layer"]
     assert layer["linear"]["attn.qkv"] == [{"split": ["attn.q", "attn.k", "attn.v"]}, "residual.read"]
     assert layer["tensors"] == {"odd": ["fixed"]}
     assert [doubt for doubt in doubts if "'odd' [3]" in doubt]
     assert [doubt for doubt in doubts if "'out.weight' [5, 8]" in doubt]
     with pytest.raises(ArchitectureError, match="no numbered layers"):
-        drafted({}, {"a.weight": (3, 3)}, "mine")
+        draft_content({}, {"a.weight": (3, 3)}, "mine")

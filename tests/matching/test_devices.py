@@ -92,7 +92,7 @@ def learned(architecture: Architecture, start: dict[str, SpaceTransform], donor:
     moved = dict(aligned_tensors(architecture, donor, Alignment(module(), ())))
     sum(x.square().sum() for x in moved.values()).backward()
     assert any(parameter.grad is not None for parameter in module.parameters())
-    assert not any(isinstance(x, Far) for t in module.hardened().values() for x in t.tensors().values())
+    assert not any(isinstance(x, Far) for t in module.final_transforms().values() for x in t.tensors().values())
 
 
 @pytest.mark.parametrize("family", sorted(shipped()))

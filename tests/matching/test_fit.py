@@ -182,7 +182,7 @@ def test_permutations_are_learned_only_when_asked(vits):
                     parameter.copy_(parameter.roll(1, 0))
         orders = [
             (t.element, module.start[n].element)  # type: ignore[attr-defined]
-            for n, t in module.hardened().items()
+            for n, t in module.final_transforms().items()
             if isinstance(t, NeuronTransform)
         ]
         assert all(isinstance(a, Monomial) for a, _ in orders)
@@ -201,7 +201,7 @@ def test_soft_and_hardened_elements_agree(vits):
         for parameter in module.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
         soft = transform_state(architecture, state, module())
-    hard = transform_state(architecture, state, module.hardened())
+    hard = transform_state(architecture, state, module.final_transforms())
     for name, tensor in hard.items():
         torch.testing.assert_close(soft[name], tensor, atol=1e-5, rtol=1e-5)
         assert not name.endswith("q_proj.weight") or not torch.equal(tensor, state[name])

@@ -87,13 +87,13 @@ def test_models_stay_in_the_type_that_they_are_stored_in(
 ) -> None:
     """Unless numbers would change: what is learned is what models of the same numbers in float32 learn."""
     options, held = "--start matched --match-on both", list[set[torch.dtype]]()
-    narrowed = command.narrowed
+    to_stored_dtype = command.to_stored_dtype
 
     def watched(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-        held.append({parameter.dtype for parameter in narrowed(model, dtype).parameters()})
+        held.append({parameter.dtype for parameter in to_stored_dtype(model, dtype).parameters()})
         return model
 
-    monkeypatch.setattr(command, "narrowed", watched)
+    monkeypatch.setattr(command, "to_stored_dtype", watched)
     found, wanted = (
         learned(models, tmp_path / kind, str(models / f"anchor-{kind}"), str(models / f"donor-{kind}"), options=options)
         for kind in ("half", "rounded")
@@ -101,7 +101,7 @@ def test_models_stay_in_the_type_that_they_are_stored_in(
     same(found, wanted, 1e-5)
     assert held == [{torch.bfloat16}] * 2 + [{torch.float32}] * 2
     tuned = command.load(f"{models / 'donor-half'}+{models / 'lora'}")
-    kinds = {name: parameter.dtype for name, parameter in narrowed(tuned, torch.bfloat16).named_parameters()}
+    kinds = {name: parameter.dtype for name, parameter in to_stored_dtype(tuned, torch.bfloat16).named_parameters()}
     assert {kinds[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qk"} == {torch.float32, torch.bfloat16}
 
 

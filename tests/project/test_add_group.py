@@ -103,7 +103,7 @@ def test_one_file_and_one_line_are_all(shift: Any, tmp_path: Path) -> None:
     for key in [key for key, transform in gauge.items() if not transform.is_identity()]:
         again = found.transforms[key].compose(gauge[key])
         assert max(again.distances().values()) < 1e-6, key
-    learned = LearnedTransforms(architecture, found.transforms).hardened()
+    learned = LearnedTransforms(architecture, found.transforms).final_transforms()
     assert [t.group() for t in learned.values()] == [t.group() for t in found.transforms.values()]
     shapes = {key: tuple(x.shape) for key, x in anchor.items()}
     assert any("query/key: cyclic shifts" in line.group for line in estimate(architecture, shapes, options, 4, 4).lines)

@@ -314,13 +314,13 @@ def test_announced_times_follow_what_was_measured():
     by_name = {candidate.name: candidate for candidate in every}
     costs = Costs(anchor.architecture, anchor.shapes, per_token=0.001, tokens=1000, judging=2.0)
     assert costs.expected(by_name["plain"], 60) == pytest.approx(2.0, abs=0.5)
-    costs.took(by_name["plain"], 1.0)
+    costs.record(by_name["plain"], 1.0)
     assert costs.expected(by_name["learned"], 60) == pytest.approx(31.0, abs=0.5)
     before = costs.expected(by_name["refit, plain"], 60)
     assert 2.0 < before < 60.0
     costs.written = True
     assert costs.expected(by_name["refit, plain"], 60) > before + 2
-    costs.took(by_name["refit, plain"], 101.0)
+    costs.record(by_name["refit, plain"], 101.0)
     assert costs.expected(by_name["refit, plain"], 60) == pytest.approx(101.0)
     assert costs.expected(by_name["refit, whole model"], 60) > 101
     assert costs.expected(by_name["whole model, by activations"], 60) > costs.expected(by_name["whole model"], 60)

@@ -28,7 +28,7 @@ from rotation_merge.search import clock as clocks
 from rotation_merge.search import run as searches
 from rotation_merge.search.candidates import FAR, NEAR, SHARED, Planner
 from rotation_merge.search.clock import Clock, OutOfTime
-from rotation_merge.search.judge import Judge, hopeless
+from rotation_merge.search.judge import Judge, cannot_win
 from rotation_merge.share.push import draft
 from rotation_merge.workers.progress import listener
 
@@ -247,11 +247,11 @@ def test_a_merge_that_cannot_win_is_given_up(tmp_path: Path, only: Callable[...,
 
 
 def test_few_examples_prove_nothing() -> None:
-    assert not hopeless([[9.0] * 7], [[1.0] * 7])
-    assert hopeless([[9.0, 9.1] * 4], [[1.0] * 8])
-    assert not hopeless([[1.0, 3.0] * 8], [[2.0, 1.9] * 8])
+    assert not cannot_win([[9.0] * 7], [[1.0] * 7])
+    assert cannot_win([[9.0, 9.1] * 4], [[1.0] * 8])
+    assert not cannot_win([[1.0, 3.0] * 8], [[2.0, 1.9] * 8])
     sets = [[9.0, 9.5] * 8, [1.0, 1.2] * 8]  # worse on one domain, better on the other
-    assert not hopeless(sets, [[2.0] * 16, [7.0] * 16])
+    assert not cannot_win(sets, [[2.0] * 16, [7.0] * 16])
 
 
 def test_what_was_given_up_is_said_and_ranks_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ def of_activations(case: Case, known: Collection[str]) -> Iterator[Cause]:
             return
     yield from _overflow(case, spreads)
     if case.merged is not None and len(spreads) > 1:
-        yield from _faded(case.merged, spreads)
+        yield from _vanished_variance(case.merged, spreads)
 
 
 def _runs(name: str) -> bool:
@@ -229,7 +229,7 @@ def _overflow(case: Case, spreads: dict[str, dict[str, tuple[float, float]]]) ->
             return
 
 
-def _faded(merged: str, spreads: dict[str, dict[str, tuple[float, float]]]) -> Iterator[Cause]:
+def _vanished_variance(merged: str, spreads: dict[str, dict[str, tuple[float, float]]]) -> Iterator[Cause]:
     parents = [layers for name, layers in spreads.items() if name != merged]
     shares = {}
     for layer, (spread, _) in spreads[merged].items():

@@ -18,11 +18,11 @@ from rotation_merge.carrying.bases import open_bases
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.alignment import check_fingerprints, load_alignment
 from rotation_merge.matching.check_pair import CheckedPair, check_forward, check_pair, residual_of
+from rotation_merge.matching.layer_spans import matched_spans
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import check_together
 from rotation_merge.matching.options import BOTH, NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.run import GivenFile, Run
-from rotation_merge.matching.spanning import whole_spans
 from rotation_merge.mergekit_plugin.planning.carrying import (
     CarryPlan,
     added_as_it_is,
@@ -208,7 +208,7 @@ class Donors:
         meeting = self.layers.get(model, {})
         known = {name: list(range(len(self._architecture.layers(name)))) for name in self._architecture.layers_key}
         same = all(sorted(meeting.get(name, [])) == [(i, i) for i in every] for name, every in known.items())
-        return same and bool(whole_spans(self._architecture, options))
+        return same and bool(matched_spans(self._architecture, options))
 
     def _unlike(self, model: ModelReference, reader: ConfigReader) -> Donor:
         """A donor whose change is carried from a base of other shapes: by a task of its own (`carrying`).

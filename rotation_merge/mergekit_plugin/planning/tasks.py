@@ -239,7 +239,7 @@ class MoveTensor(KeyedTask):
         alike = [stored, *(tensor for name, tensor in known.items() if name.split(":")[1] == self.info.key)]
 
         def made(part: slice | None) -> Tensor:
-            return make(values if part is None else {**values, **slices.narrowed(infos, known, part)})
+            return make(values if part is None else {**values, **slices.narrow_vocabulary(infos, known, part)})
 
         if self.rows is not None or self.info.stacked:
             return made(None)

@@ -21,7 +21,7 @@ Leads = Mapping[str, HeadTransform | None]
 """By the name of a span: the element of its first layer, None where that is not known yet."""
 
 
-def spanned(architecture: Architecture) -> Iterator[tuple[Block, Space]]:
+def span_spaces(architecture: Architecture) -> Iterator[tuple[Block, Space]]:
     """Every space that spans layers, with the block that holds its part of it."""
     for block in architecture.blocks:
         for space in block.spaces.values():
@@ -29,10 +29,10 @@ def spanned(architecture: Architecture) -> Iterator[tuple[Block, Space]]:
                 yield block, space
 
 
-def whole_spans(architecture: Architecture, options: AlignConfig) -> frozenset[str]:
+def matched_spans(architecture: Architecture, options: AlignConfig) -> frozenset[str]:
     """The spans whose layers these options ask to match, all in the same way."""
     choices: dict[str, list[object]] = {}
-    for block, space in spanned(architecture):
+    for block, space in span_spaces(architecture):
         block_options = options.at(architecture, block)
         is_matched = block_options.matches_layer(block.index) and asks(space, block_options)
         choices.setdefault(str(space.span), []).append(
@@ -41,24 +41,24 @@ def whole_spans(architecture: Architecture, options: AlignConfig) -> frozenset[s
     return frozenset(name for name, ways in choices.items() if None not in ways and len(set(ways)) == 1)
 
 
-def held(space: Space) -> Space:
+def query_order_space(space: Space) -> Space:
     """The space with nothing left but the order of query heads inside their KV groups."""
     return replace(space, norm="shared", values="fixed", free_groups=False)
 
 
-def led(lead: HeadTransform, layer_element: HeadTransform) -> HeadTransform:
+def with_query_order(lead: HeadTransform, layer_element: HeadTransform) -> HeadTransform:
     """The element of a span's first layer with a layer's own order of query heads."""
     return replace(lead, queries=layer_element.queries)
 
 
-def ordered(lead: HeadTransform) -> HeadTransform:
+def without_query_order(lead: HeadTransform) -> HeadTransform:
     """The element of a span's first layer with query heads in the order they have."""
-    return led(lead, lead.still())
+    return with_query_order(lead, lead.still())
 
 
-def torn(architecture: Architecture, transforms: Mapping[str, SpaceTransform]) -> str | None:
+def inconsistent_space(architecture: Architecture, transforms: Mapping[str, SpaceTransform]) -> str | None:
     """A space that does not move as the first one of its span does; None where all do."""
-    for _, space in spanned(architecture):
+    for _, space in span_spaces(architecture):
         name, first = space.name, str(space.span)
         lead, layer_element = (transforms.get(key) for key in (first, name))
         if name != first and not _agree(lead, layer_element):
@@ -69,7 +69,7 @@ def torn(architecture: Architecture, transforms: Mapping[str, SpaceTransform]) -
 def _agree(lead: SpaceTransform | None, layer_element: SpaceTransform | None) -> bool:
     """Whether two elements differ in the order of query heads alone, one that is not there being the identity."""
     first_element, second_element = (
-        ordered(x) if isinstance(x, HeadTransform) else None for x in (lead, layer_element)
+        without_query_order(x) if isinstance(x, HeadTransform) else None for x in (lead, layer_element)
     )
     known = first_element or second_element
     if known is None:

@@ -15,10 +15,10 @@ from tiny_models import ALL, Planted, planted
 
 import rotation_merge as rm
 from rotation_merge.matching.fit import LearnedTransforms
+from rotation_merge.matching.layer_spans import inconsistent_space, matched_spans
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.options import VaryingOptions
-from rotation_merge.matching.spanning import torn, whole_spans
 from rotation_merge.model.source import transform_state
 
 FIRST, LAST = "layers.2.attn", "layers.4.attn"
@@ -61,9 +61,9 @@ def test_whatever_is_matched_donors_compute_what_they_did(model: Planted, option
     before = model.differs(donor)
     found = match_model(model.architecture, model.state, donor, options)
     moved = transform_state(model.architecture, donor, found.transforms)
-    assert torn(model.architecture, found.transforms) is None
+    assert inconsistent_space(model.architecture, found.transforms) is None
     assert model.differs(moved) == pytest.approx(before, abs=1e-8)
-    spans = whole_spans(model.architecture, options)
+    spans = matched_spans(model.architecture, options)
     assert len(spans) == (1 if "last layer" in next(k for k, v in OPTIONS.items() if v is options) else 2)
     known = [block.name for block in model.architecture.blocks]
     places = [known.index(block.name) for block, records in found.records if not records or records[0].kind != "stream"]
@@ -96,8 +96,8 @@ def test_learning_leaves_them_together(model: Planted) -> None:
     with torch.no_grad():
         for parameter in learned.parameters():
             parameter.add_(0.1)
-    after = learned.hardened()
-    assert torn(model.architecture, after) is None
+    after = learned.final_transforms()
+    assert inconsistent_space(model.architecture, after) is None
     assert model.differs(transform_state(model.architecture, model.state, after)) <= 1e-9
 
 
