@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from click.testing import CliRunner, Result
 from mergekit import merge_methods
 from safetensors import safe_open
 from transformers import (
-    AutoConfig,
     BertConfig,
     BertForSequenceClassification,
     LlamaConfig,
@@ -32,11 +30,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from rotation_merge import AlignConfig
-from rotation_merge.architecture import resolve
-from rotation_merge.matching.gauge import random_gauge
+import rotation_merge as rm
 from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
-from rotation_merge.model.source import transform_state
 
 DECODER = {
     "vocab_size": 40,
@@ -109,11 +104,8 @@ def write_state(tensors: dict[str, torch.Tensor], like: Path, where: Path) -> Pa
 
 def twin(anchor: Path, where: Path, seed: int = 1, **options: Any) -> Path:
     """The anchor moved by a random element of every group that the options name (default: all local ones)."""
-    tensors, config = state(anchor), json.loads((anchor / "config.json").read_text())
-    architecture = resolve(AutoConfig.from_pretrained(anchor).to_dict() | config, list(tensors), "anchor")
-    chosen = AlignConfig(**(options or EVERYTHING))
-    gauge = random_gauge(architecture, chosen, torch.Generator().manual_seed(seed))
-    return write_state(transform_state(architecture, tensors, gauge), anchor, where)
+    moved = rm.Alignment.random(str(anchor), rm.AlignConfig(**(options or EVERYTHING)), seed=seed).apply(str(anchor))
+    return write_state(moved.state_dict(), anchor, where)
 
 
 def relative_distances(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -13,12 +13,9 @@ from plugin_support import state, write_state
 from tiny_models import ALL, Case, difference, inputs, make, outputs, save
 from torch import Tensor
 
-from rotation_merge import AlignConfig
+import rotation_merge as rm
 from rotation_merge.architecture import Architecture, resolve
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.model.fold import FoldedSource
-from rotation_merge.model.source import transform_state
-from rotation_merge.symmetry import SpaceTransform
 
 
 def case(family: str, name: str) -> Case:
@@ -88,18 +85,12 @@ def checkpoint(family: str, name: str, where: Path, seed: int = 0, untied: bool 
     return Checkpoint(chosen, where, untied)
 
 
-def gauge(anchor: Checkpoint, residual: str, seed: int = 5, **options: Any) -> dict[str, SpaceTransform]:
-    """A random element of every local group and of a residual one."""
-    chosen = AlignConfig(**{"heads": "permutation", "residual": residual, **options})
-    return random_gauge(anchor.architecture, chosen, torch.Generator().manual_seed(seed))
-
-
 def twin(
     anchor: Checkpoint, where: Path, residual: str, seed: int = 5, noise: float = 0.0, **options: Any
 ) -> Checkpoint:
     """The anchor moved in every space, with relative noise on its weights; it computes the same without."""
-    own = anchor.folded() if residual == "rotation" else anchor.whole_state
-    moved = transform_state(anchor.architecture, own, gauge(anchor, residual, seed, **options))
+    model, chosen = (anchor.whole_state, anchor.config), {"heads": "permutation", "residual": residual, **options}
+    moved = rm.Alignment.random(model, seed=seed, untie=anchor.untied, **chosen).apply(model)
     generator = torch.Generator().manual_seed(seed + 1)
     noisy = {
         name: x + noise * x.std() * torch.randn(x.shape, generator=generator) if noise and x.ndim > 1 else x

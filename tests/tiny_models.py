@@ -26,6 +26,7 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import rotation_merge as rm
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.diagnose.proof import keep_float64
@@ -241,6 +242,15 @@ class Planted:
     def architecture(self) -> Architecture:
         return resolve(self.config, list(self.state), self.case.name)
 
+    @property
+    def pair(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The model as the package's functions take it."""
+        return self.state, self.config
+
+    def twin(self, config: rm.AlignConfig | None = None, seed: int = 5, **options: Any) -> dict[str, Tensor]:
+        """Its tensors in other coordinates; see `twin_of`."""
+        return twin_of(self.pair, config, seed, **options)
+
     @functools.cached_property
     def rotatable(self) -> tuple[str, ...]:
         """Streams that admit rotations once their gains are folded."""
@@ -326,6 +336,11 @@ def _planted(family: str, name: str, class_name: str) -> Planted:
     state = {key: tensor.clone() for key, tensor in state.items()}
     loaded = reload(case, folder, state)
     return Planted(case, model, loaded, config, state, folder, given, outputs(loaded, given))
+
+
+def twin_of(model: Any, config: rm.AlignConfig | None = None, seed: int = 5, **options: Any) -> dict[str, Tensor]:
+    """A model's tensors in other coordinates: moved by a random element of every group that the config names."""
+    return rm.Alignment.random(model, config, seed=seed, **options).apply(model).state_dict()
 
 
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

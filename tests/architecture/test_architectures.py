@@ -4,29 +4,20 @@ declares everything."""
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import pytest
 import torch
-from tiny_models import ALL, Case, Planted, difference, further, outputs, planted
+from tiny_models import ALL, Case, Planted, difference, further, outputs, planted, twin_of
 
-from rotation_merge import AlignConfig, Alignment, RotationMergeError
+import rotation_merge as rm
+from rotation_merge import AlignConfig, RotationMergeError
 from rotation_merge.architecture import Architecture, families, registry, resolve
 from rotation_merge.architecture.schema import OUTSIDE, ArchitectureSpec
 from rotation_merge.diagnose.proof import LOCAL, MISTAKES, changed, mistake_is_visible
-from rotation_merge.matching.alignment import aligned_tensors
-from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.model.source import transform_state
 
 by_case = pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.family}-{case.name}")
 
 RESIDUAL = ("permutation", "signed_permutation")
-
-
-def moved(architecture: Architecture, state: dict[str, torch.Tensor], options: AlignConfig, seed: int = 5) -> Any:
-    return transform_state(
-        architecture, state, random_gauge(architecture, options, torch.Generator().manual_seed(seed))
-    )
 
 
 def must_move(architecture: Architecture, residual: str, rescale: bool = True) -> set[str]:
@@ -44,6 +35,11 @@ def must_move(architecture: Architecture, residual: str, rescale: bool = True) -
     }
 
 
+def where_admitted(architecture: Architecture, group: str) -> str:
+    """The option that moves by a group the streams that admit it."""
+    return ",".join(f"{name}={group}" for name, groups in architecture.stream_groups.items() if group in groups)
+
+
 def unmoved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
     return [name for name in before if torch.equal(after[name], before[name])]
 
@@ -53,12 +49,15 @@ def test_declared_groups_are_symmetries(case: Case) -> None:
     """(a): a random element of every declared group moves weights and leaves float64 outputs within 1e-9."""
     model = planted(case)
     groups = {group for admitted in model.architecture.stream_groups.values() for group in admitted}
-    options = LOCAL | {group: AlignConfig(residual=group) for group in RESIDUAL if group in groups}
-    for what, option in options.items():
-        after = moved(model.architecture, model.state, option)
-        assert not must_move(model.architecture, option.residual, bool(option.rescale)).intersection(
-            unmoved(model.state, after)
-        ), what
+    options = {("none", what): option for what, option in LOCAL.items()} | {
+        (group, group): AlignConfig(residual=where_admitted(model.architecture, group))
+        for group in RESIDUAL
+        if group in groups
+    }
+    for (residual, what), option in options.items():
+        after = model.twin(option)
+        moves = must_move(model.architecture, residual, bool(option.rescale))
+        assert not moves.intersection(unmoved(model.state, after)), what
         assert model.differs(after) <= 1e-9, what
     if model.rotatable:
         _rotations_of_folded_streams_are_symmetries(model.untied)
@@ -67,13 +66,14 @@ def test_declared_groups_are_symmetries(case: Case) -> None:
 def _rotations_of_folded_streams_are_symmetries(model: Planted) -> None:
     """Gains folded into the readers, writers centred under LayerNorm; then folding alone, and a random rotation."""
     architecture, streams = model.architecture, model.architecture.folds(dict.fromkeys(model.rotatable, "rotation"))
-    alone = dict(aligned_tensors(architecture, model.state, Alignment({}, streams)))
+    drawn = rm.Alignment.random(model.pair, seed=5, residual=where_admitted(architecture, "rotation"))
+    assert drawn.folded == streams
+    alone = drawn.apply_anchor(model.pair).state_dict()
     assert unmoved(model.state, alone) != list(model.state)
     assert model.differs(alone) <= 1e-9
     gains = [(b.tensor(n.gain), n.offset) for b in architecture.blocks for n in b.norms if n.stream in streams]
     assert all(bool((alone[i.name] + offset == 1).all()) for i, offset in gains if i is not None and i.name in alone)
-    gauge = random_gauge(architecture, AlignConfig(residual="rotation"), torch.Generator().manual_seed(5))
-    after = dict(aligned_tensors(architecture, model.state, Alignment(gauge, streams)))
+    after = drawn.apply(model.pair).state_dict()
     assert set(after) == set(model.state)
     assert not must_move(architecture, "rotation").intersection(unmoved(model.state, after))
     assert model.differs(after) <= 1e-9
@@ -84,8 +84,7 @@ def test_permutations_inside_heads_are_symmetries(family: str) -> None:
     """`attention: permutation`: both sides where rotary embedding leaves coordinates, else values, gates with them."""
     model = planted(next(case for case in ALL if case.family == family))
     options = AlignConfig(attention="permutation", ffn="none", rescale=False)
-    gauge = random_gauge(model.architecture, options, torch.Generator().manual_seed(5))
-    after = transform_state(model.architecture, model.state, gauge)
+    after = model.twin(options)
     assert model.differs(after) <= 1e-9
     still = {i.name for i in model.architecture.tensors() if torch.equal(after[i.name], model.state[i.name])}
     roles = {p.role for i in model.architecture.tensors() if i.name not in still for a in i.axes for p in a.parts}
@@ -97,9 +96,8 @@ def test_permutations_inside_heads_are_symmetries(family: str) -> None:
 def test_every_class_that_a_file_names(case: Case) -> None:
     """Heads of every kind: the local groups are symmetries, and nothing is unknown."""
     model = planted(case)
-    residual = "permutation" if any(len(groups) > 1 for groups in model.architecture.stream_groups.values()) else "none"
-    after = moved(model.architecture, model.state, AlignConfig(heads="permutation", residual=residual))
-    assert not must_move(model.architecture, residual).intersection(unmoved(model.state, after))
+    after = model.twin(heads="permutation", residual=where_admitted(model.architecture, "permutation") or "none")
+    assert not must_move(model.architecture, "permutation").intersection(unmoved(model.state, after))
     assert model.differs(after) <= 1e-9
 
 
@@ -135,11 +133,11 @@ def test_names_of_a_loaded_module_work_too(case: Case) -> None:
     config = {**model.config.to_dict(), "architectures": [case.class_name]}
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     architecture = resolve(config, list(before), case.name)
-    after = moved(architecture, before, AlignConfig(heads="permutation", rescale=False))
+    after = twin_of((before, config), heads="permutation", rescale=False)
     assert not must_move(architecture, "none", False).intersection(unmoved(before, after))
     model.load_state_dict(after)
     assert difference(outputs(model, given), expected) <= 1e-9
-    model.load_state_dict(moved(architecture, before, AlignConfig(attention="none")))
+    model.load_state_dict(twin_of((before, config), attention="none"))
     assert difference(outputs(model, given), expected) <= 1e-9
     model.load_state_dict(before)
 
@@ -154,9 +152,7 @@ def test_a_wrong_file_is_found_out(case: Case, monkeypatch: pytest.MonkeyPatch) 
             continue
         monkeypatch.setitem(registry._extra, case.family, ArchitectureSpec.model_validate(changed(right, change)))
         with contextlib.suppress(RotationMergeError):
-            wrong = resolve(model.config, list(model.state), case.name)
-            after = moved(wrong, model.state, LOCAL["heads, neurons and experts"])
-            assert model.differs(after) > 1e-6, change.__name__
+            assert model.differs(model.twin(LOCAL["heads, neurons and experts"])) > 1e-6, change.__name__
 
 
 def test_every_family_has_a_tiny_model() -> None:

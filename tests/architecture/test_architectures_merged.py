@@ -4,37 +4,26 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import transformers
 from plugin_support import merged, recipe_for
-from safetensors.torch import load_file, save_file
-from tiny_models import ALL, Case, difference, inputs, load, make, outputs, save
-
-from rotation_merge import AlignConfig
-from rotation_merge.architecture import resolve
-from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.model.source import transform_state
+from safetensors.torch import save_file
+from tiny_models import ALL, Case, difference, inputs, load, make, outputs, save, twin_of
 
 
-def planted(anchor: Path, donor: Path, config: dict[str, Any], options: AlignConfig) -> None:
+def planted(anchor: Path, donor: Path) -> None:
     """A twin of the anchor: other weights, same function."""
     shutil.copytree(anchor, donor)
-    state = load_file(anchor / "model.safetensors")
-    architecture = resolve(config, list(state), "anchor")
-    gauge = random_gauge(architecture, options, torch.Generator().manual_seed(3))
-    moved = transform_state(architecture, state, gauge)
-    save_file(moved, donor / "model.safetensors", metadata={"format": "pt"})
+    save_file(twin_of(anchor, heads="permutation"), donor / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.family}-{case.name}")
 def test_planted_twin_is_recovered(case: Case, tmp_path: Path) -> None:
     """(c) and (d): the merge has every tensor, each as in the anchor, and loads with the anchor's outputs."""
     model = make(case).float()
-    config, state = save(model, tmp_path / "anchor")
-    planted(tmp_path / "anchor", tmp_path / "donor", config, AlignConfig(heads="permutation"))
+    _, state = save(model, tmp_path / "anchor")
+    planted(tmp_path / "anchor", tmp_path / "donor")
     result = merged(recipe_for("linear", tmp_path / "anchor", tmp_path / "donor"), tmp_path / "out")
     assert set(result) == set(state)
     off = {name: float((result[name] - state[name]).norm() / (state[name].norm() + 1e-9)) for name in state}

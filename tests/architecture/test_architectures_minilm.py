@@ -10,13 +10,9 @@ import pytest
 import torch
 from plugin_support import merged, recipe_for
 from safetensors.torch import load_file, save_file
+from tiny_models import twin_of
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoTokenizer
-
-from rotation_merge import AlignConfig
-from rotation_merge.architecture import resolve
-from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.model.source import transform_state
+from transformers import AutoModel, AutoTokenizer
 
 SENTENCES = [
     "A rotation of the coordinates inside a head changes nothing that the model computes.",
@@ -49,10 +45,7 @@ def donor(anchor: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The anchor moved by a random element of every group a bare encoder has."""
     folder = tmp_path_factory.mktemp("minilm") / "donor"
     shutil.copytree(anchor, folder)
-    state = load_file(anchor / "model.safetensors")
-    architecture = resolve(AutoConfig.from_pretrained(anchor).to_dict(), list(state), "MiniLM")
-    gauge = random_gauge(architecture, AlignConfig(heads="permutation"), torch.Generator().manual_seed(0))
-    save_file(transform_state(architecture, state, gauge), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(twin_of(anchor, heads="permutation"), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

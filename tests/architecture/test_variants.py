@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from tiny_models import ALL, Case, difference, further, inputs, outputs
+from tiny_models import ALL, Case, difference, further, inputs, outputs, twin_of
 from variants import FIRST, ONE, fields_of, state_of, switched, try_make, with_field
 
-from rotation_merge import AlignConfig, RotationMergeError
-from rotation_merge.architecture import resolve
+import rotation_merge as rm
 from rotation_merge.architecture.fields import differences, fields
-from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.model.source import transform_state
 
 by_family = pytest.mark.parametrize("case", ONE, ids=lambda case: case.family)
 
@@ -36,20 +32,19 @@ def wanted(case: Case) -> list[tuple[str, Case]]:
 @by_family
 def test_groups_are_symmetries_whatever_is_switched(case: Case) -> None:
     """Every switch of the config turned round, every activation's degree: outputs stay within 1e-9."""
-    options = AlignConfig(heads="permutation", residual="permutation")
+    options = rm.AlignConfig(heads="permutation", residual="permutation")
     for what, variant in wanted(case):
         model = try_make(variant)
         if model is None:
             continue
         given = inputs(variant, model)
         expected = outputs(model, given)
-        state = state_of(model)
+        pair = state_of(model), {**model.config.to_dict(), "architectures": [case.class_name]}
         try:
-            architecture = resolve({**model.config.to_dict(), "architectures": [case.class_name]}, list(state), what)
-        except RotationMergeError:
+            twin = twin_of(pair, options)
+        except rm.RotationMergeError:
             continue  # refused is right
-        gauge = random_gauge(architecture, options, torch.Generator().manual_seed(3))
-        model.load_state_dict(transform_state(architecture, state, gauge))
+        model.load_state_dict(twin)
         assert difference(outputs(model, given), expected) <= 1e-9, what
 
 

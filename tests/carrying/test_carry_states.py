@@ -12,9 +12,6 @@ from safetensors.torch import load_file
 from tiny_models import ALL, difference, outputs, planted
 
 import rotation_merge
-from rotation_merge import AlignConfig
-from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.model.source import transform_state
 
 LLAMA = next(case for case in ALL if case.family == "llama" and not case.config.get("tie_word_embeddings"))
 
@@ -27,8 +24,7 @@ def test_what_is_carried_computes_what_it_computed_at_home(residual: str | None)
     norms = [name for name in noise if noise[name].ndim == 1]  # a change of gains is not carried under rotations
     tuned = {name: x if name in norms else x + noise[name] for name, x in model.state.items()}
     expected = outputs(model.holding(tuned), model.given)
-    options = AlignConfig(heads="permutation", residual="signed_permutation")
-    new = transform_state(model.architecture, model.state, random_gauge(model.architecture, options, generator))
+    new = model.twin(heads="permutation", residual="signed_permutation")
     given = {} if residual is None else {"residual": residual}
     models = [(state, model.config) for state in (tuned, model.state, new)]
     carried = rotation_merge.transfer(*models, heads="permutation", **given)

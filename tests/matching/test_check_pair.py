@@ -28,11 +28,9 @@ from rotation_merge.architecture.registry import tied_head
 from rotation_merge.cli.app import COMMANDS
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.check_pair import CheckedPair, check_pair
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.paired_model import PairedModel
-from rotation_merge.model.source import transform_state
 
 SOME = [case for case in ALL if case in FIRST or "tie_word_embeddings" in case.config]
 by_case = pytest.mark.parametrize("case", SOME, ids=lambda case: f"{case.family}-{case.name}")
@@ -196,8 +194,7 @@ def test_a_module_that_transformers_read_from_gguf_is_of_floats(tmp_path: Path) 
     refused as any others."""
     model = planted(next(case for case in ALL if case.family == "llama"))
     config = {**model.config, "quantization_config": {"quant_method": "gguf", "gguf_file": "model.Q4_1.gguf"}}
-    gauge = random_gauge(model.architecture, AlignConfig(), torch.Generator().manual_seed(1))
-    donor = transform_state(model.architecture, model.state, gauge), config
+    donor = model.twin(), config
     moved = rotation_merge.align((model.state, config), donor).apply(donor)
     assert all(torch.allclose(moved[name], tensor) for name, tensor in model.state.items())
     moved.save_pretrained(tmp_path / "out")
