@@ -16,12 +16,10 @@ from residual_support import Checkpoint, checkpoint, recipe, report, twin
 from tiny_models import ALL, Case, inputs, keep_float64, make, save
 from torch import Tensor
 
-from rotation_merge import AlignConfig
+import rotation_merge as rm
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.averaging.refit import EXPERTS, UNSEEN, Refit, RefitResult, Teachers
 from rotation_merge.linalg.ridge import ridge_change
-from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.model.source import transform_state
 from rotation_merge.run.data import batched_by_length
 from rotation_merge.run.recorder import BlockHooks
 from rotation_merge.run.runner import Runner
@@ -96,9 +94,9 @@ def test_refit_of_planted_twins_is_the_anchor(case: Case, tmp_path: Path) -> Non
     """In every family: a donor that is the anchor again, brought back from other coordinates, changes nothing."""
     few = Few(case, tmp_path, (0,))
     anchor = few.states[0]
-    maps = random_gauge(few.architecture, AlignConfig(heads="permutation"), torch.Generator().manual_seed(1))
-    there = transform_state(few.architecture, anchor, maps)
-    back = transform_state(few.architecture, there, {name: t.inverse() for name, t in maps.items()})
+    model = anchor, few.config.to_dict()
+    drawn = rm.Alignment.random(model, heads="permutation", seed=1)
+    back = drawn.inverse().apply(drawn.apply(model)).state_dict()
     few.states, few.given = [anchor, back], [few.given[0], inputs(case, make(case), seed=7)]
     found, done = few.refit(ridge=1e-3, norms=True)
     assert max(float((found[name] - anchor[name]).abs().max()) for name in anchor) <= 1e-6

@@ -15,17 +15,14 @@ from plugin_support import twin as moved_twin
 from residual_support import Checkpoint, checkpoint, recipe
 from residual_support import twin as stream_twin
 from test_averaging import data_for, measure, state, worst
-from tiny_models import Case, planted
+from tiny_models import Case, planted, twin_of
 from torch import Tensor
 from variants import ONE
 
 import rotation_merge
-from rotation_merge import AlignConfig
 from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.model import Part
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.model.biases import HiddenBiases, block_hidden_biases
-from rotation_merge.model.source import transform_state
 from rotation_merge.run.statistics_writer import checkpoint_of
 
 TOLERANCE = 2e-4
@@ -82,8 +79,7 @@ def test_a_twin_with_other_unseen_biases_is_the_anchor(case: Case) -> None:
     if not changed:
         return
     assert model.differs(twin) <= 1e-9
-    gauge = random_gauge(model.architecture, AlignConfig(heads="permutation"), torch.Generator().manual_seed(2))
-    donor = transform_state(model.architecture, twin, gauge)
+    donor = twin_of((twin, model.config), heads="permutation")
     aligned = moved(donor, model.state, model.config, heads="permutation")
     assert model.differs(aligned) <= 1e-9
     assert all(float((aligned[n] - x).norm()) <= 1e-6 * float(x.norm()) for n, x in model.state.items())
@@ -115,8 +111,7 @@ def test_a_turned_stream_takes_them_along() -> None:
     """With gains folded and writers centred, too."""
     model = planted(next(case for case in ONE if case.family == "opt")).untied
     twin, _ = shifted(model.architecture, model.state)
-    gauge = random_gauge(model.architecture, AlignConfig(heads="permutation"), torch.Generator().manual_seed(2))
-    donor = transform_state(model.architecture, twin, gauge)
+    donor = twin_of((twin, model.config), heads="permutation")
     options = {"heads": "permutation", "residual": "rotation"}
     aligned = moved(donor, model.state, model.config, **options)
     still = moved(model.state, model.state, model.config, **options)

@@ -13,6 +13,7 @@ import torch
 from cli_support import parsed, run
 from plugin_support import mergekit_yaml, one_error, recipe_for, save
 from safetensors.torch import load_file, save_file
+from tiny_models import twin_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -25,10 +26,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rotation_merge import AlignConfig
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.model.checkpoint import open_model
-from rotation_merge.model.source import transform_state
 from rotation_merge.run.data import read_batches
 from rotation_merge.run.functions import load
 from rotation_merge.search.candidates import Planner
@@ -84,11 +82,7 @@ def encoder(folder: Path, *dense: int, seed: int = 0, pooling: str = "mean_token
 
 def moved(model: Path, where: Path, residual: str = "permutation") -> Path:
     """The same function in other coordinates, dense maps included."""
-    source = open_model(str(model))
-    tensors = {name: source[name].clone() for name in source.names}
-    options = AlignConfig(heads="permutation", residual=residual)
-    gauge = random_gauge(source.architecture, options, torch.Generator().manual_seed(3))
-    changed = transform_state(source.architecture, tensors, gauge)
+    changed = twin_of(model, heads="permutation", residual=residual)
     shutil.copytree(model, where)
     save_file({n: t.contiguous() for n, t in changed.items() if "_Dense" not in n}, where / "model.safetensors")
     for place in where.glob("*_Dense"):
