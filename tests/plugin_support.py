@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -106,6 +107,16 @@ def twin(anchor: Path, where: Path, seed: int = 1, **options: Any) -> Path:
     """The anchor moved by a random element of every group that the options name (default: all local ones)."""
     moved = rm.Alignment.random(str(anchor), rm.AlignConfig(**(options or EVERYTHING)), seed=seed).apply(str(anchor))
     return write_state(moved.state_dict(), anchor, where)
+
+
+def write_adapter(config: dict[str, Any], factors: dict[str, torch.Tensor], where: Path) -> Path:
+    """An adapter's two files, as peft writes them."""
+    from safetensors.torch import save_file
+
+    where.mkdir(parents=True)
+    (where / "adapter_config.json").write_text(json.dumps(config))
+    save_file({name: x.contiguous() for name, x in factors.items()}, where / "adapter_model.safetensors")
+    return where
 
 
 def relative_distances(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -10,11 +10,10 @@ import torch
 import transformers
 import yaml
 from plugin_support import DECODER as SMALL
-from plugin_support import ENCODER
+from plugin_support import ENCODER, write_adapter
 
 from rotation_merge.diagnose import documents
 from rotation_merge.diagnose.sources import references
-from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.run.demo import CHECKPOINTS
 
 DECODER = {**SMALL, "vocab_size": 256}
@@ -77,8 +76,7 @@ def adapter_stand_in(out: Path, family: str) -> Path:
             factors[f"{module}.lora_A.weight"] = torch.randn(2, sizes["hidden_size"], generator=draw)
             factors[f"{module}.lora_B.weight"] = 0.1 * torch.randn(rows, 2, generator=draw)
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": list(width)}
-    AdapterWeights(config, factors).save_pretrained(str(out))
-    return out
+    return write_adapter(config, factors, out)
 
 
 def names(text: str) -> list[str]:

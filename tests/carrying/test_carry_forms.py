@@ -8,6 +8,7 @@ import pytest
 import torch
 from cli_support import run
 from peft import PeftModel
+from plugin_support import write_adapter
 from safetensors.torch import load_file, save_file
 from test_carry_peft import Home
 from tiny_models import ALL, make
@@ -17,7 +18,6 @@ from rotation_merge import AlignConfig
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.errors import ArchitectureError
 from rotation_merge.model.adapters import Adapter
-from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.run.functions import load
 
 STACKED = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
@@ -49,7 +49,7 @@ def apart(home: Home) -> Tensor:
                 values = 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
                 tensors[f"base_model.model.{module}.lora_{factor}.weight"] = values
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "w1", "w2", "w3"]}
-    AdapterWeights({**config, "base_model_name_or_path": "old"}, tensors).save_pretrained(str(home.where / "adapter"))
+    write_adapter({**config, "base_model_name_or_path": "old"}, tensors, home.where / "adapter")
     return with_adapter(home, "old", home.where / "adapter")
 
 
@@ -89,7 +89,7 @@ def test_one_piece_at_home_three_at_the_new_base(tmp_path: Path) -> None:
         tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
         changed[name] = home.state[name] + 4 / rank * b @ a
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["Wqkv", "fc11", "out_proj"]}
-    AdapterWeights({**config, "rank_pattern": {"Wqkv": 3}}, tensors).save_pretrained(str(tmp_path / "adapter"))
+    write_adapter({**config, "rank_pattern": {"Wqkv": 3}}, tensors, tmp_path / "adapter")
     save_file(changed, tmp_path / "old" / "model.safetensors", {"format": "pt"})
     expected = home.logits(home.base("old"))
     save_file(home.state, tmp_path / "old" / "model.safetensors", {"format": "pt"})

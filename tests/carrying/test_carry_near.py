@@ -9,10 +9,20 @@ from typing import Any
 import pytest
 import torch
 from cli_support import parsed, run
-from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_recipe, write_state
+from plugin_support import (
+    make,
+    merged,
+    mergekit_yaml,
+    one_error,
+    recipe_for,
+    state,
+    twin,
+    write_adapter,
+    write_recipe,
+    write_state,
+)
 
 from rotation_merge import transfer
-from rotation_merge.model.lora import AdapterWeights
 
 Tensors = dict[str, torch.Tensor]
 
@@ -33,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     module = "base_model.model.model.layers.1.mlp.up_proj"
     factors = {f"{module}.lora_A.weight": torch.randn(2, 32), f"{module}.lora_B.weight": torch.randn(48, 2)}
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": str(old)}
-    AdapterWeights(config, factors).save_pretrained(str(folder / "adapter"))
+    write_adapter(config, factors, folder / "adapter")
     records = [{"input_ids": [(7 * i + j * j) % 40 for j in range(10)]} for i in range(32)]
     (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, records)))
     return {**found, "adapter": folder / "adapter", "texts": folder / "texts.jsonl"}
