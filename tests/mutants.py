@@ -74,7 +74,7 @@ FITS = tuple(
 )
 CARRYING = ("carry_change", "carry_distil", "carry_losses", "carry_scale", "carry_solution", "carrying", "change")
 CARRIES = ("carrying/test_carry_recipe.py", "carrying/test_carry_refit.py")
-REFITTING = ("refit", "refit_method", "stages")
+REFITTING = ("refit", "stages")
 MEASURES = ("matching/test_measuring.py", "averaging/test_averaging.py", "run/test_measure_by_layer.py")
 TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/symmetry": ("symmetry/test_groups.py", "symmetry/test_group_laws.py", "project/test_add_group.py"),

@@ -1,4 +1,4 @@
-"""Delegates that average by statistics: parameters, required inputs and formulas."""
+"""Delegates that average by statistics, and refit, which solves on samples: parameters, required inputs, formulas."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.closed_forms import Metric, fisher, kfac, mean, regmean
+from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.config import Option
 from rotation_merge.errors import RecipeError, StatisticsError
 
@@ -308,6 +309,32 @@ class Kfac(StatisticsMethod):
 def metric(statistics: Mapping[str, Tensor]) -> Metric:
     """The Gram among carried statistics."""
     return Metric(statistics.get("dense"), statistics.get("diagonal"), statistics.get("factor"))
+
+
+SOLVING = ("ridge", "alpha", "lambda_", "gram_norm", "norms")
+"""Fields that are parameters of the delegate; the others name its inputs and are parameters of the recipe."""
+
+
+def _parameter(field: str) -> OwnParameter:
+    described = RefitConfig.options()[field]
+    return described_parameter(described.key or field, getattr(RefitConfig, field), described)
+
+
+class RefitMethod(OwnMethod):
+    """Runs the models on samples and solves the merge's linear maps for the same outputs (`averaging.refit`).
+
+    The merge runs it ahead of its plan.
+    """
+
+    spec = MergeMethodSpec(
+        name="refit",
+        pretty_name="Refit",
+        parameters=(WEIGHT, *map(_parameter, SOLVING)),
+        contract=InputContract(base=BasePolicy.OPTIONAL),
+    )
+
+    def plan(self) -> Plan:
+        return Plan(MODEL, no_changes="needs models that answer, and a task vector ('finetuned_from') does not")
 
 
 METHODS: tuple[StatisticsMethod, ...] = (RegMean(), Fisher(), Kfac())

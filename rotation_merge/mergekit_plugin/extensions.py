@@ -119,8 +119,7 @@ def extend_config(module: Any) -> None:
         if _mentions(obj) and is_ours(obj):
             with one_line():
                 check_host()
-                from rotation_merge.mergekit_plugin.recipe.document_check import check_document
-                from rotation_merge.mergekit_plugin.recipe.reading import restore_paths
+                from rotation_merge.mergekit_plugin.recipe.reading import check_document, restore_paths
 
                 document = restore_paths(obj)
                 check_document(document)
@@ -210,7 +209,7 @@ def extend_command(module: Any) -> None:
             with one_line():
                 check_host()
                 if module.__name__ != "mergekit.scripts.merge_raw_pytorch":
-                    from rotation_merge.mergekit_plugin.recipe.document_check import checked_file
+                    from rotation_merge.mergekit_plugin.recipe.reading import checked_file
 
                     checked.enter_context(checked_file(path))
             with one_line() if all(ours) else nullcontext():

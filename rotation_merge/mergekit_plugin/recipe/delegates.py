@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from mergekit import merge_methods
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethod, ParameterScope
 
-from rotation_merge.averaging.methods import METHODS
+from rotation_merge.averaging.methods import METHODS, RefitMethod
 from rotation_merge.averaging.ot_fusion import OtFusion
-from rotation_merge.averaging.refit_method import RefitMethod
 from rotation_merge.averaging.task_vectors import TASK_VECTORS
 from rotation_merge.config import Option
 from rotation_merge.mergekit_plugin.recipe.names import KEYS, METHOD, PLACES

@@ -1,8 +1,11 @@
-"""A recipe as the merge uses it, read from a document that collects its faults."""
+"""A recipe as the merge uses it, read from a document that collects its faults. In mergekit's own commands the first
+fault stops it, with its place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,13 +13,17 @@ from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, MergeConfiguration, evaluate_setting
 from mergekit.merge_methods.base import MergeMethod
 
+from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import AlignConfig, VaryingOptions
 from rotation_merge.mergekit_plugin.recipe import delegates
 from rotation_merge.mergekit_plugin.recipe.contract import plain
-from rotation_merge.mergekit_plugin.recipe.document import Document
+from rotation_merge.mergekit_plugin.recipe.detect import is_ours
+from rotation_merge.mergekit_plugin.recipe.document import Document, Fault, documents
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, EACH, OPTIONS, RECIPE, RELATIONS, names, normal
 from rotation_merge.mergekit_plugin.recipe.parameter_scopes import at
 from rotation_merge.mergekit_plugin.recipe.settings import check_settings
+
+_of_a_checked_file: ContextVar[bool] = ContextVar("_of_a_checked_file", default=False)
 
 
 def restore_paths(document: Any) -> Any:
@@ -35,6 +42,57 @@ def _paths(value: Any) -> Any:
             return value["model"]["path"]
         return {k: _paths(v) for k, v in value.items()}
     return [_paths(v) for v in value] if isinstance(value, list) else value
+
+
+def check_document(content: dict[str, Any]) -> None:
+    """Check a recipe without opening a model, unless its file has been checked already.
+
+    Raises:
+        RecipeError: the first fault.
+    """
+    if _of_a_checked_file.get():
+        return
+    document = Document(content)
+    check_settings(document)
+    document.raise_first()
+
+
+@contextmanager
+def checked_file(path: str) -> Iterator[None]:
+    """Check every document of ours in a recipe file, once for all that is read from it meanwhile.
+
+    Raises:
+        RecipeError: the first fault, with line and column, and the number of others.
+    """
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    try:
+        recipes = documents(text)
+    except RecipeError as error:
+        raise RecipeError(error.what, where=f"{path}, {error.where}", remedy=error.remedy) from error
+    ours = [document for document in recipes if is_ours(document.value)]
+    for document in ours:
+        check_settings(document)
+    more = sum(fault.error for document in ours for fault in document.faults) - 1
+    first = next((document.first for document in ours if document.first), None)
+    if first is not None:
+        raise RecipeError(first.what, where=_place(path, first), remedy=_remedy(path, first, more))
+    token = _of_a_checked_file.set(True)
+    try:
+        yield
+    finally:
+        _of_a_checked_file.reset(token)
+
+
+def _place(path: str, fault: Fault) -> str:
+    position = f"line {fault.line}, column {fault.column}" if fault.line else ""
+    return ", ".join(part for part in (path, position, fault.where) if part)
+
+
+def _remedy(path: str, fault: Fault, more: int) -> str:
+    if not more:
+        return fault.remedy
+    return f"{fault.remedy} ({more} more: rotation-merge check {path})"
 
 
 @dataclass(frozen=True)
