@@ -47,7 +47,7 @@ def rows(given: Given) -> Iterator[tuple[str, Row]]:
 def points(two: Two, name: str) -> dict[str, float]:
     """Losses at the ends and of both averages, barriers by them, distances."""
     a, b, c = two.moved(NAMED[name])
-    ends = two.loss_and_accuracy(a)[0], two.worth(b)[0]
+    ends = two.loss_and_accuracy(a)[0], two.loss_and_accuracy(b)[0]
     middles = [two.loss_and_accuracy(mixed({"A": a, "B": one}, [0.5, 0.5]))[0] for one in (b, c)]
     rises = [middle - sum(ends) / 2 for middle in middles]
     values = (*ends, *middles, *rises, distance(a, c) ** 0.5, distance(a, b) ** 0.5)

@@ -67,7 +67,10 @@ def widths(given: Given) -> Iterator[tuple[str, Row]]:
 def itself(two: Two, name: str) -> list[float]:
     """Loss of the donor, and of what is halfway between it and its matched self."""
     _, before, after = two.moved(NAMED[name])
-    return [two.loss_and_accuracy(before)[0], two.worth(mixed({"before": before, "after": after}, [0.5, 0.5]))[0]]
+    return [
+        two.loss_and_accuracy(before)[0],
+        two.loss_and_accuracy(mixed({"before": before, "after": after}, [0.5, 0.5]))[0],
+    ]
 
 
 def sums(twos: list[Two], part: str) -> Row:
