@@ -1,5 +1,7 @@
-"""One config dataclass a job. Its fields say all there is to say of an option: command line, errors and the tables of
-the documentation are made from them."""
+"""One config dataclass for each job: its fields describe all options.
+
+Command line, errors and the tables of the documentation are made from them.
+"""
 
 from __future__ import annotations
 

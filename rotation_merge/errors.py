@@ -14,7 +14,7 @@ INTERRUPTED = 130
 
 
 class RotationMergeError(Exception):
-    """Base of every error this package raises on its own account.
+    """Base of all errors of this package.
 
     Args:
         what: the problem, with the name of the thing.
@@ -34,7 +34,7 @@ class RotationMergeError(Exception):
 
 
 class RecipeError(RotationMergeError):
-    """The recipe asks for something that does not exist or cannot be."""
+    """The recipe is wrong."""
 
 
 class ArchitectureError(RotationMergeError):
@@ -46,15 +46,15 @@ class CheckpointError(RotationMergeError):
 
 
 class AlignmentError(RotationMergeError):
-    """Matching or applying an alignment is impossible for the tensors at hand."""
+    """These tensors cannot be matched, or the alignment cannot be applied to them."""
 
 
 class DataError(RotationMergeError):
-    """The data cannot be read, or are of no use to the model."""
+    """The data cannot be read or used by the model."""
 
 
 class StatisticsError(RotationMergeError):
-    """Statistics of a model are missing, unreadable, of another model, or of no use."""
+    """Statistics of a model are missing, unreadable, of another model, or unusable."""
 
 
 class WorkerError(RotationMergeError):
@@ -97,7 +97,7 @@ FEW = 20
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A remedy naming the known word closest to `name`; where none is close all of them, or the nearest of many."""
+    """A remedy with the closest known word; without a close one all words, or the closest of many."""
     words = sorted(known)
     close = difflib.get_close_matches(name, words, n=1, cutoff=0.6)
     if close:

@@ -1,5 +1,7 @@
-"""The report of one merge, as data: the content of `rotation_merge.json`, with the outcome of a search for the best
-merge."""
+"""The report of one merge, as data: the content of `rotation_merge.json`.
+
+It includes the outcome of a search for the best merge.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +76,10 @@ def overall_figures(metadata: Mapping[str, Any]) -> dict[str, object]:
 
 
 def relative_distance(rows: Sequence[SpaceRow]) -> tuple[float, float]:
-    """Relative distance of a donor before and after: of the whole model where its stream was matched (the stream's row
-    says it), else over its matched spaces."""
+    """Relative distance of a donor before and after alignment.
+
+    Over the whole model if its stream was matched (the stream's row has it), else over the matched spaces.
+    """
     rows = [row for row in rows if row.kind == "stream"][:1] or rows
     norm = math.sqrt(sum(row.anchor_norm**2 for row in rows)) or 1.0
     before = math.sqrt(sum(row.distance_before**2 for row in rows))

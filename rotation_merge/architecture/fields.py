@@ -22,13 +22,15 @@ ALIKE = (
 
 
 def alike(first_kind: Any, second_kind: Any) -> bool:
-    """Whether models of two different kinds compute the same by the same weights and entries."""
+    """Whether two kinds of models have the same outputs for the same weights and entries."""
     return any(first_kind in kinds and second_kind in kinds for kinds in ALIKE)
 
 
 def with_class_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config, or one within a config, with the values by which its class computes where it says nothing, so that it
-    can be compared with one of another kind."""
+    """A config with its class's defaults for missing entries, nested configs included.
+
+    So it can be compared with a config of another class.
+    """
     layers, size, heads = (config.get(name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     explicit: dict[str, Any] = {
         "embedding_multiplier": 1.0,
@@ -123,8 +125,10 @@ def differences(anchor: Mapping[str, Any], donor: Mapping[str, Any], own_family:
 def _pairs(
     anchor: Mapping[str, Any], donor: Mapping[str, Any], prefix: str = "", kinds: bool = False
 ) -> Iterator[tuple[str, Any, Any, bool]]:
-    """Values of the entries that both configs have, by path, and whether they are of different kinds of models; tables
-    by entry, and where kinds differ, all entries that one of them has: each entry's absence is None."""
+    """Values of the entries of both configs by path, and whether the models are of different kinds.
+
+    Tables are compared entry by entry. For different kinds, an entry that one config lacks counts as None.
+    """
     names = [*anchor, *(name for name in donor if name not in anchor)]
     if anchor.get("model_type") != donor.get("model_type"):
         anchor, donor, kinds = with_class_defaults(anchor), with_class_defaults(donor), True

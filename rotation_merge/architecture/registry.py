@@ -149,7 +149,7 @@ def _family(config: Mapping[str, Any]) -> ArchitectureSpec | None:
 
 
 def _about(spec: ArchitectureSpec, config: Mapping[str, Any]) -> bool:
-    """Whether the file is about a model of this config, by its `when`."""
+    """Whether the file describes models of this config, by its `when`."""
     return spec.when is None or bool(evaluate(spec.when, variables(spec, config)))
 
 
@@ -238,8 +238,10 @@ def _laid_out(spec: ArchitectureSpec, config: Mapping[str, Any], tensors: int | 
 def _best_spelling(
     spec: ArchitectureSpec, laid: Architecture, present: set[str], untie: bool
 ) -> tuple[Architecture, list[str], list[str]]:
-    """The model under the naming that fits a checkpoint, with its missing and unknown tensors: the first naming without
-    either, else the one with the fewest missing, then the fewest unknown."""
+    """The model under the best naming for a checkpoint, with its missing and unknown tensors.
+
+    The first naming without either, else the one with the fewest missing, then the fewest unknown.
+    """
     candidates = []
     for base, spelling in itertools.product(spec.bases, spec.spellings):
         candidate = _present_only(with_checkpoint_names(laid, base, spelling), present, untie)
@@ -293,8 +295,7 @@ def other_names(config: Mapping[str, Any], architecture: Architecture) -> dict[s
 
 
 def unread(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """Tensors that hold weights which a model of this config does not read: layers that predict tokens further ahead
-    (MTP)."""
+    """Stored weights that a model of this config does not load: layers that predict tokens further ahead (MTP)."""
     spec = find(config)
     return [] if spec is None else sorted(_dropped(spec, config, _laid_out(spec, config), names))
 

@@ -229,7 +229,7 @@ class ConvolutionSpec(Strict):
 
 
 class TranslationSpec(Strict):
-    """Vectors that may be added to all rows of the tensors that name it as `common`.
+    """A common vector that may be added to all rows of the tensors that name it under `common`.
 
     Attributes:
         head: the rows are those of a head: logits change, probabilities do not, and a recipe has to ask for it.

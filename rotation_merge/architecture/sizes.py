@@ -42,7 +42,7 @@ def _expressions(spec: ArchitectureSpec) -> Iterator[Any]:
 
 
 def config_of_sizes(spec: ArchitectureSpec, config: Mapping[str, Any], larger: Mapping[str, Any]) -> dict[str, int]:
-    """The entries of a config that make a model as large as another one."""
+    """The config entries that give a model the sizes of another one."""
     return {
         key: larger[key]
         for key in sorted(size_keys(spec))

@@ -1,5 +1,4 @@
-r"""Averages that minimise a quadratic form of the change given by the models' statistics, one tensor at a time, in
-float64.
+r"""Averages that minimise a quadratic form of the change, one tensor at a time, in float64.
 
 Directions: a weight here is W, shape (outputs, inputs), so that ``y = W x``; A is the Gram of inputs, B that of the
 gradients of outputs.

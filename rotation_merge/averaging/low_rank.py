@@ -1,4 +1,4 @@
-"""A new LoRA, and where it begins: along the gradient."""
+"""A new LoRA for training, initialised along the gradient."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ PAST = ("out_proj", "conv1d")
 
 
 def with_lora(model: Any, rank: int, seed: int) -> Any:
-    """The model with a LoRA (rank-stabilised) that alone is trained: on all linear maps but those that a state-space
-    mixer writes the stream with, and on the head where that is not tied to an embedding.
+    """Add a rank-stabilised LoRA to a model and freeze everything else.
+
+    It covers all linear maps, except those with which a state-space mixer writes the stream, and tied heads.
 
     Raises:
         RotationMergeError: peft is not installed.

@@ -1,4 +1,4 @@
-"""Polish: a few steps of distillation on a merge, each sample answered by its own teacher.
+"""Polish: a few steps of distillation on a merge, with each teacher's outputs on its own samples.
 
 The teachers' answers are on disk before training begins; a held-out part of the samples chooses the learning rate and
 the step, and tells whether anything was gained. Distillation after Hinton, Vinyals and Dean (2015).
@@ -136,7 +136,7 @@ class PolishReport:
 def polish(
     model: nn.Module, answered: Sequence[Answered], options: PolishOptions, watch: Watch | None = None
 ) -> PolishReport:
-    """Train a model towards the answers, in place; it ends as the best state on held-out samples.
+    """Train a model in place towards the teachers' outputs, and keep the best state on held-out samples.
 
     Args:
         model: in evaluation mode, its trainable parameters those that require gradients.
@@ -195,7 +195,7 @@ class _Polish:
         return report
 
     def trial(self, rate: float) -> float:
-        """The held-out divergence after a tenth of the steps; infinite where it is no number."""
+        """The held-out divergence after a tenth of the steps; infinite if it is not finite."""
         steps = max(1, round(self.options.steps * TRIAL))
         optimiser = self.optimiser(rate)
         batches = self.draws(torch.Generator().manual_seed(self.options.seed + 1))
@@ -256,14 +256,14 @@ class _Polish:
         return total
 
     def gradient(self, answers: Answered, number: int) -> float:
-        """Adds that of a batch; gives its part of the divergence."""
+        """Add the gradient of one batch, and return its part of the divergence."""
         batch, target = answers.read(number, self.device)
         loss = divergence(self.model(**unlabelled(batch)), target) / len(self.answered)
         loss.backward()
         return float(loss.detach())
 
     def accumulate_gradients(self) -> None:
-        """Adds the gradients of some of the samples that are trained on."""
+        """Accumulate the gradients of the first training batches of every teacher."""
         for answers, numbers in zip(self.answered, self.training, strict=True):
             for number in numbers[:GRADIENT_SAMPLES]:
                 self.gradient(answers, number)

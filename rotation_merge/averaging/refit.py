@@ -46,13 +46,13 @@ class Targets(Protocol):
 
     @property
     def runners(self) -> Sequence[Runner]:
-        """The models that are run to find it."""
+        """The runners of the models that compute the targets."""
 
     def compute_answers(self, block: Block, answer_keys: frozenset[str]) -> bool:
-        """Find the answers to every batch for one block (of the merge's names); False: there are none."""
+        """Compute the targets of one block (by the merge's names) for every batch; False if there are none."""
 
     def computes_as_anchor(self, merge: Runner, names: Collection[str]) -> bool:
-        """Whether newly opened blocks of the merge equal those that the answers come from, bit for bit."""
+        """Whether newly opened blocks of the merge equal those behind the targets, bit for bit."""
 
     def __call__(self, batch: int) -> Answer:
         """The answers to one batch."""
@@ -62,7 +62,7 @@ class Targets(Protocol):
 
 
 class Teachers:
-    """The donors' own answers: to each batch those of one donor, or the weighted mean of several.
+    """The donors' outputs as targets: one donor's for each batch, or a weighted mean.
 
     Args:
         runners: one a donor, in the anchor's coordinates.
@@ -114,7 +114,7 @@ class Teachers:
 
 
 def same_place(first: Block, second: Block) -> bool:
-    """Whether two blocks of models of a family stand at the same place, whatever the checkpoints call them."""
+    """Whether two blocks of one family correspond, whatever their names in the checkpoints."""
     if (first.module, first.place, first.index) != (second.module, second.place, second.index):
         return False
     keys = {info.key for info in first.tensors}
@@ -122,7 +122,7 @@ def same_place(first: Block, second: Block) -> bool:
 
 
 def computes_the_same(first: Runner, second: Runner, names: Collection[str]) -> bool:
-    """Whether two models have equal weights in blocks that are open, and configs that say the same."""
+    """Whether two models have equal weights in the open blocks, and equivalent configs."""
     configs = [compared_config(runner.model.config.to_dict()) for runner in (first, second)]
     weights = [runner.weights(names) for runner in (first, second)]
     same = configs[0] == configs[1] and weights[0].keys() == weights[1].keys()
@@ -313,7 +313,7 @@ class Refit:
         return [] if total is None else [self._fit(key, taps, total, places[key], head_inputs) for key in total.cross]
 
     def _gives_logits(self, taps: BlockHooks, stage: Stage) -> bool:
-        """Whether the only map of a stage gives the model's logits as they are, which are to be fitted by softmax."""
+        """Whether the only map of a stage outputs the model's logits, so that it is fitted by softmax."""
         if self.softmax is None or len(stage.keys) > 1 or taps.maps[stage.keys[0]].outputs.parts:
             return False
         results: list[Any] = []
@@ -419,7 +419,7 @@ class Refit:
         return fitted
 
     def _head_change(self, key: str, taps: BlockHooks, start: Tensor, head_inputs: Mapping[int, Tensor]) -> Tensor:
-        """The change with which a head's softmax is nearest to that of the answers."""
+        """The change of a head that brings its softmax nearest to the targets' probabilities."""
         module, batches = cast(Any, taps.modules[key]), list(head_inputs)
         weight = module.weight.mT if isinstance(module, Conv1D) else module.weight
         if module.bias is not None:
@@ -432,7 +432,7 @@ class Refit:
         return softmax_change(weight, start, list(head_inputs.values()), answer, shares, cast(float, self.softmax))
 
     def _set(self, key: str, taps: BlockHooks, change: Tensor | None, places: Sequence[_SolvedTensor]) -> None:
-        """Write a map with its change (out, in [+ 1 for a bias]); None: as it is."""
+        """Write a map with its change (out, in [+ 1 for a bias]); None leaves it unchanged."""
         module, name = cast(Any, taps.modules[key]), taps.maps[key].info.name
         turned = isinstance(module, Conv1D)
         weight = (module.weight.mT if turned else module.weight).double()
@@ -454,7 +454,7 @@ class Refit:
         return rounded.mT if turned else rounded
 
     def _written(self, slot: _SolvedTensor, tensor: Tensor) -> Tensor:
-        """A tensor, or its part of one that several maps are written into, as it is stored."""
+        """A tensor in storage, or the part of it that belongs to one map."""
         if slot.part is None:
             return self.write(slot.name, tensor)
         if slot.name not in self._fused:
@@ -465,7 +465,7 @@ class Refit:
 
 
 class _BlockProgress:
-    """Progress through the blocks of a model, and within a layer by forwards, as many as the one before it took.
+    """Progress through the blocks of a model; inside a layer by forwards, estimated from the layer before.
 
     Args:
         batches: on which models are run.

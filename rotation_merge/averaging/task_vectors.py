@@ -227,7 +227,7 @@ def both_sides(changes: Sequence[Tensor], weights: Sequence[float], ridge: float
     penalty = ridge * sum(weights)
 
     def gram_product(x: Tensor, change: Tensor, gram: Tensor, share: float) -> Tensor:
-        """``D D^T X D^T D``, by the smaller Gram of D."""
+        """``D D^T X D^T D``, computed with the smaller Gram of D."""
         if wide:
             return share * (gram @ (x @ change.mT) @ change)
         return share * (change @ (change.mT @ x @ gram))
@@ -361,8 +361,9 @@ def mean_of(changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def with_even_lengths(changes: Sequence[Tensor]) -> tuple[list[Tensor], float]:
-    """Changes brought to the harmonic mean of their lengths where those differ by more than `RATIO`, and the ratio of
-    the longest to the shortest.
+    """Rescale changes to the harmonic mean of their lengths if these differ by more than `RATIO`.
+
+    Also returns the ratio of the longest to the shortest.
 
     No change is divided by more than the number of changes, its share in their mean. (The harmonic mean never
     multiplies by more, so tiny changes are not amplified.) Zero changes stay as they are and do not count.

@@ -1,4 +1,4 @@
-"""An adapter carried from the base it was trained on to another one."""
+"""Carries an adapter from its base to another one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALLER = f"use 'residual: permutation', or {WHOLE}"
 
 @dataclass
 class CarriedAdapter:
-    """An adapter of the new base.
+    """An adapter for the new base.
 
     Attributes:
         norms: squared norm of every change, and of the old base's tensor before it, by tensor.
@@ -52,7 +52,7 @@ def carry_adapter(
     scale: Scale = 1.0,
     rows: LabelRows | None = None,
 ) -> CarriedAdapter:
-    """The adapter that changes the new base as `adapter` changes the old one.
+    """Carry an adapter of the old base to the new one.
 
     If the new base is the old one in other coordinates, it has with the carried adapter the old one's outputs with its
     own.
@@ -88,14 +88,14 @@ def carry_adapter(
 
 
 def _with_all(carrier: Carrier, spots: Iterable[PossibleTensor]) -> Carrier:
-    """A carrier with the tensors that an adapter adds, or names in another form than the bases' files."""
+    """Extend a carrier by the tensors that an adapter adds or names differently from the bases' files."""
     stored, extended = carrier.architecture, _extended(carrier.architecture, spots)
     old, new = (RestructuredSource(source, stored, extended) for source in (carrier.old, carrier.new))
     return replace(carrier, architecture=extended, old=old, new=new)
 
 
 def _extended(architecture: Architecture, spots: Iterable[PossibleTensor]) -> Architecture:
-    """The architecture with the tensors that an adapter adds or names otherwise: a new head, experts in one tensor."""
+    """Extend the architecture by the tensors that an adapter adds or names differently: a head, stacked experts."""
     blocks = list(architecture.blocks)
     for spot in spots:
         place = next((i for i, block in enumerate(blocks) if spot.in_block(block)), None)
@@ -166,7 +166,7 @@ class _BlockOfAdapter:
     # --- factors
 
     def _change(self, entries: list[AdapterEntry]) -> LowRank:
-        """The change of one tensor; of experts that are stored apart, of all of them."""
+        """The change of one tensor, or of all separately stored experts."""
         first, info = entries[0], self._info(entries[0].spot.info.key)
         a, b = self._factors(first, info)
         if first.expert is not None:
@@ -186,7 +186,7 @@ class _BlockOfAdapter:
         return LowRank(a, b, first.scale)
 
     def _factors(self, entry: AdapterEntry, info: TensorInfo) -> tuple[Tensor, Tensor]:
-        """Both factors in float64; a bias (`lora_bias`) is one more column of b, to which a gives nothing."""
+        """Both factors in float64; a bias (`lora_bias`) is one more column of b and a zero row of a."""
         a, b = (self.adapter.tensor(key).double() for key in (entry.a, entry.b))
         if entry.bias is not None:
             bias = self.adapter.tensor(entry.bias).double()
@@ -195,11 +195,11 @@ class _BlockOfAdapter:
         return a, in_order(self.scale * b, self._order(info))
 
     def _order(self, info: TensorInfo) -> tuple[int, tuple[int, ...]] | None:
-        """The dimension (the first) and the order that bring a tensor's outputs into the new base's class order."""
+        """The output dimension of a tensor, and its order that matches the new base's classes."""
         return (0, self.rows[info.name][1]) if info.name in self.rows else None
 
     def _check(self, info: TensorInfo, *factors: Tensor) -> None:
-        """The factors have the sizes of the base's tensor."""
+        """Check that the factors fit the base's tensor."""
         for part, factor in zip(factor_infos(info), factors, strict=True):
             lengths = [axis.size for axis in part.axes]
             if part.vocabulary_axis is not None and (whole := read_tensor(info, self.carrier.old)) is not None:
@@ -305,7 +305,7 @@ def _bias_of(key: str) -> str:
 
 
 def _give_biases(adapter: Adapter, entries: Iterable[AdapterEntry], result: CarriedAdapter) -> None:
-    """peft gives every module a bias or none (`lora_bias`): those without get one of zeros."""
+    """Give every module a zero bias if any has one: peft knows only all or none (`lora_bias`)."""
     tensors = result.adapter.tensors
     for entry in entries:
         if entry.change.embedding or (stacks(entry.spot.info) and entry.expert is None):

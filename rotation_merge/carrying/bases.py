@@ -1,4 +1,4 @@
-"""An old and a new base: their relation, and the changes that are carried from one to the other."""
+"""An old and a new base, their relation, and the transfer of changes between them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class Bases:
-    """The base that something was trained on, and the one it is to be carried to.
+    """The old base of a fine-tune or adapter, and the new base.
 
     Attributes:
         frame: common shapes of the two, if theirs differ.
@@ -69,23 +69,23 @@ class Bases:
 
     @cached_property
     def rows(self) -> RowPair | None:
-        """Rows of the tokens that both have, the new base's first; None where the vocabularies are one."""
+        """Rows of the shared tokens, the new base's first; None if the vocabularies are equal."""
         rows = shared_rows([self.new, self.old])
         return None if rows is None else (rows[0], rows[1])
 
     @property
     def sources(self) -> tuple[TensorSource, TensorSource]:
-        """New and old, under the new base's tensor names; where shapes differ, the old one in those of the frame."""
+        """New and old tensors under the new base's names; with unequal shapes the old ones in the common shapes."""
         new, old = self.pair.sources
         return new, self._named(old, self.old)
 
     @cached_property
     def nearness(self) -> Nearness:
-        """The nearness of the two by a few matrices, read once; without cosines if their shapes differ."""
+        """The nearness of the two bases by a few matrices, cached; no cosines for unequal shapes."""
         return Nearness({}) if self.frame is not None else nearness(self.architecture, *self.sources)
 
     def _named(self, source: TensorSource, model: Model) -> TensorSource:
-        """The tensors of the old base, or of its fine-tune, under the new base's names."""
+        """The tensors of the old base or of its fine-tune, under the new base's names."""
         if self.frame is not None:
             return self.frame.of_old(source, self._untied(model))
         named = RestructuredSource(source, model.architecture, self.architecture)
@@ -113,7 +113,7 @@ class Bases:
         return self._named(source, pair.donor)
 
     def _untied(self, model: Model) -> Architecture:
-        """A model's architecture, its head by itself where the new base's is."""
+        """A model's architecture, with a separate head if the new base has one."""
         untie = any(info.tied for info in self.architecture.tensors())
         return resolve(model.config, model.names, str(model.reference), untie=True) if untie else model.architecture
 
@@ -151,7 +151,7 @@ class Bases:
         )
 
     def with_layer_pairs(self, options: AlignConfig, progress: Progress | None = None) -> Bases:
-        """Pair the layers by similarity if asked to, alternating with matching until the pairs stay."""
+        """Pair the layers by similarity if asked to, alternating with matching until the pairs are stable."""
         if not self.alike or self.frame is None:
             return self
         best, total, tried, current = self, -math.inf, set[str](), self
@@ -173,7 +173,7 @@ class Bases:
         return str(self.new.reference), str(self.old.reference)
 
     def given(self, path: str) -> tuple[Alignment, MergeReport]:
-        """The alignment in a file, made for these two.
+        """Read the alignment file for these two bases.
 
         Raises:
             RotationMergeError: it cannot be read, or was made for other weights; or the bases are of unlike shapes.
@@ -202,8 +202,9 @@ class Bases:
 def open_bases(
     new: str, old: str, device: str = "cpu", untie: bool = True, unlike: ResizeOptions | None = None
 ) -> Bases:
-    """Two bases of one architecture; their vocabularies may differ, and the form that their files have: experts apart
-    or in one tensor.
+    """Open two bases of one architecture.
+
+    Their vocabularies may differ, and so may the form of their files: experts apart or stacked.
 
     Args:
         unlike: how different shapes are brought together; None: they must be equal.
@@ -219,7 +220,7 @@ def open_bases(
 
 
 def _framed(new: str, old: str, device: str, untie: bool, unlike: ResizeOptions) -> Bases:
-    """Two bases whose shapes may differ."""
+    """Open two bases with different shapes."""
     models = Models(MergeOptions(), "error", untie)
     a, d = (models[parse_reference(name)] for name in (new, old))
     for model in (a, d):
@@ -262,7 +263,7 @@ def alike(bases: Bases, alignment: Alignment) -> tuple[dict[str, list[tuple[int,
 
 
 def _in_form_of(reference: Architecture, member: PairedModel) -> PairedModel:
-    """A model as it would be if its file had its weights in the form that another one's has."""
+    """A model with its weights in the file form of another one."""
     place = {(block.module, block.place, block.index): block for block in reference.blocks}
     blocks = []
     for block in member.architecture.blocks:
@@ -278,7 +279,7 @@ def _in_form_of(reference: Architecture, member: PairedModel) -> PairedModel:
 
 
 def usable_as_it_is(works: Mapping[str, str], bases: Bases) -> dict[str, list[str]] | None:
-    """Lines on work that can be used without carrying, by output directory; None: it must be carried.
+    """Lines on work that needs no carrying, by output directory; None if it must be carried.
 
     Raises:
         RotationMergeError: work cannot be read, or is not of the old base.
@@ -306,7 +307,7 @@ def usable_as_it_is(works: Mapping[str, str], bases: Bases) -> dict[str, list[st
 
 
 def _by_token(work: str, bases: Bases) -> bool:
-    """Whether work changes rows of a vocabulary, which need not mean the same tokens at another base."""
+    """Whether work changes rows of a vocabulary, which may mean other tokens in another base."""
     if not is_adapter(work):
         return True
     parsed = parse(Adapter(work), bases.old.config)

@@ -1,4 +1,4 @@
-r"""Changes of weights carried to another base: exact where that base is the old one in other coordinates.
+r"""Carries changes of weights to another base; exact if that base is the old one in other coordinates.
 
 If alignment turns W into ``L W R^T``, it turns a change ``B A`` into ``(L B)(A R^T)``: the same rank. Behind a folded
 norm the stored maps differ from the folded ones by the gains g, g' of the old and the new base, ``A' = A diag(g) R^T
@@ -64,16 +64,16 @@ class Carrier:
 
     @property
     def folded(self) -> tuple[str, ...]:
-        """Streams that are folded in both bases where a change is moved."""
+        """Streams that are folded in both bases before a change is moved."""
         resized = () if self.frame is None else self.frame.folded
         return tuple(dict.fromkeys((*self.alignment.folded, *resized)))
 
     def paired_block(self, block: Block) -> Block | None:
-        """The old base's block that meets one of the new base's, under the names of `old`; None: none does."""
+        """The old base's block that is paired with one of the new base, under the names of `old`; None without one."""
         return block if self.frame is None else self.frame.block(block)
 
     def block(self, block: Block, changes: Mapping[str, Change]) -> Changes:
-        """The changes of a block's tensors, for the new base as it is stored; biases among them that are left over.
+        """Changes of a block's tensors in the new base's storage form, with the remaining bias changes.
 
         Args:
             changes: by key, in float64.
@@ -118,11 +118,11 @@ class Carrier:
     def _carried(
         self, block: Block, info: TensorInfo, get: Callable[[str], Tensor | None], weight: Tensor | None = None
     ) -> Tensor:
-        """One change, or one factor of a change: folded, moved, unfolded, its rows those of the new vocabulary."""
+        """One change, or one factor of a change: folded, moved, unfolded, with the rows of the new vocabulary."""
         return self.stored(block, info, self.fold.tensor(block, info, get), weight)
 
     def moved(self, block: Block, info: TensorInfo, change: Tensor, places: FittingNorms | None = None) -> Tensor:
-        """A change of the folded old base in the new one's coordinates, in its sizes.
+        """A change of the folded old base in the new base's coordinates and sizes.
 
         Args:
             places: records the norm of the part that fits.
@@ -148,7 +148,7 @@ class Carrier:
         weight: Tensor | None = None,
         places: FittingNorms | None = None,
     ) -> Tensor:
-        """A change of the folded old base as one of the new base as it is stored, in the new vocabulary.
+        """A change of the folded old base in the new base's storage form and vocabulary.
 
         Args:
             weight: of a bias: the change of the weight beside it, as it is to be stored.
@@ -258,7 +258,7 @@ def site_maps(carrier: Carrier, new: Activations, old: Activations) -> dict[str,
 
 
 def _reads_as_carried(carrier: Carrier, linear: LinearMap, new: Activations, old: Activations) -> bool:
-    """Whether the recorded inputs are those that the moved change multiplies."""
+    """Whether the recorded inputs are those of the moved change."""
     if not linear.inputs.parts:
         return False
     if linear.norm is None:

@@ -1,4 +1,4 @@
-"""Options of a transfer: recipe keys, command options and documentation are made from one config."""
+"""Options of a transfer: the source of its recipe keys, command options and documentation."""
 
 from __future__ import annotations
 

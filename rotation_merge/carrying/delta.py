@@ -1,4 +1,4 @@
-"""A fine-tune's change as a value: scaled, moved to another base and written there.
+"""The change of a fine-tune as a value: scaled, moved to another base, written.
 
 `Delta.tensors` gives the new base with the change (folded, where the alignment folds), `Delta.changes` the change of
 the new base as it is stored, and `Delta.factors` that change by the factors of an adapter.
@@ -121,7 +121,7 @@ class Delta:
         return replace(start, carrier=carrier, tuned=tuned.source, dtype=dtype, opened=moved.as_opened())
 
     def _settled(self) -> Delta:
-        """The same as the change of the base that it is for, where it has been moved there."""
+        """The change for its own base, after moving if it is moved."""
         assert self.opened is not None, "only of models at hand"
         if self.carrier.old is self.carrier.new:
             return self
@@ -129,8 +129,10 @@ class Delta:
         return Delta.between(base, tuned)
 
     def applied(self) -> View:
-        """The base that the change is for, with the change, lazily; folded where the alignment folds, and then without
-        layers that predict tokens further ahead."""
+        """The base with the change, computed lazily.
+
+        It is folded if the alignment folds, and then lacks layers that predict tokens further ahead.
+        """
         assert self.opened is not None, "only of models at hand"
         left_out = self.opened.unread if self.carrier.alignment.folded else []
         notes = [not_written(left_out)] if left_out else []
@@ -186,8 +188,7 @@ class Delta:
         return replace(self, dtype=dtype)._carried(block, info, stored)[0].to(dtype or stored.dtype).contiguous()
 
     def _carried(self, block: Block, info: TensorInfo, stored: Tensor) -> tuple[Tensor, float, float]:
-        """A tensor of the new base with the carried change, a long vocabulary that all three share slice by slice, and
-        the squared norms."""
+        """A tensor of the new base with the change, long shared vocabularies in slices, and the squared norms."""
         sources, norms = (self.carrier.old, self.carrier.new, self.tuned), list[tuple[float, float]]()
         same = info.vocabulary_axis is not None and self.carrier.frame is None and self.carrier.rows is None
         views = slices.views(block, sources if same else [])
@@ -204,11 +205,11 @@ class Delta:
         return result, change, before
 
     def _of(self, old: TensorSource, new: TensorSource, tuned: TensorSource) -> Delta:
-        """The same of other sources."""
+        """The same change between other sources."""
         return replace(self, carrier=replace(self.carrier, old=old, new=new), tuned=tuned)
 
     def _with_change(self, block: Block, info: TensorInfo) -> tuple[Tensor, float, float]:
-        """See `tensors`; not yet rounded."""
+        """See `tensors`; without rounding."""
         carrier = self.carrier
         base = read_tensor(info, self._folded(carrier.new, carrier.architecture))
         assert base is not None
@@ -219,7 +220,7 @@ class Delta:
         return base + scale_at(self.scale, block.name) * moved, float(change.square().sum()), before
 
     def factors(self, block: Block, rank: int | None) -> tuple[Changes, dict[str, tuple[float, float]]]:
-        """A block's change for the new base as it is stored, that of every matrix cut down to low rank (None: not).
+        """A block's change in the new base's storage form, every matrix cut to low rank (None: not cut).
 
         Changes of folded streams' norms go into the maps that read them.
 
@@ -251,7 +252,7 @@ class Delta:
         return result, norms
 
     def changes(self, left_out: str | None = None, rank: int | None = None) -> dict[str, Tensor]:
-        """The change of every tensor of the new base as it is stored, by name, in float64.
+        """Changes of all tensors in the new base's storage form, by name, in float64.
 
         Args:
             left_out: a head that stays the embedding's tensor.
@@ -301,8 +302,9 @@ NOTHING_LEFT = 1e-4
 
 
 def of_low_rank(change: Tensor, info: TensorInfo, rank: int, trimmed: bool = False) -> Change:
-    """The nearest change of this rank (Eckart and Young), its factors equally large; of tables of positions and tokens
-    that no layer of its own holds (1, n, width), which no adapter has a place for, the whole.
+    """The nearest change of this rank (Eckart and Young), with equally large factors.
+
+    Tables of positions and tokens that belong to no layer (1, n, width) have no place in an adapter and stay whole.
 
     Args:
         trimmed: of the rank that the change has, where that is less.

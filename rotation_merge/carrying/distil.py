@@ -1,5 +1,4 @@
-r"""Distillation of a carried change: a few training steps of the new base towards the fine-tune's outputs, from the
-refit on.
+r"""Distillation of a carried change: a few training steps from the refit towards the fine-tune's outputs.
 
 Every sample is answered twice. The *shift* is the new base's own logits and the old pair's change of them, ``new +
 tuned - old``; the other answer is the fine-tune's own. Which is better differs from task to task: both are tried, and
@@ -45,7 +44,7 @@ Watch = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class DistillationSamples:
-    """Samples of the fine-tune's kind and, where it counts, text of the new base's own; those held out come last.
+    """Samples like the fine-tune's and, if it counts, text of the new base; the held-out ones come last.
 
     Attributes:
         samples, base_texts: batches without labels or padding.
@@ -59,7 +58,7 @@ class DistillationSamples:
 
 @dataclass(frozen=True)
 class DistillationResult:
-    """The losses of both targets on held-out samples, and the report on the better one."""
+    """The losses of both targets on held-out samples, and the report of the better one."""
 
     losses: dict[str, float]
     best: str
@@ -82,7 +81,7 @@ def distil(
     work: Unfinished,
     watch: Watch | None = None,
 ) -> tuple[dict[str, Tensor], DistillationResult]:
-    """Train the student towards both kinds of answers, and take the better one.
+    """Train the student towards both kinds of targets, and keep the better one.
 
     Args:
         models: `new`, `old` and `tuned`, made when they are needed.
@@ -112,7 +111,7 @@ def distil(
 
 
 def _keep(place: Path, model: Any, loss: float, report: PolishReport) -> None:
-    """A trained student, whole or not at all."""
+    """Write a trained student atomically."""
     trained = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters() if p.requires_grad}
     with replacing(place) as temporary:
         save_file(trained, temporary, {"loss": repr(loss), "report": json.dumps(asdict(report))})
@@ -125,7 +124,7 @@ def _kept(place: Path) -> tuple[dict[str, Tensor], float, PolishReport]:
 
 
 def _answered(work: Unfinished, name: str, teachers: Sequence[Callable[[], Any]], batches: Sequence[Batch]) -> Answered:
-    """Answers to batches: the first teacher's, and with three the second's and the change from the third to it."""
+    """Targets of batches: the first teacher's outputs; with three, the second's plus the change from the third."""
     path = work.file(f"answers-{name}.safetensors")
     if not path.exists():
         models = [make() for make in teachers]
@@ -142,7 +141,7 @@ def _answered(work: Unfinished, name: str, teachers: Sequence[Callable[[], Any]]
 
 
 def adapter_in_training(model: Any, written: AdapterWeights) -> Any:
-    """A model with an adapter whose factors, and nothing else, are trained.
+    """A model with an adapter, of which only the factors are trained.
 
     The rows of each A are made orthogonal and as long as those of a fresh LoRA, and the scale is the rank-stabilised
     one, so that every direction learns equally fast, whatever the change has in it already.
@@ -173,6 +172,6 @@ def adapter_in_training(model: Any, written: AdapterWeights) -> Any:
 
 
 def _balanced_factors(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of the same product, the rows of `a` orthogonal and of a fresh LoRA's length (uniform, 1/sqrt(in))."""
+    """Factors of the same product with orthogonal rows of `a`, as long as a new LoRA's (uniform, 1/sqrt(in))."""
     q, r = torch.linalg.qr(a.double().mT)
     return (q.mT * 3**-0.5).to(a.dtype), (b.double() @ r.mT * 3**0.5).to(b.dtype)

@@ -1,4 +1,4 @@
-r"""Two bases of unlike shapes side by side: both are read in the larger of their sizes, layer by layer as they meet.
+r"""Two bases of different shapes in common sizes, layer by layer.
 
 Each is widened (`widen`), its function unchanged, to sizes that hold both models; there the two are aligned like any
 pair. A change that was moved to the new base's coordinates is then cut down to its own sizes: rows of an orthogonal map
@@ -31,7 +31,7 @@ DEPTH = "say which layers meet by '--layers-map' ('layers_map' in a recipe): OLD
 
 
 class FramedSource(WidenedSource):
-    """A model of the old base's shapes under the names and in the sizes of a frame.
+    """A model with the old base's shapes, under the names and in the sizes of a frame.
 
     Attributes:
         narrow_source: its tensors under their own names.
@@ -74,17 +74,17 @@ class Frame:
         return {block.name: block for block in self.common.blocks}
 
     def block(self, block: Block) -> Block | None:
-        """The common block of one of the new base's; None where no block of the old base meets it."""
+        """The common block of a new base's block; None if no old block is paired with it."""
         return self._blocks.get(block.name)
 
     @cached_property
     def paired_architecture(self) -> Architecture:
-        """The old base's blocks that meet one, called as there, in the common sizes."""
+        """The old base's paired blocks in the common sizes, under the new base's names."""
         return _with_spaces(_paired_architecture(self.new, self.old, self.layers), self.common.spaces())
 
     @property
     def folded(self) -> tuple[str, ...]:
-        """Streams whose layer scales had to be folded in one of the two before it could be widened."""
+        """Streams whose layer scales were folded in one of the two before widening."""
         return tuple(dict.fromkeys((*self.grow_new.folded, *self.grow_old.folded)))
 
     def of_new(self, source: TensorSource) -> TensorSource:

@@ -244,8 +244,10 @@ class Lift:
 
 
 def random_change(change: Tensor, draw: torch.Generator) -> Tensor:
-    """A random change of a map with the same singular values: (..., out, in), both sides turned by random maps; of a
-    vector, a random one of the same length. float64."""
+    """A random change of a map, (..., out, in), with the same singular values and random rotations, float64.
+
+    For a vector, a random one of the same length.
+    """
     change = change.double()
     if change.ndim < 2:
         noise = torch.randn(change.shape, generator=draw, dtype=torch.float64)
@@ -324,8 +326,9 @@ def search(
     losses: Callable[[Mapping[str, float]], Both],
     watch: Callable[[str, int, int], None] = lambda *_: None,
 ) -> tuple[Scales, Both, Both]:
-    """The scales with the least sum of both losses: one for all first, then group after group of neighbouring blocks,
-    so that a deep model asks no more often than a shallow one.
+    """The scales with the least sum of both losses: one for all, then group by group of neighbouring blocks.
+
+    So the number of evaluations does not grow with the depth.
 
     Returns:
         The scales (all zero, where nothing is better than none), and the losses at zero and there.

@@ -332,8 +332,9 @@ def refit_change(
 
 
 def of_rank(change: Tensor, gram: Tensor, rank: int) -> Tensor:
-    """The change of this rank whose outputs are nearest on the samples: ``U U^T change``, U the first left singular
-    vectors of ``change G^1/2``. A bias, the last column, stays as it is.
+    """The change of this rank with the nearest outputs on the samples: ``U U^T change``.
+
+    U holds the first left singular vectors of ``change G^1/2``. A bias, the last column, is not changed.
 
     Args:
         change: (out, in) or (out, in + 1).

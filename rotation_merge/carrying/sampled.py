@@ -185,8 +185,7 @@ class SampledTransfer:
     def _judged(
         self, candidate: JudgedChange, plain: JudgedChange | None, parts: TransferSamples
     ) -> tuple[JudgedChange, Lift]:
-        """The best of the method, plain addition and the new base on held-out samples; a scale set by the user is
-        kept."""
+        """The best of the method, plain addition and the new base on held-out samples, or the user's scale."""
         nothing = JudgedChange(NONE, candidate.delta.scaled(0.0), "", lambda: self._model({}))
         tried = [candidate, *([] if plain is None else [plain]), nothing]
         choices = {each.method: parts.choice.losses(each.model()) for each in tried}
@@ -287,8 +286,7 @@ class SampledTransfer:
         return refit_change(carrier, config, self.tuned, batches, options, pair=pair, base_texts=base_texts)[0]
 
     def _at_sites(self, data: Data) -> tuple[dict[str, Tensor], int]:
-        """The new base's tensors with the change moved by a map of each linear map's inputs, and the number of such
-        maps."""
+        """The new base's tensors with the change moved by input maps, and the number of these maps."""
         batches = unpadded(data.batches, self.config.data)
         new, old = (record_activations(self._on(name), batches) for name in (self._new, self._old))
         carrier = replace(self.session.carrier, sites=site_maps(self.session.carrier, new, old))

@@ -141,7 +141,7 @@ class TransferSession:
 
     @property
     def advice_lines(self) -> list[str]:
-        """Lines on the scale and on measuring the effect of a change that was carried by weights alone."""
+        """Lines on the scale and on measuring a change that was carried by weights alone."""
         if isinstance(self.scale, Mapping):
             return []
         ask = ASK if self.bases.rows is None else OTHER_WORDS
@@ -174,7 +174,7 @@ class TransferSession:
         return written, [*delta.fitting_notes(), note, *left_out(self.bases.new)]
 
     def report_on(self, work: str) -> MergeReport:
-        """The report on the bases, which knows where the work came from and under which licence."""
+        """The report on the bases, with the origin and licence of the work."""
         origin_facts = {name: {**facts, "carried": True} for name, facts in origins([parse_reference(work)]).items()}
         return replace(self.report, models={**self.report.models, **origin_facts})
 

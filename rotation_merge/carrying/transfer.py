@@ -149,8 +149,10 @@ def _write_moved(session: TransferSession, sampled: SampledTransfer, work: str, 
 
 
 def resolved_residual(config: TransferConfig, bases: Bases) -> TransferConfig:
-    """The config with `residual: largest` as none where the bases share their coordinates: their streams lie as they
-    are, and a tied head stays tied."""
+    """The config with `residual: largest` resolved to none if the bases share their coordinates.
+
+    Streams then stay, and so does a tied head.
+    """
     if config.match.residual != "largest" or not bases.nearness.shared:
         return config
     return replace(config, match=replace(config.match, residual="none"))

@@ -107,8 +107,7 @@ def app(verbose: int) -> None:
 
 
 def configure_logging(verbose: int) -> None:
-    """Log as -v asks, before a command or after it: once: decisions of this package; twice: messages of every
-    library."""
+    """Log with -v, before or after the command: once for this package, twice for every library."""
     if verbose:
         logging.getLogger("rotation_merge").setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
     if verbose > 1:

@@ -1,5 +1,4 @@
-"""`rotation-merge inspect`: models, recipes, single tensors, our files, reports, and lists of methods and
-architectures."""
+"""`rotation-merge inspect`: models, recipes, tensors, our files, reports, methods and architectures."""
 
 from __future__ import annotations
 
@@ -144,7 +143,7 @@ def _averaging(path: str) -> AveragingCost | None:
 
 
 def _donors(target: str, options: AlignConfig, untie: bool, as_json: bool) -> list[RecipeDonor]:
-    """The model as a donor of its own; of a recipe its donors, named as soon as the text is read."""
+    """The donors of a recipe, named as soon as its text is read; or the model as its only donor."""
     if not is_document(target):
         return [RecipeDonor(target, target, options, untie)]
     text = read(Path(target))

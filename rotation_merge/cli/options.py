@@ -58,8 +58,9 @@ def _number(text: str, kind: Any) -> float | str:
 def config_options(
     config: type[Config], *names: str, types: Mapping[str, click.ParamType] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add an option for every field of a config that the command line has, or for these; the command hands its values
-    to `config_of`.
+    """Add command-line options for fields of a config; the command passes their values to `config_of`.
+
+    By default for all fields that the command line has.
 
     Args:
         types: click types of options that name inputs, by field.

@@ -30,8 +30,10 @@ RESUMES = ("fit", "measure", "merge", "polish")
 
 
 def shown(function: Command) -> Callable[..., None]:
-    """Wrap a command: an error becomes one line (JSON with --json) and exit code 2; the command's result is the exit
-    code. Ctrl-C ends it with 130, a closed pipe with 141 and no message."""
+    """Wrap a command: errors become one line (JSON with --json) and exit code 2.
+
+    The command's result is the exit code. Ctrl-C ends it with 130, a closed pipe with 141 and no message.
+    """
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -156,8 +158,7 @@ def note(text: str) -> None:
 
 
 class StatusLine:
-    """Messages and progress on stderr: on a terminal progress is one line that is overwritten, elsewhere it is
-    lines."""
+    """Messages and progress on stderr: one overwritten line on a terminal, plain lines elsewhere."""
 
     def __init__(self) -> None:
         self._shown = False

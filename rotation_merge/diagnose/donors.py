@@ -1,4 +1,4 @@
-"""The donors of a recipe, one by one, for commands that look at anchor and donor."""
+"""The donors of a recipe, one by one, for commands that compare anchor and donor."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def donors_of(path: str) -> list[RecipeDonor]:
 
 
 def kept_head_names(models: Iterable[Model]) -> tuple[str, ...]:
-    """Names of the heads' tensors that each of several models keeps of its own."""
+    """Names of the head tensors that each of several models keeps."""
     return tuple(sorted({name for model in models for name in head_names(model.architecture)}))
 
 

@@ -1,4 +1,4 @@
-"""A first architecture file for a model that nobody has described yet, from its tensors' names and shapes."""
+"""A first architecture file for an unknown model, from its tensors' names and shapes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def draft_of(model: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def matching_families(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Families whose files describe every tensor of a checkpoint, by name and shape: the one that it is of first."""
+    """Families whose files describe every tensor of a checkpoint, the detected one first."""
     known, families = find(config), []
     for spec in shipped().values():
         family_config = {**config, "architectures": spec.classes[:1], "model_type": (spec.model_types or [""])[0]}
@@ -203,7 +203,7 @@ def _layer(
 
 
 def _by_shape(stem: str, shape: tuple[int, ...], config: Mapping[str, Any], width: int, doubts: list[str]) -> list[str]:
-    """Axes of a map whose name says nothing: a router's, of neurons, or such that keep their coordinates."""
+    """Axes of a map with an unknown name: a router's, of neurons, or fixed."""
     counts = {config.get(key) for key in _EXPERT_COUNTS}
     neurons = config.get("intermediate_size")
     axes, reading = ["fixed", "fixed"], "to keep its coordinates"

@@ -1,4 +1,4 @@
-"""Ways of matching side by side: their names, and the models that each of them makes of an anchor and its donors."""
+"""Several ways of matching: their names, and the models that each makes of an anchor and its donors."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _named(name: str) -> Matching:
 
 @dataclass(frozen=True)
 class AlignedModels:
-    """Loaded models as a matching leaves them.
+    """Loaded models after a matching.
 
     Attributes:
         anchors: for each donor the anchor that it fits: as it was, or with norms folded as the donor's are.

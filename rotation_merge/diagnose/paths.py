@@ -69,7 +69,7 @@ class Paths:
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Names of the heads' tensors that every model keeps."""
+        """Names of the head tensors that every model keeps."""
         return self.donors[0].own
 
     def tasks(self, place: Place) -> list[int]:
@@ -115,7 +115,7 @@ class Paths:
         return [read_batches(source, name, load(name), **self.reading) for source, name in pairs]
 
     def check(self, matchings: Sequence[Matching], each: bool) -> None:
-        """All that can be wrong with models and matchings, by their headers."""
+        """Collect all errors of models and matchings from headers."""
         if self.own and len(self.sources) != len(self.names):
             problem = f"{len(self.names)} models keep heads of their own, data are given {len(self.sources)} times"
             raise RecipeError(problem, where="--data", remedy="give it once for each model, in their order")
@@ -206,7 +206,7 @@ class Paths:
 
 @torch.no_grad()
 def mean(models: Sequence[Any], excluded: Collection[str] = ()) -> Any:
-    """The model whose weights are the mean of all, but for those that stay the first's; it computes with its config."""
+    """The model with the mean of all weights, except tensors that stay the first model's; it has the first config."""
     centre = copy.deepcopy(models[0])
     each = [dict(model.named_parameters()) for model in models]
     for name, parameter in centre.named_parameters():

@@ -115,7 +115,7 @@ def hints(findings: Sequence[Finding]) -> list[str]:
 
 
 class _Tiny:
-    """A tiny model on disk, its outputs, and those of its twins."""
+    """A tiny model on disk, its outputs, and the outputs of its twins."""
 
     def __init__(self, spec: ArchitectureSpec, config: Mapping[str, Any], folder: Path) -> None:
         self.spec, self.folder = spec, folder
@@ -164,7 +164,7 @@ class _Tiny:
         return {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
 
     def differs(self, architecture: Architecture, options: AlignConfig) -> float:
-        """Largest difference that a random element of the groups makes; infinite where nothing moved."""
+        """Largest output difference under a random element of the groups; infinite if nothing moved."""
         folded = architecture.folds(dict.fromkeys(architecture.streams, options.residual))
         gauge = random_gauge(architecture, options, torch.Generator().manual_seed(5))
         after = dict(aligned_tensors(architecture, self.state, Alignment(gauge, folded)))
@@ -178,7 +178,7 @@ class _Tiny:
         return Finding(trial, difference, difference <= TOLERANCE)
 
     def with_mistake(self, spec: ArchitectureSpec, change: Callable[[Any], Any], mistake: str) -> Finding:
-        """The file got wrong: refused, or other outputs."""
+        """Result of a file with a planted mistake: refused, or other outputs."""
         registry._extra[spec.family] = ArchitectureSpec.model_validate(changed(spec.model_dump(), change))
         try:
             difference = self.differs(self.architecture(), LOCAL["heads, neurons and experts"])
@@ -222,12 +222,12 @@ def wrong_split(entry: Any) -> Any:
 
 
 def wrong_halves(entry: Any) -> Any:
-    """Rotary embedding on whole heads that turns halves apart."""
+    """Use rotary embedding on whole heads although it acts on each half."""
     return {**entry, "parts": 1} if "layout" in entry else entry
 
 
 def wrong_span(entry: Any) -> Any:
-    """Keys and values that several layers meet as if each had its own."""
+    """Give keys and values that several layers share to each layer alone."""
     return {**entry, "span": None} if entry.get("kind") == "attention" else entry
 
 

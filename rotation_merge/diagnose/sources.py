@@ -110,7 +110,7 @@ def _written(document: Document, recipe: Recipe, options: MergeOptions) -> None:
 
 
 def _read(document: Document, path: Path, name: str, anchor: Model) -> None:
-    """An alignment file fits the anchor's architecture; which weights it was made for, only weights tell."""
+    """Check that an alignment file fits the anchor's architecture; its weights are not compared."""
     try:
         load_alignment(name, anchor.architecture)
     except RotationMergeError as error:
@@ -145,7 +145,7 @@ def files(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
 
 
 def _open(document: Document, path: Path, name: str, models: Models) -> Model | None:
-    """The model, its files and architecture checked; None where that is impossible or failed."""
+    """Open a model and check its files and architecture; None if that fails."""
     try:
         reference = ModelReference.parse(name)
     except (RuntimeError, ValueError) as error:
@@ -205,7 +205,7 @@ def _compare(
 
 
 def _token_ids(document: Document, path: Path, anchor: Model, model: Model) -> None:
-    """Tokens stand at the anchor's ids; of slices, which may leave a model's vocabulary out, the plan says it."""
+    """Check that tokens have the anchor's ids; for slices, which may omit a vocabulary, the plan checks it."""
     try:
         check_token_ids(anchor, model)
     except RotationMergeError as error:
@@ -291,7 +291,7 @@ def _warn(document: Document, planner: Any) -> None:
 
 
 def _place(document: Document, error: RotationMergeError) -> Path:
-    """The entry that an error of the planner speaks of, as far as its words tell."""
+    """The entry that an error of the planner refers to, by its words."""
     for path, name in references(document.value):
         if error.where and name in error.where:
             return path

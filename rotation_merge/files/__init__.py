@@ -1,1 +1,1 @@
-"""Files that survive: durable, temporary, resumable; where interrupted work is kept."""
+"""Durable, temporary and resumable files, and the folders of interrupted work."""

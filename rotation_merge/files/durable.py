@@ -56,7 +56,7 @@ def name_when_whole(path: str) -> str:
 
 
 def remove_abandoned(target: str) -> None:
-    """Remove files under temporary names of `target` that nobody writes any more."""
+    """Remove files under temporary names of `target` that no process writes."""
     for path in under_temporary_names(target):
         if os.path.isfile(path) and not os.path.islink(path):
             remove_if_unlocked(path)

@@ -145,8 +145,9 @@ def _on_the_hub(name: str, cache: str | None) -> list[str]:
 
 
 def check_replaced(outputs: Iterable[Output], force: bool = False, remedy: str = "") -> None:
-    """Refuse to overwrite files that the same option did not write; with `force`, only a file for a folder or the
-    reverse.
+    """Refuse to overwrite files that the same option did not write.
+
+    With `force`, refuse only a file in place of a folder, or a folder in place of a file.
 
     Args:
         remedy: instead of the output's.

@@ -1,5 +1,6 @@
-"""Assignment of a factored similarity that is never formed: bound all pairs by projected rows, evaluate the remaining
-ones.
+"""Assignment with a factored similarity matrix that is never formed.
+
+Projected rows bound all pairs; only the remaining pairs are evaluated.
 
 With Q of orthonormal rows and R = I - Q^T Q, <a, b> <= <Qa, Qb> + |Ra| |Rb|, and the same holds for |<a, b>| with
 |<Qa, Qb>|. Q sums groups of coordinates with random signs, so a projection costs one pass over the factors, and a

@@ -291,7 +291,7 @@ def toward_identity(matrix: Tensor, permutation: Tensor) -> Tensor:
 
 
 def _preferred(factors: Factors, diagonal: Tensor, permutation: Tensor, gap: float, method: str) -> Assignment:
-    """The assignment valued in float64 from the factors, or the identity if that is as good."""
+    """The assignment evaluated in float64 from the factors; the identity if it is equally good."""
     identity, trace = torch.arange(factors.n), float(diagonal.sum())
     same = torch.equal(permutation, identity)
     value = trace if same else float(factors.entries(identity, permutation).sum())

@@ -313,7 +313,7 @@ def scale_ceiling(
 def _under_chords(
     squares: Tensor, heights: Tensor, primal: Tensor, dual: Tensor, bounds: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The scale that gains most if a h(a) were its chords between known (a^2, a h(a)), and that gain."""
+    """The best scale and its gain if a h(a) is replaced by chords between known (a^2, a h(a))."""
     run, rise = squares.diff(dim=1), heights.diff(dim=1)
     slope = torch.where(run > 0, rise / run, 0.0)
     start = heights[:, :-1] - slope * squares[:, :-1]

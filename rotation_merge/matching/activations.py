@@ -1,4 +1,4 @@
-"""Inputs and outputs of a model's maps on a few samples, as rows between which plans are found."""
+"""Records inputs and outputs of a model's maps on a few samples, as rows for matching."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Activations:
         return self.inputs[ours.info.name], None if outputs is None else outputs[:, rows]
 
     def read_with(self, linear: LinearMap) -> str:
-        """The first map that reads what this one reads; nothing where it did not run."""
+        """The first map with the same inputs as this one; None if it did not run."""
         place = same_map(linear, self.maps.get(_place(linear.block), []))
         return "" if place is None else self.shared[place[0].info.name]
 
@@ -97,7 +97,7 @@ def _place(block: Block) -> Place:
 
 
 class _RowWatcher:
-    """Keeps evenly spread rows of every map, the same of every model; of each sample so many, whatever its batch."""
+    """Keeps evenly spread rows of every map: the same positions in every model, equally many of each sample."""
 
     def __init__(self, shared: Mapping[str, str], each: int) -> None:
         self.shared, self.each, self.samples = shared, each, 1
@@ -121,7 +121,7 @@ class _RowWatcher:
 
 
 def activation_points(block: Block, activations: Activations, transforms: Transforms) -> dict[str, Tensor]:
-    """Points of every plan of a block's local spaces, (groups, size, samples), in the anchor's coordinates."""
+    """Points for the plans of a block's local spaces, (groups, size, samples), in the anchor's coordinates."""
     points: dict[str, list[Tensor]] = {}
     for info in block.tensors:
         linear = linear_map(block, info)
@@ -143,7 +143,10 @@ def _has(axis: Axis, space: Space, roles: tuple[str, ...]) -> bool:
 
 
 def _points(rows: Tensor, axis: Axis, space: Space, roles: tuple[str, ...]) -> list[Tensor]:
-    """(groups, size, samples) of the parts of (samples, width) that play the roles; query heads count as samples."""
+    """Select the coordinates of some roles from (samples, width), as (groups, size, samples).
+
+    Query heads count as samples.
+    """
     points = []
     for piece, view in zip(axis.pieces, split_axis(rows, 1, axis), strict=True):
         for part, start in placed(piece, 1):
@@ -181,7 +184,7 @@ def standard(columns: Tensor) -> Tensor:
 
 
 def wanted_roles(space: Space) -> dict[str, tuple[str, ...]]:
-    """The plans of a space: what each is found from, and the roles it moves.
+    """The plans of a space: the roles that each is computed from, and those that it moves.
 
     What rotary embedding turns, or a norm inside the head sees, is aligned and never mixed.
     """

@@ -27,7 +27,7 @@ from rotation_merge.run.functions import load
 def match_pair(
     pair: Pair, progress: Progress | None = None, match: Match = match_model, ledger: Ledger = NOWHERE
 ) -> tuple[Alignment, MergeReport]:
-    """The best alignment of the donor to the anchor, and the report on it, which the alignment has, too.
+    """Match the donor to the anchor and attach the report to the alignment.
 
     Args:
         ledger: store of intermediate results, to resume from.
@@ -50,9 +50,9 @@ def write_aligned(
     progress: Progress | None = None,
     check: Check | None = None,
 ) -> View:
-    """The aligned donor as a normal checkpoint: weights, config, tokenizer, card and report, whole or not at all.
+    """Write the aligned donor as a normal checkpoint: weights, config, tokenizer, card and report.
 
-    The report is the alignment's; where nothing was matched, one of nothing.
+    Nothing is left behind if writing fails. The report is the alignment's, or empty if nothing was matched.
     """
     view = pair.aligned(alignment, dtype_from_name(storage.dtype))
     report = alignment.report or pair.report(Run())
@@ -63,7 +63,7 @@ def write_aligned(
 
 
 def aligned_model(pair: Pair, alignment: Alignment, untie: bool = False) -> Any:
-    """The aligned donor in memory: what `write_aligned` would write, loaded in float32."""
+    """Load the aligned donor into memory, in float32, as `write_aligned` would write it."""
     view, donor = pair.aligned(alignment), pair.donor
     tensors = view.state_dict()
     tensors |= {name: donor[name] for name in donor.names if name not in tensors and name not in view.left_out}

@@ -1,4 +1,4 @@
-"""The alignment: what brings one model to another, as a value that can be applied, inverted, saved and loaded."""
+"""The alignment of a donor to an anchor, as a value that can be applied, inverted, saved and loaded."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Basis:
-    """Facts of the models that an alignment needs to be applied to one of them alone.
+    """Facts on both models, with which an alignment can be applied to either model alone.
 
     Attributes:
         config: the anchor's.
@@ -118,7 +118,7 @@ class Basis:
 
 
 def hidden_biases(architecture: Architecture, source: TensorSource, folded: Sequence[str]) -> dict[str, Tensor]:
-    """A model's biases that softmax cannot see, by name, folded where the streams are."""
+    """A model's biases that softmax ignores, by name, folded in folded streams."""
     source = folded_source(architecture, source, folded)
     biases: dict[str, Tensor] = {}
     for block in architecture.blocks:
@@ -131,7 +131,7 @@ def hidden_biases(architecture: Architecture, source: TensorSource, folded: Sequ
 
 
 class Verified:
-    """A source whose tensors are compared with the checksums of those that an alignment was made for.
+    """A source that compares its tensors with the checksums in an alignment.
 
     Args:
         names: what the alignment calls tensors that have other names here.
@@ -162,10 +162,10 @@ M = TypeVar("M", bound="Movable")
 
 @runtime_checkable
 class Movable(Protocol):
-    """A value that knows how an alignment moves it, such as a `Delta`."""
+    """A value that an alignment can move, such as a `Delta`."""
 
     def moved_by(self: M, alignment: Alignment, dtype: torch.dtype | None, strict: bool) -> M:
-        """The value in the anchor's coordinates; arguments and errors as of `Alignment.apply`."""
+        """The value in the anchor's coordinates; arguments and errors as for `Alignment.apply`."""
         ...
 
 
@@ -204,8 +204,9 @@ class Alignment:
         untie: bool = False,
         **options: Any,
     ) -> Alignment:
-        """Draw a random element of every group that the config admits: `apply(model)` gives a twin of the model, other
-        weights with the same outputs.
+        """Draw a random element of every group that the config admits.
+
+        `apply(model)` then gives a twin of the model: other weights with the same outputs.
 
         Args:
             model: in any form (`ModelLike`); not modified. It is both anchor and donor of the alignment.
@@ -224,8 +225,10 @@ class Alignment:
         return cls(transforms, checked.folded, notes=tuple(checked.notes()), basis=basis).without_biases()
 
     def moves_streams(self, architecture: Architecture) -> bool:
-        """Whether what reads a stream and is not moved itself (layers that predict tokens further ahead) would be wrong
-        behind it."""
+        """Whether a stream moves that is read by layers which are not moved.
+
+        These are layers that predict tokens further ahead (MTP).
+        """
         streams = (self.transforms[name] for name in architecture.streams if name in self.transforms)
         return bool(self.folded) or any(not stream.is_identity() for stream in streams)
 
@@ -237,7 +240,7 @@ class Alignment:
     def apply(self, donor: ModelLike, dtype: torch.dtype | None = None, strict: bool = True) -> View: ...
 
     def apply(self, donor: ModelLike, dtype: torch.dtype | None = None, strict: bool = True) -> Any:
-        """The donor in the anchor's coordinates: it computes what the donor computes.
+        """The donor in the anchor's coordinates, with unchanged outputs.
 
         Args:
             donor: the model that the alignment was made for, in any form (`ModelLike`); or its `Statistics`; or a
@@ -266,7 +269,7 @@ class Alignment:
         return self.view_of(opened, biases, dtype, self._known().donor if strict else None)
 
     def opened_donor(self, donor: ModelLike, strict: bool) -> OpenedModel:
-        """The donor as it is moved: in the anchor's sizes, its classes in the anchor's order. Errors as of `apply`."""
+        """The donor in the anchor's sizes, its classes in the anchor's order. Errors as for `apply`."""
         basis = self._known()
         opened = self._opened(donor, basis.donor, strict)
         names = TranslatedSource({}, basis.architecture, opened.architecture).names
@@ -278,19 +281,21 @@ class Alignment:
     def apply_anchor(self, anchor: ModelLike, dtype: torch.dtype | None = None, strict: bool = True) -> View: ...
 
     def apply_anchor(self, anchor: ModelLike, dtype: torch.dtype | None = None, strict: bool = True) -> Any:
-        """The anchor as it is averaged with the moved donor: its norms folded where the alignment needs that, else as
-        it is; its statistics likewise. Arguments and errors as of `apply`."""
+        """The anchor as it is averaged with the moved donor: its norms are folded if the alignment needs it.
+
+        Also moves the anchor's statistics. Arguments and errors as for `apply`.
+        """
         still, identity = replace(self, transforms={}), self._known().anchor
         if isinstance(anchor, Statistics):
             return still.without_biases()._statistics(anchor, identity, strict)
         return still.view_of(self._opened(anchor, identity, strict), None, dtype, identity if strict else None)
 
     def without_biases(self) -> Alignment:
-        """The same by its maps alone: a moved donor keeps its own biases."""
+        """The same alignment without the anchor's biases: a moved donor keeps its own."""
         return replace(self, basis=replace(self._known(), biases={}, donor_biases={}))
 
     def _statistics(self, statistics: Statistics, identity: Identity, strict: bool) -> Statistics:
-        """Statistics of a model as they would be measured on the moved one."""
+        """Statistics of a model, moved as the alignment moves the model."""
         basis = self._known()
         fingerprint = statistics.metadata.get("fingerprint")
         if strict and identity.fingerprint and fingerprint != identity.fingerprint:
@@ -305,7 +310,10 @@ class Alignment:
         return replace(statistics, metadata=metadata, _file=tensors)
 
     def _moved_fingerprint(self, fingerprint: str) -> str:
-        """Fingerprint of a model moved by this alignment, derived from the model's own. Unchanged if nothing moves."""
+        """Fingerprint of a moved model, derived from the model's fingerprint.
+
+        Unchanged if nothing moves.
+        """
         if not self.transforms and not self.folded:
             return fingerprint
         tensors = {**packed(self.transforms)[0], **self._known().biases}
@@ -321,7 +329,7 @@ class Alignment:
         identity: Identity | None = None,
         unread: Sequence[str] | None = None,
     ) -> View:
-        """A view of a model that has been checked to fit: folded, transformed, given the anchor's biases, rounded once.
+        """A view of a checked model: folded, transformed, with the anchor's biases, rounded once.
 
         Args:
             biases: gives the anchor's biases, by the model's names, folded where the alignment folds; None: the model
@@ -349,10 +357,10 @@ class Alignment:
         return View(whole, of_half, dtype, left_out, notes, self.report)
 
     def inverse(self) -> Alignment:
-        """The alignment that moves the moved donor back, its outputs unchanged.
+        """The alignment that moves the moved donor back, with unchanged outputs.
 
-        Folded gains stay folded and the anchor's biases stay the anchor's: `irreversible_notes` names them. The result
-        is for what `apply` gave, so its basis knows no fingerprint of a donor.
+        Folded gains and the anchor's biases remain: `irreversible_notes` names them. The result is for the output of
+        `apply`, so its basis has no fingerprint of a donor.
         """
         basis = self._known()
         turned = {name: transform.inverse() for name, transform in self.transforms.items()}
@@ -388,8 +396,7 @@ class Alignment:
 
     @classmethod
     def load(cls, path: Path | str) -> Alignment:
-        """Read an alignment; no model is needed. Nothing in the file is believed: every transform is proven one of its
-        space's group.
+        """Read an alignment without a model, and check that every transform is in its space's group.
 
         Args:
             path: a file, or one of the hub (`org/name/file.safetensors`).
@@ -406,7 +413,7 @@ class Alignment:
         return self.basis
 
     def _opened(self, model: ModelLike, identity: Identity, strict: bool) -> OpenedModel:
-        """A model that is to be moved, checked to be of the alignment's architecture; strict: of these very weights."""
+        """Open a model to move, and check its architecture; strict: also its weights."""
         basis = self._known()
         opened = open_like(model, identity.name, untie=basis.untie)
         if basis.widths:
@@ -455,7 +462,7 @@ class Mover:
         self._whole: dict[torch.dtype | None, AlignedSource] = {}
 
     def tensor(self, block: Block, info: TensorInfo, dtype: torch.dtype | None = None) -> Tensor | None:
-        """A tensor in the anchor's coordinates, a long vocabulary slice by slice; None where the source lacks it.
+        """A tensor in the anchor's coordinates, long vocabularies in slices; None if the source lacks it.
 
         Args:
             dtype: that it is rounded to, which folding has to survive, too; None: what it is stored in.
@@ -475,7 +482,7 @@ class Mover:
         return slices.in_slices(info, [stored], rounded, moved).to(rounded).contiguous()
 
     def _aligned(self, dtype: torch.dtype | None) -> AlignedSource:
-        """The whole source, made once for each dtype: it knows the places of all tensors."""
+        """The whole aligned source, cached for each dtype."""
         if dtype not in self._whole:
             self._whole[dtype] = self._of(self.source, self.biases, dtype)
         return self._whole[dtype]
@@ -589,7 +596,7 @@ def holds_alignment(path: str) -> bool:
 
 
 def load_alignment(path: Path | str, architecture: Architecture | None = None) -> AlignmentFile:
-    """Read an alignment. Nothing in it is believed: every transform is proven one of its space's group.
+    """Read an alignment and check that every transform is in its space's group.
 
     Args:
         architecture: of the anchor that it is wanted for; None: that of the anchor that it was made for.
@@ -680,7 +687,7 @@ def _basis(meta: Mapping[str, str], biases: Mapping[str, Tensor], donor_biases: 
 
 
 def _check_basis(basis: Basis) -> None:
-    """Classes change places and none is lost; biases, if there are any, are those that the anchor has, and finite."""
+    """Check the class order (a permutation) and the biases (the anchor's, finite)."""
     for name, (_, order) in basis.rows.items():
         if sorted(order) != list(range(len(order))):
             raise AlignmentError(f"would change what the models compute: '{name}' loses classes")
@@ -708,8 +715,7 @@ def _transforms(tensors: Mapping[str, Tensor], header: _Header, architecture: Ar
 
 
 def _check_spaces(transforms: Transforms, header: _Header, architecture: Architecture) -> None:
-    """Every space of the architecture is there or declared still, and no other; each transform is of its group; what
-    is folded is what rotations need."""
+    """Check that each space has a transform of its group or is declared still, and that folding fits the rotations."""
     known, space_names = architecture.spaces(), (*transforms, *header.still)
     if odd := [name for name in space_names if name not in known]:
         raise AlignmentError(f"does not fit: the models have no space '{odd[0]}'")
@@ -745,17 +751,20 @@ def needed_folds(transforms: Transforms, architecture: Architecture, folded: Seq
 
 
 def _asked(architecture: Architecture) -> set[str]:
-    """The spaces that a file says something of, be it that they stand still: all but those that only a recipe opens."""
+    """The spaces that a file must cover: all except those that only a recipe enables."""
     return {name for name, space in architecture.spaces().items() if not space.head}
 
 
 def _mixes(transform: SpaceTransform) -> bool:
-    """Whether gains of a stream do not follow, so that they have to be folded."""
+    """Whether a transform mixes coordinates, so that the stream's gains must be folded."""
     return isinstance(transform, StreamTransform) and not transform.moves_gains
 
 
 def _refused_stream(transform: SpaceTransform, name: str, architecture: Architecture) -> str | None:
-    """Return why a transform belongs to no group that a stream admits, or None. The reason is the largest group's."""
+    """The reason why no group of a stream admits a transform, or None.
+
+    The reason is the largest group's.
+    """
     refused: str | None = "it has to keep its coordinates"
     for kind in architecture.stream_groups[name]:
         refused = architecture.stream_group(name, kind).refuses(transform)

@@ -1,16 +1,16 @@
 """Matching one attention layer: the order of its heads and the maps inside them, jointly.
 
-Heads that share the gains of their norm have one order of coordinates for all of a layer. For given pairs of heads,
-that order is one assignment over what coordinates gain beside each other, signs and exchanged gains being the best for
-each pair; for a given order of coordinates, heads are matched like any others. The two take turns: from the order that
-stands, and from that of the heads as everything else pairs them.
+Heads that share the gains of their norm have one order of coordinates for the whole layer. For fixed pairs of heads,
+that order is one assignment over the gains of pairs of coordinates, with the best signs and scales. For a fixed order
+of coordinates, heads are matched as usual. The two steps alternate, from the identity and from the order of heads that
+the other tensors give.
 
 `heads: spectral` pairs heads by their singular values, after TransFusion (Rinaldi and others, 2025), for comparison.
 TransFusion pairs heads by the distance of the singular values of their query, key and value matrices without biases,
-which no permutation inside a head changes, and then permutes the coordinates of each pair, with one permutation for the
-three. Here the output matrix and the biases count, too, queries and keys are permuted apart from values and outputs
-(which contains the single permutation and is as exact), and the stream follows `residual`, where TransFusion permutes
-it by a policy of its own. Directions play no part in the pairing: the joint optimum of `head_order` is never worse.
+which no permutation inside a head changes. Then it permutes the coordinates of each pair, with one permutation for all
+three. Here the output matrix and the biases take part, too; queries and keys are permuted separately from values and
+outputs (this includes the single permutation and is as exact); and the stream follows `residual`. The pairing ignores
+directions: the joint optimum of `head_order` is never worse.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rotation_merge.symmetry.ordered import OrderedExchange, OrderedSigns, order
 
 
 def match_attention(space: Space, sides: list[Side], options: AlignConfig) -> AttentionMatch:
-    """The best order of heads and maps inside them, as far as `options` and the layer allow."""
+    """The best order of heads and maps inside them, within `options` and the layer's groups."""
     group = heads(space, options)
     if not group.orders:
         return _match(space, sides, group)
@@ -44,7 +44,7 @@ def match_attention(space: Space, sides: list[Side], options: AlignConfig) -> At
 
 
 def _match(space: Space, sides: list[Side], group: HeadGroup) -> AttentionMatch:
-    """The best of a group in which no permutation holds several heads together."""
+    """The best element of a group that permutes coordinates of each head separately."""
     donor, queries = group.own_order
     own_order = Order(torch.arange(group.groups), donor, queries)
     pairings, shared = pairings_of(space, sides, group), shared_gains(space, sides, group)
@@ -71,7 +71,7 @@ def _match(space: Space, sides: list[Side], group: HeadGroup) -> AttentionMatch:
 
 
 def _solve(pairing: Pairing, order: Order | None, distance: Tensor) -> tuple[GroupElement, Tensor]:
-    """The best maps, and what they take off the squared distances."""
+    """The best maps, and their reduction of the squared distances."""
     known, element, gain = pairing.solved(order)
     grams = pairing.without_rounding(known, distance)
     if grams is not known:
@@ -105,7 +105,7 @@ class AttentionMatch:
 
 
 def best_order(group: HeadGroup, pairings: list[Pairing]) -> tuple[Order | None, list[str]]:
-    """The order of the donor's heads, None where it is its own; and notes."""
+    """The donor's head order, or None if unchanged, with notes."""
     donor, queries = group.own_order
     if group.order == "none" or queries.numel() == 1 or not pairings:
         return None, []
@@ -120,7 +120,7 @@ def best_order(group: HeadGroup, pairings: list[Pairing]) -> tuple[Order | None,
 def match_ordered(
     space: Space, sides: list[Side], group: HeadGroup, match: Callable[[list[Side]], AttentionMatch]
 ) -> AttentionMatch:
-    """The best of a group that orders coordinates of several heads together.
+    """The best element of a group that permutes coordinates of several heads jointly.
 
     Args:
         match: the best of its elements that leave coordinates at their places.
@@ -142,7 +142,7 @@ def match_ordered(
 
 @dataclass(frozen=True)
 class _AlternatingOrders:
-    """Orders of heads for that of coordinates, and the other way round.
+    """Alternates between the order of heads and the order of coordinates.
 
     Attributes:
         sides: the sides of the space, as they are.
@@ -155,7 +155,7 @@ class _AlternatingOrders:
     ordered: list[Pairing]
 
     def ascend(self, start: HeadTransform) -> AttentionMatch:
-        """The best that turns lead to from an order of coordinates; no turn makes it worse."""
+        """Alternate from an order of coordinates until the match stops improving."""
         best, order = self._matched(start), start
         for _ in range(MOST_TURNS):
             following = self.reordered(best.transform)
@@ -176,13 +176,13 @@ class _AlternatingOrders:
         return replace(match, transform=self._with(transform, orders[transform.groups]))
 
     def _with(self, transform: HeadTransform, orders: Tensor) -> HeadTransform:
-        """A transform with other orders of coordinates, (G, n)."""
+        """A transform with another order of coordinates, (G, n)."""
         assert transform.gains is not None
         gains = with_orders(transform.gains, orders[: transform.gains.batch])
         return replace(transform, qk=with_orders(transform.qk, orders), gains=gains)
 
     def reordered(self, heads: HeadTransform) -> HeadTransform:
-        """The best order of coordinates for the pairs of heads that a transform makes; nothing else moves."""
+        """The best order of coordinates for the head pairs of a transform."""
         order = self.group.own_order
         pairs = Order(order[0], heads.groups, heads.queries)
         alone = Order(*(torch.zeros(1, dtype=torch.long),) * 2, torch.zeros(1, 1, dtype=torch.long))

@@ -1,4 +1,4 @@
-"""Matching one block: every local space of a layer, the donor's residual stream held as it is given."""
+"""Matching one block: every local space of a layer, under fixed residual streams."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ STILL = "not moved: rounding would cost more than the move gains"
 
 
 def rounding_error(dtype: torch.dtype) -> float:
-    """Mean squared error of storing values in a type, as a share of their squares: spacing^2 / 12 for 1 <= x < 2,
-    whose squares are 7/3 on average."""
+    """Relative mean squared error of storing values in a type.
+
+    Spacing^2 / 12 for 1 <= x < 2, over the mean square 7/3 there.
+    """
     return torch.finfo(dtype).eps ** 2 / 28
 
 
@@ -74,7 +76,7 @@ class SpaceMatch:
 
 
 def described(match: SpaceMatch, transform: SpaceTransform) -> SpaceMatch:
-    """The record of a space under another transform than was matched; its distances are the caller's."""
+    """The record of a space under another transform; the caller supplies its distances."""
     order = transform.head_order().tolist() if isinstance(transform, HeadTransform) else None
     return replace(match, group=transform.group(), distances=transform.distances(), head_order=order, gap=None)
 
@@ -97,7 +99,7 @@ class NotFiniteError(AlignmentError):
 
 @contextmanager
 def named(anchor: str, donor: str) -> Iterator[None]:
-    """Errors of matching say which model they are about: the donor, or the anchor where that holds no numbers."""
+    """Add the model's name to errors of matching: the donor, or the anchor if its tensor is not finite."""
     try:
         yield
     except NotFiniteError as error:
@@ -143,14 +145,14 @@ def match_block(
 
 
 def _at_the_limit(transform: SpaceTransform) -> list[str]:
-    """A note where rescaling ended at the largest or least factor it may have."""
+    """A note if rescaling reached the largest or smallest allowed factor."""
     factors = [t for e in transform.elements().values() for n, t in e.tensors().items() if n in ("factor", "scale")]
     count = sum(int(limited(factor).sum()) for factor in factors)
     return [f"{count} scales stopped at the limit of a million"] if count else []
 
 
 def linked(block: Block, spaces: list[Space]) -> list[Space]:
-    """The spaces that share a tensor with another one; they are matched in turn until all agree."""
+    """The spaces that share a tensor with another one; they are matched in turn."""
     names = {space.name for space in spaces}
     names -= {space.name for space in spaces if space.kind == "translation"}
     shared = [{space.name for space in info.spaces()} & names for info in block.tensors]
@@ -165,7 +167,7 @@ _SETTLED = 1e-9  # share of the squared distance that a round has to take off
 
 @dataclass
 class _Matching:
-    """The matches so far for the spaces of one block.
+    """The matches of one block's spaces so far.
 
     Attributes:
         streams: transforms of the residual streams.
@@ -184,7 +186,7 @@ class _Matching:
     records: dict[str, SpaceMatch] = field(default_factory=dict)
 
     def match(self, space: Space, unknown: Collection[str] = ()) -> None:
-        """Match one space, the others held as they are; from tensors that touch no `unknown` one, if there are any."""
+        """Match one space with all others fixed, if possible without the tensors of `unknown` spaces."""
         begin = time.perf_counter()
         transform, record = self._best(space, unknown)
         if self._blurred(space, record):
@@ -199,7 +201,7 @@ class _Matching:
         )
 
     def _blurred(self, space: Space, record: Mapping[str, Any]) -> bool:
-        """Whether a move of tensors that nothing else moves would gain less than storing them again costs."""
+        """Whether a move gains less than rounding its tensors to storage costs."""
         local = {local_space.name for local_space in self.block.spaces.values()}
         names = {info.key: local & {space.name for space in info.spaces()} for info in self.block.tensors}
         touched = [key for key in self.donor if space.name in names.get(key, ())]
@@ -209,7 +211,7 @@ class _Matching:
         return record["before"] - record["after"] < least * record["anchor"]
 
     def settle(self, spaces: list[Space]) -> None:
-        """Match spaces that share tensors again and again, from what is known of them and from where they stand."""
+        """Match spaces that share tensors in turn, from their current and from their best known transforms."""
         if not spaces:
             return
         before, _ = self._distance(spaces, {})
@@ -229,7 +231,7 @@ class _Matching:
             self.records[space.name] = replace(self.records[space.name], before=apart, after=after, anchor=norm)
 
     def _rounds(self, spaces: list[Space]) -> float:
-        """Rounds until the squared distance stands still, which is returned."""
+        """Repeat rounds until the squared distance stops falling; return it."""
         distance, _ = self._distance(spaces, self.local)
         for _ in range(MOST_ROUNDS):
             previous = dict(self.local), dict(self.records), distance
@@ -244,14 +246,14 @@ class _Matching:
         return distance
 
     def _distance(self, spaces: list[Space], local: Mapping[str, SpaceTransform]) -> tuple[float, float]:
-        """Squared distance and the anchor's squared norm over the tensors that touch any of some spaces."""
+        """Squared distance, and the anchor's squared norm, over the tensors of some spaces."""
         names = {space.name for space in spaces}
         touched = tuple(info for info in self.block.tensors if names & {space.name for space in info.spaces()})
         block = replace(self.block, tensors=touched)
         return squared_distances(block, None, self.anchor, self.donor, {**self.streams, **local})
 
     def _best(self, space: Space, unknown: Collection[str]) -> tuple[SpaceTransform, dict[str, Any]]:
-        """The best transform of one space, and what the record says of it."""
+        """The best transform of one space, and its record."""
         transforms = {**self.streams, **self.local}
         arguments = (self.block, space, self.anchor, self.donor)
         if space.kind == "experts":
@@ -278,7 +280,7 @@ class _Matching:
     def _spanning(
         self, space: Space, transforms: Mapping[str, SpaceTransform], unknown: Collection[str]
     ) -> tuple[SpaceTransform, dict[str, Any]]:
-        """A space that spans layers: as the first of them says, or here, or not at all."""
+        """Match a space that spans layers, or follow the match of its first layer."""
         lead = self.leads.get(str(space.span))
         donor = dict(self.donor)
         moved = {} if lead is None else {space.name: without_query_order(lead)}
@@ -331,7 +333,8 @@ def _flat_blocks(anchor: Tensor, donor: Tensor) -> Iterator[tuple[Tensor, Tensor
 
 
 def check_finite(block: Block, tensors: Tensors, model: str) -> None:
-    """
+    """Check that a tensor is finite.
+
     Raises:
         NotFiniteError: names the tensor, and which of the models it is.
     """
@@ -348,7 +351,7 @@ def check_finite(block: Block, tensors: Tensors, model: str) -> None:
 
 
 def match_latent(space: Space, sides: list[Side], options: AlignConfig) -> LatentTransform:
-    """The best element: an assignment of coordinates with their signs, or Procrustes where gains are folded."""
+    """The best element: a signed assignment of coordinates, or Procrustes if gains are folded."""
     group = latent(space, options)
     if all(torch.equal(side.anchor, side.donor) for side in sides):
         return group.identity()
@@ -368,7 +371,7 @@ def match_translation(
     transforms: Mapping[str, SpaceTransform],
     options: AlignConfig,
 ) -> TranslationTransform:
-    """The nearest one, whatever order the rows are in: an order does not change their mean."""
+    """The nearest translation, for any order of the rows: an order does not change their mean."""
     group = translation(space, options)
     other_transforms = {name: transform for name, transform in transforms.items() if name != space.name}
     for info in block.tensors:
@@ -378,7 +381,7 @@ def match_translation(
 
 
 def match_mixer(space: Space, sides: list[Side], options: AlignConfig) -> MixerTransform:
-    """The best order of groups, of the heads inside them, and of all channels."""
+    """The best order of groups, of heads inside groups, and of channels."""
     group = mixer(space, options)
     if all(torch.equal(side.anchor, side.donor) for side in sides):
         return group.identity()
@@ -405,7 +408,7 @@ def match_mixer(space: Space, sides: list[Side], options: AlignConfig) -> MixerT
 
 
 class _Level:
-    """Groups, or heads, with what each of them holds: numbers, and channels that may change places."""
+    """Groups or heads, with their numbers and permutable channels."""
 
     def __init__(
         self, all_sides: Iterable[Side], number: str, channel: str, count: int, size: int, permute: bool

@@ -1,7 +1,7 @@
-"""The only way into matching: `check_pair` says whether a donor's function survives what is to be done to it.
+"""`check_pair` decides whether a donor keeps its function under the requested matching.
 
-It sees configs, architectures and shapes, no weights, and is the same for the Python API, for every command and for
-recipes. What would change a function without a word is refused; what only makes a merge questionable is a warning.
+It reads configs, architectures and shapes, no weights. The Python API, all commands and recipes use it. A silent change
+of outputs is refused; a questionable merge gives a warning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Layers = Mapping[str, Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class CheckedPair:
-    """A pair that may be matched.
+    """A pair of models that may be matched.
 
     Attributes:
         streams: the residual group of each stream that is moved.
@@ -73,7 +73,7 @@ def check_pair(
     layers: Layers | None = None,
     excluded: Callable[[str], bool] = lambda _: False,
 ) -> CheckedPair:
-    """Whether the donor can be moved to the anchor under these options, its function unchanged.
+    """Check that the donor can be moved to the anchor under these options with unchanged outputs.
 
     Args:
         untie: heads that share an embedding's tensor are given one of their own.
@@ -119,9 +119,9 @@ def check_pair(
 
 
 def _streams(anchor: PairedModel, donor: PairedModel, residual: str, untie: bool) -> dict[str, str]:
-    """The residual group of each stream that is to move; both models admit it.
+    """The residual group of each moving stream; both models admit it.
 
-    `largest` stops short of rotations where a head is tied to an embedding, which folding cannot serve.
+    `largest` excludes rotations if a head is tied to an embedding, because folding cannot serve both.
     """
     groups = residual_groups(anchor.architecture, residual, anchor.name)
     donor_groups = residual_groups(donor.architecture, residual, donor.name)
@@ -138,7 +138,7 @@ def _streams(anchor: PairedModel, donor: PairedModel, residual: str, untie: bool
 
 
 def residual_of(transforms: Mapping[str, SpaceTransform], folded: Collection[str]) -> str:
-    """The groups of an alignment's streams, as values of the option `residual`."""
+    """The groups of an alignment's streams, as values of `residual`."""
     streams = [name for name, transform in transforms.items() if transform.space_kind == StreamTransform.space_kind]
     choices = {name: "rotation" if name in folded else "permutation" for name in streams}
     return ",".join(f"{name}={group}" for name, group in choices.items()) or "none"
@@ -165,7 +165,7 @@ def _check_depth(anchor: PairedModel, donor: PairedModel) -> None:
 
 
 def paired_blocks(anchor: Architecture, donor: Architecture, layers: Layers | None) -> list[tuple[Block, Block]]:
-    """The blocks that are matched with each other."""
+    """The pairs of anchor and donor blocks that are matched."""
     donor_blocks = {(b.module, b.place, b.index, b.name if b.index is None else ""): b for b in donor.blocks}
     pairs = []
     for block in anchor.blocks:
@@ -198,13 +198,13 @@ _WORDS = {
 
 
 def _facts(space: Space) -> dict[str, Any]:
-    """The facts that decide a space's group."""
+    """The properties that decide a space's group."""
     properties = {f.name: getattr(space, f.name) for f in fields(space) if f.name not in ("name", "sizes")}
     return {_WORDS.get(name, name): value for name, value in {**space.sizes, **properties}.items()}
 
 
 def _check_block(anchor_block: Block, donor_block: Block, anchor: PairedModel, donor: PairedModel) -> None:
-    """Sizes, rotary dimensions, norms and degrees agree: they decide the groups."""
+    """Check that sizes, rotary dimensions, norms and degrees of two blocks agree: they decide the groups."""
     for local, space in donor_block.spaces.items():
         anchor_space = anchor_block.spaces.get(local)
         if anchor_space is None:
@@ -223,7 +223,7 @@ def _norm_facts(norm: Norm) -> dict[str, Any]:
 
 
 def _check_sizes(anchor: PairedModel, donor: PairedModel) -> None:
-    """Streams, and the first local space of each name, have the same sizes, whatever layers meet."""
+    """Check that streams, and the first local space of each name, have the same sizes in both models."""
     ours, donor_spaces = _first_spaces(anchor.architecture), _first_spaces(donor.architecture)
     for name in donor_spaces:
         if name in ours:
@@ -264,7 +264,7 @@ def _check_tied(member: PairedModel, folded: Sequence[str], untie: bool) -> None
 
 
 def _check_head(member: PairedModel, untie: bool) -> None:
-    """A head whose rows are to be shifted is there, and no embedding is moved with it."""
+    """Check that a head with shifted rows exists, and that no embedding is moved with it."""
     if member.tied is not None and not untie:
         problem, remedy = f"needs a head of its own, '{member.tied[0]}' is tied to the embedding", "set 'untie: true'"
     elif any(info.common is not None and info.common.head for info in member.architecture.tensors()):
@@ -276,7 +276,7 @@ def _check_head(member: PairedModel, untie: bool) -> None:
 
 @dataclass(frozen=True)
 class _Moving:
-    """The spaces that move under the options: streams by name, local spaces by the anchor's names and the donor's."""
+    """The spaces that move: streams by name, local spaces by the names in anchor and donor."""
 
     anchor: PairedModel
     donor: PairedModel
@@ -313,7 +313,7 @@ class _Moving:
 
     @staticmethod
     def _spare(info: TensorInfo, holder: PairedModel, lacking: PairedModel) -> bool:
-        """Whether a head is a second copy of the embedding that both models tie it to."""
+        """Whether a head is a stored copy of the embedding that both models tie it to."""
         return all(member.tied is not None and member.tied[0] == info.name for member in (holder, lacking))
 
     def _refuse(self, info: TensorInfo, holder: PairedModel, lacking: PairedModel, space: str) -> None:
@@ -328,7 +328,7 @@ class _Moving:
 def _unaligned(
     anchor: PairedModel, donor: PairedModel, streams: Mapping[str, str], excluded: Callable[[str], bool]
 ) -> Iterator[str]:
-    """Tensors that the architecture does not know, and that therefore stay as they are.
+    """Tensors that the architecture does not describe; they are copied unchanged.
 
     Raises:
         CheckpointError: one has an axis of the size of a stream that moves.
@@ -370,7 +370,7 @@ def check_forward(anchor: PairedModel, donor: PairedModel) -> None:
 
 
 def _config_warnings(anchor: PairedModel, donor: PairedModel) -> list[str]:
-    """One line for each entry in which the configs differ and that makes a merge questionable.
+    """Warnings for differing config entries that make a merge questionable.
 
     Raises:
         CheckpointError: an entry differs that decides a symmetry.

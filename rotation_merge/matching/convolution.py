@@ -1,9 +1,9 @@
 """Matching the channels of a gated convolution: one order, and four factors of each channel.
 
-Were every role scaled on its own, channel i of the anchor and j of the donor could come within
-``sum_r |A_ri|^2 (1 - cos^2(A_ri, B_rj))``: no factors bring them nearer. The order is the optimal assignment of these
-bounds; the factors of its pairs are then found in turn, each by its quartic, until none moves. What the bounds of the
-optimal order leave is a lower bound for all orders and factors, so that the result carries its certified gap.
+With a separate factor for each role, the distance of channel i of the anchor and j of the donor is at least ``sum_r
+|A_ri|^2 (1 - cos^2(A_ri, B_rj))``. The order is the optimal assignment of these bounds. The factors of its pairs are
+then solved in turn, each by its quartic, until they converge. The sum of the bounds in the optimal order is a lower
+bound for all orders and factors, so the result has a certified gap.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ class _RoleRows:
 
 
 def match_convolution(space: Space, sides: list[Side], options: AlignConfig) -> tuple[ConvolutionTransform, float]:
-    """The order and the factors, and the certified gap: of the order; with factors relative to the anchor's squared
-    norm."""
+    """The best order and factors of a convolution's channels, with the order's certified gap.
+
+    With factors the gap is relative to the anchor's squared norm.
+    """
     group = convolution(space, options)
     rows = _by_role(sides)
     if all(torch.equal(role_rows.anchor, role_rows.donor) for role_rows in rows.values()):
@@ -90,7 +92,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _similarity(rows: dict[str, _RoleRows], rescale: bool) -> Tensor:
-    """Half of the squared norm removed by pairing i with j; with factors for each role, an upper bound, (n, n)."""
+    """Reduction of half the squared norm by pairing i with j, (n, n); an upper bound with factors."""
     total: Tensor | None = None
     for role_rows in rows.values():
         products = role_rows.anchor @ role_rows.donor.to(role_rows.anchor.dtype).T
@@ -113,8 +115,10 @@ def _left(rows: dict[str, _RoleRows], factors: Tensor) -> float:
 
 
 def _factors(rows: dict[str, _RoleRows]) -> Tensor:
-    """The factors of channels that stand in one order, (4, n): from those that bring each map to the anchor's length,
-    each in turn by its quartic, until all stand still."""
+    """The factors of ordered channels, (4, n), improved in turn until convergence.
+
+    They start at the anchor's lengths; each step solves one quartic.
+    """
     inner = {role: role_rows.inner().cpu() for role, role_rows in rows.items()}
     norms = {role: tuple(x.cpu() for x in role_rows.norms) for role, role_rows in rows.items()}
     factors = torch.ones(COUNT, len(next(iter(inner.values()))), dtype=torch.float64)
@@ -141,7 +145,7 @@ def _ratio(inner: Tensor, anchor: Tensor, donor: Tensor) -> Tensor:
 
 
 def _one_factor(place: int, factors: Tensor, inner: dict[str, Tensor], norms: dict[str, Tensor]) -> Tensor:
-    """The best of one factor, the others held: roles it multiplies against those it divides."""
+    """The best value of one factor with the others fixed."""
     remaining = factors.clone()
     remaining[place] = 1.0
     sums = [torch.zeros_like(factors[0]) for _ in range(4)]

@@ -25,13 +25,15 @@ Batch = Mapping[str, Tensor]
 
 
 def lookalike(model: nn.Module) -> nn.Module:
-    """A copy of a model's modules, with the very same tensors in them."""
+    """Copy a model's modules around the same tensors."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
-    """A copy under gradient checkpointing, which transformers only does while training: the layers that can are said to
-    be training, and nothing in the copy drops anything, so that it computes what the model computes."""
+    """A copy of the model with gradient checkpointing and unchanged outputs.
+
+    transformers checkpoints only in training mode: the layers that support it are set to training, without dropout.
+    """
     copy = lookalike(model).eval()
     cast(Any, copy).gradient_checkpointing_enable()
     for module in copy.modules():
@@ -60,7 +62,7 @@ LARGEST_HELD = 1 << 28
 
 @dataclass
 class Path:
-    """All models ``w_0 anchor + sum_i w_i moved donor_i``.
+    """All models ``w_0 anchor + sum_i w_i moved donor_i``, as one differentiable model.
 
     Attributes:
         model: an instance of the class, whose own weights are not used.
@@ -84,7 +86,7 @@ class Path:
         device: torch.device,
         in_memory: bool | None = None,
     ) -> Path:
-        """All models between these, folding what `folded` asks for.
+        """The path between these models; streams in `folded` are folded.
 
         Args:
             in_memory: whether mixed models are made as a whole; by default those of `LARGEST_HELD` bytes at most.
@@ -96,7 +98,7 @@ class Path:
         return cls(model, architecture, parents, frozenset(parameters))
 
     def weights(self, transforms: Sequence[Mapping[str, SpaceTransform]], coefficients: Tensor) -> dict[str, Tensor]:
-        """Tensors of one model on the path, or what stands for them where they are not held.
+        """Tensors of one model on the path, or their lazy stand-ins.
 
         Args:
             transforms: one mapping a donor.
@@ -117,8 +119,10 @@ class Path:
         return result
 
     def holding(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """The model with these weights for as long as gradients flow back: layers under gradient checkpointing are run
-        again then."""
+        """The model with these weights until the backward pass is done.
+
+        Layers under gradient checkpointing run again then.
+        """
         return stateless._reparametrize_module(self.model, dict(weights), tie_weights=True)
 
     def outputs(self, weights: Mapping[str, Tensor], batch: Batch) -> Any:
@@ -129,7 +133,7 @@ class Path:
 
 
 def same_names(anchor: nn.Module, donor: nn.Module) -> None:
-    """Refuse a donor of another class or with other tensors.
+    """Refuse a donor with another class or other tensors.
 
     Raises:
         CheckpointError: names the first tensor that only one of the two has.
@@ -142,7 +146,7 @@ def same_names(anchor: nn.Module, donor: nn.Module) -> None:
 def renamed(
     transforms: Mapping[str, SpaceTransform], architecture_of_transforms: Architecture, target: Architecture
 ) -> Transforms:
-    """Transforms under the space names of another spelling of the same model (a checkpoint's instead of a module's)."""
+    """Transforms under the space names of another spelling of the model: a checkpoint's instead of a module's."""
     names = {name: name for name in architecture_of_transforms.streams}
     ours = {(b.module, b.place, b.index): b for b in architecture_of_transforms.blocks}
     for block in target.blocks:

@@ -1,9 +1,9 @@
-"""Matching the experts of one layer: their order by their own optima, then the neurons of each.
+"""Matching the experts of one layer: their order, then the neurons of each.
 
-What a pair of experts leaves, |r_i - r_j|^2 over the router's rows plus the squared distance of their neurons under the
-best order and scales, is known once that pair is matched, so the order of the experts is one assignment over these
-values. Matching a pair is dear: lower bounds stand in until an assignment asks for it, and an assignment all of whose
-pairs have been matched is optimal.
+The cost of a pair of experts is |r_i - r_j|^2 over the router's rows plus the squared distance of their neurons under
+the best order and scales. The order of the experts is one assignment over these costs. Matching a pair is expensive:
+lower bounds replace the costs until an assignment uses the pair. An assignment is optimal if all of its pairs are
+matched.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _collect(
 
 @dataclass
 class _Layer:
-    """The experts of one layer, and what is known of their pairs."""
+    """The experts of one layer and the known results for their pairs."""
 
     space: Space
     options: AlignConfig
@@ -123,7 +123,7 @@ class _Layer:
         return neurons_of(self.space, roles, self.options)
 
     def match(self, i: int, j: int) -> NeuronMatch:
-        """The best match of a pair, remembered."""
+        """The best match of a pair, cached."""
         if (i, j) not in self.matched:
             self.matched[i, j] = match_neurons(self.neurons(i, j), self.options.ffn != "none")
         return self.matched[i, j]
@@ -162,7 +162,7 @@ class _Layer:
         return (outer[:, None] * size + orders[torch.arange(groups), outer]).flatten()
 
     def _bounded(self, costs: Tensor, exact: Tensor) -> Tensor:
-        """Lower bounds for the pairs not matched, sharpened until the donor's own order is proven or time is up."""
+        """Tighten lower bounds of unmatched pairs until the donor's order is proven best or time is up."""
         price = costs.diagonal() / 2
         work = 0.0
         for share, width in _SHARES:

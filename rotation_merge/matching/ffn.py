@@ -42,14 +42,14 @@ def match_ffn(space: Space, sides: list[Side], options: AlignConfig) -> NeuronMa
 
 
 def neurons_of(space: Space, by_role: dict[str, Pairs], options: AlignConfig) -> Neurons:
-    """The sides with what the activation admits."""
+    """The sides of an FFN, with the rescaling that its activation admits."""
     group = neuron_group(space, options)
     signed = group.signed and group.degree > 0
     return Neurons(by_role["in"], by_role["gate"], by_role["out"], signed=signed, degree=group.degree)
 
 
 def match_neurons(neurons: Neurons, permute: bool) -> NeuronMatch:
-    """The joint optimum of the permutation and every neuron's scale; never farther than the donor's own order."""
+    """The joint optimum of the permutation and all scales; never farther than the identity order."""
     own_order = torch.arange(neurons.size)
     if neurons.before == 0 or not permute:
         return _finished(neurons, neurons, own_order, 0.0 if permute else None)

@@ -1,12 +1,12 @@
-"""Learned matching: from weight matching on, the group elements follow the loss of models between the parents.
+"""Learns an alignment by gradient descent on the loss of models between the parents.
 
 Generalized Linear Mode Connectivity for Transformers (Theus and others, 2025) learns permutations and a residual map in
 this way; here every space of any supported architecture is learned, inside its group, and the output is an alignment
 (`matching/alignment.py`) that recipes apply.
 
-Every element is a fixed start times something that is the identity at first (`GroupElement.tangent`): ``exp(A)`` with A
-skew-symmetric for orthogonal maps (in the complement of the all-ones vector where a LayerNorm stream asks for it), an
-added angle for RoPE pairs, ``exp(s)`` for positive scales. Orders of heads and experts, and signs, stay as they are.
+Every element is a fixed start times a learned element that begins at the identity (`GroupElement.tangent`): ``exp(A)``
+with A skew-symmetric for orthogonal maps (in the complement of the all-ones vector for LayerNorm streams), an added
+angle for RoPE pairs, ``exp(s)`` for positive scales. Orders of heads and experts, and signs, do not change.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LearnedElement(nn.Module):
             self.register_parameter(name, nn.Parameter(step))
 
     def forward(self, exact: bool = False) -> GroupElement:
-        """The element now; in float64 and put back onto the group to the last digit if `exact`."""
+        """The current element; with `exact` in float64 and projected onto the group."""
         steps = dict(self.named_parameters())
         return self.start.along(steps, self.freedom, exact) if steps else self.start
 
@@ -106,7 +106,7 @@ class LearnedTransforms(nn.Module):
 
     @torch.no_grad()
     def final_transforms(self) -> Transforms:
-        """The transforms as they are stored and applied: float64, on the CPU, exactly inside their groups."""
+        """The transforms for storage: float64, on the CPU, exactly inside their groups."""
         was = next(iter(self.parameters()), torch.zeros(())).device
         self.cpu()
         result = self.forward(exact=True)
@@ -131,7 +131,7 @@ def _key(space: str, part: str) -> str:
 
 
 def identities(transforms: Mapping[str, SpaceTransform]) -> Transforms:
-    """Identities of the same groups: where learning starts if the models share their coordinates already."""
+    """Identity elements of the same groups, as the start for models that share their coordinates."""
     return {name: transform.still() for name, transform in transforms.items()}
 
 
@@ -154,7 +154,10 @@ Watch = Callable[[int, int, dict[str, float]], None]
 
 @dataclass(frozen=True)
 class FitResult:
-    """One alignment for each donor, the names of spaces as in `architecture`; the report; what was matched."""
+    """The result of a fit: alignments, report and the matched start.
+
+    One alignment for each donor, with the space names of `architecture`.
+    """
 
     architecture: Any
     alignments: list[Alignment]
@@ -192,7 +195,7 @@ def fit(
     watch: Watch | None = None,
     matcher: ActivationMatcher | None = None,
 ) -> FitResult:
-    """Learn the transforms that make the models between an anchor and its donors behave well.
+    """Learn the transforms that lower the loss of models between an anchor and its donors.
 
     Args:
         anchor: a transformers model; put into evaluation mode, its weights are not modified. What is between the models
@@ -276,7 +279,7 @@ class _Fit:
     ) -> Tensor:
         """Loss of one model on one batch: from its labels or from its parents' outputs.
 
-        Of several processes each has the share that its rows have in the loss of all: their sum is the loss.
+        With several processes each returns its share of the loss: their sum is the loss.
         """
         mass = torch.zeros((), device=self.device)
         value = mass
@@ -294,12 +297,12 @@ class _Fit:
         return value * mass / total if float(mass) else mass
 
     def batch_with_answers(self, index: int) -> tuple[Batch, list[Tensor] | None]:
-        """A batch as it is, and the parents' answers unless its labels count."""
+        """A batch, with the parents' answers unless its labels count."""
         batch = self.together.part(self.batches[index])
         return (batch, None) if self.objective == "labels" else (unlabelled(batch), self.teachers(index, batch))
 
     def _answers_of(self, number: int) -> Callable[..., Any]:
-        """A parent that answers in float32 at least."""
+        """A parent that computes in float32 at least."""
         parent = self.parents[number]
         if all(p.dtype in WIDE for p in parent.parameters()):
             place = next(parent.parameters()).device
@@ -310,9 +313,9 @@ class _Fit:
         return lambda **batch: self.path.outputs(self.path.weights(alone, share), batch)
 
     def next_batch(self) -> tuple[Batch, list[Tensor] | None]:
-        """A batch drawn from the training samples, or a mix of two with the parents' answers.
+        """Draw a training batch, or a mix of two with the parents' answers.
 
-        To be asked for before the path's model holds other weights: it is one of the parents.
+        Call it before the path's model gets other weights, because that model is one of the parents.
         """
         index = self._pick()
         batch = unlabelled(self.batches[index])
@@ -348,7 +351,7 @@ class _Fit:
         return sum(inner) / len(inner), barrier
 
     def _along(self, share: float) -> Tensor:
-        """Coefficients at a point of the path from the anchor (0) over the uniform mean to the donors (1)."""
+        """Coefficients at a point of the path: anchor (0), uniform mean, donors (1)."""
         count = len(self.parents)
         if count == 2:
             return torch.tensor([1 - share, share], device=self.device)
@@ -361,7 +364,7 @@ class _Fit:
         return even + (2 * share - 1) * (ends - even)
 
     def draw(self) -> Tensor:
-        """Coefficients of one step: of two models, dense around the middle and thin towards the ends."""
+        """Draw the coefficients of one step between two models, mostly near the middle."""
         if self.options.coefficients is not None:
             return torch.tensor(self.options.coefficients, device=self.device)
         if len(self.parents) == 2:
@@ -396,7 +399,7 @@ class _Fit:
         return self.matcher(self.options.match_on, self._runnable(self.parents[0]), self._runnable(donor), samples)
 
     def _runnable(self, model: nn.Module) -> nn.Module:
-        """A model in float32 at least where the samples are, to be run: a copy, if it is not."""
+        """A model in float32 at least, on the samples' device; a copy if it has to change."""
         if all(p.dtype in WIDE and p.device == self.device for p in model.parameters()):
             return model
         copy_of_model = copy.deepcopy(model).to(self.device)
@@ -429,7 +432,7 @@ class _Fit:
         return FitResult(self.architecture, known, report, self.match)
 
     def _basis(self, number: int) -> Basis:
-        """The facts of one donor and the anchor that an alignment keeps."""
+        """The facts on one donor and the anchor for the alignment."""
         untie = bool(self.folded) and any(info.tied for info in self.architecture.tensors())
         anchor, donor = (
             open_like(model, name, untie=untie)
@@ -473,8 +476,10 @@ class _Fit:
         return best
 
     def _step(self, learned: nn.ModuleList, optimiser: torch.optim.Optimizer) -> Tensor:
-        """One step; the loss before it. Nothing else is left: a graph that outlives its step lies scattered where the
-        next one's activations have to go."""
+        """Run one step and return the loss before it.
+
+        Nothing else may survive the step: a remaining graph would fragment memory for the next one.
+        """
         optimiser.zero_grad()
         coefficients, batch_and_answers = self.draw(), self.next_batch()
         weights = self.path.weights([module() for module in learned], coefficients)

@@ -1,4 +1,4 @@
-"""Several processes that fit as one: each takes its share of a batch's rows, and gradients of maps are summed."""
+"""Several processes that run one fit: each has a share of a batch's rows, and gradients are summed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ PATIENCE = timedelta(days=1)
 class Together:
     """The processes of `torchrun`, or this process alone.
 
-    Weights, activations and data stay where they are; what goes between processes are the small parameters' gradients,
-    losses and decisions.
+    Weights, activations and data stay local. Only gradients of the maps, losses and decisions are exchanged.
 
     Attributes:
         rank, count: which process this is, of how many.
@@ -37,7 +36,7 @@ class Together:
         self.rank, self.count = (distributed.get_rank(), distributed.get_world_size()) if joined else (0, 1)
 
     def part(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This process's rows of a batch; none where there are fewer rows than processes before it."""
+        """This process's rows of a batch; none if there are fewer rows than processes before it."""
         return {name: tensor[self.rank :: self.count].contiguous() for name, tensor in batch.items()}
 
     def total(self, value: Tensor) -> Tensor:
@@ -48,7 +47,7 @@ class Together:
         return total
 
     def gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Every parameter's gradient becomes the sum over all processes."""
+        """Replace every parameter's gradient by the sum over all processes."""
         if self.count == 1:
             return
         for parameter in parameters:
@@ -67,7 +66,7 @@ class Together:
 
 @contextmanager
 def joined(device: str) -> Iterator[tuple[Together, str]]:
-    """The processes that `torchrun` has started, joined, and the device of this one; without it, this one alone.
+    """Join the processes that `torchrun` has started, and choose this one's device.
 
     Raises:
         RotationMergeError: another one has ended before this one.

@@ -96,7 +96,7 @@ class FitReport:
     history: list[tuple[int, float, float, float]] = field(default_factory=list)
 
     def verdict(self) -> str:
-        """One honest sentence."""
+        """One sentence on whether the fit helped."""
         if self.after >= self.unaligned - 1e-3 * abs(self.unaligned) - 1e-4:
             return f"the fit gains nothing over the plain merge (held-out loss {self.unaligned:.4g})"
         return (

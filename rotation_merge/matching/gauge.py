@@ -1,4 +1,4 @@
-"""Random elements of every group a model admits: twins that compute the same, for tests and demonstrations."""
+"""Random group elements of a model, for tests and demonstrations: twins with the same outputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rotation_merge.symmetry.admitted import admitted, by_stream
 def random_gauge(
     architecture: Architecture, options: AlignConfig, generator: torch.Generator
 ) -> dict[str, SpaceTransform]:
-    """A random transform for every space that `options` would match and that admits it, by space name.
+    """A random transform of every space that `options` match, by space name.
 
-    Applied to a model (`transform_state`) it gives other weights with the same outputs. A `residual: rotation` is
-    only function-preserving on a folded model.
+    Applied to a model (`transform_state`) it gives other weights with the same outputs; a `residual: rotation` needs a
+    folded model.
     """
     result: dict[str, SpaceTransform] = {}
     spans = matched_spans(architecture, options)

@@ -1,9 +1,9 @@
 """The joint optimum of the order of heads and the maps inside them.
 
-What a pair of KV groups gains under the best maps is known exactly once its statistics are, so the order of the groups
-is one assignment over these values. Products of whole heads are dear, so upper bounds stand in for the values until an
-assignment asks for them: an assignment all of whose values are exact is optimal. The order of the query heads inside a
-group is found the same way among all orders; where there are too many, maps and order are alternated.
+The gain of a pair of KV groups under the best maps is known exactly from its statistics, so the order of the groups is
+one assignment over these gains. Products of whole heads are expensive: upper bounds replace the gains until an
+assignment uses them. An assignment is optimal if all of its gains are exact. The order of the query heads inside a
+group is chosen in the same way among all orders; if there are too many, maps and order are alternated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ ALTERNATED_NOTE = "query heads inside KV groups: alternated from two starts (sha
 
 
 def head_order(pairings: list[Pairing], inside: bool = False) -> tuple[Order, list[str]]:
-    """The best order of KV groups (of none, where `inside`) and of the query heads inside them, and notes."""
+    """The best order of KV groups and of the query heads inside them, with notes.
+
+    With `inside`, KV groups keep their order.
+    """
     groups, per_group = pairings[0].dual.shape[:2]
     search = _Search(pairings, groups, per_group)
     notes = [] if per_group == 1 else [EXACT_NOTE if search.enumerated else ALTERNATED_NOTE]
@@ -107,7 +110,7 @@ class _Search:
 
     @property
     def all_pairs(self) -> tuple[Tensor, Tensor]:
-        """Every group of the anchor with every one of the donor, (G G,) each."""
+        """All pairs of anchor and donor groups, (G G,) each."""
         groups = torch.arange(self.groups)
         return groups.repeat_interleave(self.groups), groups.repeat(self.groups)
 
@@ -128,18 +131,18 @@ class _Search:
 
     @property
     def sharper_bounds(self) -> dict[int, Callable[[], Tensor]]:
-        """Sharper bounds than `bounds`, (G, G), by the round of assignments before which each is worth its price."""
+        """Sharper bounds than `bounds`, (G, G), each by the round of assignments at which it pays."""
         if not self.enumerated:
             return {}
         return {1: self._by_ceilings} if self.per_group > 1 else {1: self._by_norms, 2: self._by_ceilings}
 
     def _by_ceilings(self) -> Tensor:
-        """Bounds that exceed gains by rounding and the last digits of scales only."""
+        """Bounds that exceed the gains only by rounding and the last digits of scales."""
         i, j = self.all_pairs
         return self._ceilings(i, j).amax(1).reshape(self.groups, self.groups)
 
     def _ceilings(self, i: Tensor, j: Tensor) -> Tensor:
-        """Upper bounds on the gain of N pairs of groups under each order inside, nearly attained, (N, T)."""
+        """Nearly attained upper bounds on the gains of N pairs of groups under each inner order, (N, T)."""
         count, pairs = len(self.orders), i * self.groups + j
         if self.ceilings is None:
             self.ceilings = torch.full((self.groups**2, count), torch.nan, dtype=torch.float64)
@@ -155,7 +158,7 @@ class _Search:
         return self.ceilings[pairs]
 
     def _tabulate(self) -> None:
-        """All products of heads with heads, where they fit: many orders are made of them."""
+        """All products of heads with heads, if they fit in memory; many orders reuse them."""
         i, j = self.all_pairs
         for k, pairing in enumerate(self.pairings):
             if k not in self.tables and pairing.follow is None and pairing.dual.table_bytes() <= _TABLE_BYTES:
@@ -215,7 +218,7 @@ class _Search:
         return total
 
     def evaluate(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        """Gains of N pairs of groups, (N,), and the orders inside that attain them, (N, r)."""
+        """Gains of N pairs of groups, (N,), and the best inner orders, (N, r)."""
         if self.enumerated:
             return self._best_of_all(i, j)
         return _alternated(self, i, j)
@@ -250,7 +253,7 @@ def _bound(pairing: Pairing, i: Tensor, j: Tensor, primal: Tensor, dual: Tensor)
 
 
 def _alternated(search: _Search, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-    """Maps for the order, order for the maps, until neither changes; the better of two starts, the gain never falls."""
+    """Alternate between maps and order until both are stable; the better of two starts."""
     products = [
         search.tables[k][1][i, j] if k in search.tables else pairing.dual.head_products(i, j)
         for k, pairing in enumerate(search.pairings)
@@ -273,7 +276,7 @@ def _alternated(search: _Search, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _independent(pairings: list[Pairing], products: list[Tensor]) -> Tensor:
-    """Orders from what each pair of heads could agree on by itself, (N, r)."""
+    """Orders of query heads by the best agreement of each pair alone, (N, r)."""
     total: Tensor | float = 0.0
     for pairing, dual in zip(pairings, products, strict=True):
         value = pairing.group.reach(dual).sum(-1) if pairing.compact else nuclear_norm(dual)

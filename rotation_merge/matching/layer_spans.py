@@ -1,8 +1,8 @@
-"""Spaces that span layers: where layers meet the keys and values of one of them, its KV heads move in all of them.
+"""Spaces that span layers: several layers read the keys and values of one, so its KV heads move in all of them.
 
-The first layer of a span, which has the keys and values, is matched like any other; the others take its element, and
-only the order of their query heads inside each KV group is their own. Where not all layers of a span are matched alike,
-keys and values stay as they are.
+The first layer of a span has the keys and values and is matched like any other. The other layers take its element,
+except for the order of query heads inside each KV group. If the layers of a span are matched with different options,
+keys and values do not move.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Leads = Mapping[str, HeadTransform | None]
 
 
 def span_spaces(architecture: Architecture) -> Iterator[tuple[Block, Space]]:
-    """Every space that spans layers, with the block that holds its part of it."""
+    """Every space that spans layers, with the block of its part."""
     for block in architecture.blocks:
         for space in block.spaces.values():
             if space.span is not None:
@@ -30,7 +30,7 @@ def span_spaces(architecture: Architecture) -> Iterator[tuple[Block, Space]]:
 
 
 def matched_spans(architecture: Architecture, options: AlignConfig) -> frozenset[str]:
-    """The spans whose layers these options ask to match, all in the same way."""
+    """The spans whose layers are all matched with the same options."""
     choices: dict[str, list[object]] = {}
     for block, space in span_spaces(architecture):
         block_options = options.at(architecture, block)
@@ -42,22 +42,22 @@ def matched_spans(architecture: Architecture, options: AlignConfig) -> frozenset
 
 
 def query_order_space(space: Space) -> Space:
-    """The space with nothing left but the order of query heads inside their KV groups."""
+    """The space restricted to the order of query heads inside their KV groups."""
     return replace(space, norm="shared", values="fixed", free_groups=False)
 
 
 def with_query_order(lead: HeadTransform, layer_element: HeadTransform) -> HeadTransform:
-    """The element of a span's first layer with a layer's own order of query heads."""
+    """The element of a span's first layer, with another layer's order of query heads."""
     return replace(lead, queries=layer_element.queries)
 
 
 def without_query_order(lead: HeadTransform) -> HeadTransform:
-    """The element of a span's first layer with query heads in the order they have."""
+    """The element of a span's first layer, with the identity order of query heads."""
     return with_query_order(lead, lead.still())
 
 
 def inconsistent_space(architecture: Architecture, transforms: Mapping[str, SpaceTransform]) -> str | None:
-    """A space that does not move as the first one of its span does; None where all do."""
+    """The first space that moves differently from the first layer of its span; None if all agree."""
     for _, space in span_spaces(architecture):
         name, first = space.name, str(space.span)
         lead, layer_element = (transforms.get(key) for key in (first, name))
@@ -67,7 +67,7 @@ def inconsistent_space(architecture: Architecture, transforms: Mapping[str, Spac
 
 
 def _agree(lead: SpaceTransform | None, layer_element: SpaceTransform | None) -> bool:
-    """Whether two elements differ in the order of query heads alone, one that is not there being the identity."""
+    """Whether two elements differ only in the order of query heads; a missing one is the identity."""
     first_element, second_element = (
         without_query_order(x) if isinstance(x, HeadTransform) else None for x in (lead, layer_element)
     )

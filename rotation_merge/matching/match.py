@@ -17,7 +17,7 @@ from rotation_merge.workers.pieces import HERE, PieceExecutor
 
 
 class Match(Protocol):
-    """Finds what brings the second of two sources to the first: `match_model`, or what takes its place."""
+    """A function that aligns the second of two sources to the first, such as `match_model`."""
 
     def __call__(
         self,
@@ -42,8 +42,9 @@ def match_model(
     over: PieceExecutor = HERE,
     ledger: Ledger = NOWHERE,
 ) -> Alignment:
-    """Match every space that `options` ask for; one block of either model is in memory at a time, and what is kept of a
-    model that is read more than once (`Kept`).
+    """Match every space that `options` ask for, with one block of each model in memory at a time.
+
+    Tensors of a model that is read more than once may be cached (`Kept`).
 
     Args:
         architecture: of the anchor; both sources go by its tensor names.

@@ -1,14 +1,13 @@
-r"""Matching on activations: a donor's element of every group is chosen by what the maps read and give on samples.
+r"""Matching on activations: group elements chosen by the inputs and outputs of linear maps on samples.
 
-What a map gives on the same samples in two models is one more matrix that has the map's axis of outputs, and what a
-norm hands to its readers one that has the stream's. So matching on activations is matching of tensors that are labelled
-like all others: heads, RoPE pairs, neurons and streams are solved by the groups that solve them for weights, and the
-donor computes what it always did. Activations are centred, for softmax does not see what all keys share, and those of
-streams are whitened in part, ``X G^-p`` with their Gram G, so that few strong directions do not decide alone;
-permutations, signs and rotations commute with both.
+The outputs of a map on the same samples form one more matrix along the map's output axis, and the inputs of its readers
+one along the stream. So activations are matched like labelled tensors: the same groups solve heads, RoPE pairs, neurons
+and streams, and the donor keeps its outputs. Activations are centred, because softmax ignores a common part of all
+keys. Those of streams are partly whitened, ``X G^-p`` with their Gram G, so that a few strong directions do not
+dominate. Permutations, signs and rotations commute with both.
 
-Weights still choose experts, mixers and latents; and where heads and neurons are rescaled, they speak on their output
-sides, without which nothing would hold the scales.
+Experts, mixers and latents are matched by weights. If heads and neurons are rescaled, their output weights take part,
+because activations alone do not determine the scales.
 
 Source: Ainsworth et al. 2023 (Git Re-Basin), section 3.1; partial whitening: Theseus (2026, arXiv 2602.12952).
 """
@@ -114,7 +113,7 @@ def match_on_activations(
 
 @dataclass(frozen=True)
 class OnSamples:
-    """Matches two checkpoints on what their maps read and give on samples, in `match_model`'s place.
+    """Matches two checkpoints by the inputs and outputs of their maps on samples, in place of `match_model`.
 
     Attributes:
         how: `activations` or `both`.
@@ -141,7 +140,8 @@ class OnSamples:
         *,
         ledger: Ledger = NOWHERE,
     ) -> Alignment:
-        """
+        """Match the two checkpoints on samples.
+
         Raises:
             DataError: the vocabularies differ, or there are no samples.
         """
@@ -212,7 +212,7 @@ def _start(
     anchor: TensorSource,
     donor: TensorSource,
 ) -> dict[str, SpaceTransform]:
-    """The best element of every stream for what is read and written there, every activation with the same say."""
+    """The best element of every stream for its recorded activations, all weighted equally."""
     still: dict[str, SpaceTransform] = {s: architecture.stream_group(s, g).identity() for s, g in streams.items()}
     gathered = []
     for block, activation_infos in blocks:
@@ -238,7 +238,7 @@ def _notes(architecture: Architecture, moved: Iterable[str], rows: int, how: str
 
 @dataclass(frozen=True)
 class _WithActivations:
-    """A model's tensors with the activations on one side."""
+    """A model's tensors together with its activations."""
 
     source: TensorSource
     activation_pairs: dict[str, tuple[Tensor, Tensor]]
@@ -263,7 +263,7 @@ class _ActivationTensors:
         self.tensors: dict[str, tuple[Tensor, Tensor]] = {}
 
     def block(self, block: Block, scales: bool) -> tuple[Block, list[TensorInfo], list[TensorInfo]]:
-        """The block, those of its tensors that count where activations choose, and activations as tensors.
+        """The block, its tensors that count for the match, and its activations as tensors.
 
         Args:
             scales: whether scales are to be found, of which the output sides' weights know.
@@ -285,12 +285,12 @@ class _ActivationTensors:
 
     @staticmethod
     def _is_needed(info: TensorInfo, stems: set[str], known: set[str], scales: bool) -> bool:
-        """Whether a tensor knows of a local space what activations do not."""
+        """Whether a tensor has information on a local space that activations lack."""
         spaces = {space.name for space in info.spaces() if space.kind != "stream"}
         return bool(spaces - known) or (bool(spaces) and scales and stem_of(info.key) not in stems)
 
     def _tensors_of(self, linear: LinearMap, read: set[str]) -> Iterator[TensorInfo]:
-        """Yield a map's outputs, and its stream inputs unless another map of its block reads the same."""
+        """Yield a map's outputs, and its stream inputs once for all maps that share them."""
         (x, y), (u, v) = (activations.around(linear) for activations in self.activations)
         normed = all(activations.is_plain(linear) for activations in self.activations)
         source = self.activations[0].read_with(linear)
@@ -322,7 +322,10 @@ def _same_shape(x: Tensor | None, u: Tensor | None) -> bool:
 
 
 def centred(rows: Tensor, whiten: bool = True) -> Tensor:
-    """X, (rows, size), less its mean row, in float64; partly whitened, ``X G^-p`` with its Gram G, turning as X."""
+    """Subtract the mean row of X, (rows, size), in float64, and whiten partly: ``X G^-p`` with the Gram G.
+
+    The result commutes with rotations of X.
+    """
     rows = rows.double() - rows.double().mean(0)
     if not whiten:
         return rows

@@ -37,7 +37,7 @@ def sides(
     transforms: Mapping[str, SpaceTransform],
     without: Collection[str] = (),
 ) -> list[Side]:
-    """Every axis that lives in `space`, the donor's other axes moved by the transforms found so far.
+    """Every axis that lives in `space`, the donor's other axes moved by the current transforms.
 
     Args:
         block: whose tensors are looked at.
@@ -60,7 +60,10 @@ def views(
     transforms: Mapping[str, SpaceTransform],
     without: Collection[str] = (),
 ) -> Iterator[tuple[TensorInfo, Part, int, Tensor, Tensor]]:
-    """Like `sides`, but with axes in place: tensor, part, the part's first dimension, and both models' views."""
+    """Like `sides`, but with axes in place.
+
+    Yields tensor, part, the part's first dimension, and both models' views.
+    """
     other_transforms = {name: transform for name, transform in transforms.items() if name != space.name}
     for info in block.tensors:
         if info.key not in anchor or info.key not in donor or space not in info.spaces():

@@ -40,7 +40,7 @@ def match_to_mean(
     over: PieceExecutor = HERE,
     ledger: Ledger = NOWHERE,
 ) -> dict[str, Alignment]:
-    """Align every model to the mean of the others, in turn, until their spread stands still.
+    """Align every model in turn to the mean of the others, until their spread stops falling.
 
     Args:
         architecture: all sources go by its tensor names.
@@ -104,14 +104,14 @@ def _towards(
     progress: Progress | None,
     match: Callable[..., Alignment],
 ) -> Transforms:
-    """Match one model to the mean of the others, starting from where it stands. Both are folded already."""
+    """Match one model to the mean of the others from its current transforms. Both are folded already."""
     streams = {name: current[name] for name in architecture.streams if name in current}
     starts = {"where it stands": streams} if streams and options.residual != "none" else None
     return match(architecture, target, source, options, progress, starts=starts, fold=False).transforms
 
 
 def _relative(architecture: Architecture, base: Transforms, frame: Transforms) -> Transforms:
-    """The map into the base's coordinates: the inverse of the base's frame after the other's."""
+    """The map into the base's coordinates: the other's frame, then the inverse of the base's."""
     cpu = torch.device("cpu")  # a frame that has not moved is not where one that was solved for is
     back = {name: transform.to(cpu).inverse() for name, transform in base.items()}
     relative = {

@@ -1,9 +1,8 @@
-"""One model between anchor and donors, tensor by tensor: mixed weights, or what they do to activations.
+"""One model between anchor and donors, tensor by tensor: mixed weights, or mixed activations.
 
-Nothing mixed need be held. A weight is mixed where a layer wants it, goes when the next block is entered, and is mixed
-again as gradients flow back; what runs on few tokens never sees one, because ``(sum_k c_k P_k W_k Q_k^T) x`` is
-``sum_k c_k P_k (W_k (Q_k^T x))``, with the maps on activations instead of on weights. The parents stay as they are
-stored; tensors are read, folded and made float32 when they are used.
+A mixed weight is computed when a layer uses it, dropped at the next block, and computed again in the backward pass. For
+few tokens it is not computed at all: ``(sum_k c_k P_k W_k Q_k^T) x`` is ``sum_k c_k P_k (W_k (Q_k^T x))``, with the
+maps applied to activations. The parents stay in storage; tensors are read, folded and converted to float32 on use.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Read = Callable[[torch.dtype], Tensor]
 
 
 class RecomputedTensor(torch.autograd.Function):
-    """A tensor that is made, and made again for its gradient; nothing in between is kept."""
+    """A tensor that is computed again in the backward pass, without stored intermediates."""
 
     @staticmethod
     def forward(ctx: Any, make: Make, *leaves: Tensor) -> Tensor:
@@ -49,8 +48,10 @@ class RecomputedTensor(torch.autograd.Function):
 
 
 class Products(torch.autograd.Function):
-    """Sum of rows (n, in) times matrices (out, in) times numbers. The matrices are read anew for the gradient, and have
-    none of their own."""
+    """Sum of rows (n, in) times matrices (out, in) times numbers, with matrices read again in the backward pass.
+
+    The matrices get no gradients.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, readers: Sequence[Read], shares: Sequence[float], *rows: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ class Products(torch.autograd.Function):
 
 
 def _add_product(total: Tensor | None, x: Tensor, matrix: Tensor, share: float) -> Tensor:
-    """``total + share * x @ matrix``, in the place of the total; computed where the matrix is."""
+    """Add ``share * x @ matrix`` to the total in place, on the matrix's device."""
     if matrix.device != x.device:
         far = _add_product(None, x.to(matrix.device), matrix, share).to(x.device)
         return far if total is None else total.add_(far)
@@ -105,7 +106,7 @@ class ParentTensors:
     _places: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict)
 
     def tensor(self, number: int, block: Block, key: str) -> Tensor | None:
-        """One parent's tensor of a block (stacked, where it is stored in pieces); None where it has none."""
+        """One parent's tensor of a block (stacked if stored in pieces); None if it lacks it."""
         name = (number, block.name, key)
         if name in self._known:
             return self._known[name]
@@ -131,8 +132,7 @@ class ParentTensors:
         return self.fold.on_inputs(block, info, lambda key: self.stored(number, block, key))
 
     def unfolded(self, number: int, block: Block, info: TensorInfo, dtype: torch.dtype) -> Tensor:
-        """A tensor to be used before the next is asked for: in a type that is not its own, all are put in one place on
-        each device."""
+        """A tensor for use before the next call: converted tensors share one buffer on each device."""
         stored = self.stored(number, block, info.key)
         assert stored is not None
         if stored.dtype == dtype:
@@ -171,7 +171,7 @@ class Mixing:
     # --- mixed weights -----------------------------------------------------------------------------------------
 
     def mixed(self, block: Block, info: TensorInfo) -> Tensor:
-        """A tensor of the model (stacked, where it is stored in pieces), differentiable as it stands."""
+        """A differentiable tensor of the model (stacked if stored in pieces)."""
         total: Tensor | None = None
         for number in self.speaking:
             part = self.coefficients[number] * self._moved(number, block, info)
@@ -180,7 +180,7 @@ class Mixing:
         return total
 
     def _moved(self, number: int, block: Block, info: TensorInfo) -> Tensor:
-        """A parent's tensor in the anchor's coordinates, with the anchor's unseen biases."""
+        """A parent's tensor in the anchor's coordinates, with the anchor's hidden biases."""
         maps = self.transforms[number]
 
         def own(key: str) -> Tensor | None:
@@ -195,7 +195,7 @@ class Mixing:
         return moved_tensor
 
     def made(self, block: Block, info: TensorInfo) -> Tensor:
-        """The same, as long as its block runs; gradients mix it again."""
+        """The mixed tensor, cached while its block runs; the backward pass mixes it again."""
         if self._block is not block:
             self._block, self._made = block, {}
         key = info.key, torch.is_grad_enabled()
@@ -225,7 +225,7 @@ class Mixing:
 
     @contextmanager
     def sparing(self) -> Iterator[None]:
-        """While a forward runs: of mixed weights that it needs again on the way back only the names are kept."""
+        """During a forward, store only the names of mixed weights for the backward pass."""
 
         def pack(tensor: Tensor) -> Any:
             address = tensor.untyped_storage().data_ptr()
@@ -267,7 +267,7 @@ class Mixing:
         return total if bias is None else total + bias
 
     def _together(self, axis: Axis) -> list[list[int]]:
-        """The parents whose outputs are added up as they are, then each whose outputs have to be moved first."""
+        """Group the parents: those with outputs in the anchor's coordinates, then each other parent alone."""
         moved = [number for number in self.speaking if self._moving(number, axis)]
         still = [number for number in self.speaking if number not in moved]
         return [*([still] if still else []), *([number] for number in moved)]
@@ -287,7 +287,7 @@ class Mixing:
         return Products.apply(readers, [1.0] * len(scaled), *scaled)
 
     def rows(self, table: Mixed, index: Tensor) -> Tensor | None:
-        """Rows of the model's table; None where its rows change places."""
+        """Rows of the model's table; None if an alignment permutes them."""
         block, info = table.block, table.info
         if not self._acts(info) or info.common is not None or any(self._moving(n, info.axes[0]) for n in self.speaking):
             return None
@@ -329,9 +329,9 @@ class Mixing:
         return transform_axis(x, 1, axis, moving) if moving else x
 
     def _seen(self, number: int, axis: Axis, x: Tensor, gains: Mapping[str, Tensor]) -> Tensor:
-        """Values (..., in) on an input axis in a parent's own coordinates, times its gains (n, in).
+        """Values (..., in) on an input axis in a parent's own coordinates, times its gains, (n, in).
 
-        Computed once for all maps that read them.
+        Computed once for all maps with these inputs.
         """
         if self._read[0] is not x:
             self._read = x, {}
@@ -353,21 +353,21 @@ class Mixing:
         return x.reshape(-1, x.shape[-1]) @ shift.vector.to(x)
 
     def _acts(self, info: TensorInfo) -> bool:
-        """Whether the maps of a matrix's axes can act on vectors."""
+        """Whether the maps of a matrix's axes can be applied to vectors."""
         if len(info.axes) != 2 or info.stacked or info.offset:
             return False
         moving = [space for n in self.speaking for axis in info.axes for space in self._moving(n, axis).values()]
         return all(map(_acts_on_vectors, moving))
 
     def _less(self, info: TensorInfo, rows: int, outputs: int, inputs: int) -> bool:
-        """Whether maps on so many activations take fewer operations than mixing the weight, both ways of a step."""
+        """Whether applying the maps to so many activations is cheaper than mixing the weight, forward and backward."""
         count, size = len(self.speaking), outputs * inputs
         out, into = (sum(self._width(n, axis) for n in self.speaking) for axis in info.axes)
         acting = rows * (4 * count * size + 6 * (inputs * into + outputs * out))
         return acting < size * (6 * rows + 10 * (into + out) + ELEMENTWISE * count)
 
     def _width(self, number: int, axis: Axis) -> int:
-        """Coordinates that a donor's maps of an axis mix with one another."""
+        """Number of coordinates that a donor's maps of an axis mix with one another."""
         moving = self._moving(number, axis)
         mixed = {
             name for name, transform in moving.items() if not all(e.monomial for e in transform.elements().values())
@@ -394,9 +394,9 @@ def _tensors(elements: Any) -> Iterator[Tensor]:
 
 
 class Mixed(Tensor):
-    """Stands for a parameter of the model where its modules look for one.
+    """A lazy stand-in for a parameter of the model.
 
-    Linear maps and tables act without being made; every other function gets the tensor itself.
+    Linear maps and tables use it without forming the tensor; every other function gets the tensor.
     """
 
     mixing: Mixing

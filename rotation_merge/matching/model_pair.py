@@ -1,4 +1,4 @@
-"""Matching two models block by block, as pieces of work (`spread/`): one piece is one block of both."""
+"""Matching two models block by block; each block of both is one piece of work."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class StepWithLeads:
-    """A step with what has been found for the first layers of spans (`layer_spans.py`)."""
+    """A step with the elements of the first layers of spans (`layer_spans.py`)."""
 
     step: Step
     leads: Mapping[str, HeadTransform]
@@ -119,7 +119,7 @@ class ModelPair:
 
     @cached_property
     def _ready(self) -> dict[str, dict[str, Tensor]]:
-        """The anchor's block that was read to see how large they are, until its turn comes."""
+        """The anchor's block that was read for its size, kept for its turn."""
         inner = [block for block in self.architecture.blocks if block.index is not None]
         return {block.name: read_block(block, self._sources[0]) for block in inner[:1]}
 
@@ -131,23 +131,25 @@ class ModelPair:
 
     @cached_property
     def spans(self) -> frozenset[str]:
-        """Spaces that span layers and move in all of them, by the names that they have in the first."""
+        """Spaces that span layers and move in all of them, by their names in the first layer."""
         return matched_spans(self.architecture, self.options)
 
     def is_plain(self, block: Block) -> bool:
-        """Whether a block stands outside of layers and nothing is matched in it, and none of its tensors lies between
-        two streams: what it says of the streams is the same in every pass."""
+        """Whether a block gives the same stream statistics in every pass.
+
+        Such a block is outside of layers, has no matched space, and no tensor between two streams.
+        """
         if block.index is not None or wanted_spaces(block, self.options.at(self.architecture, block)):
             return False
         sides = (sum(any(p.space.kind == "stream" for p in axis.parts) for axis in i.axes) for i in block.tensors)
         return max(sides, default=0) <= 1
 
     def is_lead(self, block: Block) -> bool:
-        """Whether a block is the first layer of a span that moves: it is matched before the others."""
+        """Whether a block is the first layer of a moving span: it is matched before the others."""
         return not self.spans.isdisjoint(space.name for space in block.spaces.values())
 
     def leads(self, block: Block, match: BlockMatch) -> dict[str, HeadTransform]:
-        """The elements of the spans that move whose first layer a block is."""
+        """The elements of the moving spans that begin at a block."""
         led_spans = self.spans & {space.name for space in block.spaces.values()}
         return {name: element for name in led_spans if isinstance(element := match.transforms[name], HeadTransform)}
 
@@ -221,7 +223,7 @@ class ModelPair:
 
 
 def _long(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> list[slice]:
-    """The slices of a tensor's vocabulary where it is looked at in several."""
+    """The vocabulary slices of a large tensor."""
     known = [tensor for tensors in stored if (tensor := read_tensor(info, tensors)) is not None]
     if len(known) != 2 or known[0].shape != known[1].shape:
         return []
@@ -273,7 +275,7 @@ class Ends:
 
 @dataclass(frozen=True)
 class MatchingPass:
-    """Match all local spaces under the stream transforms; collect the streams' statistics and the objective.
+    """Match all local spaces under the stream transforms, and sum the streams' statistics and the objective.
 
     Attributes:
         transforms: of the streams.
@@ -308,10 +310,9 @@ class MatchingPass:
         return statistics
 
     def _weigh(self, block: Block, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A model's tensors times the root of their weights, in their places, so that squared distances count by them.
+        """Multiply a model's tensors by the roots of their weights, in place, for weighted distances.
 
-        What a tensor says of the streams stays the same: its share in the objective knows no scale. Returned are those
-        for which that does not hold, as they were.
+        Returns the tensors whose stream statistics are not invariant under scale, without weights.
         """
         unweighted = {}
         for info in block.tensors:
@@ -325,7 +326,7 @@ class MatchingPass:
 
 @dataclass(frozen=True)
 class Final:
-    """Match the local spaces, unweighted, under the stream transforms; None where there is nothing to match."""
+    """Match the local spaces without weights under the stream transforms; None if nothing is matched."""
 
     streams: Transforms
 
@@ -357,8 +358,7 @@ class Final:
 
 @dataclass(frozen=True)
 class FinalMatch:
-    """A block's match; where streams move, the squared distance of all its tensors before and after, and the squared
-    norm of the anchor's."""
+    """A block's match, with squared distances before and after and the anchor's squared norm if streams move."""
 
     match: BlockMatch
     before: float = 0.0

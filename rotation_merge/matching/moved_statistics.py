@@ -1,12 +1,12 @@
-r"""Statistics moved along with the donor that they are of, so that they hold in the anchor's coordinates.
+r"""Statistics of a donor, moved with the donor into the anchor's coordinates.
 
-Where alignment moves a map's weight by ``W' = L_out W L_in``, what the map reads moves by the inverse transpose of
-what moves its input axis, ``x' = M x``, so that its Gram becomes ``M G M^T``; gradients of what it gives likewise. A
-diagonal survives only maps that add no coordinates up.
+If alignment moves a map's weight by ``W' = L_out W L_in``, the map's inputs move by the inverse transpose of the
+transform on the input axis, ``x' = M x``, so their Gram becomes ``M G M^T``. Gradients of its outputs move in the same
+way. A diagonal can only follow maps that do not mix coordinates.
 
-Where a norm feeds the map, the Gram is that of what was normalised, ``(x_hat, 1)``. What the stored weights read is
-``x = D x_hat + c`` with the norm's gain D and shift c as they stand in the merge (where gains are folded into readers,
-D is one), so its Gram comes by multiplication and nothing is divided by a gain.
+If a norm feeds the map, the Gram is that of the normalised inputs, ``(x_hat, 1)``. The stored weights read
+``x = D x_hat + c`` with the norm's gain D and shift c in the merge (D is one if gains are folded into readers). So the
+Gram follows by multiplication, without dividing by a gain.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Transforms = Mapping[str, SpaceTransform]
 
 @dataclass(frozen=True)
 class Feeding:
-    """Norm gain, shift and layer scale around a map as they are in the merge, before the donor is moved.
+    """Norm gain, shift and layer scale around a map in the merge, before the donor is moved.
 
     Attributes:
         gain, shift: of the norm that feeds the map, the offset of the gain added.
@@ -84,7 +84,7 @@ def feeding(tensors: Mapping[str, Tensor], linear: LinearMap, fold: Fold | None)
 def carried_gram(
     linear: LinearMap, gram: Gram, transforms: Transforms, feeding: Feeding, shift: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The Gram of what a map reads, in the anchor's coordinates, float64.
+    """The Gram of a map's inputs in the anchor's coordinates, float64.
 
     Args:
         shift: what is added to all that it reads once it is moved (the anchor's bias of values instead of the donor's),
@@ -109,7 +109,7 @@ def carried_gram(
 def moved_gram(
     linear: LinearMap, gram: Gram, transforms: Transforms, shift: Tensor | None = None, folded: bool = False
 ) -> Gram:
-    """The Gram as it would be measured on the moved donor, float64.
+    """The Gram of a map's inputs in the moved donor, float64.
 
     Args:
         shift: as of `carried_gram`.
@@ -138,7 +138,7 @@ def moved_gram(
 
 
 def moved_moments(linear: LinearMap, moments: Tensor, transforms: Transforms, shift: Tensor | None = None) -> Tensor:
-    """Means and mean squares of what a map reads, as they would be measured on the moved donor, (..., 2, n), float64.
+    """Means and mean squares of a map's inputs in the moved donor, (..., 2, n), float64.
 
     Args:
         shift: as of `carried_gram`.
@@ -180,7 +180,7 @@ def _fed(linear: LinearMap, augmented: Tensor, feeding: Feeding) -> Tensor:
 
 
 def _both(linear: LinearMap, matrix: Tensor, dim: int, transforms: Transforms) -> Tensor:
-    """Both dimensions of (..., n, n) by what is paired with an axis; experts in their new order first."""
+    """Transform both dimensions of (..., n, n) by the dual of an axis; experts in their new order first."""
     axis, at = linear.info.axes[dim], int(linear.stacked)
     matrix = _experts(linear, matrix, transforms)
     if axis.parts:
@@ -202,7 +202,7 @@ def _moved_sketch(linear: LinearMap, gram: Gram, transforms: Transforms) -> Gram
 def carried_gradient(
     linear: LinearMap, gradient: Tensor, behind: bool, transforms: Transforms, feeding: Feeding
 ) -> Tensor:
-    """The Gram of gradients of what a map gives, in the anchor's coordinates, float64.
+    """The Gram of the gradients of a map's outputs in the anchor's coordinates, float64.
 
     Args:
         gradient: as measured, (..., m, m).
@@ -226,7 +226,7 @@ def carried_gradient(
 
 
 def carried_fisher(info: TensorInfo, diagonal: Tensor, transforms: Transforms) -> Tensor:
-    """A Fisher diagonal of a whole (stacked) tensor in the anchor's coordinates: F moves with the weights, over s^2.
+    """A Fisher diagonal of a (stacked) tensor in the anchor's coordinates: moved like the weights, over s^2.
 
     Raises:
         StatisticsError: a transform adds coordinates up.
@@ -270,7 +270,7 @@ def value_shift(linear: LinearMap, donor: Get, anchor: Get, transforms: Transfor
 
 
 class MovedTensors:
-    """Tensors of a donor's statistics as they would be measured on the moved donor, computed when they are read.
+    """Tensors of a donor's statistics in the moved donor, computed on access.
 
     Args:
         architecture: of the donor.
@@ -344,7 +344,7 @@ class MovedTensors:
         return carried_gradient(linear, gradient, behind, self.transforms, Feeding(scale_folded=scaled))
 
     def _bias(self, linear: LinearMap, side: int) -> Get:
-        """Gives the biases of the anchor (0) or the donor (1) that stand in a map's block, by key."""
+        """Look up the biases of a map's block by key: the anchor's (0) or the donor's (1)."""
 
         def get(key: str) -> Tensor | None:
             info = linear.block.tensor(key)

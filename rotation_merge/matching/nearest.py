@@ -27,7 +27,7 @@ _CACHED = 1 << 17  # entries that are widened at a time, so that they stay in th
 
 
 def nearest_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
-    """An order proven to be the joint optimum of order and scales, or None where there is no quick proof.
+    """An order proven to be the joint optimum of order and scales; None if there is no quick proof.
 
     Returns:
         The order, int64 (n,), and the neurons with the donor in that order.
@@ -83,7 +83,7 @@ def least_distance(neurons: Neurons, share: int, width: int) -> float:
 
 
 def _candidate(anchor: Tensor, donor: Tensor) -> Tensor | None:
-    """The donor's own order where it looks right, else nearest neighbours if they are a permutation."""
+    """The identity if it looks right, else nearest neighbours if they form a permutation."""
     n = len(anchor)
     probe = torch.arange(0, n, max(1, n // _PROBED), device=anchor.device)
     own_order = torch.arange(n, device=anchor.device)
@@ -106,7 +106,7 @@ def _nearest(anchor: Tensor, donor: Tensor, rows: Tensor) -> Tensor:
 
 
 def _open_pairs(anchor_sketch: Tensor, right: Tensor, halves: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs (i, j), i in rows and j != i, whose projected distance may lie below the sum of their prices."""
+    """Pairs (i, j), i in rows and j != i, not excluded by their projected distance and prices."""
     anchor_squares, donor_squares = anchor_sketch.square().sum(1), right.square().sum(1)
     offset = ((1 - _ROUNDING) * anchor_squares - halves.float() * (1 + _ROUNDING))[rows] / 2
     price = ((1 - _ROUNDING) * donor_squares - halves.float() * (1 + _ROUNDING)) / 2

@@ -1,4 +1,4 @@
-"""The statistics of FFN neurons that matching needs: their norms, their distances, their similarities.
+"""Statistics of FFN neurons for matching: norms, distances and similarities.
 
 A neuron's squared distance under a scale a on its in side and 1/a^k on its out side (k the activation's degree) is
 
@@ -130,7 +130,7 @@ class Neurons:
         return picked.distances
 
     def similarity(self) -> Tensor:
-        """C, (n, n): half of what pairing i with j takes off the squared norms, with the best scale of each pair.
+        """C, (n, n): half of the reduction of the squared norms by each pair, with its best scale.
 
         With rescaling C_ij = max_a <A_i, a B_j>_in + <A_i, B_j>_gate + <A_i, B_j / a^k>_out - (a^2 |B_j|_in^2 +
         |B_j|_out^2 / a^2k) / 2, so that the assignment over C is the joint optimum of order, signs and scales. Formed
@@ -190,7 +190,7 @@ def _pair_rows(pairs: Pairs, i: Tensor, j: Tensor, neurons: Neurons) -> Row:
 
 
 def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Blocks of (n, m) matrices, widened to float32 at least: of rows, or of columns where these lie together."""
+    """Blocks of (n, m) matrices, widened to float32 at least: rows, or columns if these are contiguous."""
     n, m = a.shape
     dtype = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
     if a.stride(1) == 1 or m == 1:

@@ -53,8 +53,10 @@ KEPT = 1 << 30
 
 
 class ParentOutputs:
-    """The parents' outputs on every batch, of logits their probabilities; kept where there is room (`KEPT`), else
-    computed again when asked."""
+    """The parents' outputs on every batch, as probabilities for logits.
+
+    Stored while memory lasts (`KEPT`), else computed again on access.
+    """
 
     def __init__(self, parents: Sequence[Callable[..., Any]], device: torch.device) -> None:
         self.parents, self.device = parents, device
@@ -74,7 +76,7 @@ class ParentOutputs:
 
     @torch.no_grad()
     def answer(self, batch: Batch) -> list[Tensor]:
-        """The parents' outputs on a batch that will not come again."""
+        """The parents' outputs on a batch that is used once."""
         if not len(next(iter(batch.values()))):
             return []
         return [_output_of(parent(**batch)).to(self.device) for parent in self.parents]
@@ -117,7 +119,7 @@ def distillation(outputs: Any, taught: Sequence[Tensor], coefficients: Tensor, m
 
 
 def labels_loss(outputs: Any) -> Tensor:
-    """The model's own loss.
+    """The model's own loss on labels.
 
     Raises:
         RecipeError: the model gives none.
@@ -131,7 +133,7 @@ def labels_loss(outputs: Any) -> Tensor:
 def loss_weight(
     model: nn.Module, outputs: Any, batch: Batch, taught: Sequence[Tensor] | None, coefficients: Tensor
 ) -> Tensor:
-    """Total weight that the loss of some rows is a mean over, for combining the parts of a batch.
+    """Total weight of the rows behind a mean loss, for combining parts of a batch.
 
     Raises:
         RecipeError: they cannot.

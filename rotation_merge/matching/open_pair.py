@@ -1,4 +1,4 @@
-"""Two models opened side by side: what is read of them, their fingerprints, alignment files made for them."""
+"""Opens two models side by side: their tensors, fingerprints and alignment files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from rotation_merge.record import MergeReport, figures, versions
 
 
 class WithTied:
-    """A source that also gives a tied tensor under the name of its own."""
+    """A source that also returns a tied tensor under its second name."""
 
     def __init__(self, source: TensorSource, architecture: Architecture) -> None:
         self.source = source
@@ -69,7 +69,7 @@ class WithTied:
 
 @dataclass(frozen=True)
 class PairArguments:
-    """The arguments of opening a pair, so that another process can open it again; see `open_pair`."""
+    """The arguments of `open_pair`, so that another process can open the pair again."""
 
     anchor: str
     donor: str
@@ -80,7 +80,7 @@ class PairArguments:
     widths: bool
 
     def for_other_process(self) -> PairArguments:
-        """Return an opening that gives the same tensors in a process with another working directory.
+        """Return an opening for a process with another working directory, with the same tensors.
 
         Of the options, only those of streams are kept.
         """
@@ -92,7 +92,7 @@ class PairArguments:
 
 
 class ReopenedSource:
-    """One of the two sources of a pair that are matched; unpickled, it opens the pair anew when a tensor is asked for.
+    """One source of a pair for matching; after unpickling it opens the pair again on first access.
 
     Attributes:
         which: 0 the anchor's, 1 the donor's.
@@ -121,7 +121,7 @@ _LATEST: list[tuple[PairArguments, Pair]] = []
 
 
 def _open_once(opening: PairArguments) -> Pair:
-    """A pair opened in this way, the latest kept: both of its sources are asked for."""
+    """Open a pair, with a cache for the latest one: both of its sources need it."""
     if not _LATEST or _LATEST[0][0] != opening:
         _LATEST[:] = [(opening, opening.open())]
     return _LATEST[0][1]
@@ -160,8 +160,10 @@ class Pair:
 
     @cached_property
     def shared(self) -> tuple[Tensor, Tensor] | None:
-        """Rows of the tokens that both have, on which streams are matched, the anchor's first; None where all tokens
-        are the same, or no stream is matched."""
+        """Rows of the shared tokens for matching streams, the anchor's first.
+
+        None if all tokens are the same, or no stream is matched.
+        """
         if self.checked.options.residual == "none":
             return None
         rows = shared_rows([self.anchor, self.donor])
@@ -180,7 +182,7 @@ class Pair:
         return anchor, donor
 
     def aligned(self, alignment: Alignment, dtype: torch.dtype | None = None) -> View:
-        """The donor in the anchor's coordinates, as `Alignment.apply` gives it; both models are known to fit.
+        """The donor in the anchor's coordinates, as from `Alignment.apply`, without another check.
 
         Args:
             dtype: of its tensors; None: as the donor's.
@@ -215,7 +217,7 @@ class Pair:
         return Basis(config, shapes, self.untie, anchor, donor, biases, self.checked.rows, self.widths, donor_biases)
 
     def report(self, run: Run, recipe: str = "", base: str | None = None) -> MergeReport:
-        """The report on what was done to the donor; what is written counts as a fine-tune of it, or of `base`."""
+        """The report on the donor's alignment; the output counts as a fine-tune of the donor, or of `base`."""
         names = str(self.anchor.reference), str(self.donor.reference)
         marks = dict(zip(names, self.fingerprints(), strict=True))
         for note in (*self.checked.warnings, *self.notes()):
@@ -225,9 +227,9 @@ class Pair:
 
 
 def check_together(models: Models, anchor: ModelReference, donors: Iterable[ModelReference]) -> None:
-    """All models exist, are whole, and are of the anchor's architecture and sizes.
+    """Check that all models exist, are complete, and have the anchor's architecture and sizes.
 
-    What their heads mean is left to a check that knows which heads are merged.
+    The meaning of their heads is checked elsewhere, when it is known which heads are merged.
 
     Raises:
         CheckpointError, ArchitectureError: name the model and what differs.
@@ -259,7 +261,7 @@ def open_pair(
     widths: bool = False,
     any_base: bool = False,
 ) -> Pair:
-    """Two models, checked to fit together under these options.
+    """Open two models and check that they fit together under these options.
 
     Args:
         anchor, donor: names of checkpoints; or both models, open.
@@ -312,7 +314,7 @@ def open_pair(
 
 
 def _reference(models: Models, model: str | OpenedModel) -> ModelReference:
-    """What a model is called among these: one that is open stands there as it is."""
+    """The name of a model among these; a loaded model stands for itself."""
     if isinstance(model, str):
         return parse_reference(model)
     model_in_memory = HeldModel(model)
@@ -332,7 +334,7 @@ def check_models(
     unsupported: str = "error",
     any_base: bool = False,
 ) -> CheckedPair | None:
-    """Both are there, whole, and fit together; their vocabularies may differ.
+    """Check that both models exist, are complete, and fit together; their vocabularies may differ.
 
     Args:
         excluded: says of a tensor that it is copied from the anchor.
@@ -358,12 +360,12 @@ def check_models(
 
 
 def read_alignment(pair: Pair, path: str, untie: bool = False) -> Alignment:
-    """The alignment in a file made for this very pair; see `read_file`."""
+    """Read the alignment of this pair from a file; see `read_file`."""
     return read_file(pair, path, untie).alignment
 
 
 def read_file(pair: Pair, path: str, untie: bool = False) -> AlignmentFile:
-    """An alignment file made for this very pair.
+    """Read an alignment file of this pair.
 
     Raises:
         AlignmentError: it cannot be read, or was made for other weights.
@@ -384,7 +386,7 @@ def write_alignment(
     half: bool = False,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """All transforms in one file, with the fingerprints of both models, how it was made and what it does.
+    """Write all transforms to one file, with both fingerprints, options and figures.
 
     Args:
         facts: what else is to be kept at its head.

@@ -21,7 +21,7 @@ _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def _are_ranges(value: object) -> bool:
-    """Whether a value is `all`, or ranges of layers' numbers."""
+    """Whether a value is `all` or ranges of layer numbers."""
     pieces = [_RANGE.fullmatch(piece.strip()) for piece in str(value).split(",")]
     return str(value).strip() == "all" or all(
         match is not None and int(match[1]) <= int(match[2] or match[1]) for match in pieces
@@ -51,7 +51,7 @@ class AlignConfig(GroupOptions):
         return layers is None or (index is not None and any(index in piece for piece in layers))
 
     def check_layers(self, architecture: Architecture) -> None:
-        """Every range names some layer of a model.
+        """Check that every range names some layer of the model.
 
         Raises:
             RecipeError: one names none; says which there are.
@@ -68,11 +68,11 @@ class AlignConfig(GroupOptions):
         return self
 
     def resolved(self, architecture: Architecture) -> AlignConfig:
-        """The same for a model, looked up for its blocks already, so that they can be pickled."""
+        """The options for a model, with those of its blocks looked up, so that they can be pickled."""
         return self
 
     def with_residual(self, residual: str) -> AlignConfig:
-        """The same with another residual group (or groups by stream)."""
+        """The options with another residual group (or groups by stream)."""
         return replace(self, residual=residual)
 
 
@@ -101,7 +101,7 @@ NOTHING = AlignConfig(attention="none", heads="none", ffn="none", rescale=False)
 
 
 class VaryingOptions(AlignConfig):
-    """Options that differ from block to block; its own fields are those of the whole model."""
+    """Options that differ from block to block; its own fields hold for the whole model."""
 
     def __init__(self, whole: AlignConfig, of: Callable[[str, float], AlignConfig]) -> None:
         """Set options that differ from block to block.

@@ -26,7 +26,7 @@ Solved = tuple[Grams, GroupElement, Tensor]
 
 @dataclass(frozen=True)
 class Pairing:
-    """Coordinates of heads that one group acts on.
+    """Coordinates of heads with the group that acts on them.
 
     Attributes:
         side: qk, vo, gains, or rest (numbers that only follow the order of the heads).
@@ -70,7 +70,7 @@ class Pairing:
         return replace(grams, follow=self.follow.products(order), donor_follow=group_norms)
 
     def solved(self, order: Order | None = None) -> Solved:
-        """The statistics under an order, with the best maps and their gains; what was asked for last is at hand."""
+        """The statistics under an order, with the best maps and their gains; the latest result is cached."""
         if order is not None and order.is_own(self.dual.shape[0]):
             order = None
         parts = () if order is None else (order.anchor, order.donor, order.queries)
@@ -90,7 +90,7 @@ class Pairing:
         return primal, dual
 
     def norms(self, order: Order | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Squared norms in `Grams`' order, (N, d) each; a group's do not depend on the order inside it."""
+        """Squared norms in the order of `Grams`, (N, d) each; independent of the order inside a group."""
         donor = [half.donor_norms.sum(1) for half in (self.primal, self.dual)]
         anchor = [half.anchor_norms.sum(1) for half in (self.primal, self.dual)]
         if order is not None:
@@ -103,11 +103,11 @@ class Pairing:
         return torch.stack([half.distance(order) for half in self.halves]).sum(0)
 
     def anchor_norm(self) -> Tensor:
-        """Squared norm of the anchor's groups, (G,): no map gains more."""
+        """Squared norm of the anchor's groups, (G,): an upper bound on the gain of any map."""
         return torch.stack([half.anchor_norms.sum((1, 2)) for half in self.halves]).sum(0)
 
     def without_rounding(self, grams: Grams, distance: Tensor) -> Grams:
-        """The statistics with those of equal pairs freed of rounding, so that nothing moves there."""
+        """Replace the statistics of equal pairs by exact ones, so that nothing moves there."""
         equal = distance == 0
         if not bool(equal.any()):
             return grams
@@ -132,7 +132,7 @@ class Pairing:
 
 
 def pairings_of(space: Space, sides: list[Side], group: HeadGroup) -> list[Pairing]:
-    """Everything of an attention space that moves with its heads, by side: qk, vo, rest."""
+    """All tensors of an attention space that move with its heads, by side: qk, vo, rest."""
     sizes = space.sizes
     result = _parts("qk", group.qk, space, sides, ("k", "q"), sizes["head_dim"])
     values = _parts("vo", group.vo, space, sides, ("v", "o"), sizes["value_dim"])
@@ -151,14 +151,14 @@ def pairings_of(space: Space, sides: list[Side], group: HeadGroup) -> list[Pairi
 
 
 def shared_gains(space: Space, sides: list[Side], group: HeadGroup) -> list[Pairing]:
-    """The gains of norms that all heads of a layer share, if it has such, as one group of one head."""
+    """Gains of norms shared by all heads of a layer, as one group of one head."""
     if not any(side.role in SHARED_GAINS for side in sides):
         return []
     return _parts("gains", group.gains or IdentityGroup(), space, sides, ("k_norm", "q_norm"), space.sizes["head_dim"])
 
 
 def assembled(pairings: list[Pairing], elements: list[GroupElement], side: str) -> GroupElement | None:
-    """The elements of one side as one; None where it has none."""
+    """One element from all parts of a side; None if the side has none."""
     parts = [element for pairing, element in zip(pairings, elements, strict=True) if pairing.side == side]
     if not parts:
         return None

@@ -1,11 +1,11 @@
-"""Alternating between the streams and the local spaces of a model, part by part.
+"""Alternates between the streams and the local spaces of a model, part by part.
 
-Layers are looked at in a few parts. The local spaces of one part are matched under the streams' maps, and the streams
-are solved for anew with what that part says now and what all others said last (incremental EM: Neal and Hinton, 1998,
-section 3). What is gathered bounds the objective from above, touches it where it was gathered, and is lowered by every
-step: it never rises, and streams settle in fewer passes than if they waited for all layers.
+Layers are visited in a few parts. The local spaces of one part are matched under the streams' maps. Then the streams
+are solved again from the new statistics of that part and the latest ones of all others (incremental EM: Neal and
+Hinton, 1998, section 3). These statistics bound the objective from above, and every step lowers the bound. So the
+objective never rises, and streams converge in fewer passes than with an update after all layers.
 
-After every part it is kept where things stand (`_Run`), so that an interrupted run goes on from there.
+The state is stored after every part (`_Run`), so that an interrupted run continues from there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PARTS = 4
 
 @dataclass(frozen=True)
 class Walk:
-    """Passes of residual matching and the last look are ways through both models.
+    """The blocks of both models in order, for passes of residual matching and the final pass.
 
     Attributes:
         streams: the group of each stream that is to move.
@@ -69,13 +69,15 @@ class Walk:
 
     @cached_property
     def plain(self) -> list[int]:
-        """Numbers of the blocks whose statistics neither local spaces nor stream maps change (`ModelPair.is_plain`)."""
+        """Numbers of the blocks with constant statistics (`ModelPair.is_plain`)."""
         return [number for number, block in enumerate(self.architecture.blocks) if self.both.is_plain(block)]
 
     @cached_property
     def parts(self) -> list[list[int]]:
-        """Numbers of all other blocks: layers, evenly spread over the parts. What stands outside of layers, and the
-        first layers of spans that move, belong to the first part."""
+        """Numbers of all other blocks, layers evenly spread over the parts.
+
+        Blocks outside of layers, and the first layers of moving spans, belong to the first part.
+        """
         blocks = self.architecture.blocks
         inner_blocks = [number for number in range(len(blocks)) if number not in self.plain]
         first = [number for number in inner_blocks if blocks[number].index is None or self.both.is_lead(blocks[number])]
@@ -85,7 +87,7 @@ class Walk:
 
     @cached_property
     def sample(self) -> list[int]:
-        """Parts on which starts are compared: all of them, or evenly spread layers in deep models."""
+        """Parts for comparing starts: all of them, or evenly spread layers in deep models."""
         blocks = self.architecture.blocks
         inner = [number for number, block in enumerate(blocks) if block.index is not None]
         sampled = inner
@@ -103,7 +105,7 @@ class Walk:
         after: int = 0,
         known: Mapping[int, StepResult] = MappingProxyType({}),
     ) -> Iterator[tuple[Block, Any]]:
-        """A step on blocks, side by side, in order. The first layers of spans that move come before all others.
+        """Run a step on blocks in parallel, in order, the first layers of moving spans before all others.
 
         Args:
             chosen: numbers of the blocks.
@@ -127,7 +129,7 @@ class Walk:
                 self.progress(label, done, total)
 
     def final(self, transforms: Transforms) -> list[tuple[Block, list[SpaceMatch]]]:
-        """Match the local spaces once more, unweighted, into `transforms`; record every space, streams included."""
+        """Match the local spaces once more without weights into `transforms`, and record every space."""
         records = []
         before = after = norm = 0.0
         streams = dict(transforms)
@@ -191,7 +193,7 @@ _FACTS = ("start", "objectives", "history", "number", "moved")
 
 
 def match_streams(walk: Walk, starts: Mapping[str, Transforms] | None) -> tuple[Transforms, dict[str, object]]:
-    """Alternate residual and local spaces, from the start that is nearest (in deep models: on a sample of layers).
+    """Alternate residual and local spaces from the nearest start (in deep models judged on a sample of layers).
 
     Args:
         starts: by name, instead of the identity and what embeddings and heads say.
@@ -227,14 +229,14 @@ def match_streams(walk: Walk, starts: Mapping[str, Transforms] | None) -> tuple[
 
 
 def _settled(walk: Walk, transforms: Transforms, summary: dict[str, object]) -> tuple[Transforms, dict[str, object]]:
-    """The result, kept."""
+    """Store and return the result."""
     tensors, kinds = packed(transforms)
     walk.ledger.keep(KEPT, lambda: LedgerEntry({"kinds": kinds, "summary": summary}, tensors))
     return dict(transforms), summary
 
 
 def _solved(walk: Walk, statistics: StreamStatistics, current: Transforms) -> Transforms:
-    """Every stream's best transform; the current one of a stream about which nothing is known."""
+    """Every stream's best transform; the current one if there are no statistics."""
     return {name: statistics.solve(name, walk.streams[name]) or current[name] for name in current}
 
 
@@ -275,7 +277,7 @@ class _Run:
         return {name: weight for part in self.parts.values() for name, weight in part.weights.items()}
 
     def packed(self, precise: bool) -> LedgerEntry:
-        """All of it but what is said of plain blocks, which every part asks for anew."""
+        """The state without the statistics of plain blocks, which every part computes anew."""
         facts: dict[str, Any] = {name: getattr(self, name) for name in _FACTS}
         tensors: dict[str, Tensor] = {}
         for name in _MAPS:
@@ -292,7 +294,7 @@ class _Run:
 
     @classmethod
     def unpacked(cls, gathering: _Gathering, entry: LedgerEntry) -> _Run:
-        """The same again; whether sums are precise is said to who gathers them."""
+        """Restore the state; the precision of sums is passed on to the gathering."""
         facts, by_name = entry.facts, dict[str, dict[str, Tensor]]()
         for key, tensor in entry.tensors.items():
             name, _, key_in_map = key.partition("/")
@@ -309,7 +311,7 @@ class _Run:
 
 @dataclass
 class _Gathering:
-    """Gathers what both models say of the streams.
+    """Sums the statistics of both models on the streams.
 
     Attributes:
         still: streams that stay.
@@ -334,7 +336,7 @@ class _Gathering:
         return statistics
 
     def sharpen(self) -> None:
-        """Sum in float64 from now on, because the models nearly agree."""
+        """Sum in float64 from now on, for nearly equal models."""
         if not self.precise:
             self.precise, self.plain_measurements = True, None
 
@@ -357,7 +359,7 @@ class _Gathering:
         )
 
     def part(self, run: _Run, number: int, step: MatchingPass, label: str, leads: dict[str, HeadTransform]) -> None:
-        """Ask one part, and the plain blocks, anew."""
+        """Compute the statistics of one part, and of the plain blocks, anew."""
         sizes = [len(part) for part in self.walk.parts]
         around = sum(sizes[:number]), sum(sizes[number + 1 :])
         gathered = self.walk.each(label, step, self.walk.parts[number], leads, *around)
@@ -366,7 +368,7 @@ class _Gathering:
 
 
 def _alternate(gathering: _Gathering, run: _Run) -> tuple[Transforms, dict[str, object]]:
-    """Streams for the local spaces, local spaces for the streams, until little is to be gained.
+    """Alternate between streams and local spaces until the gain is small.
 
     Args:
         run: at its start, or where an earlier one was interrupted.
@@ -405,14 +407,16 @@ def _keep(gathering: _Gathering, run: _Run) -> None:
 
 
 def _better(walk: Walk, total: StreamStatistics, transforms: Transforms) -> Transforms:
-    """The streams' best transforms; the same where nothing is to be gained."""
+    """The streams' best transforms, or the current ones if nothing is gained."""
     solved = _solved(walk, total, transforms)
     return solved if total.promise(transforms, solved) > _EXACT else transforms
 
 
 def _expected(history: list[float]) -> float:
-    """The fraction by which the next pass is expected to lower the objective above `FLOOR`: gains fall off as they
-    did between the last two passes, or not at all as far as is known."""
+    """Expected relative fall of the objective above `FLOOR` in the next pass.
+
+    Gains are assumed to fall off as between the last two passes; with fewer passes, not at all.
+    """
     excess = [max(value - FLOOR, 0.0) for value in history[-3:]]
     gains = [1 - after / before for before, after in itertools.pairwise(excess)]
     if not gains:

@@ -1,4 +1,4 @@
-"""Second-order statistics of anchor and donor heads, summed block by block from the tensors as they are stored.
+"""Second-order statistics of anchor and donor heads, summed block by block from the stored tensors.
 
 Blocks are widened to float32 (float64 for float64 tensors) and their sums kept in float64, so that no copy of a whole
 tensor is made. What is summed depends on the group that acts inside the heads: all products of two coordinates
@@ -84,7 +84,7 @@ class HeadProjections:
         return torch.zeros(shape, dtype=torch.complex128 if complex_ else torch.float64, device=self.device)
 
     def distance(self, order: Order | None = None) -> Tensor:
-        """Squared distance of the pairs of groups that `order` puts together (None: the donor's own order), (N,)."""
+        """Squared distance of the pairs of groups in `order` (None: the donor's own order), (N,)."""
         if order is None:
             return self._unmoved[2]
         total = self._zeros((len(order.anchor),))
@@ -98,7 +98,7 @@ class HeadProjections:
             yield a[order.anchor.to(a.device)], order.moved(b)
 
     def products(self, order: Order | None = None) -> Tensor:
-        """Statistics of the N pairs that `order` puts together, shape (N, *S): S is (d, d), (d/2,) or (d,)."""
+        """Statistics of the N pairs in `order`, shape (N, *S): S is (d, d), (d/2,) or (d,)."""
         if order is None:
             return self._unmoved[3]
         total = self._zeros((len(order.anchor), *self._statistic_shape()), self.statistic == "pairs")
@@ -185,7 +185,7 @@ class HeadProjections:
 
 @dataclass(frozen=True)
 class Order:
-    """N pairs of KV groups and the order of the query heads inside each.
+    """N pairs of KV groups, with the order of the query heads inside each.
 
     Attributes:
         anchor, donor: group indices, int64 (N,).
@@ -197,7 +197,7 @@ class Order:
     queries: Tensor
 
     def is_own(self, groups: int) -> bool:
-        """Whether these are all groups, and nothing changes its place."""
+        """Whether the order is complete and changes nothing."""
         rows = torch.arange(groups)
         at_home = all(x.shape == rows.shape and bool((x.cpu() == rows).all()) for x in (self.anchor, self.donor))
         return at_home and bool((self.queries.cpu() == torch.arange(self.queries.shape[1])).all())

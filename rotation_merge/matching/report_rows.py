@@ -14,8 +14,10 @@ from rotation_merge.symmetry import SpaceTransform
 
 
 def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSource, alignment: Alignment) -> Alignment:
-    """An alignment that was not matched (but learned, say) with the records of its transforms: what each moved, and the
-    distances over its space, the other transforms applied, before and after."""
+    """Add records to an alignment that was not matched, for example a learned one.
+
+    Each record has the distance over the space before and after, with the other transforms applied.
+    """
     if alignment.folded:
         anchor, donor = (FoldedSource(architecture, source, alignment.folded) for source in (anchor, donor))
     transforms, records = alignment.transforms, []

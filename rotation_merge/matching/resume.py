@@ -1,4 +1,4 @@
-"""The state of an unfinished fit on disk, so that an interrupted run goes on where it was."""
+"""The state of an unfinished fit on disk, from which an interrupted run continues."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fit_mark(
 
 
 def _config_text(config: Any) -> str:
-    """A config as transformers writes it, or whatever else a model has in its place."""
+    """A config as JSON text, or the text of any other config object."""
     return str(config.to_json_string()) if hasattr(config, "to_json_string") else str(config)
 
 
@@ -68,7 +68,7 @@ class TrainingState:
         self.schedule, self.generator = schedule, generator
 
     def restore(self, report: Any) -> tuple[int, dict[str, Tensor]]:
-        """Steps done and best parameters so far: those of the file, or none and the start.
+        """Restore the number of steps and the best parameters from the file, or zero and the start.
 
         Raises:
             AlignmentError: the file is damaged or of another fit.
@@ -105,7 +105,7 @@ class TrainingState:
         return self.path.read_bytes() if self.path is not None and self.path.exists() else None
 
     def save(self, step: int, best: dict[str, Tensor], report: Any) -> None:
-        """Write the state, whole or not at all.
+        """Write the state atomically.
 
         Raises:
             RotationMergeError: there is no space.
@@ -131,6 +131,6 @@ class TrainingState:
             raise RotationMergeError(problem, where=str(self.path), remedy="free some space and run again") from error
 
     def remove(self) -> None:
-        """The fit is done."""
+        """Remove the state of a finished fit."""
         if self.path is not None and not self.together.rank:
             self.path.unlink(missing_ok=True)

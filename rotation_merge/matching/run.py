@@ -28,7 +28,7 @@ FAR = 0.2
 
 @dataclass(frozen=True)
 class GivenFile:
-    """An alignment file that moves a donor: its name in the recipe, the model that it was made for, its head."""
+    """An alignment file that moves a donor, with its name in the recipe, its model and its metadata."""
 
     file: str
     matched: str
@@ -89,18 +89,18 @@ class Run:
             self.whole[donor] = dict(alignment.summary)
 
     def keep(self, donor: str, transforms: Mapping[str, SpaceTransform]) -> None:
-        """Transforms by which a donor is moved."""
+        """Store the transforms of a donor."""
         if self.kept_transforms is not None:
             with self._lock:
                 self.kept_transforms.setdefault(donor, {}).update(transforms)
 
     def moved_by(self, donor: str, file: GivenFile) -> None:
-        """A donor is moved by the transforms of an alignment file, whose head has the figures of the match."""
+        """Record that an alignment file moves a donor; its metadata has the figures of the match."""
         with self._lock:
             self.alignment_files[donor] = file
 
     def used(self, of: str, source: str, samples: int, file: str | None = None) -> None:
-        """Samples that something was computed from; the same ones once.
+        """Record samples that a result was computed from, each once.
 
         Args:
             file: of statistics that the recipe does not name: where they were found.
@@ -116,7 +116,7 @@ class Run:
         return self.transforms.get(next(names, ""), {})
 
     def add_fingerprint(self, model: str, name: str, tensor: Tensor) -> bool:
-        """A model's tensor as it is stored, for the model's fingerprint; whether it was shown for the first time."""
+        """Add a stored tensor to a model's fingerprint; returns whether it is new."""
         with self._lock:
             mark, first = self.marks.setdefault(model, Fingerprint()), (model, name) not in self.shown
             self.shown.add((model, name))
@@ -143,7 +143,7 @@ class Run:
             self.later.append(words)
 
     def note(self, text: str) -> None:
-        """Something the user should read in the report; the same words once."""
+        """Add a note for the report, each text once."""
         with self._lock:
             if text not in self.notes:
                 self.notes.append(text)
@@ -159,7 +159,7 @@ class Run:
         base: str | None = None,
         own_method: bool = False,
     ) -> MergeReport:
-        """The report on what has been done so far; arguments as the fields of `MergeReport`."""
+        """The report on the merge so far; arguments as the fields of `MergeReport`."""
         of_files = {name: overall_figures(file.metadata) for name, file in self.alignment_files.items()}
         return MergeReport(
             str(anchor),

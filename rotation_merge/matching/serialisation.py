@@ -1,4 +1,4 @@
-"""Transforms, and what matching found, as tensors by name and facts for JSON."""
+"""Converts transforms and match results to tensors and JSON, and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def packed(transforms: Mapping[str, SpaceTransform]) -> tuple[dict[str, Tensor],
 
 
 def unpacked(tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[str, SpaceTransform]:
-    """The transforms again, in the order of the kinds.
+    """Restore the transforms, in the order of the kinds.
 
     Raises:
         ValueError: they are of other spaces than the kinds; whatever a transform says of tensors that are not its.
@@ -41,7 +41,7 @@ def entry_of(match: BlockMatch, **facts: Any) -> LedgerEntry:
 
 
 def match_of(entry: LedgerEntry) -> BlockMatch:
-    """The same again."""
+    """Restore the result of matching a block."""
     records = [SpaceMatch(**record) for record in entry.facts["records"]]
     return BlockMatch(unpacked(entry.tensors, entry.facts["kinds"]), records)
 

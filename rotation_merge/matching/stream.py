@@ -4,13 +4,13 @@ With the local spaces held fixed, the best element maximises <R, sum_k w_k A_k B
 stream: an assignment for permutations (on absolute values for signed ones, the sign read off afterwards), Procrustes
 for rotations; with LayerNorm, Procrustes in the complement of the all-ones vector, which every rotation has to fix.
 
-What is minimised is sum_k n_k log(|A_k - R B_k|^2 / |A_k|^2 + FLOOR), n_k the number of entries: the likelihood of a
-donor whose tensors each carry noise of their own, unknown strength. It is invariant under rescaling of single tensors,
-so that no large matrix drowns the rest. The weights w_k = n_k / (|A_k - R B_k|^2 + FLOOR |A_k|^2) of one pass bound it
-from above (the logarithm is concave), hence it never rises.
+The objective is sum_k n_k log(|A_k - R B_k|^2 / |A_k|^2 + FLOOR), n_k the number of entries: the likelihood of a donor
+with noise of a separate, unknown strength in each tensor. It is invariant under rescaling of single tensors, so large
+matrices do not dominate. The weights w_k = n_k / (|A_k - R B_k|^2 + FLOOR |A_k|^2) of one pass bound it from above (the
+logarithm is concave), so it never rises.
 
-The rows of a head that gives logits over a vocabulary count as they deviate from their mean: softmax does not see what
-all logits share, and in trained models that one direction holds most of such a head's norm.
+The rows of an output head over a vocabulary are centred first: softmax ignores a common part of all logits, and in
+trained models that one direction has most of the head's norm.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class StreamStatistics:
 
     @classmethod
     def of(cls, architecture: Architecture, blocks: Iterable[StreamStatistics]) -> StreamStatistics:
-        """The sum of what was gathered block by block, each under maps of its own."""
+        """Sum the statistics of several blocks."""
         total = cls(architecture)
         for block in blocks:
             for totals, addends in ((total.products, block.products), (total.gains, block.gains)):
@@ -135,7 +135,7 @@ class StreamStatistics:
             self.count(measured(info, a, b, transforms, precise).centred(), transforms)
 
     def count(self, tensor: TensorMeasurement, transforms: Mapping[str, SpaceTransform]) -> None:
-        """Add one tensor, under the streams' transforms.
+        """Add one tensor under the streams' transforms.
 
         Raises:
             AlignmentError: it holds NaN or infinity.
@@ -174,7 +174,7 @@ class StreamStatistics:
             chosen[product.stream] = product.product * weight
 
     def solve(self, stream: str, group: str) -> StreamTransform | None:
-        """The best element of a group for what has accumulated; None where nothing has."""
+        """The best element of a group for the accumulated statistics; None without any."""
         stream_group = self.architecture.stream_group(stream, group)
         nothing = torch.zeros(stream_group.size, stream_group.size, dtype=torch.float64)
         if stream not in self.products and stream not in self.gains:
@@ -183,7 +183,7 @@ class StreamStatistics:
         return stream_group.solve(products, gains)
 
     def promise(self, current: Mapping[str, SpaceTransform], solved: Mapping[str, SpaceTransform]) -> float:
-        """Share of the weighted squared distance that other stream elements would take off, the rest held still."""
+        """Share of the weighted squared distance that better stream elements would remove."""
         gained = 2 * (self._overlapping(solved) - self._overlapping(current))
         return gained / self._apart if self._apart else 0.0
 
@@ -194,7 +194,7 @@ class StreamStatistics:
 
 
 def compared(block: Block, anchor: Tensors, donor: Tensors) -> Iterator[tuple[TensorInfo, Tensor, Tensor]]:
-    """The tensors that both models have alike."""
+    """The tensors with one shape in both models."""
     for info in block.tensors:
         a, b = anchor.get(info.key), donor.get(info.key)
         if a is not None and b is not None and a.is_floating_point() and a.shape == b.shape:
@@ -208,7 +208,7 @@ def _element(transforms: Mapping[str, SpaceTransform], stream: str) -> StreamTra
 
 
 def residual_groups(architecture: Architecture, residual: str, model: str = "the model") -> dict[str, str]:
-    """The group of each residual stream that is to move.
+    """The group of each residual stream that moves.
 
     Args:
         residual: a group for all streams, `largest` (each stream's own), or groups by stream (`options.by_stream`).
@@ -245,7 +245,7 @@ def residual_groups(architecture: Architecture, residual: str, model: str = "the
 
 
 def _smaller(architecture: Architecture, choices: Mapping[str, str]) -> str:
-    """The largest groups that can be had."""
+    """The remedy of an error: the largest groups that the model admits."""
     largest = {name: architecture.stream_groups[name][-1] for name in choices if name in architecture.streams}
     if len(set(largest.values())) == 1:
         return f"the largest it admits is 'residual: {next(iter(largest.values()))}'"

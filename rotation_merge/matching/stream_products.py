@@ -1,4 +1,4 @@
-"""Norms and products of a tensor of both models along the streams that it touches, independent of the maps."""
+"""Norms and products of one tensor of both models along its streams, independent of the maps."""
 
 from __future__ import annotations
 
@@ -140,12 +140,12 @@ def _added(first: tuple[Tensor, Tensor] | None, second: tuple[Tensor, Tensor] | 
 
 
 def _without(info: TensorInfo, dim: int) -> TensorInfo:
-    """The same tensor, one axis held still, and nothing added to its rows."""
+    """The tensor without one axis and without row shifts."""
     return dataclasses.replace(info, axes=(*info.axes[:dim], Axis(), *info.axes[dim + 1 :]), common=None)
 
 
 def _chunks(x: Tensor, entries: int = _ENTRIES) -> Iterator[Tensor]:
-    """The columns of a matrix, widened to float32 at least, as many at a time as have so many entries."""
+    """The columns of a matrix in chunks of limited size, widened to float32 at least."""
     step = max(1, entries // max(1, x.shape[0]))
     for piece in x.split(step, dim=1):
         yield piece.to(torch.promote_types(piece.dtype, torch.float32))

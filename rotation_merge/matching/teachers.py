@@ -1,5 +1,7 @@
-"""Teachers' answers on disk: the likeliest outputs of each prediction and the mass of the rest, so that one model at a
-time is in memory."""
+"""Teachers' answers on disk: the likeliest outputs of each prediction and the remaining mass.
+
+So only one model at a time is in memory.
+"""
 
 from __future__ import annotations
 

@@ -182,8 +182,10 @@ def _count(values: Tensor, total: float, config: AdapterMergeConfig) -> int:
 
 
 def _decomposed(matrix: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest singular triples of a matrix: all of a small one, of a large one those of a randomised subspace
-    iteration (the reported energy includes its error)."""
+    """The largest singular triples of a matrix: exact for small ones, else by randomised subspace iteration.
+
+    The reported energy includes the error of the iteration.
+    """
     looked_at = most + SPARE
     if looked_at * 4 > min(matrix.shape):
         u, s, v = torch.linalg.svd(matrix, full_matrices=False)

@@ -64,7 +64,7 @@ def extend_common(module: Any) -> None:
 
 
 def _in_folder(reference: Any, cache: str | None = None) -> Any:
-    """A model in GGUF as the folder that was made of it; any other as it is."""
+    """The folder made from a GGUF model; any other model unchanged."""
     from rotation_merge.model.gguf.place import downloaded, is_gguf
 
     model = reference.model

@@ -1,4 +1,4 @@
-"""Whether the mergekit that is installed is one that we can work in; if not, one line says so."""
+"""Checks that the installed mergekit has everything that this package uses."""
 
 from __future__ import annotations
 

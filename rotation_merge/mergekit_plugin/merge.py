@@ -290,8 +290,10 @@ class DrainedQueueEvent(threading.Event):
 
 
 def _with_all_results(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """mergekit's executor for several GPUs, which stops taking results as soon as the devices are done, whether or not
-    some are left in its queue."""
+    """mergekit's executor for several GPUs, corrected to collect all results.
+
+    The original stops when the devices are done, even with results left in its queue.
+    """
     executor = real(*args, **options)
     executor.done_event = DrainedQueueEvent(executor.task_completion_queue)
     return executor

@@ -46,8 +46,9 @@ def complete(config: MergeConfiguration, folder: str, options: MergeOptions) -> 
 
 
 def vocabulary_note(config: MergeConfiguration, folder: str, options: MergeOptions) -> str | None:
-    """Whose rows the tokens have where a recipe brings vocabularies together; None where it does not, or where a
-    tokenizer cannot be read without its library.
+    """A note on which model's rows the tokens have, if a recipe combines vocabularies.
+
+    None if it does not, or if a tokenizer cannot be read without its library.
 
     mergekit's `PermutedEmbeddings` decides: a token of one model has that model's row; for a token of several, those
     that lack it count with the base's row, or with the mean of the rows where the base lacks it, too.

@@ -222,8 +222,10 @@ class ChangePart:
         return _some(whole if self.expert is None else whole[self.expert], self.source_span)
 
     def _product(self, adapter: Adapter, entry: AdapterEntry, like: Tensor) -> Tensor:
-        """B A as the adapter's form of the weight has it; peft has factors of E experts as A (E rank, in), experts one
-        after the other, and B (out, rank E), experts side by side."""
+        """B A in the weight's shape.
+
+        For E experts peft has A (E rank, in), experts one after the other, and B (out, rank E), experts side by side.
+        """
         a, b = adapter.factor(entry.a).to(like), adapter.factor(entry.b).to(like)
         if self.count:
             a, b = a.reshape(self.count, -1, a.shape[-1]), b.reshape(len(b), -1, self.count).permute(2, 0, 1)

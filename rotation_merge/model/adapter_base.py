@@ -37,8 +37,10 @@ def check_own_base(model: Model, further_bases: Iterable[Model] = (), remedy: st
 
 
 def check_base(adapter: Adapter, bases: Iterable[Model], label: str, remedy: str) -> None:
-    """Refuse an adapter that was trained on none of some bases: told by the weights that the report beside it names,
-    where it was carried before, by those of the base that its config names, where that is here, else by that name.
+    """Refuse an adapter that was trained on none of some bases.
+
+    The criterion is the report beside it (if it was carried), else the weights of the base in its config, else that
+    base's name.
 
     Raises:
         CheckpointError: names its base and the others.
@@ -58,7 +60,7 @@ def check_base(adapter: Adapter, bases: Iterable[Model], label: str, remedy: str
 
 
 def on_base(name: str, base: str | None = None) -> str:
-    """An adapter's folder that is named without its base, as `BASE+ADAPTER`; any other name as it is.
+    """An adapter's folder without a base as `BASE+ADAPTER`; any other name unchanged.
 
     Args:
         base: it stands on this one; None: on the one that its config names, a folder, a model in the hub's cache, or a

@@ -139,8 +139,10 @@ def _with(info: TensorInfo, moved: Get, anchor: Get, known: list[HiddenBiases]) 
 
 
 def shifted(hidden: HiddenBiases, moved: Get, anchor: Get) -> Tensor | None:
-    """The shift of the output map's inputs: the anchor's value bias less the donor's, shape (groups, value_dim); None
-    if one has none."""
+    """The shift of the output map's inputs: the anchor's value bias minus the donor's, (groups, value_dim).
+
+    None if a model has no value bias.
+    """
     if hidden.values is None:
         return None
     donor_bias, anchor_bias = moved(hidden.values.key), anchor(hidden.values.key)

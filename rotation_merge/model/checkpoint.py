@@ -214,7 +214,7 @@ class Model:
         return loader
 
     def _gguf(self) -> str | None:
-        """The folder that was made of the GGUF in which the model lies; None where it lies in none."""
+        """The folder made from the model's GGUF file; None if the model has none."""
         path, revision, cache = (
             self.reference.model.path,
             self.reference.model.revision,
@@ -302,8 +302,7 @@ class Model:
 
     @cached_property
     def ignored(self) -> list[str]:
-        """Stored tensors that the model does not read and that are not written again: position ids, rotary tables,
-        layers that predict tokens further ahead (MTP)."""
+        """Stored tensors that are neither loaded nor written: position ids, rotary tables, MTP layers."""
         known = self.architecture.named()
         tied = {name for info in self.architecture.tensors() for name in info.tied}
         return [name for name in self.names if name not in known and name not in tied]
@@ -440,8 +439,7 @@ def whole_path(name: str) -> str:
 
 
 def open_model(path: str, unsupported: str = "error") -> Model:
-    """One checkpoint, with its adapter where it names one (`model+adapter`), as its files are now: mergekit's cached
-    loader is dropped."""
+    """Open a checkpoint, with its adapter for `model+adapter`, without mergekit's cached loaders."""
     reference = parse_reference(path)
     for name in (reference, reference.model_copy(update={"lora": None})):
         LoaderCache.loaders.pop(name, None)

@@ -180,8 +180,10 @@ def single_file(folder: str) -> str | None:
 
 
 def safetensors_in(folder: str) -> dict[str, list[str] | None] | None:
-    """The safetensors files of a directory that mergekit would open, in order, each with the names that its index gives
-    it (None: there is no index); None where pickles would be opened."""
+    """The safetensors files that mergekit would open, in order, with their names in the index (None: no index).
+
+    None if mergekit would open pickles.
+    """
     single = os.path.join(folder, "model.safetensors")
     index = f"{single}.index.json"
     if not os.path.exists(index):

@@ -116,8 +116,7 @@ def downloaded(path: str, revision: str | None, cache: str | None, patterns: lis
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file in a repository of the hub, as recipes write it: `org/repo/path/file@revision`, of a dataset with
-    `datasets/` in front."""
+    """A file on the hub, in recipes `org/repo/path/file@revision`; of a dataset with `datasets/` in front."""
 
     kind: str
     repo: str

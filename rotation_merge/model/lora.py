@@ -67,8 +67,7 @@ class ParsedAdapter:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """An adapter in memory: adapter_config.json, the tensors by peft's names, and other files of its folder (a
-    tokenizer) by file name."""
+    """An adapter in memory: its config, tensors by peft's names, and other files by name."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]

@@ -16,8 +16,9 @@ from rotation_merge.model.sources import ComposedTensor, other_form
 def separated_adapter(
     written: AdapterWeights, parsed: ParsedAdapter, stored: Architecture, label: str
 ) -> AdapterWeights:
-    """The adapter with fused modules (queries, keys and values; gates and values) split where its base stores them
-    separately, under the base's names; unchanged if there are none.
+    """Split an adapter's fused modules if its base stores their parts separately.
+
+    These are queries, keys and values, or gates and values. Without fused modules the adapter is unchanged.
 
     Experts stay as they are: peft and transformers take them in either form.
 

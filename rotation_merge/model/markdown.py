@@ -1,4 +1,4 @@
-"""Names and words as Markdown that shows them as they are: none makes a cell, a span of code, a tag or a link."""
+"""Escapes names and words for Markdown, so that none becomes a cell, code, tag or link."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def _take_place(staging: str, target: str, before: dict[str, tuple[int, int]], o
 
 
 def _keep(staging: str, target: str) -> str | None:
-    """Move a staging directory that cannot take its place elsewhere; None if that is impossible."""
+    """Move aside a staging directory that cannot replace its target; None if that fails."""
     if os.path.lexists(os.path.join(os.path.dirname(staging), JOURNAL)):
         return None
     for beginning in (f"{target}.kept", os.path.join(target, f"{INSIDE}.kept")):

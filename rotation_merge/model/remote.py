@@ -179,7 +179,7 @@ def _write(path: str, content: bytes) -> None:
 
 
 def _write_holes(path: str, head: Any) -> None:
-    """A safetensors file of a header and as many bytes as it speaks of, which are not written."""
+    """Write a safetensors file with a header and sparse, unwritten data."""
     entries: dict[str, Any] = {
         name: {"dtype": str(entry.dtype), "shape": list(entry.shape), "data_offsets": list(entry.data_offsets)}
         for name, entry in head.tensors.items()

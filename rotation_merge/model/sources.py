@@ -133,9 +133,10 @@ class TranslatedSource(RenamedSource):
 
 
 class RestructuredSource(TranslatedSource):
-    """A source under the names of another form of the same model: experts apart or all in one tensor, gates and values
-    (or queries, keys and values) apart or one after the other. Corresponding tensors are identified by the spaces of
-    their axes.
+    """A source under the names of another form of the same model.
+
+    Experts are separate or stacked; gates and values (or queries, keys and values) separate or fused. Corresponding
+    tensors are found by the spaces of their axes.
 
     Attributes:
         made: by name, the tensors that a tensor is composed of, and its entry in them.
@@ -269,7 +270,7 @@ class VocabularySubset:
 
 
 def with_rows_of(tensor: Tensor, like: Tensor, axis: int) -> Tensor:
-    """A tensor whose vocabulary is as long as another's: cut down to that, or with the other's rows behind its own."""
+    """A tensor with another one's number of vocabulary rows: cut, or extended by the other's rows."""
     length = min(tensor.shape[axis], like.shape[axis])
     absent = like.narrow(axis, length, like.shape[axis] - length).to(tensor)
     return torch.cat([tensor.narrow(axis, 0, length), absent], axis)

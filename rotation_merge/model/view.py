@@ -172,8 +172,9 @@ class View(Mapping[str, Tensor]):
         return module.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: str = "5B") -> None:
-        """Write a normal checkpoint, whole or not at all: weights in shards, config, and the files beside the model's
-        weights (tokenizer, preprocessor, generation config). One block is in memory at a time.
+        """Write a normal checkpoint atomically: weights in shards, config, and the model's small files.
+
+        These are tokenizer, preprocessor and generation config. One block is in memory at a time.
 
         Args:
             folder: new, or empty.

@@ -81,8 +81,10 @@ TOGETHER = "tokenizer: {source: base}"
 
 
 def token_ids_differ(anchor: Model, donor: Model) -> bool:
-    """Whether a merge of two models has to bring their vocabularies together: these are of other sizes, or an id stands
-    for another token. False where no tokenizer lies beside a model."""
+    """Whether a merge of two models has to match their vocabularies by token.
+
+    Their sizes differ, or an id stands for different tokens. False if a model has no tokenizer.
+    """
     return vocabulary_size(anchor) != vocabulary_size(donor) or moved_tokens(anchor, donor)[0] > 0
 
 

@@ -151,8 +151,7 @@ class Widening:
         return factor
 
     def _read(self, block: Block, info: TensorInfo, stream: str, width: float) -> float:
-        """A reader of the stream before its norm sees it larger; one beside a tied head is divided by the head's
-        factor."""
+        """A reader of the stream whose norm sees a wider stream; beside a tied head, divided by the head's factor."""
         stem = stem_of(info.key)
         if stem not in self.normed[stream]:
             return 1 / width

@@ -201,8 +201,9 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass
 class SplicedWriter:
-    """Writes a checkpoint that has tensors of another one, in files of the same names, and some of its own, which stand
-    in the last file. Takes the place of mergekit's writer.
+    """Writes a checkpoint with the files of another one, and additional tensors in the last file.
+
+    Takes the place of mergekit's writer.
 
     Attributes:
         source: the folder of the other one.

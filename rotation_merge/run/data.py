@@ -293,8 +293,9 @@ SLACK = 48
 
 
 def unpadded(batches: Sequence[Batch], source: str) -> list[Batch]:
-    """The same examples without padding: those of one length together, in the order of their lengths' first examples.
-    Pairs of texts, whose embeddings are compared, are taken as texts by themselves, without scores.
+    """The examples without padding, grouped by length in the order of each length's first example.
+
+    Pairs of texts, whose embeddings are compared, become single texts without scores.
 
     Args:
         source: name of the data for errors.
@@ -352,8 +353,9 @@ def batched_by_length(batches: Sequence[Batch], tokens: int) -> list[Batch]:
 
 
 def with_small_first_batch(batches: Sequence[Batch]) -> list[Batch]:
-    """The same examples; an eighth of the first batch is one of its own, which a model is looked at with, unless
-    one is small already.
+    """The examples with an eighth of the first batch as a separate first batch, for probing a model.
+
+    Unchanged if one batch is small already.
 
     Args:
         batches: those that do not hold a row for each example stay as they are.

@@ -32,7 +32,7 @@ WITHOUT_GRADIENTS = frozenset({"gram", "moments"})
 
 
 def in_layers(checkpoint: Model, options: MeasureConfig, data: str, device: str) -> tuple[Any, bool]:
-    """A model that is not to be in memory as a whole, and whether it is run as one.
+    """A model that does not fit in memory, and whether it is run layer by layer.
 
     It has no weights at all where it is only to be looked at; where it is to write text, or gradients are to go through
     it, its layers read their weights as they run.

@@ -83,8 +83,9 @@ def rounding_effect(
     seed: int = 0,
     probabilities: bool = False,
 ) -> float:
-    """The largest relative difference that rounding a model's weights makes: each is off by up to half a unit in the
-    last place of `dtype`, or of float32 where that is coarser.
+    """The largest relative effect of rounding a model's weights.
+
+    Each is off by up to half a unit in the last place of `dtype`, or of float32 if that is coarser.
 
     Args:
         expected: its outputs for the inputs; a model in memory is modified.

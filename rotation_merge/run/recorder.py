@@ -85,7 +85,7 @@ class HookedModel:
 
     @contextmanager
     def split(self, called: Iterable[str], layers_only: bool = False) -> Iterator[None]:
-        """Run norms without gain and shift, and layer scales as one, where all that they feed is seen.
+        """Run norms without gain and shift, and layer scales as one, if all their readers are recorded.
 
         Args:
             called: the maps that run at all.
@@ -197,8 +197,10 @@ class _Mode(TorchFunctionMode):
         return y
 
     def _experts(self, name: str, x: Tensor, weight: Tensor) -> Tensor:
-        """One product of all experts (n, inputs, outputs) with all tokens (n, tokens, inputs), in which those that are
-        not routed to an expert are zero: expert by expert."""
+        """One product of all experts (n, inputs, outputs) with all tokens (n, tokens, inputs), expert by expert.
+
+        Tokens that are not routed to an expert are zero there.
+        """
         products = []
         for expert, (rows, matrix) in enumerate(zip(x, weight, strict=True)):
             routed = rows.detach().abs().amax(-1).nonzero()[:, 0]

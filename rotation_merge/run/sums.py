@@ -162,7 +162,7 @@ def finished(
 
 
 def _mean(total: Tensor, count: Tensor) -> Tensor:
-    """Sums over as many rows as were counted, of each expert its own; zero where there were none."""
+    """Sums divided by the number of rows, for each expert separately; zero without rows."""
     divisor = count.clamp(min=1).double().to(total.device)
     return total / divisor.reshape(*divisor.shape, *[1] * (total.ndim - divisor.ndim))
 

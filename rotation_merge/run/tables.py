@@ -90,7 +90,7 @@ def _number(text: str) -> bool:
 
 
 def _values(column: Sequence[str]) -> list[Any]:
-    """Whole numbers as such, others as floats, words as words."""
+    """Convert cells: whole numbers to int, other numbers to float, words unchanged."""
     if all(text.lstrip("-").isdigit() for text in column):
         return [int(text) for text in column]
     return [float(text) for text in column] if all(map(_number, column)) else list(column)

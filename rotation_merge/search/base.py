@@ -1,4 +1,4 @@
-"""The base that models were tuned from: as named, from adapters or cards, or from the cosines of their changes."""
+"""The common base of models: as named, from adapters or cards, or from the cosines of their changes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TaskVectorBase:
 
 
 def find_base(models: Sequence[str], base_name: str | None = None) -> TaskVectorBase | None:
-    """The base of all models; None where nothing says which it is, or it is not here.
+    """The base of all models; None if it is unknown or not stored locally.
 
     Args:
         base_name: as the user named it.
@@ -62,7 +62,8 @@ def find_base(models: Sequence[str], base_name: str | None = None) -> TaskVector
 
 
 def _opened(name: str, why: str, models: Mapping[str, Model]) -> TaskVectorBase:
-    """
+    """Open the base and check that the models were tuned from it.
+
     Raises:
         RotationMergeError: it is missing, or not the base of a model.
     """
@@ -89,7 +90,7 @@ def _tried(name: str, why: str, models: Mapping[str, Model]) -> TaskVectorBase |
 
 
 def _named(models: Sequence[str], opened: Mapping[str, Model]) -> Iterator[tuple[str, str]]:
-    """The base that adapters and cards name, if it is here."""
+    """The base that adapters and cards name, if it is stored locally."""
     for name in models:
         reference = parse_reference(name)
         if reference.lora is not None:
@@ -105,7 +106,7 @@ def _named(models: Sequence[str], opened: Mapping[str, Model]) -> Iterator[tuple
 
 
 def _stated(folder: str) -> list[str]:
-    """The base that a model's card names; None for a merge, which has several."""
+    """The base in a model's card; None for a merge, which has several."""
     try:
         with open(os.path.join(folder, "README.md"), encoding="utf-8") as file:
             stated = front_matter(file.read())[0].get("base_model")
@@ -116,7 +117,7 @@ def _stated(folder: str) -> list[str]:
 
 
 def _nearest(models: Sequence[str], opened: Mapping[str, Model]) -> TaskVectorBase | None:
-    """The base among the models and the folders beside them: the one that all others changed independently."""
+    """The base among the models and the folders beside them: the model from which all others differ independently."""
     if len(models) < 2:
         return None
     candidates = [*(models if len(models) > 2 else []), *_beside(models)]
@@ -126,7 +127,7 @@ def _nearest(models: Sequence[str], opened: Mapping[str, Model]) -> TaskVectorBa
 
 
 def _beside(models: Sequence[str]) -> list[str]:
-    """Folders with a model beside the models; merges are none."""
+    """Folders with a model beside the models, without merges."""
     parents = {os.path.dirname(os.path.abspath(name)) for name in models if os.path.isdir(name)}
     places = [os.path.join(parent, name) for parent in sorted(parents) for name in sorted(os.listdir(parent))]
     named = {os.path.realpath(name) for name in models}

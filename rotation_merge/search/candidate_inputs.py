@@ -1,4 +1,4 @@
-"""Preparation of candidates: statistics of every model, an alignment learned on the samples."""
+"""Prepares candidates: statistics of every model, an alignment learned on the samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 400
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes it, once.
+    """Makes the files that candidates need, each once.
 
     Attributes:
         data: for each model the samples to merge with.
@@ -43,7 +43,7 @@ class Maker:
     readers: Mapping[str, Reader] = field(default_factory=dict)
 
     def ready(self, candidate: Candidate, seconds: float) -> Candidate:
-        """The candidate with the files that it needs.
+        """The candidate with its files.
 
         Args:
             seconds: that learning may take.

@@ -1,4 +1,4 @@
-"""Candidate recipes by name, from the plain average on."""
+"""Candidate recipes by name, the plain average first."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FIRST_PART = "attention alone"
 
 @dataclass(frozen=True)
 class Candidate:
-    """One merge that may be tried.
+    """One candidate merge.
 
     Attributes:
         name: what tables call it.
@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """The name of this attempt."""
+        """The candidate's name in tables."""
         return f"{self.name}, best lambda" if self.searched else self.name
 
     @property
@@ -96,11 +96,11 @@ class Candidate:
 
     @property
     def draws(self) -> bool:
-        """Whether it draws at random."""
+        """Whether the method draws at random."""
         return self.parameters.get("delegate") in DRAWING
 
     def scaled(self, scale: float) -> Candidate:
-        """The same with another `lambda`, which is not searched."""
+        """The candidate with a fixed `lambda`."""
         return replace(self, parameters={**self.parameters, "lambda": scale}, scale=scale, searched=False)
 
     def with_files(self, of_model: Mapping[str, Mapping[str, Any]]) -> Candidate:
@@ -124,7 +124,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planner:
-    """Says what may be tried.
+    """Lists the candidates for some models.
 
     Attributes:
         models: the anchor first.
@@ -156,7 +156,7 @@ class Planner:
         return [*chosen, *([] if self.relation == SHARED else self._parts())]
 
     def left_out(self) -> dict[str, str]:
-        """Candidates that are never tried for these models, and why."""
+        """Candidates that these models exclude, and why."""
         reasons = {}
         if self.relation == SHARED:
             reasons["aligned merges"] = "the models share their coordinates, so alignment changes nothing"
@@ -172,7 +172,7 @@ class Planner:
         return reasons
 
     def _no_changes(self) -> str:
-        """The reason for merging no changes of a base; empty if they are merged."""
+        """The reason why no changes of a base are merged; empty if they are."""
         if self.relation == FAR:
             return "the models are not fine-tunes of one base"
         if self.other_ids:
@@ -181,11 +181,11 @@ class Planner:
 
     @property
     def _tuned(self) -> list[str]:
-        """The models beside their base."""
+        """The models without their base."""
         return [model for model in self.models if self.base is None or model != self.base.name]
 
     def _of_changes(self, options: Mapping[str, Any]) -> dict[str, Candidate]:
-        """Delegates that merge what fine-tuning changed; of one change its scale alone is in question."""
+        """Delegates that merge task vectors; for a single one only its scale is searched."""
         if self._no_changes() or self.base is None:
             return {}
         tuned = self._tuned
@@ -228,7 +228,7 @@ class Planner:
         return candidates
 
     def _parts(self) -> list[Candidate]:
-        """The whole model's alignment in one part of it, and the other way round."""
+        """Alignments of one part of the model, and with another anchor."""
         parts = {FIRST_PART: {"ffn": "none"}, "FFN alone": {"attention": "none", "heads": "none"}}
         parts |= {name: {"layers": layers} for name, layers in _halves(self.architecture)}
         candidates = [self._candidate(name, {**self._whole, **options}) for name, options in parts.items()]
@@ -265,7 +265,7 @@ def _halves(architecture: Architecture) -> list[tuple[str, str]]:
 
 
 def with_models(best: Candidate, models: Sequence[str]) -> Candidate:
-    """A candidate's way with fewer models, as a greedy soup tries them (Wortsman 2022)."""
+    """A candidate's method with fewer models, for a greedy soup (Wortsman 2022)."""
     outside = best.anchor not in best.models  # a base whose changes are merged
     anchor = best.anchor if outside or best.anchor in models else models[0]
     first = () if outside else (anchor,)

@@ -18,11 +18,11 @@ Say = Callable[[str], None]
 
 
 class OutOfTime(RotationMergeError):
-    """The budget ends before the work does."""
+    """The budget is spent before the work is done."""
 
 
 class Clock:
-    """Keeps a time budget and prints progress every few seconds; a context manager that listens to progress.
+    """Keeps a time budget and prints progress every few seconds; a context manager.
 
     Args:
         budget: seconds, from `began` on.
@@ -59,18 +59,18 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds of the budget; 0 where it is spent."""
+        """Remaining seconds of the budget, at least 0."""
         return max(self.budget - self.spent, 0.0)
 
     def say(self, text: str) -> None:
-        """A line."""
+        """Print a line."""
         with self._lock:
             self._say(text)
             self._shown = time.perf_counter()
 
     @contextmanager
     def step(self, name: str, expected: float | None = None, within: float | None = None) -> Iterator[None]:
-        """Work that has a name, until the block ends.
+        """Name the work inside the block, and estimate its time.
 
         Args:
             expected: seconds that it will take.
@@ -88,7 +88,7 @@ class Clock:
             self._step, self._deadline = before, deadline
 
     def tick(self, activity: str, done: float, total: float) -> None:
-        """Progress of the present work.
+        """Report the progress of the current work.
 
         Raises:
             OutOfTime: there is no time for more of it.

@@ -1,4 +1,4 @@
-"""Options of a search, and the key that tells searches apart."""
+"""Options of a search."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?)([smh])")
 
 
 def seconds(time: Any) -> float:
-    """A time such as 90s, 10m or 2h in seconds, which a number already is; 0: it is none."""
+    """Convert a time such as 90s, 10m or 2h to seconds; numbers are seconds already. 0 if it is no time."""
     match = _TIME.fullmatch(time.strip()) if isinstance(time, str) else None
     if match is not None:
         return float(match[1]) * UNITS[match[2]]

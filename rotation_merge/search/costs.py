@@ -36,7 +36,7 @@ SEEN = 8.0
 
 @dataclass
 class Costs:
-    """Measured times and estimates from them.
+    """Measured times, and the estimates made from them.
 
     Attributes:
         architecture, shapes: of the anchor.

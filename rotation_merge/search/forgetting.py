@@ -1,4 +1,4 @@
-"""Forgetting of the base: loss of merges on text that the base has written."""
+"""Forgetting of the base: the loss of merges on text that the base has written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOLERATED = 0.1
 
 @dataclass(frozen=True)
 class Forgetting:
-    """The base's own text, with the base's figures.
+    """The base's text, and the base's figures.
 
     Attributes:
         judge: measures models on the text.
@@ -30,7 +30,7 @@ class Forgetting:
     def of(
         cls, model: Any, name: str, deciding: Judge, texts: int, length: int, batch_size: int, seed: int
     ) -> Forgetting:
-        """Text of a base that writes.
+        """Let the base write text; None if it is no language model.
 
         Args:
             model: the base, loaded.
@@ -47,7 +47,7 @@ class Forgetting:
         return replace(figures, on_base=self.judge.measure(model).score)
 
     def lost(self, figures: Figures) -> float:
-        """Nats that a model loses on the base's text."""
+        """Loss of a model on the base's text above the base's, in nats."""
         return (figures.on_base or 0.0) - (self.base.on_base or 0.0)
 
     def gained(self, figures: Figures) -> float:
@@ -74,7 +74,7 @@ class Forgetting:
 
 
 def sentences(forgetting: Forgetting | None, tried: Sequence[tuple[str, Figures]], best: Figures) -> list[str]:
-    """Reasons why merges with better scores that forget too much are not chosen."""
+    """Reasons why merges with better scores were rejected for forgetting."""
     if forgetting is None:
         return []
     plain = next((figures for name, figures in tried if name == "plain"), None)

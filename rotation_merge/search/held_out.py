@@ -1,4 +1,4 @@
-"""Samples in three parts: to merge with, to choose by, and to report on."""
+"""Samples in three parts: for merging, for selecting, and for reporting."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SampleSets:
 
 
 def split(samples: Sequence[Data], seed: int) -> SampleSets:
-    """Every set of samples in its training, deciding and reported part, by whole batches.
+    """Split every set of samples into training, selecting and reporting parts, by whole batches.
 
     Raises:
         DataError: a set has fewer than four examples.
@@ -56,7 +56,7 @@ def with_batches(data: Data, batches: Sequence[Batch]) -> Data:
 
 
 def _in_parts(data: Data) -> list[Batch]:
-    """Batches, smaller ones where there would be too few of them."""
+    """Batches, made smaller if there are too few of them."""
     if len(data.batches) >= PARTS or not all(_by_row(batch) for batch in data.batches):
         return data.batches
     size = max(1, sum(map(examples_in, data.batches)) // PARTS)
@@ -73,7 +73,7 @@ def _by_row(batch: Batch) -> bool:
 
 
 def write_data(data: Data, path: Path) -> Path:
-    """Samples as a file that `--data` and recipes read; rows of unequal length are padded and masked."""
+    """Write samples as a file for `--data` and recipes; rows of unequal length are padded and masked."""
     names = list(data.batches[0])
     longest = {n: max(b[n].shape[-1] if b[n].ndim > 1 else 0 for b in data.batches) for n in names}
     arrays = {}
@@ -94,6 +94,6 @@ def _padded(tensor: Tensor, length: int, fill: int) -> Tensor:
 
 
 def tokens_in(data: Sequence[Data]) -> int:
-    """Tokens of texts, and one for each image or other input: a measure of a model's time."""
+    """Number of tokens of texts, one for each other input: a measure of a model's time."""
     batches = [batch for part in data for batch in part.batches]
     return sum(batch["input_ids"].numel() if "input_ids" in batch else examples_in(batch) for batch in batches)

@@ -1,4 +1,4 @@
-"""The config of a search, and the key that tells it from other searches."""
+"""The config of a search, and its key."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def usual_data(model: str) -> str:
 
 
 def _weights(model: str) -> list[str]:
-    """The weight files of a model that lies here, and of its adapter."""
+    """The weight files of a local model and of its adapter."""
     reference = parse_reference(model)
     folders = [part.path for part in (reference.model, reference.lora) if part is not None and os.path.isdir(part.path)]
     ends = (".safetensors", ".bin")

@@ -74,7 +74,7 @@ class Predictions:
     columns: Tensor | None = None
 
     def logs(self) -> Iterator[Tensor]:
-        """Log-probabilities in the anchor's order of tokens, (some positions, classes) at a time."""
+        """Log-probabilities in the anchor's token order, in chunks of (positions, classes)."""
         for chunk in self.positions.split(AT_ONCE):
             logs = self.logits.index_select(0, chunk).float().log_softmax(-1).clamp_min(LEAST_LOG)
             yield logs if self.columns is None else _in_columns(logs, self.columns)
@@ -87,7 +87,7 @@ def _in_columns(logs: Tensor, columns: Tensor) -> Tensor:
 
 @torch.no_grad()
 def answers(model: Any, batch: Batch, task: str, columns: Tensor | None = None) -> Predictions:
-    """Outputs of a model for a batch.
+    """Compute a model's outputs for a batch.
 
     Raises:
         DataError: the model has no logits.
@@ -169,7 +169,7 @@ class Judge:
         return names.get(self.task, words if self.labelled else "divergence (nats)")
 
     def parents(self, models: Mapping[str, Any]) -> tuple[dict[str, Figures], Figures | None]:
-        """Figures of each parent alone, and of the mean of their probabilities (None if they tokenize differently).
+        """Figures of each parent alone, and of the mean of their probabilities (None if they split text differently).
 
         Without labels, the parents' answers become the targets.
         """
@@ -204,7 +204,7 @@ class Judge:
         return tally.figures()
 
     def _order(self) -> Iterator[tuple[int, int]]:
-        """Every batch, as (set, number): the first ones of all sets, then the second ones. Tells of the progress."""
+        """All batches as (set, number), the first ones of all sets, then the second ones; reports progress."""
         tell = listener()
         places = [(i, j) for i, data in enumerate(self.sets) for j in range(len(data.batches))]
         for done, place in enumerate(sorted(places, key=lambda place: (place[1], place[0]))):
@@ -289,7 +289,7 @@ class _Tally:
         self.values: list[list[Tensor]] = [[] for _ in range(count)]
 
     def add(self, i: int, j: int, predictions: Predictions | _Ensemble) -> None:
-        """The answers to batch j of set i."""
+        """Add the predictions for batch j of set i."""
         if self.judge.task in FLOATS:
             self.values[i].append(predictions.logits)
             return
@@ -334,7 +334,7 @@ class _Tally:
 
 
 def cannot_win(examples: Sequence[Sequence[float]], best: Sequence[Sequence[float]]) -> bool:
-    """Whether a model is surely worse than the best one, by the losses of the examples that both have seen."""
+    """Whether a model is surely worse than the best one, by the losses of their common examples."""
     apart = [
         x - y
         for losses, best_losses in zip(examples, best, strict=False)

@@ -53,7 +53,7 @@ LOOKED_AT = 3
 
 @dataclass(frozen=True)
 class Parents:
-    """The models of a search, measured.
+    """The models of a search and their measurements.
 
     Attributes:
         tied: whether the output shares the embeddings' tensor.
@@ -92,7 +92,7 @@ class Parents:
 
 
 class Preparation:
-    """Opens the models of a search, gets samples and measures the models on them.
+    """Opens the models of a search, reads or makes samples, and measures the models on them.
 
     Args:
         files: where samples are kept that merges read.
@@ -105,7 +105,8 @@ class Preparation:
         self.notes: list[str] = []
 
     def run(self) -> Parents:
-        """
+        """Open and measure the models.
+
         Raises:
             RotationMergeError: models that do not fit together, data without use.
         """
@@ -174,7 +175,7 @@ class Preparation:
         return {model: self._relate(pair, model) for model, pair in pairs.items()}
 
     def _base(self, relation: str) -> TaskVectorBase | None:
-        """The models' base, where they may have one; said."""
+        """Find the models' base, if they may have one, and print it."""
         config = self.config
         if config.base is None and (relation == FAR or self.other_ids):
             return None
@@ -207,7 +208,7 @@ class Preparation:
         return Forgetting.of(model, base.name, deciding, count, length, config.batch_size, seed)
 
     def _for_each(self, part: list[Data], labelled: bool) -> list[Data]:
-        """One set of samples for each model, where each is asked for its own answers."""
+        """One set of samples for each model, if each gives its own answers."""
         return part * len(self.config.models) if len(part) == 1 and not labelled else part
 
     def _relate(self, pair: Pair, model: str) -> float:
@@ -252,7 +253,7 @@ class Preparation:
 
     @torch.no_grad()
     def _pace(self, model: Any, samples: Sequence[Data]) -> float:
-        """Seconds that a model takes to read a token (or an image): of a first batch."""
+        """Seconds per token (or image), from a first batch."""
         config = self.config
         if samples:
             data = with_batches(samples[0], samples[0].batches[:1])
@@ -289,11 +290,11 @@ class Preparation:
         return reduced
 
     def _share(self, seconds: float) -> float:
-        """The share of some seconds of measuring that the time allows."""
+        """The share of some seconds of measuring that fits the time."""
         return FOR_MEASURING * self.clock.left / max(seconds, 1e-9)
 
     def _sampled(self, loaded: dict[str, Any], per_token: float) -> SampleSets:
-        """Held-out samples that the models write (or noise), apart from those that the merges are made with."""
+        """Held-out samples that the models write (or noise), separate from those for merging."""
         config = self.config
         count, length = self._texts(len(loaded), per_token)
         parts: tuple[list[Data], list[Data]] = ([], [])
@@ -327,7 +328,7 @@ class Preparation:
         return fewer, shorter
 
     def _in_anchors_ids(self, data: Data, model: str) -> Data:
-        """Text that a model has written, as the anchor's tokenizer reads it."""
+        """Text of a model in the anchor's token ids."""
         writer, anchor = tokenizer_of(model), tokenizer_of(self.config.models[0])
         batches = []
         for batch in data.batches:

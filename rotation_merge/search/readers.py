@@ -23,7 +23,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Reader:
-    """One model's way to read samples that hold the anchor's token ids; as it stands, it has the same ids.
+    """Reads samples with the anchor's token ids for one model; this class for models with the same ids.
 
     Attributes:
         name: the model.
@@ -36,8 +36,7 @@ class Reader:
     by_text = False
 
     def read(self, data: Data) -> tuple[Data, list[Tensor] | None]:
-        """The samples in this model's ids; where it reads running text, by batch the bytes that the tokens of each
-        example say."""
+        """The samples in this model's ids; for running text also the bytes per token, by batch."""
         if self.columns is None:
             return data, None
         columns = self.columns
@@ -45,14 +44,14 @@ class Reader:
 
 
 def _mapped(batch: Batch, columns: Tensor) -> Batch:
-    """The same tokens by their ids in another model; labels stay those of the anchor."""
+    """Map token ids to another model's; labels keep the anchor's."""
     names = [name for name in ("input_ids", "decoder_input_ids") if name in batch]
     return {**batch, **{name: columns[batch[name]].clamp_min(0) for name in names}}
 
 
 @dataclass(frozen=True)
 class TextReader(Reader):
-    """A model that reads the text of the samples with its own tokenizer.
+    """Reads the text of the samples with the model's own tokenizer.
 
     Attributes:
         anchor: the tokenizer by which the samples were read.
@@ -109,7 +108,7 @@ class TextReader(Reader):
 
 
 def texts(batch: Batch, tokenizer: Any) -> list[str]:
-    """The texts of a batch, row by row, without characters that a window cuts in two."""
+    """The texts of a batch by row, without characters that a window splits."""
     ids = batch["input_ids"].flatten(0, -2)
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).flatten(0, -2)
     rows = [row[row_mask == 1].tolist() for row, row_mask in zip(ids, mask, strict=True)]
@@ -117,7 +116,7 @@ def texts(batch: Batch, tokenizer: Any) -> list[str]:
 
 
 def readers_of(names: Sequence[str], sets: Sequence[Data]) -> dict[str, Reader]:
-    """Readers of samples that the first model has read, for models whose token ids differ.
+    """Readers of the first model's samples for models with other token ids.
 
     Where all divide the samples' text into the same tokens, ids are mapped by token; else each reads text.
 

@@ -1,4 +1,4 @@
-"""Trying candidates within a budget, and writing the best: from models and samples to a merge with its recipe."""
+"""Tries candidates within a budget and writes the best merge with its recipe."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SPARE = 1.0
 
 
 class Search:
-    """One search. Finished candidates are kept in `OUT.unfinished`, so that an interrupted search goes on."""
+    """One search. Finished candidates are stored in `OUT.unfinished`, so that an interrupted search continues."""
 
     def __init__(self, config: SearchConfig, clock: Clock) -> None:
         self.config, self.clock, self.say = config, clock, clock.say
@@ -71,7 +71,7 @@ class Search:
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """The place for what is tried is there before anything takes time; if nothing comes of it, it goes again.
+        """Create the folder of the candidates before the work; remove it again if it stays empty.
 
         Raises:
             RotationMergeError: nothing can be written there.
@@ -89,7 +89,7 @@ class Search:
             raise
 
     def outcome_of(self, force: bool = False) -> Outcome:
-        """Try what the budget allows; nothing is written to OUT yet.
+        """Try candidates within the budget, without writing to OUT.
 
         Args:
             force: whatever lies there may be replaced.
@@ -105,7 +105,7 @@ class Search:
             return self.run()
 
     def goes_on(self) -> bool:
-        """Whether this search was interrupted once it had begun to write OUT."""
+        """Whether this search was interrupted while it wrote OUT."""
         try:
             record = json.loads((self.work / WRITTEN).read_text(encoding="utf-8"))
             return bool(record["mark"] == self.mark)
@@ -113,7 +113,7 @@ class Search:
             return False
 
     def prepare(self) -> None:
-        """Open the models, and measure them.
+        """Open and measure the models.
 
         Raises:
             RotationMergeError: models that do not fit together, data without use.
@@ -127,13 +127,13 @@ class Search:
         self.samples_mark = data_hash([batch for judge in judges for data in judge.sets for batch in data.batches])
 
     def _load(self, model: str | Path) -> Any:
-        """A model, its classes in the order that the samples are read in."""
+        """Load a model, with its classes in the samples' order."""
         return load(str(model), like=self.config.models[0])
 
     # --- candidates --------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Try what the budget allows, and measure the best one on the samples that only report."""
+        """Try candidates within the budget, and measure the best one on the reporting samples."""
         tried: list[tuple[Candidate, Trial]] = []
         planner = self._planner()
         planned = planner.candidates()
@@ -179,7 +179,7 @@ class Search:
         return outcome
 
     def _subsets(self, way: Candidate, tried: Trial) -> list[Subset]:
-        """Merges of subsets of the models in one way, with its `lambda`, on the samples that only report."""
+        """Merge subsets of the models with one method and its `lambda`, on the reporting samples."""
         models, subsets = self.config.models, []
         parents = [self.parents.figures[model] for model in models]
         merged = [number for number, model in enumerate(models) if model in way.models]
@@ -220,12 +220,12 @@ class Search:
         return " ".join(filter(None, (f"{count} samples", origin, "that no merge has seen")))
 
     def _best(self, tried: Sequence[tuple[Candidate, Trial]]) -> tuple[Candidate, Trial]:
-        """The candidate with the lowest score that does not forget too much; of all, if none does."""
+        """The candidate with the lowest score among those that do not forget too much; else among all."""
         whole = [pair for pair in tried if not pair[1].figures.unfinished]
         return min(whole, key=lambda pair: self._rank(pair[1].figures))
 
     def _rank(self, figures: Figures) -> tuple[float, float]:
-        """The key by which the best merge has the least value."""
+        """The sort key of merges: the best one first."""
         return self._excess(figures), figures.score
 
     def _excess(self, figures: Figures) -> float:
@@ -233,7 +233,7 @@ class Search:
         return 0.0 if self.forgetting is None else self.forgetting.excess(figures, self.linear)
 
     def _place(self, candidate: Candidate) -> Path:
-        """The folder of a tried merge."""
+        """The folder of a candidate merge."""
         mark = hashlib.blake2b(json.dumps([candidate.title, candidate.models]).encode(), digest_size=4).hexdigest()
         return self.work / ("".join(c if c.isalnum() else "-" for c in candidate.title)[:60] + f"-{mark}")
 
@@ -251,7 +251,7 @@ class Search:
                 members, score = models, result.figures.score
 
     def _search_scales(self, tried: list[tuple[Candidate, Trial]], limit: int | None = None) -> None:
-        """Search `lambda` for merged changes, the best ones first; a better merge takes the place of the first one."""
+        """Search `lambda` for merged task vectors, the best ones first, and keep better merges."""
         changes = [pair for pair in tried if pair[0].scale is not None and not pair[1].figures.unfinished]
         due = [pair for pair in changes if pair[0].name not in self.searched]
         for pair in sorted(due, key=lambda pair: self._rank(pair[1].figures))[:limit]:
@@ -299,7 +299,7 @@ class Search:
         return f"{tried.name}: {words} ({tried.seconds:.0f} s)"
 
     def _tried(self, candidate: Candidate, remaining: float, tried: Sequence[tuple[Candidate, Trial]]) -> Trial:
-        """A candidate as it was tried before the search was interrupted, or is tried now."""
+        """The result of a candidate, from an interrupted search or tried now."""
         begin = time.perf_counter()
         ready = self.maker.ready(candidate, max(remaining / 2, 1.0))
         text, best = ready.recipe(self.config.dtype), self._best(tried)[1].figures if tried else None
@@ -320,7 +320,7 @@ class Search:
         return result
 
     def _make(self, candidate: Candidate, text: str) -> None:
-        """The merge of a recipe in the candidate's place, unless it is there."""
+        """Merge a recipe into the candidate's folder, unless it is done."""
         place = self._place(candidate)
         if self._is_merged(place, text):
             return
@@ -329,7 +329,7 @@ class Search:
         write_text(Path(f"{place}{KEY}"), self._key(text))
 
     def _scaled(self, candidate: Candidate, first: Figures) -> tuple[Candidate, Figures]:
-        """A merge of changes with its best `lambda`, and its figures; `first`: those with the `lambda` that it has."""
+        """A merge of task vectors with its best `lambda`, and its figures; `first`: those of the present `lambda`."""
         candidate = replace(candidate, searched=False)
         self._make(candidate, candidate.recipe(self.config.dtype))
 
@@ -345,12 +345,12 @@ class Search:
         return candidate.scaled(scale), figures
 
     def _measured(self, model: Any, anchor: str, best: Figures | None) -> Figures:
-        """Score and forgetting of a merge."""
+        """Measure the score and the forgetting of a merge."""
         figures = self.deciding.measure(model, anchor, best)
         return figures if self.forgetting is None or figures.unfinished else self.forgetting.measured(model, figures)
 
     def _kept(self, candidate: Candidate, key: str) -> Trial | None:
-        """The result of an interrupted search for the same recipe and samples."""
+        """The result of an interrupted search for the same recipe and samples, or None."""
         try:
             record = json.loads(Path(f"{self._place(candidate)}{FIGURES}").read_text(encoding="utf-8"))
             if record.pop("key") != key:
@@ -360,7 +360,7 @@ class Search:
             return None
 
     def _is_merged(self, place: Path, text: str) -> bool:
-        """Whether an interrupted search has made this merge; a merge's folder is there whole, or not at all."""
+        """Whether an interrupted search has completed this merge."""
         try:
             return place.is_dir() and Path(f"{place}{KEY}").read_text(encoding="utf-8") == self._key(text)
         except OSError:
@@ -370,7 +370,7 @@ class Search:
         return hashlib.blake2b(json.dumps([self.mark, *of]).encode(), digest_size=16).hexdigest()
 
     def _report(self, candidate: Candidate, tried: Trial) -> Figures:
-        """Figures of a tried merge on the reporting samples."""
+        """Figures of a merge on the reporting samples."""
         begin = time.perf_counter()
         self._make(candidate, tried.recipe)
         figures = self.reporting.measure(self._load(self._place(candidate)), candidate.anchor)
@@ -384,7 +384,7 @@ class Search:
         return self.reporting.measure(self._load(model), self.best.anchor)
 
     def write(self) -> None:
-        """The best merge, which its recipe made as stock mergekit-yaml does, and the recipe beside it.
+        """Write the best merge, as mergekit-yaml made it, and its recipe, atomically.
 
         What is there before it is whole is the merge that was there before, or none.
         """
@@ -394,7 +394,7 @@ class Search:
             self._complete(Path(staging))
 
     def _complete(self, folder: Path) -> None:
-        """Write the files beside the weights: recipe, figures, the verdict in report and card."""
+        """Write the files beside the weights: recipe, figures, and the verdict in report and card."""
         write_text(folder / RECIPE, self.text)
         if self.reporting.labelled and not self.reporting.by_bytes:
             self._keep_figures(folder)
@@ -407,7 +407,7 @@ class Search:
             write_text(card, updated_card(text, report, name, class_of(str(folder))))
 
     def _keep_figures(self, folder: Path) -> None:
-        """Keep the merge's figures on the reporting samples for its card."""
+        """Store the merge's figures on the reporting samples for its card."""
         sets, best = self.reporting.sets, self.outcome.best
         figures = {} if best.accuracy is None else {self.reporting.figure.lower(): best.accuracy}
         if name := MEASURES.get(self.reporting.unit):
@@ -416,7 +416,9 @@ class Search:
         keep_figures(str(folder), "pixel_values" in sets[0].batches[0], facts, figures)
 
     def clean(self, written: bool) -> None:
-        """Remove what an interrupted search would have gone on from, and files that the recipe does not need.
+        """Remove the state of the search, and files that the recipe does not need.
+
+        A recipe needs the files that it names, and the samples behind them.
 
         A recipe needs the files that it names, and the samples that these were made from.
         """
@@ -435,12 +437,12 @@ class Search:
 
 
 def _words(recipe: str) -> set[str]:
-    """Every word of a recipe, as YAML has it."""
+    """All words in a recipe, as YAML reads them."""
     return {event.value for event in yaml.parse(recipe) if isinstance(event, yaml.ScalarEvent)}
 
 
 def _linked(source: str, target: str) -> None:
-    """A file under another name; a copy where the file system has no such thing."""
+    """Link a file under another name; copy it if the file system has no links."""
     try:
         os.link(source, target)
     except OSError:

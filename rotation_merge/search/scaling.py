@@ -1,4 +1,4 @@
-"""The search for `lambda`: models on the line from the base through a merge, measured without merging again."""
+"""The search for `lambda`, on the line from the base through a merge, without merging again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Measure = Callable[[Any, Figures | None], tuple[float, Figures]]
 def best_scale(
     merged: Any, base: Any, scale: float, first: tuple[float, Figures], measure: Measure
 ) -> tuple[float, Figures]:
-    """The scale of a merged change with the least score, by steps from the first one for as long as they help.
+    """Search the scale of a merged change with the lowest score, in steps from the first one.
 
     A scale by which the merge forgets too much comes after every other one. One that is surely worse than the best one
     so far is given up after its first samples.
@@ -40,7 +40,7 @@ def best_scale(
 
     @torch.no_grad()
     def better(step: float, best: float) -> bool:
-        """Whether so many steps up from the first scale are better than the best ones so far."""
+        """Evaluate some steps from the first scale; returns whether the score is better than the best so far."""
         if step in measured or len(measured) == MOST:
             return False
         for name, tensor in merged.state_dict().items():

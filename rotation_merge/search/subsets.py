@@ -1,4 +1,4 @@
-"""Merges of subsets of a search's models, which count how often its best way to merge beats the best single model."""
+"""Merges of random subsets of the models: how often the chosen method beats the best single model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rotation_merge.search.judge import Figures
 
 @dataclass(frozen=True)
 class Subset:
-    """A subset of the models: the score of its merge, and of its best model, on their own samples.
+    """A subset of the models, with the scores of its merge and of its best model on their own samples.
 
     Attributes:
         merge, parent: scores, less is better.
@@ -45,14 +45,14 @@ class Subset:
 
 
 def drawn(models: int, count: int, seed: int) -> list[tuple[int, ...]]:
-    """At most the given number of subsets of two or more models, without the full set. Random if there are more."""
+    """At most `count` subsets of two or more models, without the full set; random if there are more."""
     every = [s for size in range(2, models) for s in itertools.combinations(range(models), size)]
     order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed)).tolist()
     return [every[i] for i in sorted(order[:count])]
 
 
 def words(subsets: Sequence[Subset]) -> str:
-    """The result in a sentence."""
+    """One sentence on the result."""
     better = sum(subset.better for subset in subsets)
     return (
         f"The same merge of a subset of the models beats the subset's best model in {better} of {len(subsets)} subsets."

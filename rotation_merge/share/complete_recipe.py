@@ -1,4 +1,4 @@
-"""A recipe in which files that were found beside the models are named, so that it says all where they are not."""
+"""A recipe with the files that were found beside the models named explicitly."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def completed(recipe: str, used: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _entries(node: yaml.Node | None) -> Iterator[tuple[str, yaml.MappingNode]]:
-    """The keys that name a model beside its parameters, if written as one word."""
+    """The keys that name a model next to its parameters, if written as one word."""
     if isinstance(node, yaml.MappingNode):
         model_node = next((v for k, v in node.value if k.value == "model" and isinstance(v, yaml.ScalarNode)), None)
         if model_node is not None and (model := reference(model_node.value)) is not None:

@@ -92,8 +92,10 @@ def _fetch(repo: str, name: str, revision: str | None, folder: str) -> None:
 
 
 def _check_referred(repo: str, recipe: str, manifest: Manifest) -> None:
-    """Files of this repository that the recipe reads, at the commit that it names, are those of the folder; they are in
-    the cache afterwards, where the recipe finds them."""
+    """Check that files of this repository in the recipe, at its commit, equal those of the folder.
+
+    Afterwards they are in the cache, where the recipe finds them.
+    """
     for name in words_of(recipe):
         file = HubFile.of(name)
         if file is None or file.repo != repo or file.name not in manifest.files:

@@ -420,8 +420,10 @@ def _head(path: str) -> dict[str, Any]:
 
 
 def _with_header(path: str, renaming: Renaming, work: str) -> str | None:
-    """A copy of a file of ours, local names in its head replaced; None where there is nothing to replace. Tensors stay
-    as they are."""
+    """A copy of one of our files with local names in its header replaced; None if there are none.
+
+    Tensors are not changed.
+    """
     head = _head(path)
     entries = head.get("__metadata__", {})
     changed = {name: _entry(text, renaming) for name, text in entries.items()} if "made" in entries else entries

@@ -173,9 +173,10 @@ def is_order(index: Tensor) -> bool:
 
 
 def proven_maps(element: GroupElement) -> Tensor | None:
-    """The matrices (G, d, d) by which an element acts; None if its action on the dual side is not their inverse
-    transpose, so that pairings would change: an index that is not a permutation, a map that is not orthogonal, a factor
-    of zero."""
+    """The matrices (G, d, d) of an element; None if its dual action is not their inverse transpose.
+
+    Pairings would then change: an index that is no permutation, a map that is not orthogonal, a factor of zero.
+    """
     eye = torch.eye(element.size, dtype=torch.float64).repeat(element.batch, 1, 1)
     try:
         primal, dual = element.act(eye, 0, 1), element.act(eye, 0, 1, dual=True)

@@ -131,8 +131,7 @@ class CoordinateOrder(Group):
 
 @dataclass(frozen=True)
 class GatedOrder(Group):
-    """Permutations of values, each with a factor of either sign: the group that an elementwise gate of the outputs
-    admits.
+    """Signed, scaled permutations of values: the group that an elementwise gate of the outputs admits.
 
     The gate's rows follow the permutation. Factors and order are jointly optimal, as those of gated neurons.
     """

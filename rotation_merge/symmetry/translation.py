@@ -87,8 +87,7 @@ class TranslationGroup(SpaceGroup):
         return TranslationTransform(drawn) if self.moves else self.identity()
 
     def solve(self, anchor: Tensor, donor: Tensor) -> TranslationTransform:
-        """The vector that brings the mean of the donor's rows, (n, d), or (n,) of a bias, to that of the anchor's: the
-        nearest one."""
+        """The nearest translation: it brings the donor's mean row, (n, d) or (n,) of a bias, to the anchor's."""
         if not self.moves or torch.equal(anchor, donor):
             return self.identity()
         donor_mean, anchor_mean = (x.to(anchor.device).double().reshape(-1, self.size).mean(0) for x in (donor, anchor))

@@ -14,8 +14,9 @@ LARGE = 1 << 23
 
 
 def give_back(layer: nn.Module | None) -> None:
-    """Return free memory to the system, if the C library can, after a layer (None: tensors outside of the layers):
-    otherwise fragmentation makes the process grow with each layer.
+    """Return free memory to the system after a layer (None: tensors outside of the layers), if the C library can.
+
+    Otherwise fragmentation makes the process grow with each layer.
     """
     size = 0 if layer is None else sum(parameter.nbytes for parameter in layer.parameters())
     if size >= LARGE and (trim := _trim()) is not None:

@@ -1,5 +1,4 @@
-"""Pieces of work that need nothing of each other, and who does them: threads of this process, one device each, or (in
-`cluster.py`) the workers of other machines.
+"""Independent pieces of work and their workers: threads, one device each, or (`cluster.py`) other machines.
 
 Every executor runs the same work on the same pieces, and returns results in the order of the pieces.
 """

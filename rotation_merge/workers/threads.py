@@ -55,8 +55,10 @@ class Workers:
                 self._running.discard(get_ident())
 
     def close(self, wait: bool = True) -> None:
-        """Wait for running blocks, or make them end at their next Python step after an interruption; otherwise the
-        process would run until the last block is done. Blocks that have not begun are dropped."""
+        """Wait for running blocks, or stop them at their next Python step after an interruption.
+
+        Otherwise the process would run until the last block is done. Blocks that have not begun are dropped.
+        """
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             for thread in () if wait else self._running:

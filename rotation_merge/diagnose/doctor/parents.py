@@ -106,8 +106,10 @@ def parents_of(case: Case, progress: Progress | None = None) -> ParentSpan:
 
 
 def _sliced_parents(case: Case) -> dict[str, dict[int | None, int]]:
-    """Models of a recipe with slices, each with its layers by those of the merge; of a recipe of ours the first of each
-    slice, which nothing moves."""
+    """Models of a recipe with slices, each with its layers by the merge's layers.
+
+    For a recipe of ours only the first model of each slice, which is not moved.
+    """
     layers_of: dict[str, dict[int | None, int]] = {}
     modules: Any = case.recipe.get("modules") or {}
     for slices in [case.recipe.get("slices"), *(module.get("slices") for module in modules.values())]:

@@ -77,8 +77,9 @@ class Comparison:
 
 
 def of_span(case: Case, progress: Progress | None = None) -> Iterator[Cause]:
-    """Faults of single tensors of a merge compared with its parents; for a recipe, of parents compared with the first
-    one.
+    """Faults of single tensors of a merge compared with its parents.
+
+    For a recipe, of parents compared with the first one.
 
     Raises:
         RotationMergeError: a model cannot be read.
@@ -180,7 +181,7 @@ ORDERED = "the other tensors of the layer kept their order: take these from a pa
 
 
 def _permuted(name: str, comparison: Comparison) -> Iterator[Cause]:
-    """Tensors that are the parents' in another order, which those that they work with are not."""
+    """Tensors in another order than their neighbours, compared with the parents."""
     for kind, (title, words) in WORDS.items():
         layouts = [layout for layout in comparison.layouts if layout.kind == kind]
         if not layouts:

@@ -70,7 +70,7 @@ def _values(case: Case, name: str, model: Model, progress: Progress | None) -> I
 
 
 def _zero_before(case: Case, name: str) -> bool:
-    """Whether a parent's tensor holds nothing but zeros, too; without parents nobody knows, and nothing is said."""
+    """Whether a parent's tensor is zero, too; true without parents, so that there is no finding."""
     if case.merged_model is None:
         return True
     parents = [model for model in case.models.values() if name in model]
@@ -78,7 +78,7 @@ def _zero_before(case: Case, name: str) -> bool:
 
 
 def _own_head(patient: Model) -> Iterator[Cause]:
-    """A head that lies in the files, differs from the embeddings, and that the config does not read."""
+    """A stored head that differs from the embeddings and is ignored by the config."""
     if find(patient.config) is None:
         return
     head = patient.tied_head
@@ -101,7 +101,7 @@ def _embeddings(patient: Model, head: str) -> set[str]:
 
 
 def _sum(case: Case) -> Iterator[Cause]:
-    """Weights that do not add up to 1 and are not brought to."""
+    """Weights that do not add up to 1 and are not normalised."""
     parameters = case.recipe.get("parameters") or {}
     if parameters.get("normalize", True) is not False:
         return
@@ -113,8 +113,10 @@ def _sum(case: Case) -> Iterator[Cause]:
 
 
 def _norms(case: Case) -> Iterator[Cause]:
-    """Layers whose matrices have smaller norms than the parents' (an effect of averaging unlike matrices), or larger
-    ones."""
+    """Layers whose matrices have much smaller or larger norms than the parents'.
+
+    Smaller norms are an effect of averaging unlike matrices.
+    """
     if (len(case.parents) < 2 and case.merged_model is None) or not case.parents or not _comparable(case):
         return
     ratio_of: dict[str, float] = {}
@@ -138,7 +140,7 @@ def _norms(case: Case) -> Iterator[Cause]:
 
 
 def _comparable(case: Case) -> bool:
-    """Whether norms of the same tensors mean the same: nothing was folded, and of a recipe, nothing is moved."""
+    """Whether norms of the same tensors are comparable: nothing was folded or, in a recipe, moved."""
     if case.merged_model is not None:
         return all(donor.options.residual == "none" for donor in case.donors.values())
     return case.method == "linear"

@@ -122,7 +122,7 @@ def resize_options(recipe: Recipe, reader: ConfigReader, model: ModelReference) 
 
 
 def check_adapter(model: Model, origin: Model | None = None) -> None:
-    """Refuse a model whose adapter was trained neither on the model that it stands beside nor on that one's base.
+    """Refuse a model with an adapter that was trained neither on this model nor on its base.
 
     Raises:
         CheckpointError: names the bases.
@@ -137,8 +137,10 @@ def check_adapter(model: Model, origin: Model | None = None) -> None:
 def added_as_it_is(
     recipe: Recipe, reader: ConfigReader, model: ModelReference, base: Model, origin: Model
 ) -> tuple[bool, str]:
-    """Whether a donor's change is added as it is, because its base and the anchor share their coordinates and the
-    recipe asks for no matching; and a note on it."""
+    """Whether a donor's change is added without alignment, and a note on it.
+
+    This holds if its base and the anchor share their coordinates and the recipe asks for no matching.
+    """
     near = nearness(base.architecture, base, TranslatedSource(origin, origin.architecture, base.architecture))
     if not near.shared:
         return False, ""

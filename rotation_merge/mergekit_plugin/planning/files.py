@@ -41,7 +41,7 @@ def recipe_inputs(config: MergeConfiguration) -> list[Input]:
 
 
 def inputs_in(path: str) -> list[Input]:
-    """Everything that the recipes in a file read, as far as they can be understood."""
+    """All inputs of the recipes in a file, as far as they can be read."""
     try:
         with open(path, encoding="utf-8") as file:
             recipes = documents(file.read())

@@ -1,4 +1,4 @@
-"""`save_alignment`: the transforms that a merge used, as the files that `rotation-merge align --alignment` writes."""
+"""`save_alignment`: writes a merge's transforms as `rotation-merge align --alignment` does."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Session:
 
 
 def settle_heads(session: Session, models: Iterable[ModelReference]) -> None:
-    """Learn which tensors are heads that models keep (`heads_of: each`), once it is known that the models are there.
+    """Find the tensors of heads that models keep (`heads_of: each`); the models must exist.
 
     Raises:
         RecipeError: the vocabulary changes, which the donors' configurations would not know.
@@ -74,8 +74,9 @@ class SessionConfiguration(MergeConfiguration):
 
 
 def session_of(config: MergeConfiguration, options: MergeOptions) -> Session:
-    """The session of a configuration; a new one, whose report nobody reads, where mergekit plans by itself (as
-    mergekit-evolve does).
+    """The session of a configuration, or a new one if mergekit plans by itself, as mergekit-evolve does.
+
+    Nobody reads the report of a new one.
 
     Raises:
         RecipeError: the recipe is at fault.

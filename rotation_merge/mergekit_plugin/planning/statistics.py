@@ -1,5 +1,4 @@
-"""Statistics for delegates that average by them: the models' files, and the tasks that move them to the anchor's
-coordinates."""
+"""Statistics for delegates: the models' files, and the tasks that move them to the anchor's coordinates."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def load_arguments(**sides: Loads) -> dict[str, Task]:
 
 
 def map_arguments(transforms: Task | None, whole: Task | None) -> dict[str, Task]:
-    """The tasks that find a donor's maps, of a block and of the whole model, as arguments of a task that uses them."""
+    """The tasks for a donor's maps, of a block and of the whole model, as task arguments."""
     return {name: task for name, task in (("transforms", transforms), ("whole", whole)) if task is not None}
 
 
@@ -375,7 +375,7 @@ class FiniteTensor(UncheckedTask, ReturnTensor):
 
 
 def check_output(tensor: Tensor, name: str) -> None:
-    """Weights that add up to zero, a delegate that divides by it, a dtype that cannot hold a value: the merge ends.
+    """Stop the merge if weights add up to zero for a delegate that divides by the sum, or a dtype overflows.
 
     Raises:
         RotationMergeError: names the tensor.

@@ -119,7 +119,7 @@ def options() -> list[DelegateOption]:
 
 
 def _sentence(described: Option) -> str:
-    """The help of an option as a sentence that names the delegates that read it."""
+    """The help of an option, with the delegates that use it."""
     text = f"{described.help[:1].upper()}{described.help[1:]}."
     return (
         f"{text} Delegate: {', '.join(f'`{name}`' for name in described.delegates)}." if described.delegates else text

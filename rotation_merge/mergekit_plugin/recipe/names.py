@@ -138,7 +138,7 @@ class Key:
     default: Any = None
 
     def check(self, value: Any) -> Any:
-        """The value, if it is one that the parameter may have; YAML reads off and no as false, which here is none.
+        """Check a value and return it; YAML reads off and no as false, which counts as `none`.
 
         Raises:
             RecipeError: it is none of them.

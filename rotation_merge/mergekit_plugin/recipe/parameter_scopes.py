@@ -133,7 +133,7 @@ class MergeInputs:
 
 
 def groups(value: Mapping[str, Any]) -> Iterator[MergeInputs]:
-    """Every set of models that the delegate will see, as far as they can be read."""
+    """Every set of models for the delegate, as far as they can be read."""
     for path, part in outputs(value):
         shared = [_settings(part), *([_settings(value)] if path else [])]
         if isinstance(part.get("models"), list):

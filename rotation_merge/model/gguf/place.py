@@ -36,8 +36,7 @@ _FORMAT = "1"
 
 
 def is_gguf(path: str) -> bool:
-    """Whether a model's name stands for a GGUF: a file, a folder that holds no other weights, or a file of the hub
-    (`org/repo:file.gguf`)."""
+    """Whether a name is a GGUF model: a file, a folder with no other weights, or `org/repo:file.gguf`."""
     return not is_folder(path) if os.path.isdir(path) else path.lower().endswith(ENDING)
 
 
@@ -99,8 +98,7 @@ def weight_files(path: str) -> tuple[str, ...]:
 
 
 def located(path: str, revision: str | None, cache: str | None = None) -> tuple[str | None, str]:
-    """The folder in which the GGUF lies that a name stands for, where it is here, and the repository's name if it is of
-    the hub."""
+    """The local folder of a GGUF model, if it exists, and its repository's name on the hub, if any."""
     named = _of_hub(path)
     file = _here(path, revision, cache)
     return None if file is None else os.path.dirname(os.path.abspath(file)), named[0] if named else path

@@ -38,7 +38,7 @@ def splittings() -> dict[str, dict[str, Any]]:
 
 
 def check_size(gguf: GgufFile) -> None:
-    """A file's vocabulary, where it has one, has as many tokens as its embedding has rows.
+    """Check that the vocabulary, if stored, has as many tokens as the embedding has rows.
 
     Raises:
         CheckpointError: it has not.

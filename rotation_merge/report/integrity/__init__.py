@@ -1,5 +1,7 @@
-"""Whether a checkpoint folder is whole: its headers and small files against each other, against transformers' model and
-against the models it was merged from. No weights are read."""
+"""Whether a checkpoint folder is complete, by its headers and small files, without reading weights.
+
+They are compared with each other, with transformers' model, and with the parents.
+"""
 
 from __future__ import annotations
 

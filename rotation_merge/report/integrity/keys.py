@@ -82,7 +82,7 @@ def check_keys(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defe
 
 
 def embedding_rows(contents: Contents) -> int | None:
-    """Rows of the input embedding that is stored; None where that is not known."""
+    """Number of rows of the stored input embedding; None if unknown."""
     loading = loading_of(contents)
     if not isinstance(loading, Loading) or loading.embedding is None:
         return None
@@ -107,7 +107,7 @@ def loading_of(contents: Contents) -> Loading | Defect | None:
 
 
 def settings_of(contents: Contents) -> Any:
-    """The config as transformers reads it; a defect where it cannot, None where its code is not transformers' own."""
+    """The config as transformers reads it, or a defect; None for custom code."""
     return _settings(_Headers(contents.text(CONFIG) or "", (), contents.folder)) if contents.config else None
 
 
@@ -369,8 +369,10 @@ def _wrapper(unexpected: set[str], missing: set[str]) -> str:
 
 
 def _bare(contents: Contents, loading: Loading) -> dict[str, str]:
-    """Tensors of a model with a head that lack its prefix: transformers adds it, vLLM and llama.cpp's converter do
-    not."""
+    """Tensors without the prefix of the class with a head.
+
+    transformers adds it; vLLM and llama.cpp's converter do not.
+    """
     if not loading.model_class.endswith(("ForCausalLM", "LMHeadModel")) or not loading.prefix:
         return {}
     names = {n: f"{loading.prefix}{n}" for n in contents.tensors if f"{loading.prefix}{n}" in loading.names}
