@@ -40,21 +40,21 @@ OWN = ("rotation_merge", "mergekit", "conftest", "pytest", "_pytest", "py", "__m
 """What every forked process imports by itself; mergekit too, whose modules are extended as they are imported."""
 
 MERGES = (
-    "test_session.py::test_a_merge_of_two_models_does_everything_once",
-    "test_session.py::test_a_residual_merge_too",
-    "test_plugin_delegates.py::test_delegate[linear]",
-    "test_plugin_delegates.py::test_contract_is_checked",
-    "test_plugin_inputs.py::test_shifted_layers[linear]",
-    "test_plugin_inputs.py::test_settings_of_one_donor",
-    "test_transport.py::test_fine_tune_of_a_moved_base_arrives[llama-qwen2-signed_permutation]",
-    "test_transport.py::test_task_vector_into_another_vocabulary[none]",
-    "test_transport.py::test_carrying_and_resizing_do_not_go_together",
-    "test_transport.py::test_tied_models_with_untie",
-    "test_transport.py::test_excluded_tensors_are_the_anchors",
+    "mergekit_plugin/test_session.py::test_a_merge_of_two_models_does_everything_once",
+    "mergekit_plugin/test_session.py::test_a_residual_merge_too",
+    "mergekit_plugin/test_plugin_delegates.py::test_delegate[linear]",
+    "mergekit_plugin/test_plugin_delegates.py::test_contract_is_checked",
+    "mergekit_plugin/test_plugin_inputs.py::test_shifted_layers[linear]",
+    "mergekit_plugin/test_plugin_inputs.py::test_settings_of_one_donor",
+    "carrying/test_transport.py::test_fine_tune_of_a_moved_base_arrives[llama-qwen2-signed_permutation]",
+    "carrying/test_transport.py::test_task_vector_into_another_vocabulary[none]",
+    "carrying/test_transport.py::test_carrying_and_resizing_do_not_go_together",
+    "carrying/test_transport.py::test_tied_models_with_untie",
+    "carrying/test_transport.py::test_excluded_tensors_are_the_anchors",
     "mergekit_plugin/test_presets.py",
 )
 FITS = tuple(
-    f"test_fit.py::test_{name}"
+    f"matching/test_fit.py::test_{name}"
     for name in (
         "permutations_are_learned_only_when_asked",
         "soft_and_hardened_elements_agree",
@@ -72,15 +72,13 @@ FITS = tuple(
         "three_models_are_learned_jointly[True]",
     )
 )
-CARRYING = ("carry_change", "carry_distil", "carry_losses", "carry_scale", "carry_solution", "carrying", "change")
 CARRIES = ("carrying/test_carry_recipe.py", "carrying/test_carry_refit.py")
-REFITTING = ("refit", "stages")
+REFITS = ("averaging/test_refit_sources.py", "averaging/test_refit.py")
 MEASURES = ("matching/test_measuring.py", "averaging/test_averaging.py", "run/test_measure_by_layer.py")
 TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/symmetry": ("symmetry/test_groups.py", "symmetry/test_group_laws.py", "project/test_add_group.py"),
     "rotation_merge/linalg/scaling.py": ("linalg/test_linalg.py", "matching/test_laws_of_matching.py"),
     "rotation_merge/linalg/polar.py": ("linalg/test_linalg.py", "symmetry/test_group_laws.py"),
-    "rotation_merge/matching/learning": FITS,
     "rotation_merge/matching/fit.py": ("project/test_add_group.py", *FITS),
     "rotation_merge/averaging/polish.py": ("averaging/test_polish.py",),
     "rotation_merge/matching/teachers.py": ("averaging/test_polish.py",),
@@ -136,12 +134,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/averaging": ("averaging/test_averaging.py", "carrying/test_carry.py"),
     "rotation_merge/matching/activations.py": ("averaging/test_ot_fusion.py",),
     "rotation_merge/matching/moved_statistics.py": ("carrying/test_carry.py",),
-    **{f"rotation_merge/averaging/{name}.py": CARRIES for name in CARRYING},
-    **{
-        f"rotation_merge/averaging/{name}.py": ("averaging/test_refit_sources.py", "averaging/test_refit.py")
-        for name in REFITTING
-    },
-    **{f"rotation_merge/averaging/{name}.py": MEASURES for name in ("layers", "measure", "passes", "record", "sums")},
+    "rotation_merge/carrying": CARRIES,
+    "rotation_merge/averaging/refit.py": REFITS,
+    "rotation_merge/run/stages.py": REFITS,
+    **{f"rotation_merge/run/{name}.py": MEASURES for name in ("layers", "measure", "passes", "statistics_writer")},
     "rotation_merge/averaging/ot_fusion.py": ("averaging/test_ot_fusion.py",),
     "rotation_merge/report/estimate.py": ("report/test_estimate.py",),
 }
