@@ -18,7 +18,7 @@ import torch
 from record import Table
 
 from rotation_merge.carrying.bases import open_bases
-from rotation_merge.matching.alignment import Alignment, aligned_tensors
+from rotation_merge.matching.alignment import Alignment, aligned_source
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.match_on import OnSamples
 from rotation_merge.matching.options import MATCH_ON, WEIGHTS, AlignConfig
@@ -59,9 +59,10 @@ def barrier(anchor: str, donor: str, how: str) -> tuple[float, float]:
     match: Match = match_model if how == WEIGHTS else OnSamples(how, anchor, donor)
     alignment = match(architecture, first, second, OPTIONS, None)
     seconds = time.process_time() - began
-    moved = dict(aligned_tensors(architecture, second, alignment))
-    folded = dict(aligned_tensors(architecture, first, Alignment({}, alignment.folded)))
-    model.load_state_dict({name: (tensor + moved[name]) / 2 for name, tensor in folded.items()}, strict=False)
+    moved = aligned_source(architecture, second, alignment)
+    folded = aligned_source(architecture, first, Alignment({}, alignment.folded))
+    names = [name for name in architecture.named() if name in folded]
+    model.load_state_dict({name: (folded[name] + moved[name]) / 2 for name in names}, strict=False)
     return evaluate(model, data)[0] - sum(ends) / 2, seconds
 
 

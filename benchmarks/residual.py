@@ -35,7 +35,7 @@ from transformers import AutoConfig, LlamaForCausalLM, ViTForImageClassification
 from transformers.utils import logging as transformers_logging
 
 from rotation_merge.architecture import Architecture, resolve
-from rotation_merge.matching.alignment import Alignment, aligned_tensors
+from rotation_merge.matching.alignment import Alignment, aligned_source
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.options import AlignConfig
@@ -74,11 +74,12 @@ class Model:
     architecture: Architecture
 
     def folded(self, alignment: Alignment) -> State:
-        return dict(aligned_tensors(self.architecture, self.state, Alignment({}, alignment.folded)))
+        return self.moved(Alignment({}, alignment.folded))
 
     def moved(self, alignment: Alignment, anchor: State | None = None) -> State:
         """As `align` writes it: with the anchor's biases where softmax cannot see them; without anchor its own."""
-        return dict(aligned_tensors(self.architecture, self.state, alignment, anchor))
+        moved = aligned_source(self.architecture, self.state, alignment, anchor)
+        return {name: moved[name] for name in self.state}
 
 
 def open_model(folder: Path, name: str) -> Model:

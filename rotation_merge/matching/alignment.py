@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -492,29 +492,6 @@ class Mover:
         return AlignedSource(self.architecture, folded, self.alignment.transforms, biases)
 
 
-def aligned_tensors(
-    architecture: Architecture,
-    source: TensorSource,
-    alignment: Alignment,
-    anchor: TensorSource | None = None,
-    dtype: torch.dtype | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """A donor's tensors in the anchor's coordinates, one after the other; see `Mover`.
-
-    For the anchor itself, folded where the alignment needs it, give ``Alignment({}, alignment.folded)``.
-
-    Args:
-        anchor: as it is stored: whose biases the donor is given where softmax cannot see them; None: it keeps its own.
-    """
-    biases = None if anchor is None else folded_source(architecture, anchor, alignment.folded)
-    mover = Mover(architecture, source, alignment, biases)
-    for block in architecture.blocks:
-        for info in block.tensors:
-            tensor = mover.tensor(block, info, dtype)
-            if tensor is not None:
-                yield from unstack(info, tensor).items()
-
-
 def aligned_source(
     architecture: Architecture,
     source: TensorSource,
@@ -522,7 +499,13 @@ def aligned_source(
     anchor: TensorSource | None = None,
     dtype: torch.dtype | None = None,
 ) -> AlignedSource:
-    """A donor in the anchor's coordinates, folded where the alignment needs it; see `aligned_tensors`."""
+    """A donor in the anchor's coordinates, folded where the alignment needs it, in float32 at least.
+
+    For the anchor itself, folded where the alignment needs it, give ``Alignment({}, alignment.folded)``.
+
+    Args:
+        anchor: as it is stored: whose biases the donor is given where softmax cannot see them; None: it keeps its own.
+    """
     source = folded_source(architecture, source, alignment.folded, dtype)
     anchor = None if anchor is None else folded_source(architecture, anchor, alignment.folded)
     return AlignedSource(architecture, source, alignment.transforms, anchor)

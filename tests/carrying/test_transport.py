@@ -15,11 +15,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+import rotation_merge as rm
 from rotation_merge import AlignConfig, Delta
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.carrying import carrier as carry
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.matching.alignment import aligned_tensors
 from rotation_merge.matching.match import match_model
 from rotation_merge.mergekit_plugin.planning import tasks
 from rotation_merge.model import biases, slices
@@ -135,7 +135,8 @@ def test_long_vocabularies_are_moved_in_slices(
         monkeypatch.setattr(slices, "LONG", most)
         carried = [*tuned.tensors()]
         merge = merged(transport(anchor, (fine, old), residual="rotation"), tmp_path / str(most))
-        states.append({f"align {n}": x for n, x in aligned_tensors(architecture, olds, found, anchors)})
+        aligned = rm.align(anchor.path, old.path, residual="rotation").apply(old.path)
+        states.append({f"align {n}": x for n, x in aligned.items()})
         states[-1].update((f"carry {n}", x) for _, pieces, *_ in carried for n, x in pieces.items())
         states[-1].update((f"recipe {n}", x) for n, x in merge.items())
         norms += [change for *_, change, before in carried]

@@ -13,7 +13,7 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.linalg import scaling
 from rotation_merge.matching import block, mean, passes
-from rotation_merge.matching.alignment import aligned_tensors
+from rotation_merge.matching.alignment import Mover
 from rotation_merge.matching.fit import LearnedTransforms, identities
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match import match_model
@@ -83,13 +83,20 @@ def held(x: Tensor) -> Tensor:
     return x.held if isinstance(x, Far) else x
 
 
+def tensors(architecture: Architecture, donor: dict[str, Tensor], alignment: Alignment) -> dict[str, Tensor]:
+    """A donor's tensors in the anchor's coordinates, as a view computes them."""
+    mover = Mover(architecture, donor, alignment)
+    moved = {info.name: mover.tensor(b, info) for b in architecture.blocks for info in b.tensors}
+    return {name: tensor for name, tensor in moved.items() if tensor is not None}
+
+
 def learned(architecture: Architecture, start: dict[str, SpaceTransform], donor: dict[str, Tensor]) -> None:
     """Learned transforms act where the model is, and end on the CPU."""
     module = LearnedTransforms(architecture, start, permutations=True)
     for name, parameter in list(module.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, torch.nn.Parameter(Far(parameter.detach().clone())))
-    moved = dict(aligned_tensors(architecture, donor, Alignment(module(), ())))
+    moved = tensors(architecture, donor, Alignment(module(), ()))
     sum(x.square().sum() for x in moved.values()).backward()
     assert any(parameter.grad is not None for parameter in module.parameters())
     assert not any(isinstance(x, Far) for t in module.final_transforms().values() for x in t.tensors().values())
@@ -109,7 +116,7 @@ def test_matching_applying_folding_and_learning(family: str) -> None:
             near = []
             gauge = Alignment(random_gauge(architecture, options, gen(3)), found.folded)
             for alignment in (found, gauge):
-                assert all(isinstance(x, Far) for _, x in aligned_tensors(architecture, donor, alignment))
+                assert all(isinstance(x, Far) for x in tensors(architecture, donor, alignment).values())
             again = {name: transform.inverse().compose(transform) for name, transform in found.transforms.items()}
             assert all(d < 1e-5 for transform in again.values() for d in transform.distances().values())
             identities(found.transforms)
@@ -124,7 +131,7 @@ def test_the_mean_of_several_models(family: str) -> None:
         models = {str(seed): sent(weights(architecture, 50 * seed)) for seed in range(3)}
         options = AlignConfig(rescale=False, residual=architecture.residual_groups[-1])
         for name, alignment in match_to_mean(architecture, models, "0", options).items():
-            assert all(isinstance(x, Far) for _, x in aligned_tensors(architecture, models[name], alignment))
+            assert all(isinstance(x, Far) for x in tensors(architecture, models[name], alignment).values())
 
 
 @pytest.mark.parametrize("kind", KINDS)

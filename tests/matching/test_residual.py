@@ -12,9 +12,10 @@ from plugin_support import merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, case, checkpoint, recipe, report, twin
 from tiny_models import make, save
 
+import rotation_merge as rm
 from rotation_merge import AlignConfig
 from rotation_merge.matching import model_pair
-from rotation_merge.matching.alignment import aligned_tensors
+from rotation_merge.matching.alignment import aligned_source
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.model_pair import MatchingPass, ModelPair
 from rotation_merge.matching.passes import Walk
@@ -112,8 +113,8 @@ def test_partly_moved_fine_tune_is_recovered(tmp_path: Path) -> None:
     element = Monomial(Permutation(order[None]), Scaling.identity(1, size))
     donor = transform_state(anchor.architecture, state, {"residual": StreamTransform(element)})
     options = AlignConfig(residual="signed_permutation")
-    found = match_model(anchor.architecture, state, donor, options)
-    after = dict(aligned_tensors(anchor.architecture, donor, found))
+    donor = donor, anchor.config
+    after = rm.align((state, anchor.config), donor, options).apply(donor)
     assert max(float((after[n] - state[n]).norm() / state[n].norm()) for n in state) <= 1e-4
 
 
@@ -253,7 +254,7 @@ def test_deep_models_compare_starts_on_a_sample_of_layers(tmp_path: Path) -> Non
     assert seen["residual, from identity"] == 4
     assert seen["residual, pass 1"] == 10
     assert seen["matching"] == 10 + 2
-    after = dict(aligned_tensors(anchor.architecture, donor.state, found))
+    after = aligned_source(anchor.architecture, donor.state, found)
     expected = anchor.folded()
     assert max(float((after[n] - expected[n]).norm() / expected[n].norm()) for n in expected) <= 1e-4
 
