@@ -148,7 +148,7 @@ def average(
     if weights is not None and abs(sum(map(float, weights))) < 1e-12:
         raise RecipeError("the weights' sum is zero", remedy="give weights whose sum is not zero")
     if not isinstance(method, str):
-        problem = f"the averaging is of type {type(method).__name__}"
+        problem = f"the method is of type {type(method).__name__}"
         raise RecipeError(problem, remedy="give its name, such as 'linear'; weights are the keyword 'weights'")
     plan = plan_of(delegate_of(method))
     for view in views[1:]:
@@ -193,7 +193,7 @@ def _measured(
         StatisticsError: they belong to other weights, or lack an entry that the method needs.
     """
     if statistics is None and samples is None:
-        problem = f"{method} averages by what the models do on samples"
+        problem = f"{method} needs samples or statistics of the models"
         raise RecipeError(problem, remedy="add 'samples', or 'statistics' that rotation_merge.measure gave")
     if statistics is None:
         config = MeasureConfig(kinds=(kind,), samples=limit, seed=seed)
@@ -495,7 +495,7 @@ def _matcher(how: str, samples: Batches | None, anchor: OpenedModel, donor: Open
     MatchConfig.options()["match_on"].check("match_on", how)
     if how == WEIGHTS:
         if samples is not None:
-            raise RecipeError("weights are matched without samples", remedy="add match_on='both', or leave them out")
+            raise RecipeError("matching on weights uses no samples", remedy="add match_on='both', or leave them out")
         return match_model
     if anchor.module is None or donor.module is None or not samples:
         problem = f"match_on='{how}' runs the models on samples"

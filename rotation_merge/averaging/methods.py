@@ -334,7 +334,7 @@ class RefitMethod(OwnMethod):
     )
 
     def plan(self) -> Plan:
-        return Plan(MODEL, no_changes="needs models that answer, and a task vector ('finetuned_from') does not")
+        return Plan(MODEL, no_changes="needs whole models, and 'finetuned_from' gives a task vector")
 
 
 METHODS: tuple[StatisticsMethod, ...] = (RegMean(), Fisher(), Kfac())

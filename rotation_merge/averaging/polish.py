@@ -164,7 +164,9 @@ class _Polish:
             if answers.count < 2:
                 remedy = "give more of them ('--samples')"
                 raise DataError(
-                    f"{answers.count} batches of samples cannot be parted", where=str(answers.path), remedy=remedy
+                    f"{answers.count} batches of samples are too few to hold one out",
+                    where=str(answers.path),
+                    remedy=remedy,
                 )
             order = torch.randperm(answers.count, generator=draw).tolist()
             held_count = max(1, round(answers.count * options.held_out))

@@ -114,7 +114,7 @@ class Delta:
         bases = replace(start.opened, source=start.carrier.new), replace(start.opened, source=start.tuned)
         base, tuned = maps.opened_donor(bases[0], strict), maps.opened_donor(bases[1], strict=False)
         if base.whole is not None:
-            problem = "what changed in a text-only model cannot be moved as a value into one that also sees"
+            problem = "the change of a text-only model cannot be moved as a value into a vision-language model"
             raise AlignmentError(problem, remedy="take Delta.between(alignment.apply(base), alignment.apply(tuned))")
         moved = maps.apply(bases[0], dtype, strict)
         carrier = Carrier(base.architecture, base.source, moved, maps)

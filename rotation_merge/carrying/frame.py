@@ -361,7 +361,7 @@ def given(text: str, counts: dict[str, tuple[int, ...]]) -> dict[str, list[tuple
                 raise RecipeError(problem, remedy="layers are counted from 0")
             if any(a >= b for a, b in pairwise(numbers)):
                 raise RecipeError(
-                    f"layers_map is '{text}': layers of the {base} base stand there twice, or out of order",
-                    remedy="name each layer once, from below upwards",
+                    f"layers_map is '{text}': it names layers of the {base} base twice or out of order",
+                    remedy="name each layer once, in ascending order",
                 )
     return layers

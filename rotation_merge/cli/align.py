@@ -89,16 +89,18 @@ def command(
     options, match = config_of(AlignConfig, values), config_of(MatchConfig, values)
     widths, untie = match.widths, match.untie
     if widths and not (verify and out is not None):
-        raise click.UsageError("--widths needs OUT, whose outputs are compared with the donor's: leave out --no-verify")
+        raise click.UsageError(
+            "--widths compares the outputs of OUT with the donor's: name OUT, and leave out --no-verify"
+        )
     if out is None and alignment_file is None:
         raise click.UsageError("name OUT, or a file for --alignment")
     if gguf is not None and out is None:
-        raise click.UsageError("--gguf is of OUT: name it, too")
+        raise click.UsageError("--gguf writes OUT as GGUF: name OUT, too")
     on = [] if match.match_on == WEIGHTS else [str(getattr(match, name)) for name in SAMPLED]
     if not on and any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in SAMPLED[1:3]):
-        raise RotationMergeError("weights are matched without samples", remedy="add --match-on both, or activations")
+        raise RotationMergeError("matching on weights uses no samples", remedy="add --match-on both, or activations")
     if on and widths:
-        raise RotationMergeError("models of two widths are matched on weights", remedy="leave out --match-on")
+        raise RotationMergeError("--match-on does not work with --widths", remedy="leave out --match-on")
     check_dtype(dtype)
     shard_bytes = parse_size(shard_size)
     if gguf is not None:

@@ -164,7 +164,7 @@ def command(
     described = options != AlignConfig() or alignment or match_on != WEIGHTS
     if described and "aligned" not in [matching.name for matching in chosen]:
         remedy = "name it in --compare, too, or leave them out"
-        raise RecipeError("the options of matching describe the curve 'aligned'", where="--compare", remedy=remedy)
+        raise RecipeError("matching options need the curve 'aligned'", where="--compare", remedy=remedy)
     donors = _donors(models, options, untie, alignment, match_on)
     if heads_of is not None:
         donors = _with_heads(models, donors)

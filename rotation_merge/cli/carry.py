@@ -130,6 +130,6 @@ def _check_use(config: TransferConfig, given_options: set[str]) -> None:
         and not config.needs_samples
         and config.matched_on == WEIGHTS
     ):
-        raise RotationMergeError("weights are carried without samples", remedy="add --scale auto, or --carry refit")
+        raise RotationMergeError("--carry weights uses no samples", remedy="add --scale auto, or --carry refit")
     if config.alignment is not None and "match_on" in given_options:
         raise RotationMergeError("--alignment already gives the maps", remedy="leave out --match-on")

@@ -87,7 +87,7 @@ def _mended(case: Case, out: str | None, weights: bool) -> list[str]:
     from rotation_merge.report.integrity.mending import mend, mended_copy
 
     if case.merged is None or not os.path.isdir(case.merged):
-        raise RotationMergeError("is no folder of a model", where=case.name, remedy="only a merged model can be mended")
+        raise RotationMergeError("is not a model folder", where=case.name, remedy="only a merged model can be mended")
     return (
         mend(case.merged, case.folders, weights)
         if out is None

@@ -106,7 +106,7 @@ def _model_devices(device: str, devices: str | None) -> list[str]:
     if device != "cpu":
         raise click.UsageError("give --device or --devices, not both")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RotationMergeError("processes of torchrun hold all models on one device each", remedy="use --device cuda")
+        raise RotationMergeError("each torchrun process uses one device", remedy="use --device cuda")
     return [usable_device(name.strip()) for name in devices.split(",")]
 
 

@@ -69,7 +69,7 @@ def command(model: str, out: str, kind: str, as_json: bool) -> int:
     names it. Written whole or not at all.
     """
     if not out.lower().endswith(".gguf"):
-        raise RotationMergeError("is no name of a GGUF", where=out, remedy="let it end in .gguf")
+        raise RotationMergeError("is not a GGUF file name", where=out, remedy="let it end in .gguf")
     if not as_json:
         note("loading libraries ...")
     notes = write_gguf(model, out, kind)

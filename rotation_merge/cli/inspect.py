@@ -178,9 +178,7 @@ def _estimate(donor: RecipeDonor) -> Estimate:
         problem = (
             f"has no estimate: it is carried from {donor.origin}, whose shapes may differ from those of {donor.anchor}"
         )
-        raise RecipeError(
-            problem, where=donor.name, remedy="'rotation-merge check' says whether the recipe is fit to run"
-        )
+        raise RecipeError(problem, where=donor.name, remedy="'rotation-merge check' checks the recipe")
     headers = _headers(donor)
     anchor = headers.anchor
     dtype = str(anchor.config.get("dtype") or anchor.config.get("torch_dtype") or "float32")

@@ -109,10 +109,12 @@ def polished(
     read = [*(Input(name, "model") for name in (merged, *teachers)), *(Input(source, DATA) for source in sources)]
     check_outputs([Output(out, "OUT", FOLDER)], read)
     if read_modules(local_path(merged)):
-        problem = "is a folder of sentence-transformers, whose modules are not trained"
-        raise RotationMergeError(problem, where=merged, remedy="merge with 'delegate: regmean'")
+        problem = "is a sentence-transformers folder, whose modules cannot be trained"
+        raise RotationMergeError(
+            problem, where=merged, remedy="leave it out of polish; merge with 'delegate: regmean' for a better average"
+        )
     if ways.lora and not ways.merge_lora and parse_reference(merged).lora is not None:
-        problem = "is a base with an adapter, which a new adapter cannot name as its base"
+        problem = "is a base with an adapter, so a new adapter cannot have it as its base"
         raise RotationMergeError(problem, where=merged, remedy="add '--merge-lora', or leave '--lora' out")
     progress = Progress()
     with Unfinished(out) as work:

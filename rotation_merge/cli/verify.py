@@ -66,7 +66,7 @@ def command(
         from rotation_merge.run.generated_samples import SELF
 
         if data == SELF and isinstance(a, LayerwiseModel):
-            problem = "is too large to be held whole, as writing text itself would need"
+            problem = "is too large to be held in memory, so it cannot write text"
             raise CheckpointError(problem, where=model_a, remedy="give --data a file")
         inputs += read_batches(data, model_a, a.model, limit=32).batches
     expected, actual = a.on(inputs), b.on(inputs)

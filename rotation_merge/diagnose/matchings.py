@@ -74,7 +74,7 @@ def matchings(text: str | None) -> list[Matching]:
         text: names of `NAMED`, `aligned` and NAME=FILE, with commas between.
 
     Raises:
-        RecipeError: a name is not known, or comes twice; too many.
+        RecipeError: a name is not known, or is named twice; too many.
     """
     chosen_matchings = [PLAIN]
     for word in (text or "aligned").split(","):
@@ -87,7 +87,7 @@ def matchings(text: str | None) -> list[Matching]:
             known = nearest(name, [PLAIN.name, ALIGNED.name, *NAMED])
             raise RecipeError(f"there is no matching '{name}'", where="--compare", remedy=f"{known}; a file: name=FILE")
         if any(name == known.name for known in chosen_matchings):
-            raise RecipeError(f"'{name}' comes twice", where="--compare", remedy="give each curve a name of its own")
+            raise RecipeError(f"'{name}' is named twice", where="--compare", remedy="give each curve a different name")
         chosen = ALIGNED if name == ALIGNED.name else _named(name)
         chosen_matchings.append(Matching(name, file=file) if equals else chosen)
     if len(chosen_matchings) > MOST_CURVES:

@@ -120,7 +120,7 @@ class Paths:
             problem = f"{len(self.names)} models keep heads of their own, data are given {len(self.sources)} times"
             raise RecipeError(problem, where="--data", remedy="give it once for each model, in their order")
         if self.own and any(donor.origin is not None for donor in self.donors):
-            problem = "a task vector has no output head to be measured under"
+            problem = "a task vector has no output head, so it cannot be measured with 'heads_of: each'"
             raise RecipeError(problem, where=self.recipe_path, remedy="leave out 'heads_of', or 'finetuned_from'")
         for donor, matching in itertools.product(self.donors, matchings):
             if donor.origin is None:
@@ -134,7 +134,7 @@ class Paths:
         alike = all(d.options == first and not isinstance(d.options, VaryingOptions) for d in self.donors)
         bound = any(d.origin or d.file or m.file for d in self.donors for m in matchings)
         if each and (bound or not alike):
-            problem = "'--anchors each' does not fit alignment files, donors with a base, or options that differ"
+            problem = "'--anchors each' does not work with alignment files, donors with a base, or different options"
             raise RecipeError(problem, where=self.recipe_path, remedy="leave out --anchors")
 
     def _curves(

@@ -409,7 +409,7 @@ class Alignment:
     def _known(self) -> Basis:
         if self.basis is None:
             remedy = "make it with rotation_merge.align, or load it from its file"
-            raise AlignmentError("the alignment does not know its models", remedy=remedy)
+            raise AlignmentError("the alignment has no facts on its models", remedy=remedy)
         return self.basis
 
     def _opened(self, model: ModelLike, identity: Identity, strict: bool) -> OpenedModel:
@@ -673,7 +673,7 @@ def _check_basis(basis: Basis) -> None:
     """Check the class order (a permutation) and the biases (the anchor's, finite)."""
     for name, (_, order) in basis.rows.items():
         if sorted(order) != list(range(len(order))):
-            raise AlignmentError(f"would change what the models compute: '{name}' loses classes")
+            raise AlignmentError(f"would change the models' outputs: '{name}' loses classes")
     blocks = basis.architecture.blocks
     infos = [block.tensor(key) for block in blocks for key in holders(block, [info.key for info in block.tensors])]
     known = {name for info in infos if info is not None for name in info.names if name in basis.shapes}
@@ -684,7 +684,7 @@ def _check_basis(basis: Basis) -> None:
     for side, biases in (("anchor", basis.biases), ("donor", basis.donor_biases)):
         for name, bias in biases.items():
             if tuple(bias.shape) != basis.shapes[name] or not all_finite([bias]):
-                raise AlignmentError(f"would change what the models compute: the {side}'s bias '{name}' is damaged")
+                raise AlignmentError(f"would change the models' outputs: the {side}'s bias '{name}' is damaged")
 
 
 def _transforms(tensors: Mapping[str, Tensor], header: _Header, architecture: Architecture) -> Transforms:
@@ -713,16 +713,18 @@ def _check_spaces(transforms: Transforms, header: _Header, architecture: Archite
             _refused_stream(transform, name, architecture) if stream else admitted(space, WIDEST).refuses(transform)
         )
         if refused is not None:
-            raise AlignmentError(f"would change what the models compute: space '{name}': {refused}")
+            raise AlignmentError(f"would change the models' outputs: space '{name}': {refused}")
     if apart := inconsistent_space(architecture, transforms):
         raise AlignmentError(
-            f"would change what the models compute: space '{apart}' moves apart from its keys and values"
+            f"would change the models' outputs: space '{apart}' does not move with its keys and values"
         )
     turned = {name for name, transform in transforms.items() if _mixes(transform)}
     spare = {name for name in set(header.folded) - turned if name not in known or known[name].kind != "latent"}
     if spare or not turned <= set(header.folded):
         words = [", ".join(sorted(names)) or "none" for names in (header.folded, turned)]
-        raise AlignmentError(f"would change what the models compute: gains are folded of {words[0]}, turned {words[1]}")
+        raise AlignmentError(
+            f"would change the models' outputs: folded streams: {words[0]}; rotated streams: {words[1]}"
+        )
 
 
 def needed_folds(transforms: Transforms, architecture: Architecture, folded: Sequence[str]) -> tuple[str, ...]:

@@ -257,7 +257,7 @@ def _check_tied(member: PairedModel, folded: Sequence[str], untie: bool) -> None
     if stream in folded and not untie:
         smaller = [group for group in member.architecture.stream_groups[stream] if group != "rotation"]
         raise RecipeError(
-            f"'residual: rotation' needs a head of its own, '{head}' is tied to the embedding",
+            f"'residual: rotation' needs an untied head, '{head}' is tied to the embedding",
             where=member.name,
             remedy=f"set 'untie: true' (the output then stores its head), or use 'residual: {smaller[-1]}'",
         )

@@ -238,7 +238,7 @@ class _Fit:
         matcher: ActivationMatcher | None,
     ) -> None:
         if matcher is None and options.match_on != WEIGHTS:
-            problem = f"a start matched on {options.match_on} needs what matches so"
+            problem = f"a start matched on {options.match_on} needs a matcher on samples"
             raise RecipeError(problem, remedy="start on weights, or use 'rotation-merge fit'")
         self.options, self.match, self.watch, self.matcher = options, match, watch, matcher
         self.device = next(parents[0].parameters()).device

@@ -87,7 +87,7 @@ def match_on_activations(
     ]
     rows = max((len(x) for x, _ in activation_tensors.tensors.values()), default=0)
     if not rows:
-        raise DataError("the samples pass through no map that can be matched", remedy="match on weights")
+        raise DataError("the samples reach no linear map that can be matched", remedy="match on weights")
     first, second = (_WithActivations(source, activation_tensors.tensors, which) for which, source in enumerate(plain))
     start = {
         ACTIVATIONS: _start(
@@ -174,7 +174,7 @@ class OnSamples:
         models = Models(MergeOptions())
         a, d = (models[parse_reference(name)] for name in (self.anchor, self.donor))
         if shared_rows([a, d]) is not None or moved_tokens(a, d)[0]:
-            problem = f"its vocabulary is not that of {self.anchor}: samples mean different things to the two"
+            problem = f"its vocabulary differs from that of {self.anchor}, so samples cannot be shared"
             raise DataError(problem, where=self.donor, remedy="match on weights (leave out 'match_on')")
 
 

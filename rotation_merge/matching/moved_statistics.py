@@ -122,7 +122,7 @@ def moved_gram(
         return _moved_sketch(linear, gram, transforms)
     if folded and not gram.split:
         raise StatisticsError(
-            f"the Gram of '{linear.info.name}' was measured behind a gain that is folded away here",
+            f"the Gram of '{linear.info.name}' was measured after a norm gain that this merge folds",
             remedy="leave out 'residual: rotation', or measure the donor that 'align' wrote",
         )
     moved = gram.matrix.double().clone()
@@ -191,7 +191,7 @@ def _both(linear: LinearMap, matrix: Tensor, dim: int, transforms: Transforms) -
 
 def _moved_sketch(linear: LinearMap, gram: Gram, transforms: Transforms) -> Gram:
     if gram.diagonal is None or gram.factor is None:
-        raise StatisticsError(f"the Gram of '{linear.info.name}' is not whole", remedy="measure again")
+        raise StatisticsError(f"the Gram of '{linear.info.name}' is incomplete", remedy="measure again")
     _no_mixing(linear.info, (linear.reads,), transforms, "of low rank")
     diagonal = _means(linear, gram.diagonal.double().sqrt(), transforms).square()
     factor, count = (_experts(linear, x, transforms) for x in (gram.factor.double(), gram.count))
@@ -219,7 +219,7 @@ def carried_gradient(
         matrix = scale[:, None] * matrix * scale
     elif feeding.scale_folded and not behind:
         raise StatisticsError(
-            f"gradients of '{linear.info.name}' were measured before a layer scale that is folded away here",
+            f"gradients of '{linear.info.name}' were measured before a layer scale that this merge folds",
             remedy="leave out 'residual: rotation'",
         )
     return _both(linear, matrix, linear.gives, transforms)

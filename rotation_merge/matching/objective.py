@@ -140,7 +140,7 @@ def loss_weight(
     """
     rows = torch.tensor(float(next(iter(batch.values())).shape[0]))
     if isinstance(getattr(outputs, "logits_per_image", None), Tensor):
-        problem = f"{type(model).__name__} compares every example of a batch with all others"
+        problem = f"{type(model).__name__} compares all examples of a batch, so processes cannot share it"
         raise RecipeError(problem, remedy="fit it in one process, without torchrun")
     if taught is None:
         labels = batch["labels"]

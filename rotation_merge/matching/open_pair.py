@@ -305,8 +305,8 @@ def open_pair(
             raise CheckpointError(
                 f"tensor '{info.name}' is {list(donor_shape)}, in {first} it is {list(ours)}",
                 where=str(second),
-                remedy="other vocabularies or heads meet in a merge ('tokenizer', 'heads_of: each' or 'exclude' in its "
-                "recipe); 'evaluate' and 'barrier --heads-of each' measure task by task",
+                remedy="merge them with 'tokenizer', 'heads_of: each' or 'exclude' in a recipe; measure them with "
+                "'evaluate' or 'barrier --heads-of each'",
             )
     if isinstance(a, HeldModel) and isinstance(d, HeldModel):
         check_names(a.opened, d.opened)

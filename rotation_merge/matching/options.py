@@ -61,7 +61,7 @@ class AlignConfig(GroupOptions):
             if not any(index in piece for index in known):
                 words = f"{piece[0]}" if len(piece) == 1 else f"{piece[0]}-{piece[-1]}"
                 remedy = f"the model has layers {known[0]} to {known[-1]}" if known else "the model has no layers"
-                raise RecipeError(f"parameter 'layers' names '{words}', which no layer is", remedy=remedy)
+                raise RecipeError(f"parameter 'layers' names '{words}', but the model has no such layer", remedy=remedy)
 
     def at(self, architecture: Architecture, block: Block) -> AlignConfig:
         """The options of one block."""

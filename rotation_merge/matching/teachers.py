@@ -110,4 +110,4 @@ def divergence(outputs: Any, answers: Mapping[str, Tensor]) -> Tensor:
 def _same(shape: Sequence[int], its: Sequence[int]) -> None:
     if tuple(shape) != tuple(its):
         problem = f"answers have shape {list(its)}, the model's own {list(shape)}"
-        raise CheckpointError(problem, remedy="give teachers of the model's own kind")
+        raise CheckpointError(problem, remedy="give teachers of the same class and size")

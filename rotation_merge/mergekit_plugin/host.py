@@ -78,7 +78,7 @@ def unfit(why: str) -> MergekitError:
     except PackageNotFoundError:
         installed = "of an unknown version"
     return MergekitError(
-        f"mergekit {installed} is installed, which rotation_merge does not fit into ({' '.join(why.split())})",
+        f"mergekit {installed} is installed, which is not supported ({' '.join(why.split())})",
         remedy=f"{supported()} is supported: pip install 'mergekit=={NEWEST}', or a newer rotation-merge",
     )
 

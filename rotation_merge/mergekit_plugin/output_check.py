@@ -39,7 +39,7 @@ def complete(config: MergeConfiguration, folder: str, options: MergeOptions) -> 
         copied = copy_companions(folder, parents, without)
         return copied, [defect for defect in check_folder(folder, parents) if defect.kind not in without]
     except Exception as error:  # of readers and of transformers, of every kind
-        problem = f"could not be looked at ({short(error)})"
+        problem = f"could not be checked ({short(error)})"
         return [], [
             Defect("not checked", problem, os.path.basename(folder), "run 'rotation-merge doctor'", fatal=False)
         ]

@@ -119,7 +119,7 @@ def _read_folder(path: str) -> AdapterFactors:
 
 def _read_file(path: str) -> AdapterFactors:
     if not path.endswith(SUFFIX) or not os.path.isfile(path):
-        raise CheckpointError("no LoRA adapter is there", where=path, remedy=f"name a folder or a {SUFFIX} file")
+        raise CheckpointError("there is no LoRA adapter", where=path, remedy=f"name a folder or a {SUFFIX} file")
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

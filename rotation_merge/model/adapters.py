@@ -106,7 +106,7 @@ class Adapter:
         """
         self.path = path
         if not os.path.isfile(os.path.join(path, ADAPTER_CONFIG)):
-            raise CheckpointError("no LoRA adapter is there", where=path, remedy=f"{ADAPTER_CONFIG} is needed")
+            raise CheckpointError("there is no LoRA adapter", where=path, remedy=f"{ADAPTER_CONFIG} is needed")
         self.config: dict[str, Any] = read_json(os.path.join(path, ADAPTER_CONFIG))
         self._check_config()
         self.shapes: Shapes = file_shapes(self._file)

@@ -93,9 +93,9 @@ def check_local(folder: str) -> None:
         return
     if os.path.exists(adapter := os.path.join(folder, ADAPTER_CONFIG)):
         base = read_json(adapter).get("base_model_name_or_path") or "BASE"
-        raise CheckpointError("is an adapter, no model", where=folder, remedy=f"write {base}+{folder}")
+        raise CheckpointError("is an adapter, not a model", where=folder, remedy=f"write {base}+{folder}")
     raise CheckpointError(
-        "no weights are there",
+        "there are no weights",
         where=folder,
         remedy="model.safetensors or pytorch_model.bin (or the index of shards of either) is needed",
     )

@@ -141,7 +141,7 @@ class OpenedModel:
         kind = getattr(transformers, str(names[0]), None)
         if kind is None:
             problem = f"transformers has no class '{names[0]}'"
-            raise CheckpointError(problem, where=self.name, remedy="do what runs no model")
+            raise CheckpointError(problem, where=self.name, remedy="update transformers")
         return kind.config_class.from_dict(dict(self.config))
 
     @cached_property
@@ -200,7 +200,7 @@ def open_like(model: ModelLike, name: str = "", config: Any = None, untie: bool 
         "is a state dict without its config" if isinstance(model, Mapping) else f"is of type {type(model).__name__}"
     )
     raise CheckpointError(
-        f"{problem}, which is no model",
+        f"{problem}, which is not a model",
         where=name or None,
         remedy="give a folder, a name of the hub, a module, or a pair (state dict, config)",
     )

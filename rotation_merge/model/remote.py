@@ -122,7 +122,9 @@ def _fetched(name: str, cache: str) -> RemoteModel | RotationMergeError:
         return error
     except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
         remedy = "check the name, and 'hf auth login' where it is gated"
-        return CheckpointError(f"the hub gives no headers of it ({short(error)})", where=name, remedy=remedy)
+        return CheckpointError(
+            f"its headers cannot be fetched from the hub ({short(error)})", where=name, remedy=remedy
+        )
 
 
 def _fetch(name: str, repo: str, revision: str, cache: str) -> RemoteModel:

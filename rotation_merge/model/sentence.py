@@ -117,7 +117,7 @@ def reading(folder: str) -> tuple[str, int | None]:
     most = read_json(lengths).get("max_seq_length") if os.path.isfile(lengths) else None
     prompt = str(prompts[name]) if name is not None else ""
     if prompt and any(module.get("include_prompt") is False for module in read_modules(folder)):
-        problem = f"its pooling leaves out the prompt '{prompt}' that stands before every text, which is not supported"
+        problem = f"its pooling excludes the prompt '{prompt}', which is not supported"
         raise CheckpointError(
             problem, where=folder, remedy="take default_prompt_name out, and put prompts into the data"
         )

@@ -34,7 +34,7 @@ def widening(model: PairedModel, anchor: PairedModel, untie: bool) -> tuple[dict
         raise CheckpointError(problem, where=model.name, remedy="widen models of one family")
     if any(module.config for module in spec.modules.values()):
         remedy = "only models of one part can be widened"
-        raise CheckpointError("has parts with configs of their own", where=model.name, remedy=remedy)
+        raise CheckpointError("has nested configs", where=model.name, remedy=remedy)
     config = {**model.config, **config_of_sizes(spec, model.config, anchor.config)}
     if config == model.config:
         return None

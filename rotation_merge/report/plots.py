@@ -26,7 +26,7 @@ def check_plot(path: str) -> None:
 
     known = FigureCanvasAgg.get_supported_filetypes()
     if os.path.splitext(path)[1][1:].lower() not in known:
-        problem = f"there are no plots of that ending, but of {', '.join(known)}"
+        problem = f"this ending is not supported; plots are written as {', '.join(known)}"
         raise RotationMergeError(problem, where=path, remedy="end the name in .png, .svg or .pdf")
 
 

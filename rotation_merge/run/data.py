@@ -111,7 +111,7 @@ def data_in_memory(samples: Sequence[Mapping[str, Tensor]], model: Any, source: 
     if isinstance(samples, Mapping) or not samples or not all(isinstance(batch, Mapping) for batch in samples):
         raise DataError("are no batches", where=source, remedy=remedy)
     if not all(isinstance(x, Tensor) and len(x) for batch in samples for x in batch.values()):
-        raise DataError("hold what is no tensor of examples", where=source, remedy=remedy)
+        raise DataError("hold a value that is not a tensor of examples", where=source, remedy=remedy)
     check_inputs(samples[0], model, source)
     batches, task = _checked([dict(batch) for batch in samples], model, source)
     return Data(batches, task, sum(map(examples_in, batches)), source)

@@ -148,7 +148,9 @@ def _answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor]:
             remedy="give one label for each example (or token)",
         )
     if int(labels.max()) >= logits.shape[-1]:
-        raise DataError(f"label {int(labels.max())} is beyond the model's {logits.shape[-1]} classes", remedy="mend it")
+        raise DataError(
+            f"label {int(labels.max())} is beyond the model's {logits.shape[-1]} classes", remedy="correct the labels"
+        )
     return logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
 
 

@@ -237,7 +237,7 @@ def floating_outputs(model: Any, answer: Any) -> Batch:
     """
     tensors = dict(_floating("", answer))
     if not tensors:
-        raise CheckpointError(f"{type(model).__name__} gives nothing to compare")
+        raise CheckpointError(f"{type(model).__name__} has no output to compare")
     return tensors
 
 

@@ -48,7 +48,7 @@ def read_samples(
     source, checkpoint = str(samples), opened.checkpoint
     path = "" if checkpoint is None else local_path(str(checkpoint.reference.model.path))
     if checkpoint is None and source not in SOURCES and getattr(kind, "main_input_name", "") == "input_ids":
-        problem = "is in memory, without the tokenizer that would read it"
+        problem = "is in memory without a tokenizer"
         raise DataError(problem, where=opened.name, remedy="give batches of input_ids, or the model's folder")
     return read_batches(source, path, kind, limit, batch_size, length, seed)
 

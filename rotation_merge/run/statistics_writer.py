@@ -203,7 +203,7 @@ def keep_figures(name: str, images: bool, facts: Mapping[str, Any], figures: Map
         RotationMergeError: the model is no folder here.
     """
     if not os.path.isdir(name):
-        raise RotationMergeError("figures are kept beside a model", where=name, remedy="name a folder")
+        raise RotationMergeError("--keep needs a model folder", where=name, remedy="name a folder")
     data_facts = {key: facts[key] for key in ("data", "task", "examples")}
     pipeline = PIPELINES.get(str(facts["task"]), f"{'image' if images else 'text'}-classification")
     measurement = {

@@ -135,7 +135,7 @@ def _scratch(parent: str) -> Scratch:
         return Scratch(parent)
     except OSError as error:
         raise RotationMergeError(
-            f"cannot be written to ({short(error)})", where=parent, remedy="name a folder for 'spill' that can"
+            f"cannot be written to ({short(error)})", where=parent, remedy="name another folder for 'spill'"
         ) from error
 
 

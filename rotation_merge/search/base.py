@@ -74,7 +74,7 @@ def _opened(name: str, why: str, models: Mapping[str, Model]) -> TaskVectorBase:
         pair = open_pair(name, model, NOTHING)
         check_forward(pair.checked.anchor, pair.checked.donor)
         if (cosine := likeness(pair.anchor, pair.donor)) < RELATED:
-            problem = f"is no base of {model}: the mean cosine of their matrices is {cosine:.2f}"
+            problem = f"is not the base of {model}: the mean cosine of their matrices is {cosine:.2f}"
             raise CheckpointError(
                 problem, where=name, remedy="name the model that all others were fine-tuned from, or leave out --base"
             )

@@ -95,13 +95,13 @@ def answers(model: Any, batch: Batch, task: str, columns: Tensor | None = None) 
     outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
     logits = _cosines(outputs) if task == "embedding" else getattr(outputs, "logits", None)
     if not isinstance(logits, Tensor):
-        problem = f"{type(model).__name__} has no logits to be judged by"
+        problem = f"{type(model).__name__} has no logits to judge"
         raise DataError(problem, remedy="name models with their head, or use barrier")
     if task in FLOATS:
         rows = torch.arange(len(logits))
         return Predictions(logits.float(), rows, rows)
     if logits.shape[-1] == 1:
-        problem = f"{type(model).__name__} gives one number, which needs a score to compare it with"
+        problem = f"{type(model).__name__} gives one number, so its samples need scores"
         raise DataError(problem, remedy="give data with labels or scores")
     counting = _counting(batch, task, logits)
     if task == "next token":  # positions of the whole tensor, since a part of it would be a copy

@@ -374,7 +374,7 @@ class TestBadInput:
         made = _weighted("regmean", *pair)
         made["models"][1]["parameters"] |= {"finetuned_from": str(pair[1]), "carry": "refit"}
         said = self.refused(made, tmp_path)
-        assert "before its change is carried on samples" in said
+        assert "needs statistics of the carried model" in said
         assert "measure and merge what that writes" in said
 
     def test_of_other_weights(self, pair: tuple[Path, Path], tmp_path: Path):

@@ -226,7 +226,7 @@ def test_nothing_gained_writes_nothing(models: list[Path], tmp_path: Path) -> No
         (("--teachers", "nowhere"), "no such directory"),
         (("--teachers", "A", "--data", "nowhere.txt"), "no such file"),
         (("--teachers", "A", "--samples", 2, "--data", "self", "self"), "give --data once"),
-        (("--teachers", "A", "--data", "one.jsonl"), "cannot be parted"),
+        (("--teachers", "A", "--data", "one.jsonl"), "too few to hold one out"),
         (("--teachers", "A", "wider", "--samples", 4), "says which tokens are the same"),
         (("--teachers", "A", "--samples", 4, "--learning-rate", "1e30", "--length", 8), "training gives NaN"),
     ],

@@ -438,7 +438,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "data": ({"data": "nowhere.txt"}, "no such file"),
     "kind": ({"data": "synthetic"}, "does not take images"),
     "targets": ({"targets": "all"}, "'targets' is 'all'"),
-    "pool": ({"data": "demo:python", "targets": "own"}, "'targets: own' needs samples of each model's own"),
+    "pool": ({"data": "demo:python", "targets": "own"}, "'targets: own' needs different samples for each model"),
     "ridge": ({"ridge": -1.0}, "'ridge' is -1"),
     "samples": ({"samples": 0}, "'samples' is 0"),
     "weights": ({"weight": 0.0}, "weights are shares"),
@@ -470,4 +470,4 @@ def test_slices_and_task_vectors_are_refused(llama: Checkpoint, tmp_path: Path) 
     assert "refit runs whole models" in one_error(mergekit_yaml(made, tmp_path / "slices").output)
     tuned = refit_recipe(llama, checkpoint("llama", "llama", tmp_path / "b", seed=2))
     tuned["models"][1]["parameters"]["finetuned_from"] = str(llama.path)
-    assert "needs models that answer" in one_error(mergekit_yaml(tuned, tmp_path / "tuned").output)
+    assert "needs whole models" in one_error(mergekit_yaml(tuned, tmp_path / "tuned").output)

@@ -86,7 +86,7 @@ def test_faults_are_found_before_the_download(published: dict[str, Path], home: 
         "org/wrong": "vocabulary size",
         "org/other": "qwen3",
         "org/lacking": "missing",
-        "org/nowhere": "no headers",
+        "org/nowhere": "its headers cannot be fetched",
     }.items():
         found = checked(recipe(tmp_path, NAMES[0], name))
         assert not found["ok"], name

@@ -241,7 +241,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         rm.average([])
     with pytest.raises(RecipeError, match="sum is zero"):
         rm.average([anchor.path, anchor.path], weights=[1, -1])
-    with pytest.raises(AlignmentError, match="does not know its models"):
+    with pytest.raises(AlignmentError, match="has no facts on its models"):
         rm.Alignment({}).apply(anchor.path)
 
 

@@ -139,4 +139,4 @@ def test_processes_of_torchrun_have_one_device_each(
     monkeypatch.setenv("WORLD_SIZE", "2")
     result = fit(models, tmp_path / "out", str(models / "anchor"), str(models / "donor"), options="--devices cpu,cpu")
     assert result.exit_code == 2
-    assert "hold all models on one device each; use --device cuda" in result.stderr
+    assert "each torchrun process uses one device; use --device cuda" in result.stderr

@@ -107,7 +107,7 @@ def test_a_file_that_tears_them_is_refused(model: Planted, tmp_path: Path) -> No
     for number, change in enumerate(({LAST: replace(last, qk=last.qk.still())}, {LAST: None}, {FIRST: None})):
         torn_apart = {name: t for name, t in (draw.transforms | change).items() if t is not None}
         replace(draw, transforms=torn_apart).save(tmp_path / str(number))
-        with pytest.raises(rm.RotationMergeError, match=f"space '{LAST}' moves apart from its keys and values"):
+        with pytest.raises(rm.RotationMergeError, match=f"space '{LAST}' does not move with its keys and values"):
             rm.Alignment.load(tmp_path / str(number))
     draw.save(tmp_path / "file")
     assert rm.Alignment.load(tmp_path / "file").transforms[FIRST].group() == lead.group()

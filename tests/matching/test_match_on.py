@@ -174,7 +174,7 @@ def test_the_api_matches_on_activations() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (("--samples", 8), "matched without samples"),
+        (("--samples", 8), "uses no samples"),
         (("--match-on", "both", "--widths"), "leave out --match-on"),
         (("--match-on", "both", "--data", "nowhere.txt"), "nowhere.txt"),
     ],

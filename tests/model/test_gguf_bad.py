@@ -135,8 +135,8 @@ def test_a_tokenizer_beside_it_that_is_another_models(file: Path, tmp_path: Path
     ("changes", "words"),
     [
         ({"general.type": "imatrix"}, "importance matrix"),
-        ({"general.type": "adapter"}, "LoRA adapter in GGUF"),
-        ({"general.type": "mmproj"}, "no language model"),
+        ({"general.type": "adapter"}, "a LoRA adapter, not a model"),
+        ({"general.type": "mmproj"}, "not a language model"),
         ({"llama.block_count": None}, "lack 'llama.block_count'"),
         ({"tokenizer.ggml.pre": "of-nobody"}, "'of-nobody'"),
         ({"llama.rope.scaling.type": "of-nobody"}, "'of-nobody'"),
@@ -155,7 +155,7 @@ def test_an_architecture_that_is_not_read(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert "'rwkv7' is not read" in _refused(path)
+    assert "'rwkv7' cannot be read" in _refused(path)
 
 
 def test_several_models_in_a_folder(file: Path, tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "name", "config", "words"),
     [
-        ("gpt_neox", None, {}, "GPTNeoXForCausalLM is not written to GGUF here"),
-        ("llama", "llama, classifier", {}, "LlamaForSequenceClassification is not written"),
+        ("gpt_neox", None, {}, "GPTNeoXForCausalLM cannot be written to GGUF"),
+        ("llama", "llama, classifier", {}, "LlamaForSequenceClassification cannot be written"),
         ("gpt2", "untied", {}, "'activation_function'"),
         ("gemma3", "tied", {}, "'query_pre_attn_scalar'"),
         ("falcon", "alibi, sequential", {}, "has no place"),

@@ -72,11 +72,11 @@ def test_what_is_not_there_is_one_line_in_every_command(name: str, tmp_path: Pat
 
 
 WRONG: dict[str, tuple[list[str], str]] = {
-    "a doctor's folder without a model": (["doctor", "empty"], "no weights are there"),
+    "a doctor's folder without a model": (["doctor", "empty"], "there are no weights"),
     "a doctor's file that is no recipe": (["doctor", "file"], "names no merge_method"),
     "a doctor's list": (["doctor", "list.yml"], "names no merge_method"),
     "a doctor's recipe of nothing": (["doctor", "none.yml"], "none.yml"),
-    "a doctor's bytes": (["doctor", "bytes.yml"], "is no text"),
+    "a doctor's bytes": (["doctor", "bytes.yml"], "is not a text file"),
     "a model that nobody merged, pushed": (["push", LLAMAS[0], "org/name"], "no such file"),
     "a file, pushed": (["push", "file", "org/name"], "is a file"),
     "a repository's name": (["push", LLAMAS[0], "a/b/c"], "names no repository"),
@@ -86,7 +86,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "weights, inspected": (["inspect", f"{LLAMAS[0]}/model.safetensors"], "neither an alignment nor statistics"),
     "junk, inspected": (["inspect", "junk.safetensors"], "cannot be read"),
     "a damaged report, inspected": (["inspect", "list/rotation_merge.json"], "is not a report"),
-    "the fingerprint of a folder": (["inspect", "empty", "--fingerprint"], "no weights are there"),
+    "the fingerprint of a folder": (["inspect", "empty", "--fingerprint"], "there are no weights"),
     "the fingerprint of junk": (["inspect", "junk.safetensors", "--fingerprint"], "cannot be read"),
     "the fingerprint of a recipe": (["inspect", "half.yml", "--fingerprint"], "nor a report (.json)"),
     "the page of a file": (["inspect", "file", "--html", "page.html"], "is a file"),
@@ -109,11 +109,11 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a command that there is not": (["inspct", LLAMAS[0]], "did you mean 'inspect'?"),
     "bytes, inspected": (["inspect", "bytes.yml"], "cannot be read"),
     "half a recipe, inspected": (["inspect", "half.yml"], "not valid YAML"),
-    "layers that are none": (["inspect", LLAMAS[0], "--layers", "9"], "which no layer is"),
+    "layers that are none": (["inspect", LLAMAS[0], "--layers", "9"], "the model has no such layer"),
     "data that is not there": (["evaluate", LLAMAS[0], "--data", "none.txt"], "no such file"),
     "data of nothing": (["evaluate", LLAMAS[0], "--data", "file.txt"], "give more text"),
     "arrays that are none": (["evaluate", LLAMAS[0], "--data", "junk.npz"], "is not an archive of arrays"),
-    "the fingerprint of an adapter": (["inspect", LORA, "--fingerprint"], "is an adapter, no model"),
+    "the fingerprint of an adapter": (["inspect", LORA, "--fingerprint"], "is an adapter, not a model"),
     "a table without texts": (["evaluate", LLAMAS[0], "--data", "a.csv"], "none holds texts"),
 }
 """Wrong calls, and what is said of them."""

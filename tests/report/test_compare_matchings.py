@@ -142,7 +142,7 @@ def test_a_recipe_with_two_donors_and_a_carried_one(models: dict[str, Path], tmp
     assert plain[0] == pytest.approx(residual[0], abs=1e-4)
     refused = run("barrier", tmp_path / "c.yml", *ends, "--anchors", "each")
     assert refused.exit_code == 2
-    assert "does not fit alignment files" in refused.output
+    assert "does not work with alignment files" in refused.output
 
 
 @pytest.mark.parametrize(
@@ -150,10 +150,10 @@ def test_a_recipe_with_two_donors_and_a_carried_one(models: dict[str, Path], tmp
     [
         (("--compare", "locals"), "did you mean 'local'?"),
         (("--compare", "learned="), "names no file"),
-        (("--compare", "local,local"), "'local' comes twice"),
+        (("--compare", "local,local"), "'local' is named twice"),
         (("--compare", ",".join(f"m{i}=x" for i in range(8))), "holds 8 curves"),
         (("--compare", "made=./gone"), "gone"),
-        (("--compare", "local", "--residual", "rotation"), "describe the curve 'aligned'"),
+        (("--compare", "local", "--residual", "rotation"), "need the curve 'aligned'"),
         (("--alignment", "x"), "for two models"),
         (("--plot", "p.xyz"), "end the name in .png"),
     ],

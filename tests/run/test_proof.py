@@ -86,7 +86,7 @@ def test_large_models_are_proven_layer_by_layer(
     monkeypatch.setattr(model_outputs, "load", never)
     assert run("verify", donor, tmp_path / "out", "--batches", 1).exit_code == 0
     assert run("verify", *models[family], "--batches", 1).exit_code == 1
-    assert "too large to be held whole" in one_error(run("verify", donor, donor, "--data", "self").output)
+    assert "too large to be held in memory" in one_error(run("verify", donor, donor, "--data", "self").output)
     spoil(monkeypatch, "v_proj" if family == "qwen2" else "output.dense.weight")
     done = run("align", *models[family], tmp_path / "second")
     assert done.exit_code == 2, done.output

@@ -73,7 +73,7 @@ def test_bad_samples_are_one_line(models) -> None:
         ([{"input_ids": "text"}], "no tensor"),
         ([{"pixel_values": torch.zeros(1, 3, 4, 4)}], "takes input_ids"),
         ([{"input_ids": torch.tensor([[400]])}], "outside the model's vocabulary"),
-        ("missing.txt", "without the tokenizer"),
+        ("missing.txt", "without a tokenizer"),
     ]:
         with pytest.raises(rm.RotationMergeError, match=words) as error:
             rm.evaluate(models[0], samples)

@@ -162,7 +162,7 @@ def test_the_default_prompt_stands_before_every_text(models: dict[str, Path], pa
     settings.write_text(json.dumps({"prompts": {"query": "w7 "}, "default_prompt_name": "query"}))
     pooling = path / "1_Pooling" / "config.json"
     pooling.write_text(json.dumps({**json.loads(pooling.read_text()), "include_prompt": False}))
-    assert "its pooling leaves out the prompt" in one_error(run("evaluate", path, "--data", pairs).output)
+    assert "its pooling excludes the prompt" in one_error(run("evaluate", path, "--data", pairs).output)
 
 
 def test_align_takes_the_stream_and_the_dense_maps_along(models: dict[str, Path], tmp_path: Path):
@@ -270,7 +270,7 @@ def test_averages_with_inputs_take_pairs_as_texts(models: dict[str, Path], pairs
     bad = run("measure", anchor, "--data", pairs, "--kinds", "fisher", "--out", tmp_path / "f.safetensors")
     assert "no head that gives probabilities" in one_error(bad.output)
     bad = run("polish", anchor, tmp_path / "polished", "--teachers", twin, "--data", pairs)
-    assert "whose modules are not trained" in one_error(bad.output)
+    assert "whose modules cannot be trained" in one_error(bad.output)
 
 
 @pytest.mark.parametrize("single", [False, True])

@@ -109,7 +109,7 @@ def test_adapters_of_a_base_that_is_not_here_are_one_line(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("base", "words"),
-    [(OTHER, "is no base of"), ("nowhere", "no such directory"), (str(CHECKPOINTS / "vit-0"), "architecture is")],
+    [(OTHER, "is not the base of"), ("nowhere", "no such directory"), (str(CHECKPOINTS / "vit-0"), "architecture is")],
 )
 def test_a_base_that_is_none_is_refused_in_one_line(base: str, words: str, tmp_path: Path) -> None:
     done = run("merge", ENGLISH, C, tmp_path / "out", "--base", base, *TINY)

@@ -137,7 +137,9 @@ def _of_recipe(path: str, merged: str | None, parents: Sequence[str]) -> Case:
         with open(path, encoding="utf-8") as file:
             values = [document.value for document in documents(file.read())]
     except UnicodeDecodeError as error:
-        raise RecipeError("is no text", where=path, remedy="give a recipe or a merged model's directory") from error
+        raise RecipeError(
+            "is not a text file", where=path, remedy="give a recipe or a merged model's directory"
+        ) from error
     value = values[-1]
     if not isinstance(value, dict) or "merge_method" not in value:
         raise RecipeError("names no merge_method", where=path, remedy="give a recipe that mergekit-yaml runs")

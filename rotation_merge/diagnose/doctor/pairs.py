@@ -78,7 +78,7 @@ def _vocabulary(case: Case, anchor: Model, donor: Model) -> Iterator[Cause]:
         yield Cause(
             "tokenizer order",
             min(0.95, 0.6 + 0.35 * moved / whole),
-            f"{moved} of {whole} tokens stand at other ids than in {anchor.reference}: rows of different words were "
+            f"{moved} of {whole} tokens have other ids than in {anchor.reference}: rows of different words were "
             "averaged",
             str(donor.reference),
             remedy,

@@ -210,7 +210,7 @@ def _scaled(name: str, comparison: Comparison) -> Iterator[Cause]:
         yield Cause("scale", 0.98, problem, name, remedy)
     elif len(scaled) < MOST * len(comparison.tensors) or len(scaled) == 1:
         worst = min(scaled, key=lambda beside: min(beside.share, 1 / beside.share))
-        problem = f"{_some(scaled)} {share:.2f} times those of the parents, all others once"
+        problem = f"{_some(scaled)} {share:.2f} times those of the parents, all others unchanged"
         yield Cause("scale", 0.9, problem, worst.name, remedy)
 
 

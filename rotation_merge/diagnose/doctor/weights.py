@@ -130,7 +130,7 @@ def _norms(case: Case) -> Iterator[Cause]:
     if ratio_of[least] < SHRUNK:
         count = sum(ratio < SHRUNK for ratio in ratio_of.values())
         problem = (
-            f"weights of {count} of {len(ratio_of)} layers shrink to {ratio_of[least]:.2f} of the parents' or more"
+            f"weights shrink in {count} of {len(ratio_of)} layers, at most to {ratio_of[least]:.2f} of the parents'"
         )
         remedy = "align the models first ('preset: far'), or repair the scales ('delegate: refit')"
         yield Cause("vanished variance", 0.65, problem, least, remedy)

@@ -32,7 +32,7 @@ def same_block(models: Models, model: ModelReference, block: Block) -> BlockPart
         same = (candidate.module, candidate.place, candidate.index) == (block.module, block.place, block.index)
         if same and (block.index is not None or candidate.name == block.name):
             return BlockPart(model, architecture, candidate)
-    raise CheckpointError(f"has no block like {block.name}", where=str(model), remedy="the models differ in depth")
+    raise CheckpointError(f"has no block like {block.name}", where=str(model), remedy="merge models of one depth")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
         if plan.unit == MODEL and donor.origin is None:
             _one_vocabulary(donors, model, f"{name} runs all models on one set of token ids", "use another delegate")
         if plan.statistics and donor.carried.carrying is not None:
-            problem = f"{name} has statistics of the donor before its change is carried on samples"
+            problem = f"{name} needs statistics of the carried model, and these are the donor's"
             raise RecipeError(problem, where=str(model), remedy=CARRY_FIRST.format("measure and merge"))
         if by_row and rearranged:
             _one_vocabulary(donors, model, f"{name} weighs the row of every token", "use delegate regmean or kfac")

@@ -287,7 +287,7 @@ class Donors:
                 raise RecipeError(problem, where=str(model), remedy="leave out 'match_on', or 'anchor: mean'")
             if self._origin(model, reader) or self.recipe.of_model("alignment", reader, model):
                 raise RecipeError(
-                    "'anchor: mean' aligns whole models and does not go with finetuned_from or alignment",
+                    "'anchor: mean' aligns whole models and does not work with 'finetuned_from' or 'alignment'",
                     where=str(model),
                     remedy="use 'anchor: base'",
                 )

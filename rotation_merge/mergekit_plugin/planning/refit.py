@@ -148,7 +148,7 @@ def _value(name: str, reader: ConfigReader, model: ModelReference | None, defaul
     if isinstance(default, str) and isinstance(value, str):
         return value
     raise RecipeError(
-        f"parameter '{name}' holds for whole models with delegate refit, lists and filters do not fit it",
+        f"parameter '{name}' takes no lists or filters with delegate refit",
         where=str(model or "parameters"),
         remedy=f"give one {'word' if isinstance(default, str) else 'number'}",
     )
@@ -174,7 +174,7 @@ def _pooled(recipe: Recipe, teachers: Sequence[Teacher]) -> bool:
     same = len({teacher.data for teacher in teachers}) == 1 and teachers[0].data != SELF and len(teachers) > 1
     if same and targets == "own":
         raise RecipeError(
-            f"'targets: own' needs samples of each model's own, all have '{teachers[0].data}'",
+            f"'targets: own' needs different samples for each model, all have '{teachers[0].data}'",
             where="parameters",
             remedy="write 'data' under each model, or 'targets: mean'",
         )

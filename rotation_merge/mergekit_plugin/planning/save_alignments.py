@@ -32,7 +32,7 @@ def check_keepable(session: Session, anchor: BlockPart, sources: list[BlockPart]
         if session.run.kept_transforms is not None and source.block.index != anchor.block.index:
             raise RecipeError(
                 f"layer {source.block.index} of {source.model} meets layer {anchor.block.index} of {anchor.model}, and "
-                "an alignment file holds layers at their own places",
+                "an alignment file cannot hold layers of different numbers",
                 where="parameters.save_alignment",
                 remedy="leave it out",
             )

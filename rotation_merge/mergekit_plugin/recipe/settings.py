@@ -106,7 +106,7 @@ def _keys(document: Document, path: Path, value: Any, known: tuple[str, ...]) ->
         if key not in known:
             remedy = nearest(str(key), known)
             if not path and key in BY_NAME:
-                remedy = "it stands under 'parameters'"
+                remedy = "it belongs under 'parameters'"
             document.fault((*path, str(key)), f"there is no key '{key}' here", remedy)
 
 
@@ -206,7 +206,7 @@ def _setting(
     key = BY_NAME.get(name)
     if key is not None and key.option.scope != BLOCK and varies(value):
         if name != "delegate":  # of which it has been said that it is no method
-            problem = f"parameter '{name}' holds for the whole model, lists and filters do not fit it"
+            problem = f"parameter '{name}' holds for the whole model and takes no lists or filters"
             remedy = "write ranges such as '0-5,11' in one string" if name == "layers" else "give one value"
             document.fault(path, problem, remedy)
         return

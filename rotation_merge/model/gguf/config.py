@@ -32,18 +32,18 @@ def family_of(gguf: GgufFile) -> Family:
     """
     kind, path = gguf.metadata.get("general.type", "model"), gguf.paths[0]
     if kind == "imatrix" or "imatrix.datasets" in gguf.metadata:
-        problem = "holds an importance matrix, which llama.cpp quantises by, and no model"
+        problem = "holds an importance matrix for quantisation, not a model"
         raise CheckpointError(problem, where=path, remedy="name the model's own file")
     if kind == "adapter":
         remedy = "name the LoRA in peft's format (BASE+ADAPTER): the folder that it was converted from"
-        raise CheckpointError("holds a LoRA adapter in GGUF, and no model", where=path, remedy=remedy)
+        raise CheckpointError("holds a LoRA adapter, not a model", where=path, remedy=remedy)
     if kind != "model" or gguf.architecture == "clip":
-        problem = f"holds a '{kind}' of architecture '{gguf.architecture}', and no language model"
+        problem = f"holds a '{kind}' of architecture '{gguf.architecture}', not a language model"
         raise CheckpointError(problem, where=path, remedy="name the language model's file")
     fitting = [family for family in families() if family.fits(gguf)]
     if not fitting:
         known = sorted({family.architecture for family in families()})
-        problem = f"its architecture '{gguf.architecture}' is not read from GGUF"
+        problem = f"its architecture '{gguf.architecture}' cannot be read from GGUF"
         remedy = f"{nearest(gguf.architecture, known)}; take the model in safetensors"
         raise CheckpointError(problem, where=path, remedy=remedy)
     return fitting[-1]
@@ -155,7 +155,7 @@ def _scaling(gguf: GgufFile, rotated: int) -> dict[str, Any]:
         }
     if kind in ("none", "longrope"):  # which Phi-3 says of its short models, too
         return {}
-    problem = f"its rotary positions are scaled by '{kind}', which is not read"
+    problem = f"its rotary positions are scaled by '{kind}', which is not supported"
     raise CheckpointError(problem, where=gguf.paths[0], remedy="take the model in safetensors")
 
 
@@ -169,9 +169,7 @@ def _llama3(gguf: GgufFile, divisors: Tensor, rotated: int) -> dict[str, Any]:
         theta = gguf.value("rope.freq_base", THETA)
         if torch.allclose(llama3_divisors({**rope, "rope_theta": theta}, rotated), divisors, rtol=1e-4):
             return rope
-    problem = (
-        f"'{FREQUENCIES}' scales rotary frequencies otherwise than Llama 3 does, which transformers has no words for"
-    )
+    problem = f"'{FREQUENCIES}' scales rotary frequencies in a way that transformers cannot describe"
     raise CheckpointError(problem, where=gguf.paths[0], remedy="take the model in safetensors")
 
 
@@ -238,5 +236,5 @@ def _written_scaling(rope: Mapping[str, Any], rotated: int) -> tuple[dict[str, A
             **(original if kind == "yarn" else {}),
         }, {}
     raise CheckpointError(
-        f"its rotary positions are scaled by '{kind}', which is not written to GGUF", remedy=CONVERTER
+        f"its rotary positions are scaled by '{kind}', which cannot be written to GGUF", remedy=CONVERTER
     )

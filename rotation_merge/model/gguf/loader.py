@@ -79,7 +79,7 @@ def _entries(gguf: GgufFile, family: Family, config: Mapping[str, Any]) -> dict[
                 entry = gguf.entries[name]
                 entries[stem + end] = entry if place.expert is None else entry.part(place.expert), place.layout
     if unknown := sorted(names - used):
-        problem = f"tensor '{unknown[0]}' is none that a {family.class_name} has"
+        problem = f"tensor '{unknown[0]}' has no place in a {family.class_name}"
         raise CheckpointError(problem, where=gguf.paths[0], remedy="take the model in safetensors")
     return entries
 

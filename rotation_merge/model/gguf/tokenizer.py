@@ -118,7 +118,7 @@ def tokenizer_of(metadata: Mapping[str, Any], tokens: Sequence[str], architectur
     elif kind == SENTENCE_PIECES:
         fast, bos = _sentence_pieces(metadata, tokens), True
     else:
-        problem = f"its tokenizer is of kind '{kind}', which is not read"
+        problem = f"its tokenizer is of kind '{kind}', which is not supported"
         raise CheckpointError(problem, where=label, remedy=OWN_TOKENIZER)
     types = _types(metadata)
     fast.add_special_tokens(

@@ -210,7 +210,9 @@ def _placed(config: Mapping[str, Any], names: list[str], label: str) -> tuple[Fa
     known = [family for family in families() if family.class_name == word]
     if not known:
         classes = ", ".join(dict.fromkeys(family.class_name for family in families()))
-        raise CheckpointError(f"{word} is not written to GGUF here, but {classes}", where=label, remedy=CONVERTER)
+        raise CheckpointError(
+            f"{word} cannot be written to GGUF; supported are {classes}", where=label, remedy=CONVERTER
+        )
     unknown = ""
     for family in sorted(known, key=lambda f: sum(config.get(key) != value for key, value in f.fixed.items())):
         layers = int(_first(config, family, "block_count"))
@@ -260,7 +262,7 @@ def _vocabulary(model: Model, rows: int, family: Family, label: str) -> tuple[di
     if tokenizer is None or has_only_special_tokens(tokenizer):
         return {"tokenizer.ggml.model": "none"}, ["The model has no tokenizer, and nor has the file."]
     if not hasattr(tokenizer, "backend_tokenizer"):
-        raise CheckpointError("its tokenizer is not written to GGUF here", where=label, remedy=CONVERTER)
+        raise CheckpointError("its tokenizer cannot be written to GGUF", where=label, remedy=CONVERTER)
     metadata = write_vocabulary(tokenizer, rows, family.architecture, label)
     notes = ["The tokenizer joins no bytes; llama.cpp itself refuses files whose tokenizer has no merges."]
     return metadata, notes if metadata.get("tokenizer.ggml.merges") == [] else []
@@ -350,7 +352,7 @@ def _tokens(content: Mapping[str, Any], rows: int, label: str) -> tuple[list[str
     """Tokens by their ids, and their types."""
     vocab = content["model"].get("vocab")
     if content["model"].get("type") != "BPE" or not isinstance(vocab, dict):
-        problem = f"its tokenizer is a {content['model'].get('type')}, which is not written to GGUF"
+        problem = f"its tokenizer is a {content['model'].get('type')}, which cannot be written to GGUF"
         raise CheckpointError(problem, where=label, remedy=CONVERTER)
     names = {number: token for token, number in vocab.items()}
     added = {token["id"]: token for token in content.get("added_tokens", [])}
@@ -398,7 +400,7 @@ def _kind(
     if name is None and not merges:  # where nothing is joined, it does not matter where text is cut
         name = "gpt-2"
     if name is None or content.get("normalizer") not in (None, {"type": "NFC"}):
-        problem = "its tokenizer splits text in a way that llama.cpp has no name for, as far as is known here"
+        problem = "its tokenizer splits text in a way that llama.cpp is not known to support"
         raise CheckpointError(problem, where=label, remedy=CONVERTER)
     joined = [" ".join(merge) for merge in merges]
     return {"tokenizer.ggml.model": BYTE_PAIRS, "tokenizer.ggml.pre": name}, {"tokenizer.ggml.merges": joined}
@@ -408,5 +410,5 @@ def _check(tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str], archi
     """Read back, it splits text as it did."""
     again = tokenizer_of(metadata, tokens, architecture, label)
     if any(again(text).input_ids != tokenizer(text).input_ids for text in SAMPLE):
-        problem = "its tokenizer would split text otherwise once it is read from GGUF"
+        problem = "its tokenizer would split text differently after reading it from GGUF"
         raise CheckpointError(problem, where=label, remedy=CONVERTER)
