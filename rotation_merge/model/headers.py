@@ -367,8 +367,8 @@ def check_codes(code_types: Mapping[str, str], names: Iterable[str], label: str)
     else:
         numbers = "put 'quantization_config' back into config.json; model.dequantize(), model.save_pretrained(OUT)"
     raise CheckpointError(
-        f"its weights are quantised ({kind}, the first is '{name}'), which config.json does not say; they are codes, "
-        "and have no axes to turn",
+        f"its weights are quantised ({kind}, the first is '{name}'), which config.json does not say; they are codes "
+        "and cannot be aligned",
         where=label,
         remedy=f"name the model in full precision, or {numbers}",
     )

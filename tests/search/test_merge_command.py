@@ -30,7 +30,7 @@ from rotation_merge.search.costs import Costs
 from rotation_merge.search.held_out import split, write_data
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures, Judge
-from rotation_merge.search.outcome import Outcome, Tried
+from rotation_merge.search.outcome import Outcome, Trial
 from rotation_merge.search.run import Search
 
 ENGLISH, C = (str(CHECKPOINTS / f"llama-0-{domain}") for domain in ("english", "c"))
@@ -354,15 +354,15 @@ def test_a_soup_keeps_what_helps(monkeypatch: pytest.MonkeyPatch):
     worth = {"ab": 2.0, "ac": 9.0, "abc": 3.0, "abd": 1.0}
     seen = []
 
-    def trying(candidate: Candidate, *_: object) -> Tried:
+    def trying(candidate: Candidate, *_: object) -> Trial:
         seen.append("".join(sorted(candidate.models)))
-        return Tried(candidate.name, Figures(worth[seen[-1]], None, []), 1.0, "")
+        return Trial(candidate.name, Figures(worth[seen[-1]], None, []), 1.0, "")
 
     search = Search(SearchConfig(tuple("abcde"), "out", ("self",)), quiet_clock())
     search.parents = SimpleNamespace(order=list("abcde"))
     monkeypatch.setattr(search, "_try", trying)
     worth["abde"] = 5.0
-    search._soup([(Candidate("plain", "b", tuple("bacde"), {}), Tried("plain", Figures(4.0, None, []), 1.0, ""))])
+    search._soup([(Candidate("plain", "b", tuple("bacde"), {}), Trial("plain", Figures(4.0, None, []), 1.0, ""))])
     assert seen == ["ab", "abc", "abd", "abde"]
 
 
@@ -390,7 +390,7 @@ def test_a_lower_loss_with_fewer_right_answers_is_said():
     def of(*shares: float | None) -> list[str]:
         parents = {name: Figures(1.0, share, []) for name, share in zip("ab", shares, strict=False)}
         best = Figures(0.5, shares[2], [])
-        tried = [Tried("plain", best, 1.0, "")]
+        tried = [Trial("plain", best, 1.0, "")]
         return Outcome(True, tried, parents, None, best, None).verdict.sentences()[1:]
 
     assert of(0.5, 0.25, 0.375) == ["Its accuracy is lower than that of a (37.5% against 50.0%)."]
