@@ -125,8 +125,9 @@ class Wudi(TaskVectorMethod):
     r"""RegMean with the Grams that the changes imply, in closed form.
 
     ``D = (sum_t a_t D_t G_t + l M) (sum_t a_t G_t + l I)^-1`` with ``G_t = D_t^T D_t`` and M the mean of the changes; l
-    is `ridge` times the mean of the diagonal of the sum. `sides: both` also weighs the outputs, by ``L_t = D_t D_t^T``:
-    ``sum_t L_t D G_t = sum_t L_t D_t G_t``, by conjugate gradients.
+    is `ridge` times the mean eigenvalue of the sum, each weighted by itself. (The plain mean is next to nothing where
+    the changes have low rank, as those of LoRAs, and D grows out of proportion.) `sides: both` also weighs the outputs,
+    by ``L_t = D_t D_t^T``: ``sum_t L_t D G_t = sum_t L_t D_t G_t``, by conjugate gradients.
 
     Source: Cheng and others 2025 (WUDI-Merging, arXiv 2503.08099, equation 9, there by gradient descent); the trace
     instead of the norm: ACE-Merging (arXiv 2603.02945); neither: ACTMat (arXiv 2604.01329).
@@ -140,8 +141,8 @@ class Wudi(TaskVectorMethod):
             *COMMON,
             parameter(
                 "ridge",
-                0.1,
-                "strength of the pull towards the mean of the changes, relative to the mean diagonal",
+                0.05,
+                "strength of the pull towards the mean of the changes, relative to the mean eigenvalue of the Grams",
                 low=0,
             ),
             parameter(
@@ -164,11 +165,10 @@ class Wudi(TaskVectorMethod):
         parameters: Mapping[str, Any],
         shape: tuple[int, int] | None = None,
     ) -> Tensor:
-        outputs, inputs = shape or changes[0].shape
         if parameters["sides"] == "both":
-            return both_sides(changes, weights, parameters["ridge"], outputs * inputs)
+            return both_sides(changes, weights, parameters["ridge"])
         shares = [weight * _over_norm(d, parameters["gram_norm"]) for weight, d in zip(weights, changes, strict=True)]
-        return one_side(changes, shares, mean_of(changes, weights), parameters["ridge"], inputs)
+        return one_side(changes, shares, mean_of(changes, weights), parameters["ridge"])
 
     def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
         outputs, inputs = shape
@@ -188,43 +188,37 @@ def _over_norm(change: Tensor, kind: str) -> float:
     return 1.0 / squared if kind == "norm" else change.shape[1] / squared
 
 
-def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, ridge: float, inputs: int) -> Tensor:
+def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, ridge: float) -> Tensor:
     """``(sum_t a_t D_t G_t + l M) (sum_t a_t G_t + l I)^-1``; see `Wudi`.
 
     Args:
         shares: a_t.
         prior: M.
-        ridge: l over the mean of the diagonal of the sum.
-        inputs: of the map, over which that mean is taken.
+        ridge: l over the mean eigenvalue of the sum, weighted by itself.
     """
     total = torch.zeros(prior.shape[1], prior.shape[1], dtype=prior.dtype, device=prior.device)
     right = torch.zeros_like(prior)
     for change, share in zip(changes, shares, strict=True):
         total.addmm_(change.mT, change, alpha=share)
         right.addmm_((change - prior) @ change.mT, change, alpha=share)
-    penalty = ridge * float(total.diagonal().sum()) / inputs
+    penalty = ridge * float(total.square().sum() / total.diagonal().sum())
     if penalty == 0.0:
         return prior + torch.linalg.lstsq(total, right.mT, driver="gelsd").solution.mT
     total.diagonal().add_(penalty)
     return prior + torch.cholesky_solve(right.mT, torch.linalg.cholesky(total)).mT
 
 
-def both_sides(changes: Sequence[Tensor], weights: Sequence[float], ridge: float, entries: int) -> Tensor:
+def both_sides(changes: Sequence[Tensor], weights: Sequence[float], ridge: float) -> Tensor:
     """``sum_t L_t D G_t = sum_t L_t D_t G_t`` with a ridge towards `PRIOR` times the sum, by conjugate gradients.
 
-    Each factor is divided by its trace and multiplied by its size; of the two the smaller one is formed.
-
-    Args:
-        entries: of the map.
+    Each factor is divided by its trace; of the two the smaller one is formed. Both have the eigenvalues of G_t, so that
+    the ridge is the sum of the squares of `ridge` times their mean, weighted by themselves.
     """
     wide = changes[0].shape[0] <= changes[0].shape[1]
-    counting = [
-        (d, d @ d.mT if wide else d.mT @ d, entries * w / float(d.square().sum()) ** 2)
-        for d, w in zip(changes, weights, strict=True)
-        if bool(d.any())
-    ]
+    grams = [(d, d @ d.mT if wide else d.mT @ d, w) for d, w in zip(changes, weights, strict=True) if bool(d.any())]
+    counting = [(d, gram, w / float(gram.trace()) ** 2) for d, gram, w in grams]
     start = PRIOR * torch.stack(list(changes)).sum(0)
-    penalty = ridge * sum(weights)
+    penalty = sum(share * (ridge * float(gram.square().sum() / gram.trace())) ** 2 for _, gram, share in counting)
 
     def gram_product(x: Tensor, change: Tensor, gram: Tensor, share: float) -> Tensor:
         """``D D^T X D^T D``, computed with the smaller Gram of D."""
