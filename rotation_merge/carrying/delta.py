@@ -258,12 +258,16 @@ class Delta:
             left_out: a head that stays the embedding's tensor.
             rank: that the change of every matrix is cut down to; None: not.
         """
-        change: dict[str, Tensor] = {}
+        return {name: change for part in self.changes_by_block(left_out, rank) for name, change in part.items()}
+
+    def changes_by_block(self, left_out: str | None = None, rank: int | None = None) -> Iterator[dict[str, Tensor]]:
+        """`changes` of one block after the other, so that they need not be held together."""
         for block in self.carrier.architecture.blocks:
+            change: dict[str, Tensor] = {}
             for key, part in self.factors(block, rank)[0].items():
                 if (info := block.tensor(key)) is not None and info.name != left_out:
                     change |= unstack(info, dense(part, info))
-        return change
+            yield change
 
     def fitting_notes(self) -> list[str]:
         """Lines on the share of the change that fits the new base's shapes; empty for equal shapes."""

@@ -151,8 +151,9 @@ class SampledTransfer:
     def _plain(self) -> Delta:
         """The fine-tune's change as it stands, added to the new base; of the rank that is written."""
         delta = Delta(replace(self.session.carrier, alignment=Alignment({}), sites={}), self.tuned)
-        new, changes = self.session.carrier.new, delta.changes(self._tied, self.rank or None)
-        tensors = {name: new[name].to(change.dtype) + change for name, change in changes.items()}
+        new = self.session.carrier.new
+        blocks = delta.changes_by_block(self._tied, self.rank or None)
+        tensors = {name: new[name].to(change.dtype) + change for part in blocks for name, change in part.items()}
         return Delta.from_solved(self.session.carrier, tensors)
 
     def _scaled(self, held_out: HeldOutSamples) -> JudgedChange:
@@ -203,15 +204,18 @@ class SampledTransfer:
 
     def _controls(self, chosen: JudgedChange, parts: TransferSamples) -> tuple[tuple[float, ...], float]:
         """Losses with random changes that have the chosen one's singular values, and with the negated one."""
-        new, changes = self.session.carrier.new, chosen.delta.changes(self._tied)
-        draw = torch.Generator().manual_seed(self.config.seed)
+        new, draw = self.session.carrier.new, torch.Generator().manual_seed(self.config.seed)
 
-        def loss(changes: Mapping[str, Tensor]) -> float:
-            tensors = {name: (new[name].double() + change).float() for name, change in changes.items()}
+        def loss(control: Callable[[Tensor], Tensor]) -> float:
+            tensors = {
+                name: (new[name].double() + control(change)).float()
+                for changes in chosen.delta.changes_by_block(self._tied)
+                for name, change in changes.items()
+            }
             return evaluate(self._model(tensors), parts.judge.tuned)[0]
 
-        drawn = [loss({name: random_change(change, draw) for name, change in changes.items()}) for _ in range(DRAWS)]
-        return tuple(drawn), loss({name: -change for name, change in changes.items()})
+        drawn = [loss(partial(random_change, draw=draw)) for _ in range(DRAWS)]
+        return tuple(drawn), loss(torch.neg)
 
     def _distance(self, parts: TransferSamples) -> list[str]:
         """A line that compares the fine-tune's perplexity on its own text and on the judging samples."""
@@ -226,10 +230,11 @@ class SampledTransfer:
 
     def _in_weights(self, delta: Delta) -> str:
         """A line on the carried change's norm and its component along the aligned change."""
-        moved, solved = self._moved().changes(self._tied), delta.changes(self._tied)
-        whole = sum(float(change.double().square().sum()) for change in moved.values())
-        size = sum(float(change.square().sum()) for change in solved.values())
-        along = sum(float((change * moved[name].double()).sum()) for name, change in solved.items() if name in moved)
+        whole = size = along = 0.0
+        for moved, carried in zip(*(d.changes_by_block(self._tied) for d in (self._moved(), delta)), strict=True):
+            whole += sum(float(change.double().square().sum()) for change in moved.values())
+            size += sum(float(change.square().sum()) for change in carried.values())
+            along += sum(float((c * moved[name].double()).sum()) for name, c in carried.items() if name in moved)
         size, along = size / (whole or 1.0), max(along, 0.0) / (whole or 1.0)
         return (
             f"The carried change has {size:.2g} times the squared norm of the fine-tune's change; its component along "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -42,6 +42,9 @@ class BarrierConfig(Config):
     batch_size: int = option(32, "examples in a batch", low=1)
     length: int = option(128, "tokens in a window of text", low=2)
 
+
+MOST_LOGITS = 1 << 26
+"""Numbers that a model gives in one forward; a batch of more rows is split. Three times as many are in memory."""
 
 PATH = "path, "
 """Prefix of progress labels for a path."""
@@ -93,7 +96,7 @@ def score(model: Any, data: Data) -> Scores:
     if data.task in ("regression", "labels", "similarity"):
         return _of_floats(model, data)
     total, guesses, truths = 0.0, [], []
-    for batch in data.batches:
+    for batch in _parts(model, data):
         logits, labels = _answers(model, batch, data.task)
         labelled = labels != -100
         total += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
@@ -134,6 +137,17 @@ def of_floats(logits: Tensor, labels: Tensor, task: str) -> Scores:
     loss = torch.nn.functional.mse_loss(logits, labels)
     columns = [of_numbers(x, y) for x, y in zip(logits.T, labels.T, strict=True)]
     return Scores(float(loss), {name: sum(c[name] for c in columns) / len(columns) for name in NUMBERS})
+
+
+def _parts(model: Any, data: Data) -> Iterator[Batch]:
+    """The batches; those that ask for too many logits of tokens, in parts of fewer rows."""
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None) or 1
+    for batch in data.batches:
+        labels = batch["labels"]
+        per_row = labels[0].numel() * vocabulary if labels.ndim > 1 else 1
+        rows = max(1, MOST_LOGITS // per_row)
+        for start in range(0, len(labels), rows):
+            yield {name: tensor[start : start + rows] for name, tensor in batch.items()}
 
 
 def _answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor]:
