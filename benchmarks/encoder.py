@@ -5,6 +5,8 @@
     python benchmarks/encoder.py train checkpoints/encoder
     python benchmarks/encoder.py choose checkpoints/encoder
     python benchmarks/encoder.py merge checkpoints/encoder
+    python benchmarks/encoder.py fewer checkpoints/encoder        all pairs and triples of tasks, without data
+    python benchmarks/encoder.py unequal checkpoints/encoder      all four, one change three times as long
 
 all-MiniLM-L6-v2 (22M weights) under a linear head on the mean of a text's hidden states, which is the mean of what a
 BertForTokenClassification gives for its tokens. First the head is fitted to the encoder as it is, then all weights are
@@ -73,6 +75,9 @@ ABOVE = "points above the mean of weights"
 Only = tuple[str, ...]
 Rights = Mapping[str, torch.Tensor]
 """By task, which texts are answered rightly, (texts,)."""
+
+Group = tuple[tuple[str, ...], Path]
+"""Tasks that are merged, and the folder of their fine-tunes."""
 
 
 def arithmetic(scale: float) -> dict[str, Merge]:
@@ -291,6 +296,57 @@ def evaluated(folders: dict[str, Path], asked: dict[str, Texts]) -> tuple[Rights
     return rights, f"to evaluate one task: {took[0]:.1f} s with {TEST} texts, {took[1]:.1f} s with all"
 
 
+def compare_groups(name: str, groups: dict[str, list[Group]], asked: dict[str, Texts], found: dict[str, Task]) -> None:
+    """Merges without data of several groups of fine-tunes: means over the groups, beside the mean of weights."""
+    table, merges = Table(name), {**MEAN, **arithmetic(0.7), **WITHOUT_DATA}
+    with Scratch() as folder:
+        for words, several in groups.items():
+            correct: dict[str, list[Rights]] = {title: [] for title in (*merges, OWN)}
+            for tasks_of, work in several:
+                part = {task: found[task] for task in tasks_of}
+                for title, merge in merges.items():
+                    folders, _ = merged(work, Path(folder), part, merge)
+                    correct[title].append({task: right(folders[task], asked[task]) for task in tasks_of})
+                correct[OWN].append({task: right(work / task, asked[task]) for task in tasks_of})
+            gap = fmean(gains(correct[OWN], correct["mean"]))
+            for title, rights in correct.items():
+                gained = gains(rights, correct["mean"])
+                table.add(
+                    {
+                        "fine-tunes": words,
+                        "merge": title,
+                        "mean accuracy": f"{fmean(float(t.double().mean()) for r in rights for t in r.values()):.1%}",
+                        ABOVE: f"{100 * fmean(gained):+.1f}",
+                        "least of all groups": f"{100 * min(gained):+.1f}",
+                        "share of the gap": f"{fmean(gained) / gap:.0%}",
+                    }
+                )
+
+
+def gains(several: list[Rights], others: list[Rights]) -> list[float]:
+    """By how much the mean accuracy of each group is above the other's."""
+    return [
+        fmean(float(rights[task].double().mean() - other[task].double().mean()) for task in rights)
+        for rights, other in zip(several, others, strict=True)
+    ]
+
+
+def lengthened(work: Path, task: str, scratch: Path) -> Path:
+    """A folder with the same models, one of whose changes of the encoder is three times as long; its head stays."""
+    folder = scratch / f"longer-{task}"
+    folder.mkdir()
+    for name in ("base", *(path.name for path in work.iterdir() if path.is_dir() and path.name != "base")):
+        (folder / name).symlink_to((work / name).resolve())
+    (folder / task).unlink()
+    model, base = load(str(work / task)), load(str(work / "base")).state_dict()
+    with torch.no_grad():
+        for name, tensor in model.bert.state_dict(prefix="bert.").items():
+            if tensor.is_floating_point():
+                tensor.copy_(base[name] + 3.0 * (tensor - base[name]))
+    save(model, str(work / task), folder / task)
+    return folder
+
+
 def compare_steps(rights: Mapping[str, Rights]) -> None:
     """Each of `STEPS_UP` with the one before it, where all of them were asked."""
     names = [words for start in STEPS_UP for words in rights if words.startswith(start)]
@@ -308,7 +364,7 @@ def installed() -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["train", "choose", "merge"])
+    parser.add_argument("what", choices=["train", "choose", "merge", "fewer", "unequal"])
     parser.add_argument("work", type=Path, help="where the fine-tunes stand")
     parser.add_argument("--encoder", default=installed(), help="the package's folder, where it is not installed")
     parser.add_argument("--only", default=[], action="append", help="merges whose words begin so; other rows stay")
@@ -331,6 +387,18 @@ def main() -> None:
     if given.what == "choose":
         asked = {name: task.held for name, task in found.items()}
         compare(Table("encoder-choice", note), given.work, asked, found, {**settings()}, only)
+    elif given.what in ("fewer", "unequal"):
+        asked = {name: task.test[:TEST] for name, task in found.items()}
+        with Scratch() as folder:
+            if given.what == "fewer":
+                groups = {
+                    f"{count} of {len(found)}": [(some, given.work) for some in itertools.combinations(found, count)]
+                    for count in (2, 3)
+                }
+            else:
+                longer = [(tuple(found), lengthened(given.work, name, Path(folder))) for name in found]
+                groups = {"four, one change three times as long": longer}
+            compare_groups(f"encoder-{given.what}", groups, asked, found)
     else:
         asked = {name: task.test for name, task in found.items()}
         merges = {**MEAN, **arithmetic(given.scale), **fisher(given.fisher), **MERGES, OWN: None}

@@ -327,7 +327,6 @@ LORAS: dict[str, tuple[object, ...]] = {
     "task_arithmetic, lambda 0.7": ("--method", "task_arithmetic", "-p", "lambda=0.7"),
     "ties, density 0.5": ("--method", "ties", "-p", "density=0.5"),
     "wudi": ("--method", "wudi"),
-    "wudi, lambda 1.4": ("--method", "wudi", "-p", "lambda=1.4"),
     "tsv": ("--method", "tsv"),
 }
 
