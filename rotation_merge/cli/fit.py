@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from rotation_merge.cli.paths import (
     writes,
 )
 from rotation_merge.cli.show import json_option, print_json, say, shown
+from rotation_merge.config import option
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files.outputs import FILE, Output
 from rotation_merge.matching.fit_records import FitConfig
@@ -35,6 +36,15 @@ from rotation_merge.matching.options import WEIGHTS, AlignConfig, VaryingOptions
 from rotation_merge.run.data import KINDS, described, read_batches
 from rotation_merge.run.data_checks import check_labels
 from rotation_merge.run.functions import load, stored_dtype, to_stored_dtype
+from rotation_merge.run.sample_kinds import ReadingConfig
+
+
+@dataclass(frozen=True)
+class FitReadingConfig(ReadingConfig):
+    """Options of reading the samples to learn from."""
+
+    limit: int | None = option(None, "largest number of examples", int, low=2)
+    batch_size: int = option(64, "examples in a batch", low=1)
 
 
 @click.command(
@@ -52,9 +62,7 @@ from rotation_merge.run.functions import load, stored_dtype, to_stored_dtype
     help="Where to write the learned transforms.",
 )
 @config_options(FitConfig)
-@click.option("--batch-size", default=64, show_default=True, type=click.IntRange(min=1))
-@click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text window.")
-@click.option("--limit", type=click.IntRange(min=2), help="Use at most so many examples.")
+@config_options(FitReadingConfig)
 @device_option("; on a GPU in mixed precision")
 @click.option(
     "--devices",
@@ -72,9 +80,6 @@ def command(
     out: str,
     untie: bool,
     as_json: bool,
-    batch_size: int,
-    length: int,
-    limit: int | None,
     device: str,
     devices: str | None,
     **values: Any,
@@ -92,7 +97,7 @@ def command(
     files = [Output(file, "--alignment", FILE) for file in _alignment_files(out, len(names) - 1)]
     click.get_current_context().with_resource(hold_outputs(files))
     options = config_of(FitConfig, values, state=Path(f"{out}.unfinished"))
-    reading = {"limit": limit, "batch_size": batch_size, "length": length}
+    reading = asdict(config_of(FitReadingConfig, values))
     places = _model_devices(device, devices)
     with joined(places[0]) as (together, own_device):
         options, places = replace(options, half=own_device.startswith("cuda")), [own_device, *places[1:]]

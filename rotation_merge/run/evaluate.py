@@ -12,35 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.config import Config, option
+from rotation_merge.config import option
 from rotation_merge.errors import DataError
 from rotation_merge.files.ledger import NOWHERE, Ledger, LedgerEntry
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import UNLABELLED, Data
 from rotation_merge.run.data_checks import check_labels
 from rotation_merge.run.functions import Batch, unlabelled
+from rotation_merge.run.sample_kinds import ReadingConfig
 from rotation_merge.run.tables import PAIRS
 
 LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(Config):
+class EvaluateConfig(ReadingConfig):
     """Options of judging a model."""
-
-    limit: int | None = option(None, "largest number of examples of each data set", int, low=1)
-    batch_size: int = option(32, "examples in a batch", low=1)
-    length: int = option(128, "tokens in a window of text", low=2)
 
 
 @dataclass(frozen=True)
-class BarrierConfig(Config):
+class BarrierConfig(ReadingConfig):
     """Options of judging the models on a path."""
 
     points: int = option(11, "models on the path", low=3, high=101)
-    limit: int | None = option(None, "largest number of examples", int, low=1)
-    batch_size: int = option(32, "examples in a batch", low=1)
-    length: int = option(128, "tokens in a window of text", low=2)
 
 
 MOST_LOGITS = 1 << 26

@@ -1,4 +1,10 @@
-"""Kinds of samples in words."""
+"""Kinds of samples in words, and the options of reading them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rotation_merge.config import Config, option
 
 KINDS = (
     "text (.txt, .md, .py ...), a table (.csv, .tsv) with a header, .jsonl or .json, .npz, .safetensors, a folder of "
@@ -13,3 +19,12 @@ STATISTICS = ("gram", "fisher", "moments", "kfac")
 
 SAMPLES = 64
 """Samples that are made where no number is given."""
+
+
+@dataclass(frozen=True)
+class ReadingConfig(Config):
+    """Options of reading samples."""
+
+    limit: int | None = option(None, "largest number of examples of each data set", int, low=1)
+    batch_size: int = option(32, "examples in a batch", low=1)
+    length: int = option(128, "tokens in a window of text", low=2)
