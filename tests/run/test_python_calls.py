@@ -70,7 +70,7 @@ def test_polish_comes_nearer_to_its_teachers(models) -> None:
 def test_bad_samples_are_one_line(models) -> None:
     for samples, words in [
         ([], "are no batches"),
-        ([{"input_ids": "text"}], "no tensor"),
+        ([{"input_ids": "text"}], "not a tensor"),
         ([{"pixel_values": torch.zeros(1, 3, 4, 4)}], "takes input_ids"),
         ([{"input_ids": torch.tensor([[400]])}], "outside the model's vocabulary"),
         ("missing.txt", "without a tokenizer"),
