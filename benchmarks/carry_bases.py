@@ -52,7 +52,7 @@ from rotation_merge.carrying.config import PLAIN, TransferConfig
 from rotation_merge.carrying.judge import DRAWS, random_change
 from rotation_merge.carrying.transfer import transferred
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.match_on import OnSamples
+from rotation_merge.matching.match_on import SampleMatcher
 from rotation_merge.matching.options import BOTH, AlignConfig
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import TranslatedSource
@@ -172,7 +172,7 @@ class Pair:
         first, second = self.bases.sources
         self.stored = tensors_of(first, self.bases.architecture)
         given = self.bases.architecture, first, second, WHOLE, None
-        self.weights, self.both = match_model(*given), OnSamples(BOTH, new, old, samples)(*given)
+        self.weights, self.both = match_model(*given), SampleMatcher(BOTH, new, old, samples)(*given)
 
     def carried(self, tuned: str, config: TransferConfig) -> dict[str, Tensor]:
         return transferred(tuned, self.old, self.new, config)[0]

@@ -20,7 +20,7 @@ from record import Table
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.matching.alignment import Alignment, aligned_source
 from rotation_merge.matching.match import Match, match_model
-from rotation_merge.matching.match_on import OnSamples
+from rotation_merge.matching.match_on import SampleMatcher
 from rotation_merge.matching.options import MATCH_ON, WEIGHTS, AlignConfig
 from rotation_merge.run import demo
 from rotation_merge.run.data import Data
@@ -56,7 +56,7 @@ def barrier(anchor: str, donor: str, how: str) -> tuple[float, float]:
     ends = [evaluate(one, data)[0] for one in (model, load(donor))]
     (first, second), architecture = bases.sources, bases.architecture
     began = time.process_time()
-    match: Match = match_model if how == WEIGHTS else OnSamples(how, anchor, donor)
+    match: Match = match_model if how == WEIGHTS else SampleMatcher(how, anchor, donor)
     alignment = match(architecture, first, second, OPTIONS, None)
     seconds = time.process_time() - began
     moved = aligned_source(architecture, second, alignment)

@@ -28,7 +28,7 @@ from rotation_merge.matching.check_pair import check_forward, check_pair
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
-from rotation_merge.matching.teachers import Answered, write_answers
+from rotation_merge.matching.teachers import AnsweredSamples, write_answers
 from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, opened_views
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.lora import AdapterWeights
@@ -304,7 +304,7 @@ def polish(
             seed = config.seed + number
             data = read_samples(teacher, source, config.samples, size, config.length, seed, module)
             write_answers(module, unpadded(data.batches, data.source), path, "", teacher.name)
-            answered.append(Answered(path))
+            answered.append(AnsweredSamples(path))
         model = for_evaluation(opened).requires_grad_(True)
         student = with_lora(model, config.lora, config.seed) if config.lora else model
         rates = () if config.learning_rate is None else (config.learning_rate,)

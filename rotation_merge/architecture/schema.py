@@ -31,7 +31,7 @@ OUTSIDE = {
 """Words for axes that live in no space."""
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -53,7 +53,7 @@ _FACTOR = re.compile(r"\w+\.\w+|" + FIXED.pattern)
 Label = Annotated[str, AfterValidator(_known_label)]
 
 
-class FusedAxis(Strict):
+class FusedAxis(StrictModel):
     """An axis that several roles share. Exactly one of the two lists is given; `depth` belongs to `interleave`."""
 
     split: list[Label] | None = None
@@ -70,7 +70,7 @@ class FusedAxis(Strict):
 AxisLabel = Label | FusedAxis
 
 
-class TensorSpec(Strict):
+class TensorSpec(StrictModel):
     """One tensor, a name with `{e}` standing for one tensor for each entry of the first axis.
 
     Attributes:
@@ -94,7 +94,7 @@ class TensorSpec(Strict):
     common_bias: str | None = None
 
 
-class NormSpec(Strict):
+class NormSpec(StrictModel):
     """A normalisation of a residual stream, with its gain (`.weight`) and, if any, shift (`.bias`).
 
     Attributes:
@@ -114,7 +114,7 @@ class NormSpec(Strict):
     gain: str = "weight"
 
 
-class ScaleSpec(Strict):
+class ScaleSpec(StrictModel):
     """A layer scale: a gain on the output of a linear map (`writes`) before it is added to the stream."""
 
     stream: str
@@ -126,7 +126,7 @@ LinearSpec = list[AxisLabel] | TensorSpec | list[TensorSpec]
 """[out, in]; stands for `NAME.weight` and, where the checkpoint has it, `NAME.bias`. conv1d: [in, out]."""
 
 
-class Section(Strict):
+class Section(StrictModel):
     """Tensors by name. `{base}` stands for the checkpoint's prefix; in a layer, names are relative to its path."""
 
     linear: dict[str, LinearSpec] = Field(default_factory=dict)
@@ -136,7 +136,7 @@ class Section(Strict):
     tensors: dict[str, LinearSpec] = Field(default_factory=dict)
 
 
-class RotarySpec(Strict):
+class RotarySpec(StrictModel):
     """Rotary position embedding on the first `dims` dimensions of each query and key; `layout`: half or interleaved.
 
     `parts`: 2 where each half of a head is turned by positions of its own (rows and columns of an image), so that pairs
@@ -149,7 +149,7 @@ class RotarySpec(Strict):
     when: Expression = None
 
 
-class AttentionSpec(Strict):
+class AttentionSpec(StrictModel):
     """Heads of one attention layer.
 
     Attributes:
@@ -178,7 +178,7 @@ class AttentionSpec(Strict):
     span: Expression = None
 
 
-class FfnSpec(Strict):
+class FfnSpec(StrictModel):
     """Neurons of one FFN; `activation` names the config's function, which may admit rescaling (`DEGREES`).
 
     Attributes:
@@ -192,7 +192,7 @@ class FfnSpec(Strict):
     scale: Expression = "free"
 
 
-class ExpertsSpec(Strict):
+class ExpertsSpec(StrictModel):
     """Experts of one layer and the neurons of each; `groups` that a router picks first only move as a whole."""
 
     kind: Literal["experts"]
@@ -204,14 +204,14 @@ class ExpertsSpec(Strict):
     scale: Expression = "free"
 
 
-class LatentSpec(Strict):
+class LatentSpec(StrictModel):
     """A stream inside one layer: its norm (RMSNorm) stands under `norms`, under its name."""
 
     kind: Literal["latent"]
     size: Expression
 
 
-class MixerSpec(Strict):
+class MixerSpec(StrictModel):
     """Heads in groups, with coordinates that may only change places: `shared` ones of a group, `own` ones of a head."""
 
     kind: Literal["mixer"]
@@ -221,14 +221,14 @@ class MixerSpec(Strict):
     own: Expression = 1
 
 
-class ConvolutionSpec(Strict):
+class ConvolutionSpec(StrictModel):
     """Channels of a gated convolution, ``out @ (third * filter(first * second))``, depthwise, with a `shift` or not."""
 
     kind: Literal["convolution"]
     size: Expression
 
 
-class TranslationSpec(Strict):
+class TranslationSpec(StrictModel):
     """A common vector that may be added to all rows of the tensors that name it under `common`.
 
     Attributes:
@@ -246,7 +246,7 @@ LocalSpace = Annotated[
 ]
 
 
-class StreamSpec(Strict):
+class StreamSpec(StrictModel):
     """A residual stream.
 
     Attributes:
@@ -277,7 +277,7 @@ class LayerSection(Section):
     spaces: dict[str, LocalSpace] = Field(default_factory=dict)
 
 
-class ModuleSpec(Strict):
+class ModuleSpec(StrictModel):
     """A stack of layers with the tensors before and after it; named as mergekit names modules.
 
     In a file, `"extends": "FAMILY.MODULE"` lays a module over one of another family.
@@ -302,7 +302,7 @@ class ModuleSpec(Strict):
     spaces: dict[str, LocalSpace] = Field(default_factory=dict)
 
 
-class ArchitectureSpec(Strict):
+class ArchitectureSpec(StrictModel):
     """A family of models.
 
     Attributes:
@@ -353,7 +353,7 @@ def explain(error: ValidationError) -> tuple[str, str, str]:
     plain = ("value_error", "extra_forbidden", "union_tag_invalid", "missing", "literal_error")
     faults = sorted(error.errors(), key=lambda e: plain.index(e["type"]) if e["type"] in plain else len(plain))
     fault = faults[0]
-    every: list[type[BaseModel]] = [*Strict.__subclasses__(), *Section.__subclasses__()]
+    every: list[type[BaseModel]] = [*StrictModel.__subclasses__(), *Section.__subclasses__()]
     models = {model.__name__: model for model in every}
     steps = [str(step) for step in fault["loc"] if "[" not in str(step) and str(step) not in models]
     if fault["type"] != "extra_forbidden":

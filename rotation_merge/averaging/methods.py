@@ -116,7 +116,7 @@ WEIGHT = ParameterSpec("weight", float, ParameterScope.INPUT, description="share
 
 
 @dataclass(frozen=True)
-class OwnParameter(ParameterSpec):
+class DelegateParameter(ParameterSpec):
     """A parameter of a delegate of our own.
 
     Attributes:
@@ -126,7 +126,7 @@ class OwnParameter(ParameterSpec):
     option: Option | None = None
 
 
-def parameter(name: str, default: Any, help: str, kind: type | None = None, **more: Any) -> OwnParameter:
+def parameter(name: str, default: Any, help: str, kind: type | None = None, **more: Any) -> DelegateParameter:
     """A parameter of a delegate, one value for all models.
 
     Args:
@@ -136,16 +136,16 @@ def parameter(name: str, default: Any, help: str, kind: type | None = None, **mo
     return described_parameter(name, default, Option(help, kind or type(default), optional=default is None, **more))
 
 
-def described_parameter(name: str, default: Any, described: Option) -> OwnParameter:
+def described_parameter(name: str, default: Any, described: Option) -> DelegateParameter:
     """A parameter of a delegate that a config describes."""
     kind: Any = described.kind | None if described.optional else described.kind  # type: ignore[operator]
-    return OwnParameter(name, kind, ParameterScope.SHARED, default, described.text, option=described)
+    return DelegateParameter(name, kind, ParameterScope.SHARED, default, described.text, option=described)
 
 
 RIDGE = Option("ridge added to Grams, relative to their mean diagonal", float, low=0)
 
 
-class OwnMethod(MergeMethod):
+class DelegateMethod(MergeMethod):
     """A delegate of our own: it runs inside a merge and looks at more than single tensors.
 
     A new one is a class like this in a file of this folder, with a line in `mergekit_plugin/recipe/delegates.py`.
@@ -162,7 +162,7 @@ class OwnMethod(MergeMethod):
             RecipeError: names the parameter, its range and the nearest value.
         """
         for spec in self.spec.parameters:
-            if isinstance(spec, OwnParameter) and spec.option is not None:
+            if isinstance(spec, DelegateParameter) and spec.option is not None:
                 spec.option.check(spec.name, parameters[spec.name], "parameter")
 
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
@@ -192,7 +192,7 @@ class OwnMethod(MergeMethod):
         )
 
 
-class StatisticsMethod(OwnMethod):
+class StatisticsMethod(DelegateMethod):
     """A delegate that averages each tensor by statistics, which are carried along with the donors.
 
     Attributes:
@@ -315,12 +315,12 @@ SOLVING = ("ridge", "alpha", "lambda_", "gram_norm", "norms")
 """Fields that are parameters of the delegate; the others name its inputs and are parameters of the recipe."""
 
 
-def _parameter(field: str) -> OwnParameter:
+def _parameter(field: str) -> DelegateParameter:
     described = RefitConfig.options()[field]
     return described_parameter(described.key or field, getattr(RefitConfig, field), described)
 
 
-class RefitMethod(OwnMethod):
+class RefitMethod(DelegateMethod):
     """Runs the models on samples and solves the merge's linear maps for the same outputs (`averaging.refit`).
 
     The merge runs it ahead of its plan.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, Space, TensorInfo
 from rotation_merge.averaging.closed_forms import mean
-from rotation_merge.averaging.methods import BLOCK, WEIGHT, OwnMethod, Plan, Source, Target, parameter
+from rotation_merge.averaging.methods import BLOCK, WEIGHT, DelegateMethod, Plan, Source, Target, parameter
 from rotation_merge.errors import StatisticsError
 from rotation_merge.matching.activations import wanted_roles
 from rotation_merge.model.apply import placed, split_axis, transform_tensor
@@ -32,7 +32,7 @@ REGULARISATION = {"weights": 0.06, "activations": 0.08}
 """Of Sinkhorn's algorithm, at costs of at most one."""
 
 
-class OtFusion(OwnMethod):
+class OtFusion(DelegateMethod):
     """OT fusion: donors moved by transport plans, then the mean."""
 
     spec = MergeMethodSpec(

@@ -20,7 +20,7 @@ from rotation_merge.averaging.low_rank import initialise_along_gradient
 from rotation_merge.config import Config, option
 from rotation_merge.errors import CheckpointError, DataError
 from rotation_merge.matching.resume import TrainingState
-from rotation_merge.matching.teachers import Answered, divergence
+from rotation_merge.matching.teachers import AnsweredSamples, divergence
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.run.functions import check_answers, fused_attention, unlabelled
 
@@ -134,7 +134,7 @@ class PolishReport:
 
 
 def polish(
-    model: nn.Module, answered: Sequence[Answered], options: PolishOptions, watch: Watch | None = None
+    model: nn.Module, answered: Sequence[AnsweredSamples], options: PolishOptions, watch: Watch | None = None
 ) -> PolishReport:
     """Train a model in place towards the teachers' outputs, and keep the best state on held-out samples.
 
@@ -152,7 +152,9 @@ def polish(
 
 
 class _Polish:
-    def __init__(self, model: nn.Module, answered: Sequence[Answered], options: PolishOptions, watch: Watch) -> None:
+    def __init__(
+        self, model: nn.Module, answered: Sequence[AnsweredSamples], options: PolishOptions, watch: Watch
+    ) -> None:
         torch.manual_seed(options.seed)
         self.model, self.answered, self.options, self.watch = model, answered, options, watch
         self.device = next(model.parameters()).device
@@ -257,7 +259,7 @@ class _Polish:
         optimiser.step()
         return total
 
-    def gradient(self, answers: Answered, number: int) -> float:
+    def gradient(self, answers: AnsweredSamples, number: int) -> float:
         """Add the gradient of one batch, and return its part of the divergence."""
         batch, target = answers.read(number, self.device)
         loss = divergence(self.model(**unlabelled(batch)), target) / len(self.answered)

@@ -14,7 +14,7 @@ import torch
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec, ParameterScope, ParameterSpec
 from torch import Tensor
 
-from rotation_merge.averaging.methods import TENSOR, MergeLog, OwnMethod, Plan, Source, Target, parameter
+from rotation_merge.averaging.methods import TENSOR, DelegateMethod, MergeLog, Plan, Source, Target, parameter
 
 RATIO = 2.0
 """Changes of one map whose lengths differ by more than this factor are brought to the harmonic mean of these."""
@@ -48,7 +48,7 @@ COMMON = (
 CONTRACT = InputContract(base=BasePolicy.REQUIRED, min_non_base=1)
 
 
-class TaskVectorMethod(OwnMethod):
+class TaskVectorMethod(DelegateMethod):
     """A delegate that merges the changes of each linear map, and adds the result to the base's map."""
 
     def change(

@@ -21,9 +21,9 @@ from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.check_pair import check_pair
 from rotation_merge.matching.match import Match, match_model
-from rotation_merge.matching.open_pair import Pair, WithTied, open_pair, read_file
+from rotation_merge.matching.open_pair import Pair, TiedSource, open_pair, read_file
 from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.matching.run import GivenFile, Run
+from rotation_merge.matching.run import AppliedAlignment, Run
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.checkpoint import Model, Models, parse_reference
 from rotation_merge.model.depth import in_order, probe_products, probes
@@ -91,7 +91,7 @@ class Bases:
         named = RestructuredSource(source, model.architecture, self.architecture)
         if not named.made and all(name == stored_name for name, stored_name in named.names.items()):
             return source
-        return WithTied(named, self.architecture)
+        return TiedSource(named, self.architecture)
 
     def tuned(self, path: str, length: int | None = None) -> TensorSource:
         """A fine-tune of the old base.
@@ -186,7 +186,7 @@ class Bases:
         run = Run()
         run.note(f"The bases were aligned by the file {path}; nothing was matched.")
         file, name = read_file(self.pair, path, untie=True), str(self.old.reference)
-        run.moved_by(name, GivenFile(path, name, file.metadata))
+        run.moved_by(name, AppliedAlignment(path, name, file.metadata))
         return file.alignment, self.pair.report(run, base=str(self.new.reference))
 
     def carrier(self, alignment: Alignment, dtype: str | None = None) -> Carrier:

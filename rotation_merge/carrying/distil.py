@@ -29,7 +29,7 @@ from rotation_merge.files.durable import replacing
 from rotation_merge.files.ledger import Unfinished
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.matching.objective import is_distribution, main_output
-from rotation_merge.matching.teachers import Answered, write_answers
+from rotation_merge.matching.teachers import AnsweredSamples, write_answers
 from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.run.functions import Batch
 
@@ -123,7 +123,9 @@ def _kept(place: Path) -> tuple[dict[str, Tensor], float, PolishReport]:
     return load_file(place), float(metadata["loss"]), PolishReport(**json.loads(metadata["report"]))
 
 
-def _answered(work: Unfinished, name: str, teachers: Sequence[Callable[[], Any]], batches: Sequence[Batch]) -> Answered:
+def _answered(
+    work: Unfinished, name: str, teachers: Sequence[Callable[[], Any]], batches: Sequence[Batch]
+) -> AnsweredSamples:
     """Targets of batches: the first teacher's outputs; with three, the second's plus the change from the third."""
     path = work.file(f"answers-{name}.safetensors")
     if not path.exists():
@@ -137,7 +139,7 @@ def _answered(work: Unfinished, name: str, teachers: Sequence[Callable[[], Any]]
             return SimpleNamespace(**{"logits" if is_distribution(outputs[0]) else "last_hidden_state": total})
 
         write_answers(answer, batches, path, name)
-    return Answered(path)
+    return AnsweredSamples(path)
 
 
 def adapter_in_training(model: Any, written: AdapterWeights) -> Any:

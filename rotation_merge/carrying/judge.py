@@ -142,7 +142,7 @@ def _data(batches: Sequence[Batch], task: str) -> Data:
 
 
 @dataclass(frozen=True)
-class Lift:
+class RecoveredLift:
     """Gain and cost of a carried change, in mean losses (nats) on the judging samples.
 
     Attributes:

@@ -23,7 +23,7 @@ from rotation_merge.carrying.judge import (
     HELD_OUT,
     SCALES,
     HeldOutSamples,
-    Lift,
+    RecoveredLift,
     ScaledChange,
     TransferSamples,
     random_change,
@@ -88,7 +88,7 @@ class ChosenChange:
     method: str
     delta: Delta
     lines: list[str]
-    lift: Lift
+    lift: RecoveredLift
 
     @property
     def how(self) -> str:
@@ -185,7 +185,7 @@ class SampledTransfer:
 
     def _judged(
         self, candidate: JudgedChange, plain: JudgedChange | None, parts: TransferSamples
-    ) -> tuple[JudgedChange, Lift]:
+    ) -> tuple[JudgedChange, RecoveredLift]:
         """The best of the method, plain addition and the new base on held-out samples, or the user's scale."""
         nothing = JudgedChange(NONE, candidate.delta.scaled(0.0), "", lambda: self._model({}))
         tried = [candidate, *([] if plain is None else [plain]), nothing]
@@ -200,7 +200,7 @@ class SampledTransfer:
         other_losses = {name: losses for name, losses in judged.items() if name not in (chosen.method, NONE)}
         carried = judged[chosen.method]
         measured = (old, tuned, judged[NONE], carried, chosen.method, chosen.scale)
-        return chosen, Lift(*measured, other_losses, controls, negated, parts.judge.writes)
+        return chosen, RecoveredLift(*measured, other_losses, controls, negated, parts.judge.writes)
 
     def _controls(self, chosen: JudgedChange, parts: TransferSamples) -> tuple[tuple[float, ...], float]:
         """Losses with random changes that have the chosen one's singular values, and with the negated one."""

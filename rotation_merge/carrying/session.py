@@ -249,9 +249,9 @@ def matcher(config: TransferConfig, bases: Bases, device: str) -> Match:
         return lambda *_, **__: alignment
     if config.matched_on == WEIGHTS:
         return match_model
-    from rotation_merge.matching.match_on import OnSamples
+    from rotation_merge.matching.match_on import SampleMatcher
 
-    return OnSamples(config.matched_on, *bases.names, config.data, config.samples, config.seed, device)
+    return SampleMatcher(config.matched_on, *bases.names, config.data, config.samples, config.seed, device)
 
 
 def check_head(bases: Bases, alignment: Alignment, storage: StorageOptions) -> None:

@@ -129,9 +129,9 @@ def matcher(config: MatchConfig, anchor: str, donor: str, device: str, over: Pie
         return match_model if over is None else functools.partial(match_model, over=over)
     if over is not None and over.apart:
         raise RotationMergeError("--ray works for matching on weights only", remedy="leave out --match-on, or --ray")
-    from rotation_merge.matching.match_on import OnSamples
+    from rotation_merge.matching.match_on import SampleMatcher
 
-    return OnSamples(config.match_on, anchor, donor, config.data, config.samples, config.seed, device)
+    return SampleMatcher(config.match_on, anchor, donor, config.data, config.samples, config.seed, device)
 
 
 def device_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -19,7 +19,7 @@ from rotation_merge.run.data import KINDS, read_batches, unpadded
 
 if TYPE_CHECKING:
     from rotation_merge.averaging.polish import PolishReport
-    from rotation_merge.matching.teachers import Answered
+    from rotation_merge.matching.teachers import AnsweredSamples
     from rotation_merge.record import MergeReport
 
 STATE = "state.pt"
@@ -143,23 +143,23 @@ def _teacher_answers(
     length: int,
     seed: int,
     device: str,
-) -> list[Answered]:
+) -> list[AnsweredSamples]:
     """Every teacher's answers, those that are there already taken as they are."""
-    from rotation_merge.matching.teachers import Answered, write_answers
+    from rotation_merge.matching.teachers import AnsweredSamples, write_answers
     from rotation_merge.run.functions import load
 
     _check_words(merged, teachers)
     result = []
     for number, (teacher, source) in enumerate(zip(teachers, sources, strict=True)):
         path, mark = work / f"answers-{number}.safetensors", f"{teacher} {source} {samples} {length} {seed}"
-        if not path.exists() or Answered(path).mark != mark:
+        if not path.exists() or AnsweredSamples(path).mark != mark:
             model = load(teacher, like=merged).to(device)
             size = max(1, min(TOGETHER // len(teachers), samples // 4))
             data_set = read_batches(source, teacher, model, samples, size, length, seed + number)
             batches = [{k: v.to(device) for k, v in b.items()} for b in unpadded(data_set.batches, source)]
             write_answers(model, batches, path, mark, teacher)
             del model
-        result.append(Answered(path))
+        result.append(AnsweredSamples(path))
     return result
 
 

@@ -14,7 +14,7 @@ from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.aligned_output import aligned_model, match_pair
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
-from rotation_merge.matching.match_on import OnSamples
+from rotation_merge.matching.match_on import SampleMatcher
 from rotation_merge.matching.open_pair import Pair, open_pair, read_alignment
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, MATCH_ON, NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.mergekit_plugin.run_recipe import merged_state
@@ -189,7 +189,7 @@ def _finder(donor: RecipeDonor) -> Match:
     """The function that matches a donor: on weights or on samples."""
     if donor.match_on == WEIGHTS:
         return match_model
-    return OnSamples(donor.match_on, donor.anchor, donor.name, donor.data, donor.samples)
+    return SampleMatcher(donor.match_on, donor.anchor, donor.name, donor.data, donor.samples)
 
 
 def _carried(recipe: str, donor: RecipeDonor, matching: Matching) -> tuple[Any, Any]:

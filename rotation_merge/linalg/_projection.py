@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.linalg._factors import Factors, Pairs
-from rotation_merge.linalg._sparse import Edges, Solved, edge_keys, match, relax
+from rotation_merge.linalg._sparse import AssignmentSolution, Edges, edge_keys, match, relax
 
 _WIDEST = 256  # coordinates kept of each factor
 _NARROWEST = 16
@@ -160,7 +160,7 @@ def _lowered(values: Tensor) -> Tensor:
     return (values - _ROUNDING * values.abs()).float()
 
 
-def solve_projected(factors: Factors, diagonal: Tensor) -> Solved | None:
+def solve_projected(factors: Factors, diagonal: Tensor) -> AssignmentSolution | None:
     """The best permutation with its proof, from bounds and few exact entries; None where forming C is cheaper.
 
     Every pair is either evaluated or known to satisfy C_ij <= t_i + v_j. Solving the assignment on the evaluated pairs
@@ -244,7 +244,7 @@ def _cheapest(
 
 def _column_generation(
     factors: Factors, bounds: tuple[Bound, Bound], permutation: Tensor, prices: Tensor, thresholds: Tensor
-) -> Solved | None:
+) -> AssignmentSolution | None:
     n = factors.n
     rows = torch.arange(n)
     limit = max(64 * n, n * n // 50)
@@ -264,7 +264,7 @@ def _column_generation(
         prices, utility, permutation, gap = _restricted(edges, permutation, prices)
         rows = torch.nonzero(utility < thresholds)[:, 0]
         if not len(rows):
-            return Solved(permutation, prices, gap)
+            return AssignmentSolution(permutation, prices, gap)
         thresholds = torch.minimum(thresholds, utility)
     return None
 

@@ -24,7 +24,7 @@ _LINGERING = 64  # sweeps in a row that move prices by less than the grid, as cy
 
 
 @dataclass(frozen=True)
-class Solved:
+class AssignmentSolution:
     """A permutation, prices, and the duality gap between them (absolute)."""
 
     permutation: Tensor
@@ -130,7 +130,7 @@ def solve_sparse(
     accept: float,
     candidates: int = CANDIDATES,
     rounds: int = _ROUNDS,
-) -> Solved:
+) -> AssignmentSolution:
     """Maximise sum_i C[i, p(i)] from rough prices.
 
     Args:
@@ -148,7 +148,7 @@ def solve_sparse(
     columns = best_columns(similarity, prices, min(candidates, n)).numpy()
     keys = np.union1d(edge_keys(np.repeat(every, columns.shape[1]), columns.ravel(), n), edge_keys(every, every, n))
     edges = Edges.build(similarity, keys)
-    best: Solved | None = None
+    best: AssignmentSolution | None = None
     stalled = 0
     for _ in range(rounds):
         matched = match(edges, prices.numpy())
@@ -158,7 +158,7 @@ def solve_sparse(
         gap = float(slacks.sum())
         stalled = 0 if best is None or gap < best.gap else stalled + 1
         if best is None or gap < best.gap:
-            best = Solved(permutation, prices, gap)
+            best = AssignmentSolution(permutation, prices, gap)
         value = float(similarity.gather(1, permutation[:, None]).double().sum())
         if gap <= accept * abs(value) or stalled == _PATIENCE:
             break

@@ -14,7 +14,7 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.linalg._factors import Factors, form
 from rotation_merge.linalg._prices import annealed_prices, planted_prices, row_blocks, row_maxima, row_slacks
 from rotation_merge.linalg._projection import solve_projected
-from rotation_merge.linalg._sparse import Solved, solve_sparse
+from rotation_merge.linalg._sparse import AssignmentSolution, solve_sparse
 
 _DENSE_BELOW = 1500  # smaller problems go to scipy's dense solver at once
 _DENSE_AGAIN = 4096  # up to this size a sparse solution with a gap is handed to the dense solver
@@ -69,7 +69,7 @@ def assign(similarity: Tensor) -> Assignment:
         return Assignment(identity, float(matrix.double().sum()), 0.0, "identity")
     prices = matrix.diagonal().double() / 2
     if _identity_is_best(matrix, prices):
-        return _finished(matrix, Solved(identity, prices, 0.0), "identity")
+        return _finished(matrix, AssignmentSolution(identity, prices, 0.0), "identity")
     if n < _DENSE_BELOW:
         return _finished(matrix, _solve_dense(matrix), "dense")
     planted = planted_prices(matrix)
@@ -206,7 +206,7 @@ def _better(matrix: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return (first if bounds[0] < bounds[1] else second).double()
 
 
-def _solve_dense(matrix: Tensor, prices: Tensor | None = None) -> Solved:
+def _solve_dense(matrix: Tensor, prices: Tensor | None = None) -> AssignmentSolution:
     """scipy's solver on a float64 copy, and prices for its solution; prices known already make its work short."""
     from scipy.optimize import linear_sum_assignment
 
@@ -219,7 +219,7 @@ def _solve_dense(matrix: Tensor, prices: Tensor | None = None) -> Solved:
     dense_prices = _dense_prices(costs.neg_().numpy(), chosen)
     final = torch.from_numpy(dense_prices) if prices is None else prices + torch.from_numpy(dense_prices)
     permutation = torch.from_numpy(chosen)
-    return Solved(permutation, final, float(row_slacks(matrix, permutation, final).sum()))
+    return AssignmentSolution(permutation, final, float(row_slacks(matrix, permutation, final).sum()))
 
 
 def _dense_prices(scores: NDArray[np.float64], permutation: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -244,7 +244,7 @@ def _dense_prices(scores: NDArray[np.float64], permutation: NDArray[np.int64]) -
     return prices
 
 
-def _finished(matrix: Tensor, solved: Solved, method: str) -> Assignment:
+def _finished(matrix: Tensor, solved: AssignmentSolution, method: str) -> Assignment:
     """The assignment moved toward the identity as far as ties allow, with its relative gap."""
     n = matrix.shape[0]
     identity = torch.arange(n)

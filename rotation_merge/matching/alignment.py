@@ -130,7 +130,7 @@ def hidden_biases(architecture: Architecture, source: TensorSource, folded: Sequ
     return biases
 
 
-class Verified:
+class VerifiedSource:
     """A source that compares its tensors with the checksums in an alignment.
 
     Args:
@@ -439,7 +439,7 @@ class Alignment:
         if not (strict and identity.tensors):
             return opened
         names = TranslatedSource({}, basis.architecture, opened.architecture).names
-        return replace(opened, source=Verified(opened.source, identity, opened.name, names))
+        return replace(opened, source=VerifiedSource(opened.source, identity, opened.name, names))
 
 
 class Mover:

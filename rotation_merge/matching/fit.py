@@ -34,7 +34,7 @@ from rotation_merge.matching.engine import (
     same_names,
     untie_heads,
 )
-from rotation_merge.matching.fit_processes import Together
+from rotation_merge.matching.fit_processes import ProcessGroup
 from rotation_merge.matching.fit_records import LOOKS, FitConfig, FitReport
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match import Match, match_model
@@ -268,7 +268,7 @@ class _Fit:
         self.batches = [{k: v.to(self.device) for k, v in b.items()} for b in batches]
         self.held_out, self.training = shuffled[:held_out], shuffled[held_out:]
         self.objective = choose(options.objective, self.batches[0])
-        self.together = Together()
+        self.together = ProcessGroup()
         self.teachers = ParentOutputs([self._answers_of(number) for number in range(len(self.parents))], self.device)
         self.generator = torch.Generator().manual_seed(options.seed + 1)
 

@@ -22,7 +22,7 @@ PATIENCE = timedelta(days=1)
 """So long processes wait for the first, which matches weights alone."""
 
 
-class Together:
+class ProcessGroup:
     """The processes of `torchrun`, or this process alone.
 
     Weights, activations and data stay local. Only gradients of the maps, losses and decisions are exchanged.
@@ -65,14 +65,14 @@ class Together:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[tuple[Together, str]]:
+def joined(device: str) -> Iterator[tuple[ProcessGroup, str]]:
     """Join the processes that `torchrun` has started, and choose this one's device.
 
     Raises:
         RotationMergeError: another one has ended before this one.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Together(), device
+        yield ProcessGroup(), device
         return
     on_gpu = device.startswith("cuda")
     if on_gpu:
@@ -80,7 +80,7 @@ def joined(device: str) -> Iterator[tuple[Together, str]]:
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
     try:
-        yield Together(), device
+        yield ProcessGroup(), device
     except RuntimeError as error:
         if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
             raise

@@ -112,7 +112,7 @@ def match_on_activations(
 
 
 @dataclass(frozen=True)
-class OnSamples:
+class SampleMatcher:
     """Matches two checkpoints by the inputs and outputs of their maps on samples, in place of `match_model`.
 
     Attributes:

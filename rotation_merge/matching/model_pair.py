@@ -325,7 +325,7 @@ class MatchingPass:
 
 
 @dataclass(frozen=True)
-class Final:
+class FinalPass:
     """Match the local spaces without weights under the stream transforms; None if nothing is matched."""
 
     streams: Transforms

@@ -48,7 +48,7 @@ from rotation_merge.model.widened_loader import widened
 from rotation_merge.record import MergeReport, figures, versions
 
 
-class WithTied:
+class TiedSource:
     """A source that also returns a tied tensor under its second name."""
 
     def __init__(self, source: TensorSource, architecture: Architecture) -> None:
@@ -155,7 +155,7 @@ class Pair:
         return self._source(self.anchor, self.marks[0]), self._source(self.donor, self.marks[1])
 
     def _source(self, model: Model, mark: Fingerprint) -> TensorSource:
-        source = WithTied(model.watched(mark), self.architecture)
+        source = TiedSource(model.watched(mark), self.architecture)
         return source if self.device == "cpu" else DeviceSource(source, torch.device(self.device))
 
     @cached_property

@@ -20,7 +20,7 @@ from rotation_merge.symmetry.statistics import Grams
 
 _ENTRIES = 1 << 19  # of statistics that are looked at together
 
-Solved = tuple[Grams, GroupElement, Tensor]
+PairingSolution = tuple[Grams, GroupElement, Tensor]
 """Statistics of pairs of groups, the best maps for them, and what these gain, (N,)."""
 
 
@@ -41,7 +41,9 @@ class Pairing:
     primal: HeadProjections
     dual: HeadProjections
     follow: HeadProjections | None = None
-    _solved: dict[tuple[bytes, ...], Solved] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _solved: dict[tuple[bytes, ...], PairingSolution] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def halves(self) -> tuple[HeadProjections, ...]:
@@ -69,7 +71,7 @@ class Pairing:
         group_norms = group_norms if order is None else group_norms[order.donor.to(group_norms.device)]
         return replace(grams, follow=self.follow.products(order), donor_follow=group_norms)
 
-    def solved(self, order: Order | None = None) -> Solved:
+    def solved(self, order: Order | None = None) -> PairingSolution:
         """The statistics under an order, with the best maps and their gains; the latest result is cached."""
         if order is not None and order.is_own(self.dual.shape[0]):
             order = None

@@ -26,8 +26,8 @@ from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.model_pair import (
     BlockMeasurement,
     Ends,
-    Final,
     FinalMatch,
+    FinalPass,
     MatchingPass,
     ModelPair,
     Step,
@@ -136,7 +136,7 @@ class Walk:
         began = time.perf_counter()
         every = range(len(self.architecture.blocks))
         known = {number: block_match for number in every if (block_match := self._known(number)) is not None}
-        for block, block_match in self.each("matching", Final(streams), every, known=known):
+        for block, block_match in self.each("matching", FinalPass(streams), every, known=known):
             if block_match is None:
                 continue
             self._keep(block, block_match)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rotation_merge.errors import AlignmentError, RotationMergeError, no_space, short
 from rotation_merge.files.durable import replacing
-from rotation_merge.matching.fit_processes import Together
+from rotation_merge.matching.fit_processes import ProcessGroup
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.fingerprint import Fingerprint
@@ -55,7 +55,7 @@ class TrainingState:
         schedule: torch.optim.lr_scheduler.LRScheduler,
         generator: torch.Generator,
         mark: str,
-        together: Together | None = None,
+        together: ProcessGroup | None = None,
     ) -> None:
         """Set the file, the parts and the key of the state to save or restore.
 
@@ -63,7 +63,7 @@ class TrainingState:
             mark: what the fit is of (see `fit_mark`); a state of anything else is refused.
             together: the processes that fit; the first of them reads and writes.
         """
-        self.together = together or Together()
+        self.together = together or ProcessGroup()
         self.path, self.learned, self.optimiser, self.mark = path, learned, optimiser, mark
         self.schedule, self.generator = schedule, generator
 

@@ -27,7 +27,7 @@ FAR = 0.2
 
 
 @dataclass(frozen=True)
-class GivenFile:
+class AppliedAlignment:
     """An alignment file that moves a donor, with its name in the recipe, its model and its metadata."""
 
     file: str
@@ -52,7 +52,7 @@ class Run:
     records: list[tuple[str, str, int | None, SpaceMatch]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     whole: dict[str, dict[str, object]] = field(default_factory=dict)
-    alignment_files: dict[str, GivenFile] = field(default_factory=dict)
+    alignment_files: dict[str, AppliedAlignment] = field(default_factory=dict)
     transforms: dict[str, Transforms] = field(default_factory=dict)
     folded: tuple[str, ...] = ()
     carried: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Run:
             with self._lock:
                 self.kept_transforms.setdefault(donor, {}).update(transforms)
 
-    def moved_by(self, donor: str, file: GivenFile) -> None:
+    def moved_by(self, donor: str, file: AppliedAlignment) -> None:
         """Record that an alignment file moves a donor; its metadata has the figures of the match."""
         with self._lock:
             self.alignment_files[donor] = file

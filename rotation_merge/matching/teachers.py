@@ -67,7 +67,7 @@ def answer(outputs: Any) -> dict[str, Tensor]:
     return {"index": top.indices.int(), "log": top.values, "rest": remainder, "size": torch.tensor(logs.shape[-1])}
 
 
-class Answered:
+class AnsweredSamples:
     """Samples and the answers to them, read batch by batch."""
 
     def __init__(self, path: Path) -> None:

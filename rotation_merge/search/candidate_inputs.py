@@ -24,7 +24,7 @@ STEPS = 400
 
 
 @dataclass(frozen=True)
-class Maker:
+class CandidateFiles:
     """Makes the files that candidates need, each once.
 
     Attributes:

@@ -30,7 +30,7 @@ from rotation_merge.run.data import data_hash
 from rotation_merge.run.functions import load
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC
 from rotation_merge.run.statistics_writer import keep_figures
-from rotation_merge.search.candidate_inputs import Maker
+from rotation_merge.search.candidate_inputs import CandidateFiles
 from rotation_merge.search.candidates import FIRST_PART, Candidate, Planner, with_models
 from rotation_merge.search.clock import Clock, OutOfTime
 from rotation_merge.search.forgetting import Forgetting, sentences
@@ -121,7 +121,9 @@ class Search:
         config = self.config
         self.parents = parents = Preparation(config, self.clock, self.files).run()
         self.data, self.deciding, self.reporting = parents.data, parents.deciding, parents.reporting
-        self.maker = Maker(config, parents.data, parents.training, self.files, parents.tied, parents.readers)
+        self.candidate_files = CandidateFiles(
+            config, parents.data, parents.training, self.files, parents.tied, parents.readers
+        )
         self.forgetting = parents.forgetting
         judges = [self.deciding, *([self.forgetting.judge] if self.forgetting else [])]
         self.samples_mark = data_hash([batch for judge in judges for data in judge.sets for batch in data.batches])
@@ -188,7 +190,7 @@ class Search:
             members = [models[i] for i in places]
             candidate = replace(with_models(way, members), name=f"subset {number + 1} of {len(chosen)}")
             with self.clock.step(candidate.name):
-                ready = self.maker.ready(candidate, self.config.seconds / len(chosen) / 2)
+                ready = self.candidate_files.ready(candidate, self.config.seconds / len(chosen) / 2)
                 self._make(ready, ready.recipe(self.config.dtype))
                 figures = self.reporting.measure(self._load(self._place(ready)), ready.anchor)
             shutil.rmtree(self._place(ready))
@@ -301,7 +303,7 @@ class Search:
     def _tried(self, candidate: Candidate, remaining: float, tried: Sequence[tuple[Candidate, Trial]]) -> Trial:
         """The result of a candidate, from an interrupted search or tried now."""
         begin = time.perf_counter()
-        ready = self.maker.ready(candidate, max(remaining / 2, 1.0))
+        ready = self.candidate_files.ready(candidate, max(remaining / 2, 1.0))
         text, best = ready.recipe(self.config.dtype), self._best(tried)[1].figures if tried else None
         key = self._key(text, self.samples_mark)
         if (result := self._kept(candidate, key)) is not None:

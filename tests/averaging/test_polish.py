@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, RecurrentGemmaConfig, RecurrentGe
 
 from rotation_merge.averaging.low_rank import initialise_along_gradient, with_lora
 from rotation_merge.averaging.polish import LEAST_GAIN, PolishOptions, PolishReport, polish
-from rotation_merge.matching.teachers import Answered, answer, divergence, write_answers
+from rotation_merge.matching.teachers import AnsweredSamples, answer, divergence, write_answers
 
 
 class Given:
@@ -69,7 +69,7 @@ def test_it_learns_and_is_resumed(models: list[Path], tmp_path: Path) -> None:
     teacher, student = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (a, merged))
     ids = torch.randint(40, (24, 8), generator=torch.Generator().manual_seed(0))
     write_answers(teacher, [{"input_ids": part} for part in ids.split(4)], tmp_path / "a.safetensors", "mark")
-    answered = [Answered(tmp_path / "a.safetensors")]
+    answered = [AnsweredSamples(tmp_path / "a.safetensors")]
     assert (answered[0].count, answered[0].mark) == (6, "mark")
     before = {name: tensor.clone() for name, tensor in student.state_dict().items()}
     done = polish(student, answered, PolishOptions(12, rates=(2e-3,)))
@@ -102,7 +102,7 @@ def test_any_number_of_steps(steps: int, models: list[Path], tmp_path: Path) -> 
     teacher, student = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (a, merged))
     ids = torch.randint(40, (8, 8), generator=torch.Generator().manual_seed(0))
     write_answers(teacher, [{"input_ids": part} for part in ids.split(4)], tmp_path / "a.safetensors", "mark")
-    done = polish(student, [Answered(tmp_path / "a.safetensors")], PolishOptions(steps, rates=(2e-3,)))
+    done = polish(student, [AnsweredSamples(tmp_path / "a.safetensors")], PolishOptions(steps, rates=(2e-3,)))
     assert done.after < done.before
 
 

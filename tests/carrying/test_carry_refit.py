@@ -27,7 +27,15 @@ from rotation_merge.averaging import polish as polish_module
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.config import NONE, PLAIN
-from rotation_merge.carrying.judge import SCALES, Lift, ScaledChange, TransferSamples, halves, random_change, search
+from rotation_merge.carrying.judge import (
+    SCALES,
+    RecoveredLift,
+    ScaledChange,
+    TransferSamples,
+    halves,
+    random_change,
+    search,
+)
 from rotation_merge.carrying.refit import ChangeOptions, of_rank, refit_change
 from rotation_merge.carrying.sampled import JudgedChange, SampledTransfer
 from rotation_merge.errors import DataError
@@ -135,7 +143,7 @@ def test_rank_is_cut_where_the_inputs_see_least() -> None:
 
 
 def test_recovered_lift_and_its_controls() -> None:
-    lift = Lift(2.0, 1.0, (2.5, 1.5), (2.2, 1.6), "refit", " at scale 1")
+    lift = RecoveredLift(2.0, 1.0, (2.5, 1.5), (2.2, 1.6), "refit", " at scale 1")
     assert lift.recovered == pytest.approx(0.3)
     assert lift.words()[-1] == "Recovered lift: 30% of what fine-tuning gained on the old base."
     controlled = replace(lift, controls=(2.55, 2.45, 2.5), negated=2.4)

@@ -13,7 +13,7 @@ from mergekit.merge_methods.base import InputContract, MergeMethod, MergeMethodS
 from mergekit.merge_methods.easy_define import merge_method
 from plugin_support import merged, mergekit_yaml, one_error, recipe_for, state
 
-from rotation_merge.averaging.methods import TENSOR, WEIGHT, OwnMethod, Plan, Source, Target
+from rotation_merge.averaging.methods import TENSOR, WEIGHT, DelegateMethod, Plan, Source, Target
 from rotation_merge.mergekit_plugin.recipe import delegates
 
 Pair = tuple[Path, Path]
@@ -65,7 +65,7 @@ def test_a_stock_recipe_that_names_it_gets_one_line(half: MergeMethod, pair: Pai
     assert not (tmp_path / "out").exists()
 
 
-class Lower(OwnMethod):
+class Lower(DelegateMethod):
     """The lower of the models' values: a plan, and what it does with one tensor."""
 
     spec = MergeMethodSpec(name="lower", parameters=(WEIGHT,), contract=InputContract(min_inputs=2))

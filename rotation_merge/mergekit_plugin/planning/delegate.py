@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.averaging.methods import MergeLog, OwnMethod, Source, Target, plan_of
+from rotation_merge.averaging.methods import DelegateMethod, MergeLog, Source, Target, plan_of
 from rotation_merge.errors import StatisticsError
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.output_tensor import OutputTensor
@@ -81,7 +81,7 @@ class AuxiliaryInput:
 class OutputPlanner:
     """Plans the output tensors of a merge by a delegate of our own, one task each."""
 
-    def __init__(self, method: OwnMethod, donors: Donors, helper: AuxiliaryPlanner | None) -> None:
+    def __init__(self, method: DelegateMethod, donors: Donors, helper: AuxiliaryPlanner | None) -> None:
         self.method, self.plan, self.base, self.helper = method, plan_of(method), donors.recipe.base, helper
         self.log = MergeLog(str(self.base))
         donors.run.add_notes_later(lambda: method.words(self.log))
@@ -134,7 +134,7 @@ class MergedSource:
 
     def __init__(
         self,
-        method: OwnMethod,
+        method: DelegateMethod,
         architecture: Architecture,
         sources: Sequence[tuple[ModelReference, TensorSource]],
         weights: Sequence[float],
@@ -164,7 +164,7 @@ class MergedSource:
 
 
 def merge_tensor(
-    method: OwnMethod,
+    method: DelegateMethod,
     target: Target,
     parts: Sequence[tuple[ModelReference, float, AuxiliaryInput]],
     parameters: Mapping[str, Any],

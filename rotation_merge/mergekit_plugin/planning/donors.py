@@ -22,7 +22,7 @@ from rotation_merge.matching.layer_spans import matched_spans
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import check_together
 from rotation_merge.matching.options import BOTH, NOTHING, WEIGHTS, AlignConfig
-from rotation_merge.matching.run import GivenFile, Run
+from rotation_merge.matching.run import AppliedAlignment, Run
 from rotation_merge.mergekit_plugin.planning.carrying import (
     CarryPlan,
     added_as_it_is,
@@ -258,10 +258,10 @@ class Donors:
         ):
             problem = f"'match_on: {how}' matches whole models, and the slices pair this one's layers differently"
             raise RecipeError(problem, where=str(model), remedy="leave it out")
-        from rotation_merge.matching.match_on import OnSamples
+        from rotation_merge.matching.match_on import SampleMatcher
 
         names, seed = (str(self.recipe.base), str(origin or model)), self.options.random_seed or 0
-        return OnSamples(how, *names, data or "self", count, seed, devices_of(self.options)[0])
+        return SampleMatcher(how, *names, data or "self", count, seed, devices_of(self.options)[0])
 
     def _rows(self, donor: ModelReference, carried: bool) -> tuple[Tensor, Tensor] | None:
         """Rows of shared tokens if the donor (or its base) has another vocabulary than the anchor.
@@ -354,7 +354,7 @@ class Donors:
         residual = residual_of(file.alignment.transforms, file.alignment.folded)
         self._check(donor, donor, NOTHING.with_residual(residual), whole=residual != "none")
         self._fold(file.alignment.folded)
-        self.run.moved_by(name, GivenFile(path, str(donor), file.metadata))
+        self.run.moved_by(name, AppliedAlignment(path, str(donor), file.metadata))
         rows_in(file.metadata, path)
         if isinstance(file.metadata.get("data"), str):
             self.run.used(

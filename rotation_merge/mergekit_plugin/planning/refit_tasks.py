@@ -23,7 +23,7 @@ from rotation_merge.averaging.refit import Refit, RefitResult, Teachers
 from rotation_merge.averaging.task_vectors import TASK_VECTORS
 from rotation_merge.errors import DataError
 from rotation_merge.matching.alignment import Alignment, aligned_source
-from rotation_merge.matching.open_pair import WithTied
+from rotation_merge.matching.open_pair import TiedSource
 from rotation_merge.mergekit_plugin.planning.delegate import DelegateTask, MergedSource
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.refit import AT_ONCE, LENGTH, RefitPlan, Teacher, read_lesson
@@ -256,12 +256,12 @@ class _RefitRun:
         """A model in the anchor's coordinates, by the anchor's names."""
         model, architecture = self.donors.models[teacher.model], self.base.architecture
         mark = self.donors.run.marks.setdefault(str(teacher.model), Fingerprint())
-        source: TensorSource = WithTied(self.donors.source(teacher.model, model.watched(mark)), architecture)
+        source: TensorSource = TiedSource(self.donors.source(teacher.model, model.watched(mark)), architecture)
         folded = self.donors.folded
         if alignment is None:
             return folded_source(architecture, source, folded, self.donors.dtype)
         alignment = replace(alignment, folded=folded)
-        return aligned_source(architecture, source, alignment, WithTied(self.base, architecture), self.donors.dtype)
+        return aligned_source(architecture, source, alignment, TiedSource(self.base, architecture), self.donors.dtype)
 
     def _samples(self, number: int) -> list[Batch]:
         """The samples that a teacher brings."""

@@ -17,7 +17,7 @@ from mergekit.merge_methods.base import MergeMethod, ParameterSpec
 from pydantic import ValidationError
 
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.averaging.methods import OwnParameter
+from rotation_merge.averaging.methods import DelegateParameter
 from rotation_merge.config import DTYPES
 from rotation_merge.errors import RecipeError, nearest, short
 from rotation_merge.matching.options import AlignConfig
@@ -259,7 +259,7 @@ def check_value(name: str, value: Any, spec: ParameterSpec | None = None, delega
             f"{problem}, which also holds for delegate {delegate.spec.name}: its own '{name}' is {wanted(spec)}",
             remedy=f"write {wanted(spec)}, or choose a delegate without '{name}'",
         ) from None
-    if isinstance(spec, OwnParameter) and spec.option is not None:
+    if isinstance(spec, DelegateParameter) and spec.option is not None:
         spec.option.check(name, valid, "parameter")
     if isinstance(valid, float) and not math.isfinite(valid):
         raise RecipeError(f"parameter '{name}' is {value!r}", remedy="give a finite number")
