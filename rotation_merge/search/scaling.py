@@ -34,18 +34,20 @@ def best_scale(
     Returns:
         The scale and its figures.
     """
-    ends = {name: tensor.clone() for name, tensor in merged.state_dict().items() if tensor.is_floating_point()}
-    starts = base.state_dict()
+    starts, place = base.state_dict(), 0.0
     measured: dict[float, tuple[float, Figures]] = {0.0: first}
 
     @torch.no_grad()
     def better(step: float, best: float) -> bool:
         """Evaluate some steps from the first scale; returns whether the score is better than the best so far."""
+        nonlocal place
         if step in measured or len(measured) == MOST:
             return False
-        for name, tensor in merged.state_dict().items():
-            if name in ends:
-                tensor.copy_(torch.lerp(starts[name].to(ends[name]), ends[name], STEP**step))
+        held = (*merged.named_parameters(), *merged.named_buffers())  # tied tensors once, since they move in place
+        for name, tensor in held:
+            if name in starts and tensor.is_floating_point():
+                tensor.copy_(torch.lerp(starts[name].to(tensor), tensor, STEP ** (step - place)))
+        place = step
         excess, figures = measured[best]
         measured[step] = measure(merged, None if excess else figures)
         after, now = measured[step]
