@@ -186,7 +186,7 @@ def _measured(
     limit: int,
     seed: int,
 ) -> list[Statistics]:
-    """Statistics of each model: those that are given, or measured on samples.
+    """Statistics of each model: the given ones, or measured on samples.
 
     Raises:
         RecipeError: neither is there.
@@ -383,7 +383,7 @@ def merge(
 
 
 def for_evaluation(opened: OpenedModel) -> Any:
-    """A model in memory as it is judged: in float32, its weights as they would be stored."""
+    """Load a model for evaluation: in float32, with its weights rounded to storage."""
     return as_stored(opened).to_module().float()
 
 
@@ -445,7 +445,7 @@ def transfer(
 
 
 def _with_tokens(tuned: ModelLike, old: ModelLike, new: ModelLike) -> bool:
-    """Whether a fine-tune has a chat template or tokens beyond its base; of models in memory nothing says so."""
+    """Whether a fine-tune has a chat template or tokens beyond its base; unknown for models in memory."""
     from rotation_merge.carrying.bases import open_bases
     from rotation_merge.carrying.tokens import adds_tokens
 

@@ -104,12 +104,12 @@ class Option:
 
     @property
     def literals(self) -> list[str]:
-        """Values that it may have, as they are written."""
+        """The allowed literal values."""
         return [str(value).lower() for value in (*self.choices, *self.words)]
 
     @property
     def values(self) -> list[str]:
-        """All that it may be: its values as they are written, and the kind of the others."""
+        """The allowed values: literals, and the kind of all others."""
         if self.choices:
             return self.literals
         words = self._kind.words
@@ -203,7 +203,7 @@ class Config:
 
     @classmethod
     def of(cls: type[C], config: C | None, options: Mapping[str, Any]) -> C:
-        """A config (None: the defaults) with options by name in place of its own.
+        """A config (None: the defaults) with some options replaced by name.
 
         Raises:
             RecipeError: it is no such config, or an option does not exist or has no such value.

@@ -1,4 +1,4 @@
-"""Exceptions whose message is one line: problem, place, remedy."""
+"""Exceptions with a message of one line: problem, place, remedy."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def printable(text: str) -> str:
 
 
 def no_space(error: object) -> bool:
-    """Whether an error of the system, torch or safetensors says that a disk is full."""
+    """Whether an error of the system, torch or safetensors means a full disk."""
     text = str(error)
     disk_full = any(words in text for words in ("No space left", "os error 28", "Os { code: 28,", ". unexpected pos "))
     return disk_full or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))

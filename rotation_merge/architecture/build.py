@@ -194,7 +194,7 @@ def _listed(entry: T | list[T]) -> list[T]:
 
 
 def _chosen(scope: Scope, spec: LinearSpec) -> TensorSpec | None:
-    """The entry in full; of several, the first whose `when` holds."""
+    """The entry, or the first of several entries whose `when` holds."""
     if isinstance(spec, TensorSpec):
         return spec if holds(scope, spec.when) else None
     entries = [item for item in spec if isinstance(item, TensorSpec)]
@@ -406,7 +406,7 @@ def integer(scope: Scope, expression: Expression, role: str) -> int:
 
 
 def space_of(scope: Scope, name: str, spec: LocalSpace) -> Space:
-    """A local space; one whose sizes the config does not give has none, and cannot be used."""
+    """Build a local space; None if the config lacks its sizes."""
     if isinstance(spec, AttentionSpec):
         return _attention(scope, name, spec)
     expressions = {key: getattr(spec, key) for key in _SIZES if hasattr(spec, key)}

@@ -62,7 +62,7 @@ def _parsed(expression: str) -> ast.expr:
 
 
 def word(expression: Any, config: Mapping[str, Any], words: tuple[str, ...]) -> str | None:
-    """A word as it stands, or an expression that gives one (or something false).
+    """The word itself, or the value of an expression.
 
     Raises:
         ArchitectureError: a single word that is neither known nor a key of the config; names it.

@@ -281,7 +281,7 @@ class Architecture:
         return [name for name, groups in self.stream_groups.items() if kind in groups]
 
     def folds(self, groups: Mapping[str, str]) -> tuple[str, ...]:
-        """Streams and latents whose gains are folded where streams are moved by these groups."""
+        """Streams and latents that are folded if streams are moved by these groups."""
         streams = [name for name, group in groups.items() if group == "rotation"]
         if not streams:
             return ()

@@ -75,7 +75,7 @@ def _parent(path: Path, entry: str, family: Any) -> dict[str, Any]:
 
 
 def _module(path: Path, name: str, module: Any) -> Any:
-    """A module laid over that of another family, `FAMILY.MODULE`, whose variables come with it."""
+    """A module laid over another family's, `FAMILY.MODULE`, together with its variables."""
     if not isinstance(module, dict) or "extends" not in module:
         return module
     entry = f"modules.{name}.extends"
@@ -312,7 +312,7 @@ def _dropped(
 def tied_head(
     config: Mapping[str, Any], names: Collection[str], model: str, known: Architecture | None = None
 ) -> tuple[str, str] | None:
-    """A head that shares an embedding's tensor once the model is loaded, and the stream it reads; None where none does.
+    """The head that shares an embedding's tensor after loading, and its stream; None without one.
 
     The config decides where it says so, whatever is stored beside it; else a head that is not stored is tied.
 
@@ -364,7 +364,7 @@ _LAYER = re.compile(r"^(?P<stack>(?:[^.]+\.)*?[^.\d][^.]*)\.(?P<index>\d+)\.")
 
 
 def unaligned(names: Collection[str], config: Mapping[str, Any] | None = None) -> Architecture:
-    """An architecture without spaces, for plain merging of a checkpoint whose architecture is not known.
+    """An architecture without spaces, for plain merging of unknown checkpoints.
 
     Tensors whose names share a layer number (`model.layers.3.`) form a block; each other tensor is one of its own.
     The config key of the number of layers is the one that names layers and holds that number.

@@ -84,7 +84,7 @@ def page() -> str:
 
 
 def _models(specs: list[ArchitectureSpec]) -> str:
-    """Every name under which people know a model, and the family that it is of."""
+    """The names of known models and their families."""
     models = sorted(
         ((name, spec) for spec in specs for name in spec.models or [spec.title]), key=lambda x: x[0].lower()
     )

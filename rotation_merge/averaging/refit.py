@@ -331,7 +331,7 @@ class Refit:
         return list(batches.values())
 
     def _added(self, total: Sums | None, sums: Sums, weight: float) -> Sums:
-        """Products of one more group, whose rows have this weight."""
+        """Add the products of one more group with its weight."""
         if self.groups and sums.norm:
             sums.scale(weight / sums.norm)
         if total is None:

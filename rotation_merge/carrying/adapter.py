@@ -118,7 +118,7 @@ class _BlockOfAdapter:
     rows: LabelRows = field(default_factory=dict)
 
     def carry(self, entries: list[AdapterEntry], saved: Mapping[str, str]) -> None:
-        """Carry the adapter's entries of this block, and the tensors that it stores whole.
+        """Carry the adapter's entries of this block, and its whole tensors.
 
         Args:
             saved: keys of the block's tensors that the adapter holds whole, by their names in it.
@@ -277,7 +277,7 @@ class _BlockOfAdapter:
     # --- whole tensors
 
     def _saved_change(self, name: str, key: str) -> Tensor:
-        """The change of a tensor that the adapter stores whole: all of it if the base has no such tensor."""
+        """The change of a tensor stored whole by the adapter; the tensor itself if the base lacks it."""
         tensor, info = self.adapter.tensor(name).double(), self._info(key)
         if info.stacked:
             raise self._refused(f"'{info.key}' is held whole, expert by expert", WHOLE)

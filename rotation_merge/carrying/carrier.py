@@ -101,7 +101,7 @@ class Carrier:
         return result
 
     def _changed(self, block: Block, changed_key: str, changes: Mapping[str, Change]) -> Callable[[str], Tensor | None]:
-        """The source of one tensor's change: changes of weights; gains and shifts of norms as they are."""
+        """The source of a block's folding: changes of weights, but unchanged gains and shifts of norms."""
         old = reader(block, self.old)
         norms = folded_keys(block, self.architecture.streams)
 

@@ -139,7 +139,7 @@ class Delta:
         return View(self.opened, self.tensor, None, left_out, notes)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The change of each tensor of the base as it is stored, by name: the task vector."""
+        """The task vector: the change of each stored tensor of the base, by name."""
         return self.changes()
 
     @property
@@ -177,7 +177,7 @@ class Delta:
             yield from pieces.items()
 
     def tensor(self, block: Block, info: TensorInfo, dtype: torch.dtype | None = None) -> Tensor | None:
-        """One tensor of the new base with the carried change, rounded once; None where the new base lacks it.
+        """One tensor of the new base with the carried change, rounded once; None if the new base lacks it.
 
         Args:
             dtype: storage type; None: that of the new base.

@@ -1,4 +1,4 @@
-"""A change of a whole model as a new LoRA, as peft writes it."""
+"""Writes the change of a whole model as a new LoRA in peft's format."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class _Writing:
             self.stored_otherwise |= transposed(info)
 
     def without_embeddings(self) -> list[str]:
-        """Leave out embeddings that peft would refuse, and give every other module a bias; returns those left out."""
+        """Drop embeddings that peft would refuse, and give every other module a bias; returns the dropped names."""
         if not self.biases:
             return []
         for module in self.embeddings:

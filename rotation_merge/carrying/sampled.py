@@ -149,7 +149,7 @@ class SampledTransfer:
         return tensors, lines
 
     def _plain(self) -> Delta:
-        """The fine-tune's change as it stands, added to the new base; of the rank that is written."""
+        """The new base plus the fine-tune's unmoved change, at the rank that is written."""
         delta = Delta(replace(self.session.carrier, alignment=Alignment({}), sites={}), self.tuned)
         new = self.session.carrier.new
         blocks = delta.changes_by_block(self._tied, self.rank or None)
@@ -257,7 +257,7 @@ class SampledTransfer:
         return self._loaded(name).to(self.session.execution.device)
 
     def _config(self, base: Model, which: int) -> Any:
-        """A base's config, its vocabulary as long as it is with added tokens."""
+        """A base's config, with the vocabulary size including added tokens."""
         tokens, config = self.session.tokens, base.transformers_config
         if tokens is None or not tokens.rows:
             return config
@@ -332,7 +332,7 @@ class SampledTransfer:
         return model
 
     def _student(self, tensors: Mapping[str, Tensor]) -> Any:
-        """The model to train: the whole, or the factors of an adapter beside it."""
+        """The model to train: all of it, or only the factors of an adapter."""
         if not self.rank:
             return self._model(tensors).requires_grad_(True)
         written, _ = adapter_of(Delta.from_solved(self.session.carrier, tensors), self.rank, self.session.bases.new)
@@ -359,7 +359,7 @@ class SampledTransfer:
         return self._trained(self._student(tensors), trained), report
 
     def _own_text(self) -> list[Batch]:
-        """Text of the new base's own that keeps what it knows, in batches of half the size."""
+        """Text of the new base that preserves its knowledge, in batches of half the size."""
         config = replace(self.config, data=SELF, seed=self.config.seed + 2)
         return read_batches(
             SELF, local_path(self._new), self._loaded(self._new), **config.reading(AT_ONCE // 2)

@@ -124,7 +124,7 @@ class TransferSession:
     def aligned(
         cls, bases: Bases, config: TransferConfig, execution: Execution, progress: Progress | None = None
     ) -> TransferSession:
-        """A session whose bases are aligned: matched, by a file, or by an alignment at hand."""
+        """A session with aligned bases: matched, from a file, or from a given alignment."""
         bases = bases.with_layer_pairs(config.match, progress)
         if isinstance(config.alignment, str):
             alignment, report = bases.given(config.alignment)
@@ -166,7 +166,7 @@ class TransferSession:
         return carried.adapter, lines
 
     def as_adapter(self, tuned: TensorSource, rank: int) -> tuple[AdapterWeights, list[str]]:
-        """A whole fine-tune's change as an adapter, and notes on it."""
+        """The change of a whole fine-tune as an adapter, with notes on it."""
         delta = self.delta(tuned)
         written, norms = adapter_of(delta, rank, self.bases.new)
         subject = "the change" if self.carrier.frame is None else "the change that has a place"
@@ -218,7 +218,7 @@ class TransferSession:
         return TransferResult(work, out, [verdict(self.bases, report), *lines])
 
     def _grown(self, written: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the new base that added tokens make longer, but for those that are written anyway."""
+        """Tensors of the new base with rows for added tokens, except those that are written anyway."""
         if self.tokens is None or not self.tokens.rows:
             return
         for name in vocabulary_axes(self.carrier.architecture):
@@ -255,7 +255,7 @@ def matcher(config: TransferConfig, bases: Bases, device: str) -> Match:
 
 
 def check_head(bases: Bases, alignment: Alignment, storage: StorageOptions) -> None:
-    """Refuse a turned stream where the head is tied and no head of its own was asked for."""
+    """Refuse a rotated stream for a tied head without `untie`."""
     if alignment.folded and not storage.untie and (tied := bases.new.tied_head) is not None:
         raise RecipeError(
             f"a rotated stream needs an untied head, '{tied}' is tied to the embedding",

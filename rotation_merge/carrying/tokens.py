@@ -80,7 +80,7 @@ class AddedTokens:
 
     @classmethod
     def of_adapter(cls, bases: Bases, adapter: Adapter) -> tuple[AddedTokens, dict[str, Tensor]]:
-        """Return the tokens that an adapter adds to the old base, and its whole embedding and head by tensor name."""
+        """The tokens that an adapter adds, with its whole embedding and head by tensor name."""
         rows = saved_rows(adapter, bases)
         length = min((tensor.shape[0] for tensor in rows.values()), default=0)
         return cls(bases, adapter.path, length, None, bool(rows), "" if rows else NO_ROWS), rows
@@ -145,12 +145,12 @@ class AddedTokens:
 
     @property
     def same(self) -> bool:
-        """Whether both bases have one vocabulary, in which the fine-tune's numbers hold as they are."""
+        """Whether both bases have one vocabulary, so that the fine-tune's ids hold."""
         return self.bases.rows is None
 
     @property
     def whole(self) -> bool:
-        """Whether the fine-tune's tokenizer serves the new base as it is."""
+        """Whether the fine-tune's tokenizer serves the new base unchanged."""
         length = self.length if self.rows_held else self.old_length
         return self.same and all(number < length for number in self.tokens.values())
 
@@ -174,7 +174,7 @@ class AddedTokens:
 
     @cached_property
     def rows(self) -> dict[int, int]:
-        """Rows that are carried whole: id in the output by id in the fine-tune."""
+        """Rows that are copied: id in the output by id in the fine-tune."""
         if not self.rows_held:
             return {}
         if self.whole:
@@ -321,7 +321,7 @@ def _moved(carrier: Carrier, rows: TensorSource, count: int) -> dict[str, Tensor
 
 
 def saved_rows(adapter: Adapter, bases: Bases) -> dict[str, Tensor]:
-    """An adapter's whole embedding and head, by tensor name; nothing where one of them is not held whole."""
+    """An adapter's whole embedding and head, by tensor name; empty if one of them is missing."""
     parsed = parse(adapter, bases.old.config)
     held = {spot.info.name: name for name, spot in parsed.saved.items() if spot.info.vocabulary_axis is not None}
     tied = bases.new.tied_head

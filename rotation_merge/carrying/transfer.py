@@ -37,7 +37,7 @@ def carry(
     execution: Execution | None = None,
     progress: Progress | None = None,
 ) -> list[TransferResult]:
-    """Carry adapters and fine-tunes of one base to another, each to a directory of its own.
+    """Carry adapters and fine-tunes of one base to another, each to a separate directory.
 
     Args:
         works: directories of adapters and of whole models, by the directory that each is to be written to.

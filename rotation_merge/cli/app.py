@@ -75,7 +75,7 @@ class LazyGroup(click.Group):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Wrong usage is JSON, too, where that was asked for."""
+        """Also report wrong usage as JSON if --json was given."""
         try:
             return super().invoke(ctx)
         except click.UsageError as error:

@@ -277,7 +277,7 @@ def _unit(barrier: Barrier) -> str:
 
 
 def show_all(barriers: list[Barrier]) -> None:
-    """The barriers of all paths, one table for each of the data; with their spread over anchors where it is known."""
+    """Print the barriers of all paths, one table for each data source, with their spread over anchors if known."""
     names = list(dict.fromkeys(curve.name for barrier in barriers for curve in barrier.curves))
     for data in dict.fromkeys(barrier.data for barrier in barriers):
         chosen = [barrier for barrier in barriers if barrier.data == data]

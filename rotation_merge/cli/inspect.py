@@ -377,7 +377,7 @@ def _architectures(as_json: bool) -> int:
 
 
 def _prove(path: str, config: str | None, as_json: bool) -> int:
-    """Try an architecture file; 1 where it is wrong."""
+    """Try an architecture file; exit code 1 if it is wrong."""
     from rotation_merge.diagnose.proof import hints, prove
     from rotation_merge.model.headers import read_json
 

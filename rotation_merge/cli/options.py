@@ -23,7 +23,7 @@ C = TypeVar("C", bound=Config)
 
 
 class Described(Word):
-    """Text that an option of a config takes: read and judged as its description says."""
+    """The value type of an option, parsed and checked by its description in the config."""
 
     def __init__(self, flag: str, described: Option) -> None:
         self.flag, self.described = flag, described
@@ -103,7 +103,7 @@ def _option(
 
 
 def sentence(words: str, choices: Collection[Any] = ()) -> str:
-    """The help of an option; one that begins with a value keeps the value as it is written."""
+    """The help of an option as a sentence; a leading value keeps its spelling."""
     return f"{words}." if words.partition(":")[0] in choices else f"{words[:1].upper()}{words[1:]}."
 
 

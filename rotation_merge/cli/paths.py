@@ -106,7 +106,7 @@ class Writes(click.types.StringParamType):
 
 
 class WritesAdapter(Writes):
-    """A file, where it is called so, or a folder."""
+    """An adapter to write: a `.safetensors` file or a folder, by its name."""
 
     def outputs(self, value: str, option: str) -> list[Output]:
         kind = FILE if value.endswith(".safetensors") else FOLDER
@@ -131,7 +131,7 @@ MODELS_OR_RECIPE, NAMED_ALIGNMENTS = ReadsModelsOrRecipe("model"), ReadsNamedFil
 
 
 def inputs_of(context: click.Context) -> list[Input]:
-    """Everything that a command was told to read."""
+    """All inputs of a command."""
     inputs = []
     for parameter, value in _values(context):
         if hasattr(parameter.type, "inputs"):
@@ -140,7 +140,7 @@ def inputs_of(context: click.Context) -> list[Input]:
 
 
 def outputs_of(context: click.Context) -> list[Output]:
-    """Everything that a command was told to write."""
+    """All outputs of a command."""
     outputs = []
     for parameter, value in _values(context):
         if hasattr(parameter.type, "outputs"):

@@ -144,7 +144,7 @@ def _teacher_answers(
     seed: int,
     device: str,
 ) -> list[AnsweredSamples]:
-    """Every teacher's answers, those that are there already taken as they are."""
+    """The answers of every teacher; existing ones are reused."""
     from rotation_merge.matching.teachers import AnsweredSamples, write_answers
     from rotation_merge.run.functions import load
 
@@ -182,7 +182,7 @@ def _check_words(merged: str, teachers: tuple[str, ...]) -> None:
 
 
 def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeReport) -> None:
-    """The trained model as a checkpoint in the merge's dtype, or the adapter; whole or not at all."""
+    """Write the trained model in the merge's dtype, or the adapter, atomically."""
     from rotation_merge.model.output import staged
     from rotation_merge.model.writing import KEPT, OWN
     from rotation_merge.record import REPORT_FILE

@@ -75,7 +75,7 @@ def carried_recipe(
     matched: AlignConfig | None = None,
     match_values: Mapping[str, Any] | None = None,
 ) -> str:
-    """A recipe for the anchor plus a multiple of one donor's task vector, carried over as the recipe at `path` says.
+    """A recipe for the anchor plus a multiple of one donor's carried task vector, after the recipe at `path`.
 
     Args:
         matched: options of matching that replace those of the recipe, alignment files included.

@@ -174,7 +174,7 @@ def opened(donor: RecipeDonor) -> Pair:
 
 
 def _aligned(pair: Pair, donor: RecipeDonor, anchor: Any, tick: Tick | None, ledger: Ledger) -> tuple[Any, Any]:
-    """Both models, the donor aligned by its file, or by matching where it has none."""
+    """Both models, with the donor aligned by its file or by matching."""
     if donor.file is None:
         bodies = replace(pair, architecture=pair.architecture.without(donor.own))
         alignment, _ = match_pair(bodies, tick, _finder(donor), ledger)
@@ -193,7 +193,7 @@ def _finder(donor: RecipeDonor) -> Match:
 
 
 def _carried(recipe: str, donor: RecipeDonor, matching: Matching) -> tuple[Any, Any]:
-    """The anchor, and the anchor with the donor's task vector added: carried over, or as it is."""
+    """The anchor, and the anchor with the donor's task vector added, carried or unchanged."""
     ends, match_values = [], None
     if matching.match_on != WEIGHTS:
         match_values = {"match_on": matching.match_on, "data": donor.data, "samples": donor.samples}

@@ -56,7 +56,7 @@ class ResourceNeeds:
 
 
 def needs_of(recipe: str, models: Collection[RemoteModel], cache: str) -> ResourceNeeds:
-    """The needs of a recipe whose models' headers are here.
+    """The needs of a recipe, from its models' headers.
 
     Args:
         models: those that are to be downloaded.

@@ -107,7 +107,7 @@ class Paths:
         ]
 
     def _data(self, anchor: Any) -> list[Data]:
-        """Each of the data, as the model takes it under whose head it is measured."""
+        """Each data source, as the model with its head reads it."""
         if not self.own:
             return [read_batches(source, self.names[0], anchor, **self.reading) for source in self.sources]
         names = (self.names[0], *(donor.name for donor in self.donors))
@@ -160,7 +160,7 @@ class Paths:
                 yield ((first, second), number), path(a, b, data[number], *how)
 
     def _kept(self, model: Any) -> set[str]:
-        """The parameters of a model that it keeps of its own."""
+        """The parameters that each model keeps."""
         return head_names(architecture_of(model)) if self.own else set()
 
     def _turns(

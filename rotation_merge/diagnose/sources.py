@@ -258,7 +258,7 @@ def _residual(document: Document, anchor: Model) -> None:
 
 
 def _plan(document: Document, session: Session, options: MergeOptions) -> None:
-    """Plan the whole merge, as mergekit will before it reads a weight."""
+    """Plan the whole merge as mergekit will, without reading weights."""
     from mergekit.merge import _model_out_config
 
     from rotation_merge.mergekit_plugin.definitions import architecture_info

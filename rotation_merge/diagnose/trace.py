@@ -123,7 +123,7 @@ def _here(reference: ModelReference) -> bool:
 
 
 def _figures(row: SpaceRow) -> tuple[object, ...]:
-    """The figures of a merge rounded as they are shown, for comparison with a second run."""
+    """The figures of a merge, rounded for comparison with a second run."""
     return row.donor, row.space, row.group, *(f"{x:.3g}" for x in (row.distance_before, row.distance_after))
 
 

@@ -74,13 +74,13 @@ def under_temporary_names(target: str) -> list[str]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file, whole or not at all."""
+    """Write a text file atomically."""
     with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
 
 
 def write_json(path: str, content: object) -> None:
-    """Write a JSON file into a folder that takes its place as a whole."""
+    """Write a JSON file into a folder that is replaced as a whole."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=2)
         file.write("\n")

@@ -26,7 +26,7 @@ _held: ContextVar[frozenset[str]] = ContextVar("rotation_merge_outputs", default
 
 
 def take(handle: int) -> bool | None:
-    """Lock an open file; None where the file system has no locks.
+    """Lock an open file; None if the file system has no locks.
 
     Returns:
         False: another process, or another thread, holds it.
@@ -43,7 +43,7 @@ def take(handle: int) -> bool | None:
 
 
 def new_locked_file(path: str) -> int | None:
-    """Create a file and lock it; gives the open handle, or None if the file system has no locks.
+    """Create a file and lock it; returns the open handle, or None if the file system has no locks.
 
     Raises:
         FileExistsError: it is there.

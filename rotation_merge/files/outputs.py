@@ -73,7 +73,7 @@ class Output:
 
 
 def check_outputs(outputs: Iterable[Output], inputs: Iterable[Input], cache: str | None = None) -> None:
-    """Refuse an output that is an input, lies in one, or holds one, by real paths.
+    """Refuse an output that is, lies in, or contains an input, by real paths.
 
     Args:
         cache: where models of the hub are kept, if not in the usual place.

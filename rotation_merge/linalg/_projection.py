@@ -50,7 +50,7 @@ class Sketch:
         return Sketch(tuple(map(_fold, self.plain)), tuple(map(_fold, self.signed)), self.norms)
 
     def side(self) -> tuple[Tensor, Tensor]:
-        """Coordinates whose products bound the similarity: plain ones with residual norms, and signed ones."""
+        """Coordinates with products that bound the similarity: unsigned ones with residual norms, and signed ones."""
         residuals = []
         signed = torch.cat(self.signed, 1) if self.signed else self.norms[0].new_zeros(len(self.norms[0]), 0)
         parts = [*self.plain, signed] if self.signed else list(self.plain)
@@ -161,7 +161,7 @@ def _lowered(values: Tensor) -> Tensor:
 
 
 def solve_projected(factors: Factors, diagonal: Tensor) -> AssignmentSolution | None:
-    """The best permutation with its proof, from bounds and few exact entries; None where forming C is cheaper.
+    """The best permutation with a proof, from bounds and few exact entries; None if forming C is cheaper.
 
     Every pair is either evaluated or known to satisfy C_ij <= t_i + v_j. Solving the assignment on the evaluated pairs
     only raises prices, so the proof holds until a row's optimum falls below its t_i; such rows are bounded again.

@@ -259,7 +259,7 @@ def _finished(matrix: Tensor, solved: AssignmentSolution, method: str) -> Assign
 
 
 def _relative_gap(gap: float, value: float, scale: float) -> float:
-    """The gap over |value|; zero where it is a tie, or the rounding of terms whose magnitudes sum to ``scale``."""
+    """The gap over |value|; zero for ties and rounding errors of terms whose magnitudes sum to ``scale``."""
     if gap <= max(_TIE * abs(value), 8 * _EPSILON * scale):
         return 0.0
     return gap / max(abs(value), _TINY)

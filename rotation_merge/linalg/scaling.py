@@ -281,7 +281,7 @@ def _lowest(visited: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def _elsewhere(
     visited: list[tuple[Tensor, Tensor]], primal: Tensor, dual: Tensor, bounds: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The log scale at which the objective may be least, from where it is known, and a bound from below on it."""
+    """The log scale with the least possible objective outside the known range, and a lower bound on it."""
     p, d, ahead, behind = (x.flatten() for x in (primal, dual, *bounds))
     squares, order = torch.stack([(2 * point).exp().flatten() for point, _ in visited], 1).sort(1)
     values = torch.stack([value.flatten() for _, value in visited], 1).gather(1, order)

@@ -728,7 +728,7 @@ def _check_spaces(transforms: Transforms, header: _Header, architecture: Archite
 
 
 def needed_folds(transforms: Transforms, architecture: Architecture, folded: Sequence[str]) -> tuple[str, ...]:
-    """The folded spaces whose gains these transforms need folded, or may have folded."""
+    """The folded spaces with gains that these transforms require, or allow, to be folded."""
     known = architecture.spaces()
     return tuple(
         name for name in folded if name in transforms and (_mixes(transforms[name]) or known[name].kind == "latent")

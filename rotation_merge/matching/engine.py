@@ -47,7 +47,7 @@ def checkpointed(model: nn.Module) -> nn.Module:
 
 
 def untie_heads(model: nn.Module, architecture: Architecture) -> None:
-    """Give every head that shares an embedding's tensor a copy of its own, in place."""
+    """Give every tied head a copy of the embedding's tensor, in place."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for info in architecture.tensors():
         if info.tied and info.name in parameters and any(parameters[info.name] is parameters.get(t) for t in info.tied):

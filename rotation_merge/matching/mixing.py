@@ -123,7 +123,7 @@ class ParentTensors:
         return folded.to(self.device, torch.promote_types(stored.dtype, torch.float32))
 
     def stored(self, number: int, block: Block, key: str) -> Tensor | None:
-        """One parent's tensor as it is."""
+        """One parent's tensor in storage."""
         info = block.tensor(key)
         return None if info is None else read_tensor(info, self.sources[number])
 

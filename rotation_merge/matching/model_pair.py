@@ -216,7 +216,7 @@ class ModelPair:
             yield anchor, donor
 
     def _stored(self, block: Block, source: TensorSource) -> dict[str, Tensor]:
-        """A block's tensors by their names, as they are stored."""
+        """A block's stored tensors by name."""
         return slices.stored_tensors(
             block, source if self.device is None else DeviceSource(source, torch.device(self.device))
         )

@@ -114,7 +114,7 @@ class Neurons:
 
     @property
     def before(self) -> float:
-        """Squared distance as it stands."""
+        """Squared distance before matching."""
         return float(sum(row.distance.sum() for row in self.rows))
 
     @property

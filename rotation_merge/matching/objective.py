@@ -88,7 +88,7 @@ def _output_of(outputs: Any) -> Tensor:
 
 
 def mix(first: Batch, second: Batch, generator: torch.Generator) -> dict[str, Tensor]:
-    """Convex combinations of the samples of two batches, each pair with a share of its own (mixup, 2018)."""
+    """Convex combinations of the samples of two batches, with a random share for each pair (mixup, 2018)."""
     rows = min(len(next(iter(first.values()))), len(next(iter(second.values()))))
     share = torch.rand(rows, generator=generator)
     order = torch.randperm(rows, generator=generator)

@@ -135,7 +135,7 @@ def _merged(
     rule: _Rule,
     config: AdapterMergeConfig,
 ) -> tuple[LowRankFactors, MergedMap]:
-    """One map of the new adapter; None stands for an adapter that leaves the map as it is."""
+    """One map of the new adapter; None if the adapter leaves the map unchanged."""
     present = [part for part in parts if part is not None]
     like, most = present[0], sum(part.rank for part in present)
     flats = [None if part is None else part.flat() for part in parts]
@@ -260,7 +260,7 @@ def _check_known(method: str, parameters: Mapping[str, Any], known: Sequence[str
 
 
 def _as(default: Any, value: Any, name: str) -> Any:
-    """A value of a default's type; text, as a command line gives it, is read."""
+    """Convert a value to the type of its default; text is parsed, as from the command line."""
     if isinstance(default, bool):
         if str(value).lower() in ("true", "false"):
             return str(value).lower() == "true"

@@ -79,7 +79,7 @@ def architecture_info(config: MergeConfiguration, options: MergeOptions) -> Mode
 
 
 def _check_depths(config: MergeConfiguration, models: Models) -> None:
-    """Models that are merged as wholes have equally many layers."""
+    """Check that models that are merged as wholes have equally many layers."""
     for part in (config, *(config.modules or {}).values()):
         whole = [models[model.model] for model in part.models or []]
         depths = [{m: len(model.architecture.layers(m)) for m in model.architecture.layers_key} for model in whole]

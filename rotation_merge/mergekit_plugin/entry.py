@@ -1,4 +1,4 @@
-"""The entry point for a mergekit that supports entry points; the finder of `rotation_merge.pth` then stands down."""
+"""The entry point for a mergekit that supports entry points; the finder of `rotation_merge.pth` is then inactive."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def extend_plan(module: Any) -> None:
 
 
 def extend_merge(module: Any) -> None:
-    """Check our recipes before anything is read, and write their output whole or not at all."""
+    """Check our recipes before any reading, and write their output atomically."""
     stock = module.run_merge
     if not _once(module):
         return

@@ -33,7 +33,7 @@ HOOKS = {
 
 
 def install() -> None:
-    """Wait for mergekit's modules; extend those that are already there. Doing it twice changes nothing."""
+    """Extend mergekit's modules after their import, and those already imported; idempotent."""
     if switched_off() or any(isinstance(finder, MergekitFinder) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, MergekitFinder())

@@ -38,7 +38,7 @@ override it: the merge would be mergekit's own, unaligned."""
 
 
 class MergekitError(RotationMergeError):
-    """The mergekit that is installed is not one that we can work in."""
+    """The installed mergekit is not supported."""
 
 
 def supported() -> str:
@@ -84,7 +84,7 @@ def unfit(why: str) -> MergekitError:
 
 
 def lacks(error: Exception) -> bool:
-    """Whether an error says that mergekit has no such module, or no such name in one of its modules or classes."""
+    """Whether an error means that mergekit lacks a module or a name."""
     if isinstance(error, ImportError):
         return str(error.name).partition(".")[0] == "mergekit"
     if not isinstance(error, AttributeError):

@@ -106,7 +106,7 @@ def _block_label(name: str) -> str:
 
 
 def opened_views(views: Sequence[View]) -> list[OpenedModel]:
-    """Views as models, each with a name of its own, without the marks of revisions and adapters."""
+    """Views as models with distinct names, without the marks of revisions and adapters."""
     names: list[str] = []
     models = []
     for view in views:
@@ -224,7 +224,7 @@ def _plan(document: Document, models: Models, held_models: Sequence[HeldModel]) 
 
 
 def _in_slices(config: MergeConfiguration, held_models: Sequence[HeldModel]) -> MergeConfiguration:
-    """The same with all layers of all models as slices, whose numbers mergekit then asks no file for."""
+    """The recipe with all layers of all models as slices, for which mergekit needs no files."""
     modules = {}
     for module in held_models[0].architecture.layers_key:
         sources = [

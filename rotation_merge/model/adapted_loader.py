@@ -32,7 +32,7 @@ WRITES = {"write", "q", "k", "v", "in", "gate"}
 
 @dataclass(frozen=True)
 class WholeTensorChange:
-    """A change of a whole stored tensor: the adapter's name for it, and whether it is stored as (in, out)."""
+    """A change of a whole tensor: the adapter's name for it, and whether it is stored as (in, out)."""
 
     name: str
     transposed: bool

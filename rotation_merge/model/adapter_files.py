@@ -85,7 +85,7 @@ class AdapterFactors:
 
     @property
     def base(self) -> str | None:
-        """The name of the model that it was trained on, where it says so."""
+        """The name of the base that it was trained on, if it is stored."""
         return self.config.get("base_model_name_or_path")
 
 
@@ -150,7 +150,7 @@ def _read_file(path: str) -> AdapterFactors:
 
 
 def write_adapter(adapter: AdapterFactors, out: str) -> None:
-    """Write an adapter in its form: a folder for peft, else a `.safetensors` file; whole or not at all.
+    """Write an adapter in its format, atomically: a folder for peft, else a `.safetensors` file.
 
     Raises:
         CheckpointError: the name is that of a file, and the form a folder, or the other way round.

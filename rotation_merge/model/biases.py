@@ -41,7 +41,7 @@ class HiddenBiases:
     bias: TensorInfo | None = None
 
     def of(self, info: TensorInfo) -> list[str]:
-        """The roles whose hidden bias a tensor holds."""
+        """The roles of a tensor's hidden biases."""
         role_holders = {"k": self.keys, "v": self.values}
         return [role for role, holder in role_holders.items() if holder is not None and holder.key == info.key]
 
@@ -97,7 +97,7 @@ def inputs(block: Block, info: TensorInfo) -> list[str]:
 
 
 def holders(block: Block, keys: Collection[str]) -> list[str]:
-    """The keys whose tensors hold hidden biases, which are needed of the anchor."""
+    """The keys of the tensors with hidden biases, which are read from the anchor."""
     return [
         key
         for key in keys

@@ -104,7 +104,7 @@ def _hub_ids(report: MergeReport) -> list[str]:
 
 
 def _licence(report: MergeReport, existing: Mapping[str, Any]) -> dict[str, str]:
-    """The parents' licence where they share one; `other` where they differ, or one states none. A card's own stays."""
+    """The parents' common licence, else `other`. An existing card's licence is kept."""
     stated = _stated(report)
     if existing.get("license") not in (None, "other") or not any(stated):
         return {}
@@ -160,7 +160,7 @@ def notes(report: MergeReport) -> list[str]:
 
 
 def _done(report: MergeReport) -> list[str]:
-    """Card lines on the donors: a row for each one that was moved."""
+    """Card lines on the donors: one row for each moved donor."""
     tool = plain(f"rotation_merge {report.versions.get('rotation-merge', '')}")
     if not report.donors():
         return [f"{prose(report.unmoved(), [report.delegate])}, planned by {tool}."]

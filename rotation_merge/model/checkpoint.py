@@ -253,7 +253,7 @@ class Model:
         return self._of_files(file_dtypes)
 
     def _of_files(self, read: Callable[[str], Mapping[str, T]]) -> dict[str, T]:
-        """The result of a function on each weight file, under the names of the whole model."""
+        """Apply a function to each weight file, with the names of the whole model."""
         base = self.loader.base if isinstance(self.loader, AdaptedLoader) else self.loader
         prefixes = base.prefixes if isinstance(base, SentenceLoader) else {}
         result: dict[str, T] = {}

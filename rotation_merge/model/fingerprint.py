@@ -19,7 +19,7 @@ _CONFIG_NOISE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype"
 
 
 def compared_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a config by which models are told apart."""
+    """The config entries that distinguish models."""
     return {key: value for key, value in config.items() if key not in _CONFIG_NOISE}
 
 
@@ -74,7 +74,7 @@ class Fingerprint:
 
 
 class FingerprintedSource:
-    """A source that adds its tensors to a fingerprint as they are read."""
+    """A source that adds each tensor to a fingerprint when it is read."""
 
     def __init__(self, source: TensorSource, mark: Fingerprint) -> None:
         self.source, self.mark = source, mark

@@ -329,7 +329,7 @@ def folded_source(
 
 
 class FoldedSource:
-    """A source whose norms are folded and whose writers are centred, computed tensor by tensor."""
+    """A source with folded norms and centred writers, computed tensor by tensor."""
 
     def __init__(
         self,

@@ -166,7 +166,7 @@ def check_config(folder: str) -> None:
 
 
 def single_file(folder: str) -> str | None:
-    """The one weight file that mergekit would open in a directory, None where it is sharded.
+    """The one weight file that mergekit would open in a directory; None if it is sharded.
 
     Its head is to be read before mergekit opens it (which, of a pickle and with an old torch, runs its code).
     """
@@ -218,7 +218,7 @@ def file_shapes(path: str) -> Shapes:
 
 @contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """Turns errors of reading a weight file into one that names the file."""
+    """Convert errors of reading a weight file into one that names the file."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, struct.error) as error:
@@ -316,7 +316,7 @@ def file_codes(path: str) -> dict[str, str]:
 
 
 def check_folder(folder: str) -> None:
-    """Refuse a directory whose weights are quantised codes; see `check_codes`."""
+    """Refuse a directory with quantised weights; see `check_codes`."""
     stems = [os.path.join(folder, stem) for stem in _STEMS]
     index = next((f"{stem}.index.json" for stem in stems if os.path.exists(f"{stem}.index.json")), None)
     file = single_file(folder)

@@ -90,7 +90,7 @@ def write_heads(
     report: MergeReport,
     solved: Mapping[str, Mapping[str, Tensor]],
 ) -> list[str]:
-    """The merged body under each donor's head, in `merged`/heads/NAME; gives the names.
+    """Write the merged body under each donor's head to `merged`/heads/NAME; returns the names.
 
     Args:
         solved: by donor, tensors of its head that stand in the place of its own.

@@ -1,4 +1,4 @@
-"""An opened model in the place of a checkpoint: what reads checkpoints by their references reads it."""
+"""An opened model in place of a checkpoint, for code that reads checkpoints by reference."""
 
 from __future__ import annotations
 

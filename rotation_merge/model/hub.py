@@ -84,7 +84,7 @@ def _is_commit(revision: str | None) -> bool:
 
 
 def in_cache(path: str, revision: str | None, cache: str | None = None) -> str | None:
-    """The folder of a model of the hub that has been downloaded; None where it is not, or is no such model."""
+    """The folder of a downloaded model of the hub; None if there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -125,7 +125,7 @@ class HubFile:
 
     @classmethod
     def of(cls, text: str) -> HubFile | None:
-        """Parse such a name; None if it is not one, or names a local file or folder."""
+        """Parse a name; None if it is a local file or folder, or no such name."""
         part = r"[A-Za-z0-9_][\w.-]*"
         match = re.fullmatch(rf"(datasets/)?({part}/{part})/((?:{part}/)*{part})(?:@([\w./-]+))?", text)
         if match is None or os.path.exists(text) or (not match[4] and os.path.isdir(text.partition("/")[0])):

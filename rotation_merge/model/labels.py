@@ -23,7 +23,7 @@ LabelRows = Mapping[str, tuple[int, tuple[int, ...]]]
 
 
 def labels(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of a classifier's outputs, in the order of its head's rows; none where nobody chose them."""
+    """Names of a classifier's outputs in the order of its head's rows; None for default names."""
     id2label = config.get("id2label")
     if not isinstance(id2label, Mapping) or not all(str(key).isdigit() for key in id2label):
         return ()  # transformers loads no such model
@@ -92,7 +92,7 @@ def _heads(member: PairedModel, count: int) -> dict[str, int]:
 
 
 def _classifies(member: PairedModel) -> bool:
-    """Whether the model is a classifier; where its class is not known, it may be one."""
+    """Whether the model is, or may be, a classifier."""
     classes = member.config.get("architectures") or []
     return not classes or any("Classification" in str(name) for name in classes)
 

@@ -59,7 +59,7 @@ class AdapterEntry:
 
 @dataclass(frozen=True)
 class ParsedAdapter:
-    """An adapter's low-rank changes, and by their names the tensors that it holds whole (modules_to_save, biases)."""
+    """An adapter's low-rank changes, and its whole tensors by name (modules_to_save, biases)."""
 
     entries: list[AdapterEntry] = field(default_factory=list)
     saved: dict[str, PossibleTensor] = field(default_factory=dict)
@@ -113,7 +113,7 @@ def parse(adapter: Adapter, base: Mapping[str, Any]) -> ParsedAdapter:
 
 
 def _carried(adapter: Adapter, entry: AdapterEntry) -> AdapterEntry:
-    """An entry whose factors meet the axes that its base's tensor has.
+    """An entry with factors along the axes of its base's tensor.
 
     Raises:
         CheckpointError: peft confuses inputs and outputs of a tensor.
@@ -152,7 +152,7 @@ def entry_of(adapter: Adapter, name: str, names: Mapping[str, PossibleTensor]) -
 
 
 def _parameter(adapter: Adapter, module: str, change: Change, names: Mapping[str, PossibleTensor]) -> str | None:
-    """The tensor that peft's `target_parameters` name inside a module, told by its sizes."""
+    """The tensor of peft's `target_parameters` inside a module, identified by its sizes."""
     targets = [str(target).rpartition(".")[2] for target in adapter.config.get("target_parameters") or []]
     places = [place for name in dict.fromkeys(targets) if (place := f"{module}.{name}") in names]
     size = sizes(adapter, change)

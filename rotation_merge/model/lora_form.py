@@ -1,4 +1,4 @@
-"""Splits an adapter's fused maps where its new base stores them separately."""
+"""Splits an adapter's fused maps if its new base stores them separately."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def encoded(text: object) -> str:
 
 
 def prose(text: str, names: Iterable[str]) -> str:
-    """Words of ours, in which names stand as they are or between backticks.
+    """Our own text, with names unescaped or in backticks.
 
     Args:
         names: all that may stand there and that are not ours, such as those of models.

@@ -112,7 +112,7 @@ def _in_place_of_cache(folder: str) -> Iterator[None]:
 
 
 def _fetched(name: str, cache: str) -> RemoteModel | RotationMergeError:
-    """A model's headers, put into a cache; why not where that is impossible."""
+    """Fetch a model's headers into a cache; an error message if that fails."""
     repo, _, revision = name.partition("@")
     if not re.fullmatch(r"[\w./-]*", revision) or ".." in revision:
         return CheckpointError(f"'{revision}' is no revision", where=repo, remedy="write org/name@revision")

@@ -184,7 +184,7 @@ def _read(path: str) -> dict[str, Tensor]:
 
 
 def module_of(name: str, modules: list[dict[str, Any]]) -> str | None:
-    """The path of the module that a tensor belongs to; None where it is the transformer's."""
+    """The path of a tensor's module; None for the transformer's."""
     return next((module["path"] for module in _dense(modules) if name.startswith(f"{module['path']}.")), None)
 
 

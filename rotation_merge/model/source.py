@@ -49,7 +49,7 @@ class CachedSource:
 
 
 def read_tensor(info: TensorInfo, source: TensorSource) -> Tensor | None:
-    """A tensor of the architecture (stacked, if stored in pieces), or None where the source lacks it.
+    """A tensor of the architecture (stacked if stored in pieces), or None if the source lacks it.
 
     Raises:
         CheckpointError: a dimension has another length than the architecture says; names tensor and lengths.

@@ -98,7 +98,7 @@ class ReplacedSource:
 
 
 class RenamedSource:
-    """A source whose tensors go by other names.
+    """A source with renamed tensors.
 
     Attributes:
         names: by name here, the name there; others are the same in both.
@@ -256,7 +256,7 @@ def vocabulary_axes(architecture: Architecture) -> dict[str, int]:
 
 
 class VocabularySubset:
-    """A source whose vocabulary holds some tokens only, in the order given."""
+    """A source with selected tokens of its vocabulary, in the given order."""
 
     def __init__(self, architecture: Architecture, source: TensorSource, rows: Tensor) -> None:
         self.source, self.rows, self.axes = source, rows, vocabulary_axes(architecture)
@@ -277,7 +277,7 @@ def with_rows_of(tensor: Tensor, like: Tensor, axis: int) -> Tensor:
 
 
 class ResizedVocabulary:
-    """A source whose vocabulary has another length, and some rows of another source. Rows beyond both are zero.
+    """A source with another vocabulary size, and some rows of another source; rows beyond both are zero.
 
     Attributes:
         rows: where rows of `other` stand here, and which of its rows these are, (rows,) each.
@@ -316,7 +316,7 @@ class ResizedVocabulary:
 
 
 class ReorderedClasses:
-    """A source whose classes are in another order."""
+    """A source with its classes in another order."""
 
     def __init__(self, source: TensorSource, rows: LabelRows) -> None:
         self.source, self.rows = source, rows
@@ -329,7 +329,7 @@ class ReorderedClasses:
 
 
 class DeviceSource:
-    """A source whose tensors are moved to a device as they are read."""
+    """A source that moves its tensors to a device on access."""
 
     def __init__(self, source: TensorSource, device: torch.device) -> None:
         self.source, self.device = source, device

@@ -89,7 +89,7 @@ def token_ids_differ(anchor: Model, donor: Model) -> bool:
 
 
 def check_token_ids(anchor: Model, donor: Model) -> None:
-    """Refuse to average the vocabularies' rows by their ids where these stand for other tokens.
+    """Refuse to average rows of the vocabularies by id if ids stand for different tokens.
 
     Raises:
         CheckpointError: names the number of them.
@@ -101,7 +101,7 @@ def check_token_ids(anchor: Model, donor: Model) -> None:
 
 
 def check_tuned_ids(origin: Model, tuned: Model) -> None:
-    """Refuse to take the difference of two models whose common tokens stand at other ids.
+    """Refuse the difference of two models whose common tokens have different ids.
 
     Raises:
         CheckpointError: names the number of them.
@@ -158,7 +158,7 @@ def _held(tokens: Mapping[str, int], token: str, size: int | None) -> bool:
 
 
 def vocabulary_size(model: Model) -> int | None:
-    """Rows of the vocabulary's tensors; None where there are none."""
+    """Rows of the vocabulary's tensors; None without a vocabulary."""
     for info in model.architecture.tensors():
         if info.vocabulary_axis is not None and info.name in model.shapes:
             return model.shapes[info.name][info.vocabulary_axis]
@@ -166,13 +166,13 @@ def vocabulary_size(model: Model) -> int | None:
 
 
 def _tokens(reference: ModelReference, trust_remote_code: bool) -> Mapping[str, int] | None:
-    """Tokens and their numbers, None where no tokenizer can be loaded."""
+    """Tokens and their ids; None if no tokenizer can be loaded."""
     tokenizer = tokenizer_of(reference, trust_remote_code)
     return None if tokenizer is None else MappingProxyType(tokenizer.get_vocab())
 
 
 def tokenizer_of(reference: ModelReference, trust_remote_code: bool = False) -> Any | None:
-    """A model's tokenizer, as transformers loads it; not to be modified. None where there is none."""
+    """A model's tokenizer, read-only; None if it has none."""
     return _loaded(_tokenizer(reference, trust_remote_code))
 
 

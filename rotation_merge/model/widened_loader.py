@@ -52,7 +52,7 @@ def words(model: PairedModel, anchor: PairedModel, config: Mapping[str, Any]) ->
 
 
 def widened(model: Model, anchor: Model) -> Model:
-    """The model in the anchor's sizes; the model itself where they are its own. Raises as `widening` does."""
+    """The model in the anchor's sizes; unchanged if they are equal. Raises as `widening` does."""
     for member in (model, anchor):
         member.check_files()
     if (grown := widening(model.member, anchor.member, model.untie)) is None:
@@ -73,7 +73,7 @@ def widened(model: Model, anchor: Model) -> Model:
 
 
 def _tied(model: Model) -> dict[str, str]:
-    """Heads that are not stored, each with the embedding whose tensor it shares."""
+    """Tied heads, each with its embedding."""
     absent = [info for info in model.architecture.tensors() if info.tied and info.name not in model.shapes]
     return {info.name: next(name for name in info.tied if name in model.shapes) for info in absent}
 

@@ -140,12 +140,12 @@ def check_dtype(name: str | None) -> None:
 
 
 def stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A tensor as it is written: off the accelerator, a floating one in a dtype (None: as it is)."""
+    """A tensor for storage: on the CPU, a floating one in a dtype (None: unchanged)."""
     return tensor.to("cpu", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the same model whose head has a tensor of its own; of parts with configs of their own, too."""
+    """The config of the same model with an untied head, in nested configs, too."""
     parts = {
         name: {**part, "tie_word_embeddings": False}
         for name, part in config.items()

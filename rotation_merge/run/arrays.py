@@ -1,4 +1,4 @@
-"""Arrays of a file as examples: most count examples; those of images count images, or patches of them.
+"""Arrays of a file as examples: one row an example, except arrays that count images or patches.
 
 Outputs of processors of vision-language models (`processor(images=..., text=..., return_tensors="np")`) are accepted
 unchanged: the images of all examples in one row, in the order of their image tokens in `input_ids`.

@@ -134,7 +134,7 @@ def of_floats(logits: Tensor, labels: Tensor, task: str) -> Scores:
 
 
 def _parts(model: Any, data: Data) -> Iterator[Batch]:
-    """The batches; those that ask for too many logits of tokens, in parts of fewer rows."""
+    """The batches, split where they ask for too many logits."""
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None) or 1
     for batch in data.batches:
         labels = batch["labels"]

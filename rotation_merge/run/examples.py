@@ -76,7 +76,7 @@ def _demo(source: str, length: int) -> dict[str, Tensor]:
 
 
 def tokenizer_of(model_path: str) -> Any:
-    """The tokenizer that lies beside a model.
+    """The tokenizer beside a model.
 
     Raises:
         DataError: there is none.
@@ -255,7 +255,7 @@ def column(rows: Any, names: tuple[str, ...]) -> str | None:
 
 
 def read_dataset(path: Path, preparer: Callable[[], Callable[[Any], Tensor]], extractor: Callable[[], Any]) -> Any:
-    """Examples of a dataset: records with `text`, or arrays by input name, with `labels` where there are any.
+    """Examples of a dataset: records with `text`, or arrays by input name, with optional `labels`.
 
     Args:
         path: the directory.

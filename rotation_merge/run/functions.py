@@ -128,7 +128,7 @@ def disable_extra_outputs(config: Any) -> None:
 
 
 def _relabel(model: nn.Module, config: dict[str, Any], name: str) -> None:
-    """Put a loaded model's classes into the order that another's config gives them, where it names the same ones."""
+    """Put a loaded model's classes into the order of another config, if both name the same ones."""
     own_config = cast(Any, model).config.to_dict()
     ours, own_labels = labels(config), labels(own_config)
     if ours != own_labels and sorted(ours) == sorted(own_labels):
@@ -150,7 +150,7 @@ def take_rows(model: nn.Module, rows: LabelRows) -> None:
 
 
 def architecture_of(model: nn.Module, untie: bool = False) -> Architecture:
-    """The architecture of a loaded model, under the names of its own state dict."""
+    """The architecture of a loaded model, under its state dict's names."""
     config = cast(Any, model).config.to_dict()
     config["architectures"] = [type(model).__name__]
     return resolve(config, list(model.state_dict()), type(model).__name__, untie=untie)
@@ -190,7 +190,7 @@ def stored_dtype(path: str) -> torch.dtype:
 
 @torch.no_grad()
 def to_stored_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A loaded model whose parameters are held in a narrower type, in place, where they are the same numbers in it."""
+    """Convert a loaded model's parameters to a narrower type in place, where no value changes."""
     for parameter in model.parameters():
         if parameter.is_floating_point() and dtype.itemsize < parameter.dtype.itemsize:
             narrow = parameter.to(dtype)

@@ -17,7 +17,7 @@ IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tiff")
 
 
 def read_images(folder: Path, directory: str, config: Any) -> dict[str, Tensor]:
-    """The images of a folder; where they lie in subfolders, labelled by these.
+    """The images of a folder, labelled by subfolders if there are any.
 
     Args:
         folder: looked through with its subfolders.

@@ -59,7 +59,7 @@ class InMemoryModel:
 
 
 class LayerwiseModel:
-    """A model whose weights are read while it runs, those of one layer at a time; answers as `InMemoryModel` does."""
+    """A model that reads its weights one layer at a time, with the interface of `InMemoryModel`."""
 
     def __init__(self, path: str, dtype: torch.dtype, like: str | None) -> None:
         self.path, self.dtype = path, dtype

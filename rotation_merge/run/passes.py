@@ -43,7 +43,7 @@ class StatisticsPass:
 
 
 class UnfinishedMeasurement(Unfinished):
-    """The finished passes of an interrupted measurement, and the state of the one that ran."""
+    """The finished passes of an interrupted measurement, and the state of the current one."""
 
     def __init__(self, out: Path, identity: Mapping[str, Any]) -> None:
         """Take up the passes of an interrupted measurement with the same identity.

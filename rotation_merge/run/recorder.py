@@ -63,7 +63,7 @@ class _Owned:
 
 @dataclass
 class HookedModel:
-    """A model whose maps can be watched.
+    """A model with hooks on its maps.
 
     Attributes:
         model: in evaluation mode.
@@ -385,7 +385,7 @@ class BlockHooks:
 
 
 def _submodule(runner: Runner, tensor: str) -> nn.Module | None:
-    """The module that owns a tensor, where the model has it."""
+    """The module that owns a tensor, if the model has it."""
     try:
         return runner.module(tensor.rpartition(".")[0]) if "." in tensor else None
     except AttributeError:

@@ -131,7 +131,7 @@ class Runner:
                 self._read(info)
 
     def advance(self) -> Block | None:
-        """Leave the present block, whose outputs must have been recorded, and open the next; None: there is none."""
+        """Leave the current block, after its outputs are recorded, and open the next; None at the end."""
         if self.block is not None:
             self._leave(self.block)
         self.block = None
@@ -438,7 +438,7 @@ def streamed_model(
     device: str = "cpu",
     name: str = "model",
 ) -> Any:
-    """transformers' model, in evaluation mode, whose layers read their weights from the source as they run.
+    """transformers' model in evaluation mode, whose layers read their weights on each run.
 
     Its parameters have their shapes throughout, and values (NaN, if one looks) only inside of their layer.
 

@@ -141,7 +141,7 @@ def omega(linear: LinearMap, rank: int) -> Tensor:
 def finished(
     sums: Sums, maps: Mapping[str, LinearMap], selection: StatisticsSelection, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Means out of sums, as they are stored."""
+    """Means from stored sums."""
     result: dict[str, Tensor] = {}
     for key, total in sums.items():
         name, _, statistic = key.rpartition(".")

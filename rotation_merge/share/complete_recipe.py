@@ -19,7 +19,7 @@ Edit = tuple[int, int, str]
 
 
 def completed(recipe: str, used: Sequence[Mapping[str, Any]]) -> str:
-    """The recipe with `statistics: FILE` under each model whose statistics lay beside it; all else as it was written.
+    """The recipe with `statistics: FILE` under each model with statistics beside it.
 
     Args:
         used: the report's entries on data; with `file` if the recipe did not name it.

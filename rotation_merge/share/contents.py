@@ -59,7 +59,7 @@ def belongs(place: str) -> bool:
 
 
 def is_weights(place: str) -> bool:
-    """Whether a file holds weights of the model, or says where they lie."""
+    """Whether a file holds weights of the model or their index."""
     return not place.startswith(("alignment/", "statistics/", "data/")) and _matches(place.rpartition("/")[2], WEIGHTS)
 
 

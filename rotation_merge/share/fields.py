@@ -1,4 +1,4 @@
-"""Checks of the fields of a file that somebody else wrote."""
+"""Checks of the fields of a file from others."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _documents(recipe: str) -> list[Mapping[str, Any]]:
 
 
 def known_names(report: Mapping[str, Any]) -> dict[str, str]:
-    """Models whose place on the hub the report knows, because they were read out of its cache."""
+    """Models with a known place on the hub, because they were read from its cache."""
     places = {}
     for name, facts in report.get("models", {}).items():
         adapter = facts.get("adapter")
@@ -108,7 +108,7 @@ BY_NAME = ("models", "fingerprints", "files", "whole", "summary")
 
 
 class Renaming:
-    """Local names to names of the hub, wherever they stand in texts; the longest first.
+    """Replaces local names in texts by names on the hub, the longest first.
 
     A folder may be called as a word of any text is (`a`, `anchor`): such a name is one only where something sets it
     apart, as an entry of YAML, in quotes or in a table.

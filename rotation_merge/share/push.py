@@ -304,7 +304,7 @@ def _place(name: str, facts: Mapping[str, Any]) -> tuple[str, str | None]:
 
 
 def check_card(text: str) -> None:
-    """Refuse a card whose metadata the hub's own class refuses.
+    """Refuse a card with metadata that the hub's class refuses.
 
     Raises:
         RotationMergeError: with the hub class's message.
@@ -381,7 +381,7 @@ def _recipe(folder: str, report: MergeReport) -> str:
 
 
 def _pinned(target: str) -> str:
-    """A model of the hub at a revision; the newest, where none was given.
+    """A model of the hub at a revision, by default the newest.
 
     Raises:
         RotationMergeError: the hub does not say.

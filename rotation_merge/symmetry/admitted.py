@@ -38,7 +38,7 @@ RESIDUAL = (*STREAM_GROUPS, "largest")
 
 
 def by_stream(text: Any) -> dict[str, str] | None:
-    """Residual groups by stream, as `decoder=rotation,encoder=permutation` says; None where the text does not."""
+    """Parse residual groups by stream, `decoder=rotation,encoder=permutation`; None for other texts."""
     pairs = [piece.partition("=") for piece in text.split(",")] if isinstance(text, str) and "=" in text else []
     by_stream = {stream.strip(): group.strip() for stream, _, group in pairs}
     return by_stream if by_stream and all(by_stream) and set(by_stream.values()) <= set(RESIDUAL) else None

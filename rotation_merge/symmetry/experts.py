@@ -86,7 +86,7 @@ class ExpertTransform(SpaceTransform):
 
 @dataclass(frozen=True)
 class ExpertGroup(SpaceGroup):
-    """The order of experts, where their neurons may be permuted too, and the neurons of each.
+    """The order of experts, and the group of each expert's neurons.
 
     Attributes:
         routing: groups that the router picks first: experts change places inside them, and they among themselves.

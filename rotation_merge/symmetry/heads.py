@@ -49,7 +49,7 @@ class HeadTransform(SpaceTransform):
 
     @staticmethod
     def identity_order(groups: int, per_group: int) -> tuple[Tensor, Tensor]:
-        """`groups` and `queries` of heads that stay where they are."""
+        """`groups` and `queries` of heads in their own order."""
         return torch.arange(groups), torch.arange(per_group).repeat(groups, 1)
 
     def act(self, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
@@ -195,7 +195,7 @@ class HeadGroup(SpaceGroup):
 
     @property
     def own_order(self) -> tuple[Tensor, Tensor]:
-        """`groups` and `queries` of heads that stay where they are."""
+        """`groups` and `queries` of heads in their own order."""
         return HeadTransform.identity_order(self.groups, self.per_group)
 
     def identity(self) -> HeadTransform:

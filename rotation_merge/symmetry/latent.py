@@ -1,4 +1,4 @@
-"""Transforms of a latent: a stream inside one layer, with a norm between the map that writes it and those that read it.
+"""Transforms of a latent: a stream inside one layer, between a writing map, a norm and reading maps.
 
 Source: multi-head latent attention, DeepSeek-V2 (2024), section 2.1.
 """

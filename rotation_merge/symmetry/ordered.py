@@ -1,4 +1,4 @@
-"""Coordinates whose norm has gains for all heads together: one permutation for all of these heads.
+"""Coordinates whose norm shares gains among all heads: one permutation for all of these heads.
 
 Where an RMSNorm brings each query and each key to one length, its gains are the same for all heads of a layer, and no
 rotary embedding ties coordinates to their places, a permutation of the coordinates that all these heads share leaves

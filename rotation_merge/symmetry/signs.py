@@ -63,7 +63,7 @@ class SignGroup(FactorGroup):
     """Signs that some coordinates share; by default each has its own."""
 
     def _together(self, agreement: Tensor) -> Tensor:
-        """Statistics of coordinates, (N, d), summed over those that share a sign: (N, k)."""
+        """Sum statistics of coordinates, (N, d), over those that share a sign: (N, k)."""
         return agreement
 
     def _spread(self, signs: Tensor, size: int) -> Tensor:

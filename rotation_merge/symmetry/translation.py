@@ -1,4 +1,4 @@
-r"""Translations: one vector added to every row of a matrix whose rows meet only in a softmax.
+r"""Translations: one vector added to every row of a matrix whose rows only enter a softmax.
 
 ``softmax(W x)`` does not see ``W + 1 v^T``, because ``v . x`` is added to all entries alike: the rows of a router that
 picks by softmax (before or after the top k), and, for probabilities, those of a head with weights of its own. Nor does

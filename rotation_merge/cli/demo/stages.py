@@ -103,7 +103,7 @@ def llamas(place: Path) -> Result:
 
 
 def transport(place: Path) -> Result:
-    """base + SCALE (fine-tune - old base), the difference as it is or carried into the new base's coordinates."""
+    """base + SCALE (fine-tune - old base), with the difference unchanged or carried."""
     base, old, tuned = (data.CHECKPOINTS / name for name in ("llama-1", "llama-0", "llama-0-english"))
     parent = _english(base)
     result = Result(f"English fine-tune carried to Llama 1 (x {SCALE})", "loss (nats)", [parent], {})
@@ -123,7 +123,7 @@ def transport(place: Path) -> Result:
 
 
 def adapter(place: Path) -> Result:
-    """A new base with a LoRA of an old one, at ADAPTER_SCALE: as the adapter stands, and carried."""
+    """A new base with a LoRA of an old one, at ADAPTER_SCALE: unchanged, and carried."""
     base, old, lora = (data.CHECKPOINTS / name for name in ("llama-1", "llama-0", "llama-0-lora-english"))
     result = Result(f"LoRA for English carried to Llama 1 (x {ADAPTER_SCALE})", "loss (nats)", [_english(base)], {})
     groups = {
@@ -188,7 +188,7 @@ def _plain_addition(base: Path, old: Path, tuned: Path) -> str:
 
 
 def _merge(text: str, out: Path, stock: bool = False) -> None:
-    """Merge; `stock`: by the installed mergekit-yaml command in a process of its own."""
+    """Merge in this process, or with `stock` by the mergekit-yaml command in a separate process."""
     out.parent.mkdir(parents=True, exist_ok=True)
     recipe = out.with_suffix(".yml")
     recipe.write_text(text, encoding="utf-8")

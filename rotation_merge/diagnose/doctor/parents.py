@@ -312,6 +312,6 @@ def all_permuted_alike(space: Space, orders: Mapping[tuple[str, str], Layout | N
 
 
 def _agree(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
-    """Whether two orders of neurons, found from samples, are the same but for neurons that resemble others."""
+    """Whether two orders of neurons from samples agree, up to neurons that resemble each other."""
     same = sum(a == b for a, b in zip(first, second, strict=False))
     return len(first) == len(second) and same >= 0.8 * len(first)

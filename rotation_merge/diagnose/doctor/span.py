@@ -1,4 +1,4 @@
-"""Tensors of a merge beside the span of its parents': permuted, scaled as a whole, or unlike all of them."""
+"""Tensors of a merge compared with the span of its parents': permuted, scaled, or unlike all of them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _delegate(case: Case) -> str:
 
 
 def _scales_itself(case: Case) -> bool:
-    """Whether a recipe stacks layers and scales them as it says."""
+    """Whether a recipe stacks layers and scales them explicitly."""
     return _delegate(case) == "passthrough" and "scale" in str(case.recipe)
 
 
@@ -147,7 +147,7 @@ def compare(
 def _pair(
     block: Block, info: TensorInfo, merged: TensorSource, parents: ParentSpan
 ) -> tuple[Tensor, list[Tensor]] | None:
-    """A matrix of the merge and those of the parents, in float32; None where there is none, or nothing to compare."""
+    """A matrix of the merge and the parents' matrices, in float32; None if there is nothing to compare."""
     tensor = read_tensor(info, merged) if len(info.axes) > 1 else None
     if tensor is None or not tensor.is_floating_point() or not bool(tensor.any()):
         return None

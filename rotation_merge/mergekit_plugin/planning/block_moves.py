@@ -151,7 +151,7 @@ class BlockMoves:
         return (task,) * len(names)
 
     def _stored(self, source: BlockPart, info: TensorInfo) -> torch.dtype | None:
-        """Dtype of a tensor in a model with an adapter; None for other models, whose tensors have it."""
+        """Dtype of a tensor in a model with an adapter; None for other models, which need none."""
         if source.model.lora is None:
             return None
         model_info = source.block.tensor(info.key) or info

@@ -1,4 +1,4 @@
-"""One block of the output: the block that each model gives to it, and the tensors it consists of."""
+"""One block of the output: each model's block for it, and its tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BlockPart:
 
 
 def same_block(models: Models, model: ModelReference, block: Block) -> BlockPart:
-    """The block of another model that stands at the same place.
+    """The corresponding block of another model.
 
     Raises:
         CheckpointError: there is none.

@@ -1,4 +1,4 @@
-"""Donors whose change is carried with samples, or at a scale: `carry` and `scale` beside `finetuned_from`."""
+"""Donors whose change is carried on samples or at a scale: `carry` and `scale` beside `finetuned_from`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delegates of our own as tasks: the plan of each (`averaging.methods.Plan`) says which, one type of task does them."""
+"""Our delegates as tasks of one type, made from each delegate's `averaging.methods.Plan`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rotation_merge.run.maps import linear_map
 
 
 class DelegateTask(KeyedTask):
-    """One step of a delegate: a function, and the tasks whose results it takes by name.
+    """One step of a delegate: a function, and the tasks with its arguments by name.
 
     Attributes:
         first: whether it looks at whole models: it runs once, on the main thread, ahead of all that depends on it.

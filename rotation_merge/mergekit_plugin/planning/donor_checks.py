@@ -68,7 +68,7 @@ def _one_vocabulary(donors: Donors, model: ModelReference, why: str, remedy: str
 
 
 def _check_layers(config: MergeConfiguration, donors: Donors) -> None:
-    """Every model gives all of its layers in their order."""
+    """Check that every model gives all of its layers in their order."""
     base = donors.models[donors.recipe.base]
     for name, module in (config.modules or {}).items():
         count = len(base.architecture.layers(name))

@@ -204,14 +204,14 @@ class Donors:
         return Donor(origin, task, rows, checked)
 
     def _spans(self, model: ModelReference, options: AlignConfig) -> bool:
-        """Whether spaces that span layers are to be matched, which needs the whole model, each layer meeting itself."""
+        """Whether spaces that span layers are matched, which needs the whole model with layers in order."""
         meeting = self.layers.get(model, {})
         known = {name: list(range(len(self._architecture.layers(name)))) for name in self._architecture.layers_key}
         same = all(sorted(meeting.get(name, [])) == [(i, i) for i in every] for name, every in known.items())
         return same and bool(matched_spans(self._architecture, options))
 
     def _unlike(self, model: ModelReference, reader: ConfigReader) -> Donor:
-        """A donor whose change is carried from a base of other shapes: by a task of its own (`carrying`).
+        """A donor whose change is carried from a base with other shapes, by a separate task (`carrying`).
 
         Raises:
             RotationMergeError: the two do not meet, or something is asked for that needs weights of one shape.

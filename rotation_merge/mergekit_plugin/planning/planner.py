@@ -34,7 +34,7 @@ from rotation_merge.model.vocabulary import check_token_ids
 
 
 class RotationMergePlanner(MergePlanner):
-    """Plans a merge whose donors are aligned; everything mergekit plans stays mergekit's."""
+    """Plans a merge with aligned donors; mergekit plans everything else."""
 
     def __init__(
         self, config: MergeConfiguration, arch_info: ModelArchitecture, options: MergeOptions, out_model_config: Any
@@ -70,7 +70,7 @@ class RotationMergePlanner(MergePlanner):
             self.run.note(not_written(left_out))
 
     def _as_deep_as_the_anchor(self, name: str) -> None:
-        """Donors that stand for the anchor as their change makes it have its layers, whatever their own base has."""
+        """Give donors of carried changes the anchor's layers, whatever the depth of their base."""
         module = (self.config.modules or {})[name]
         depth = len(self.models[self.recipe.base].architecture.layers(name))
 
@@ -238,7 +238,7 @@ class RotationMergePlanner(MergePlanner):
         return base if base in models and not self.recipe.plain else None
 
     def _check_token_ids(self, models: Sequence[ModelReference]) -> None:
-        """Models whose rows are averaged by token id have the base's tokens at the base's ids.
+        """Check that models whose rows are averaged by token id have the base's ids.
 
         Raises:
             CheckpointError: names the one that has not.

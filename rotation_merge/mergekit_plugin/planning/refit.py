@@ -141,7 +141,7 @@ def _readers(config: MergeConfiguration) -> dict[ModelReference, ConfigReader]:
 
 
 def _value(name: str, reader: ConfigReader, model: ModelReference | None, default: Any) -> Any:
-    """A parameter of the delegate that holds for a whole model."""
+    """A parameter of the delegate for a whole model."""
     value = next((s[name] for s in reader.parameter_sources(model) if s and name in s), default)
     if isinstance(default, float) and isinstance(value, int | float):
         return float(value)
@@ -155,7 +155,7 @@ def _value(name: str, reader: ConfigReader, model: ModelReference | None, defaul
 
 
 def _usual(donors: Donors, model: ModelReference) -> str:
-    """Source of samples if the recipe names none: one that needs no data."""
+    """Default source of samples: one that needs no data."""
     kind = empty_model(donors.models[model].transformers_config)
     if writes_text(kind):
         return SELF
@@ -169,7 +169,7 @@ def _usual(donors: Donors, model: ModelReference) -> str:
 
 
 def _pooled(recipe: Recipe, teachers: Sequence[Teacher]) -> bool:
-    """Whether there is one pool of samples: as the recipe says, else where all models have the same ones."""
+    """Whether all models share one pool of samples, by the recipe or because all have the same ones."""
     targets = recipe.value("targets")
     same = len({teacher.data for teacher in teachers}) == 1 and teachers[0].data != SELF and len(teachers) > 1
     if same and targets == "own":

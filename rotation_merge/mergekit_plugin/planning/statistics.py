@@ -193,7 +193,7 @@ class CarriedStatistics:
         )
 
     def _biases(self, move: Move, info: TensorInfo) -> list[str]:
-        """Keys of biases that a map reads and the donor is given anew, where its statistics follow (see `carry.py`)."""
+        """Keys of biases that change the inputs of a map, if its statistics can follow (see `carry.py`)."""
         value_bias = read_by(move.frame, info)
         matched = move.origin is None and (move.transforms is not None or move.whole is not None)
         if value_bias is None or value_bias.values is None or not matched:

@@ -121,7 +121,7 @@ def map_arguments(transforms: Task | None, whole: Task | None) -> dict[str, Task
 
 
 def loaded(side: str, loads: Loads, block: Block, values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """One model's tensors by key, stacked where they are stored in pieces; absent ones left out."""
+    """One model's tensors by key, stacked if stored in pieces; absent ones are left out."""
     result = {}
     for key, pieces in loads.items():
         pieces_read = [values[f"{side}:{key}:{i}"] for i in range(len(pieces))]
@@ -289,7 +289,7 @@ class MoveTensor(KeyedTask):
         return anchor.float().index_add(axis, anchor_rows, moved.index_select(axis, donor_rows))
 
     def _fits(self, anchor: Tensor, origin: Tensor) -> bool:
-        """Whether the shapes agree, up to the length of a vocabulary whose shared tokens are known."""
+        """Whether the shapes agree, up to the size of a vocabulary with known shared tokens."""
         free = self.info.vocabulary_axis if self.rows is not None else None
         pairs = zip(anchor.shape, origin.shape, strict=True) if anchor.ndim == origin.ndim else None
         return pairs is not None and all(a == b or dim == free for dim, (a, b) in enumerate(pairs))

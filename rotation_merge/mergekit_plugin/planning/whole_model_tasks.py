@@ -1,4 +1,4 @@
-"""Tasks that look at whole models: residual alignment, alignment to the mean, an alignment from a file.
+"""Tasks on whole models: residual alignment, alignment to the mean, alignment from a file.
 
 They stream through the models themselves instead of depending on mergekit's loads, which would keep every tensor
 of both models alive until the last has been read.
@@ -152,7 +152,7 @@ class MeanAlignment(WholeModelTask):
 
 
 def _on(source: object, device: str) -> TensorSource:
-    """A task's source, its tensors moved to a device as they are read."""
+    """A task's source with its tensors moved to a device on access."""
     tensors = cast(TensorSource, source)
     return tensors if device == "cpu" else DeviceSource(tensors, torch.device(device))
 

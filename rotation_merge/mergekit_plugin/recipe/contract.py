@@ -22,7 +22,7 @@ def wanted(parameter: ParameterSpec) -> str:
 
 
 def is_plain(contract: InputContract, models: Collection[list[ModelReference]], base: ModelReference | None) -> bool:
-    """Whether the delegate gets the anchor without being told that it is the base.
+    """Whether the delegate receives the anchor as an ordinary model, not as its base.
 
     True where the delegate's contract admits these models only without a base: passthrough then gets the donor alone,
     nuslerp the anchor and a donor as two ordinary models.

@@ -1,4 +1,4 @@
-"""A recipe as YAML text: its documents, and where in the text everything stands."""
+"""A recipe as YAML text: its documents, and the line and column of every entry."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Document:
 
 
 def dotted(path: Path) -> str:
-    """A path as it is written in errors: ``models[0].parameters.weight``."""
+    """A path in the form of error messages: ``models[0].parameters.weight``."""
     text = ""
     for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
@@ -124,7 +124,7 @@ MOST_VALUES = 100_000
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Aliases of aliases make a few lines into more than any memory holds; one that holds itself has no end.
+    """Refuse aliases that expand to more values than memory holds, or contain themselves.
 
     Raises:
         RecipeError: the recipe is too large.
@@ -167,7 +167,7 @@ def _document(node: yaml.Node, walked: list[Step], value: Any, number: int) -> D
 
 
 def _walk(node: yaml.Node, path: Path) -> Iterator[Step]:
-    """Every path below a node, its mark, and whether its key stands there a second time."""
+    """Every path below a node, its mark, and whether its key is a duplicate."""
     if isinstance(node, yaml.MappingNode):
         paths = set()
         for key, value in node.value:

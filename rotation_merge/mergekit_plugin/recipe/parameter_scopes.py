@@ -99,7 +99,7 @@ def varies(setting: Any) -> bool:
 
 
 def filters(setting: Any) -> list[str]:
-    """The filters of a setting, those that match everything left out."""
+    """The filters of a setting, without those that match everything."""
     conditions = setting if isinstance(setting, list) else [setting]
     texts = [c.get("filter") for c in conditions if isinstance(c, Mapping)]
     return [text for text in texts if text not in (None, "*")]
@@ -107,7 +107,7 @@ def filters(setting: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class MergeInputs:
-    """Models merged together: those of a slice, a module or the whole recipe.
+    """Models that are merged together: those of a slice, a module or the whole recipe.
 
     Attributes:
         path: its place in the recipe.

@@ -27,7 +27,7 @@ _of_a_checked_file: ContextVar[bool] = ContextVar("_of_a_checked_file", default=
 
 
 def restore_paths(document: Any) -> Any:
-    """Undo what mergekit-multi does to parameters: a model reference written out as a mapping becomes a path again.
+    """Undo mergekit-multi's change of parameters: a model reference written as a mapping becomes a path again.
 
     (It replaces every string equal to the name of a merge, also where only a string may stand.)
     """

@@ -95,7 +95,7 @@ def tokenizer_source(value: Mapping[str, Any]) -> tuple[Path, str | None]:
 
 
 def _tokenizer(document: Document) -> None:
-    """A folder that is not there, before somebody looks for it on the hub for a minute."""
+    """Refuse a missing tokenizer folder before it is searched on the hub."""
     path, name = tokenizer_source(document.value)
     if name is not None and not os.path.exists(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         document.fault(path, f"{name}: no such directory", "name a model with its tokenizer, or write base or union")
@@ -224,7 +224,7 @@ def _setting(
 
 
 def _on_samples(document: Document, path: Path) -> bool:
-    """Whether a parameter says on which samples a donor is carried to the anchor, or donors are matched."""
+    """Whether a parameter needs samples to carry or to match donors."""
     if path[-1] not in ("data", "samples"):
         return False
     all_settings = [at(document.value, place) or {} for place, _ in scopes(document.value)]
@@ -297,7 +297,7 @@ def _lengths(document: Document, path: Path, sources: list[tuple[int, Any]]) -> 
 
 
 def check_words(document: Document, architecture: Architecture, tensors: Iterable[str]) -> None:
-    """Layers and parts of names that a recipe gives are those of some layer, and of some tensor.
+    """Check that layers and parts of names in a recipe exist in the models.
 
     Args:
         architecture: of the anchor.
@@ -324,7 +324,7 @@ def _like(word: str, names: list[str]) -> str:
 
 
 def check_filters(document: Document, blocks: Iterable[str]) -> None:
-    """Filters of our own options see blocks, not tensors: collect those that fit none and were written for tensors.
+    """Collect filters of alignment options that match no block: they see blocks, not tensors.
 
     Args:
         blocks: module paths of the anchor's blocks.
@@ -361,7 +361,7 @@ def _unused_options(document: Document, delegate_names: Collection[str]) -> None
 
 
 def _above(entry: Path) -> list[Path]:
-    """The parts of a recipe whose parameters hold for an entry: its slice, its module, the whole."""
+    """The parts of a recipe with parameters for an entry: its slice, its module, the whole."""
     return [entry[:length] for length in range(len(entry) - 1)]
 
 

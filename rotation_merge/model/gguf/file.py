@@ -1,4 +1,4 @@
-"""A GGUF file as it lies on disk: its metadata, the places of its tensors, and one tensor as floating numbers.
+"""A GGUF file: its metadata, the places of its tensors, and tensors as floating-point numbers.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package decodes the blocks of a type; the
 file's header is read here, so that damage is reported in one line.

@@ -62,7 +62,7 @@ class Family:
     scalar: int = 0
 
     def fits(self, gguf: GgufFile) -> bool:
-        """Whether a file is of this family, for all that its head says."""
+        """Whether a file belongs to this family, by its header."""
         names = " ".join(str(gguf.metadata.get(f"general.{key}", "")) for key in ("name", "basename")).lower()
         return (
             gguf.architecture == self.architecture
@@ -72,7 +72,7 @@ class Family:
         )
 
     def places(self, layers: int, experts: int) -> Iterator[tuple[str, Place]]:
-        """Stems of names of all tensors that a model may have, and where they lie."""
+        """Stems of the names of all tensors of a model, and their places."""
         for stem, (template, layout) in self.tensors.items():
             for i in range(layers) if "{i}" in stem else [0]:
                 for e in range(experts) if "{e}" in stem else [None]:
@@ -96,7 +96,7 @@ class Place:
 
 @cache
 def families() -> tuple[Family, ...]:
-    """All families; of those that fit a file, the last one is meant."""
+    """All families; of several that fit a file, the last one counts."""
     content = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
     return tuple(_family(_extended(content, name)) for name in content)
 
@@ -127,7 +127,7 @@ def write_layout(layout: str, tensor: Tensor, config: Mapping[str, Any]) -> Tens
 
 
 def _paired(key: str) -> tuple[Move, Move]:
-    """Heads whose RoPE pairs (i, i + d/2) stand side by side in the file."""
+    """Heads with interleaved RoPE pairs (i, i + d/2) in the file."""
 
     def read(tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
         return tensor.reshape(config[key], -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)

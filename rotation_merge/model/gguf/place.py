@@ -41,7 +41,7 @@ def is_gguf(path: str) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Whether a model lies in a folder as transformers writes it, and not as a GGUF."""
+    """Whether a model is a folder in transformers' format, not a GGUF."""
     if not os.path.isdir(path):
         return False
     names = os.listdir(path)
@@ -59,7 +59,7 @@ def gguf_files(folder: str) -> list[str]:
 
 
 def in_cache(path: str, revision: str | None, cache: str | None = None) -> str | None:
-    """The folder of a model that has been downloaded, or lies in a GGUF; None where it is neither."""
+    """The folder of a downloaded model, or of one in a GGUF; None otherwise."""
     if is_gguf(path):
         file = _here(path, revision, cache)
         return None if file is None else folder_of_gguf(open_gguf(file))
@@ -93,7 +93,7 @@ def _absent(path: str, revision: str | None) -> bool:
 
 
 def weight_files(path: str) -> tuple[str, ...]:
-    """The files of a GGUF that lies on this machine outside the hub's cache; empty for any other model."""
+    """The files of a local GGUF outside the hub's cache; empty for any other model."""
     return split_files(_only(path) if os.path.isdir(path) else path) if is_gguf(path) and os.path.exists(path) else ()
 
 
@@ -111,7 +111,7 @@ def _of_hub(path: str) -> tuple[str, str] | None:
 
 
 def _here(path: str, revision: str | None, cache: str | None) -> str | None:
-    """The file that a name stands for, where it is here."""
+    """The local file of a name, if it exists."""
     if os.path.isdir(path):
         return _only(path)
     if os.path.isfile(path):
@@ -127,7 +127,7 @@ def _here(path: str, revision: str | None, cache: str | None) -> str | None:
 
 
 def _fetched(path: str, revision: str | None, cache: str | None) -> str:
-    """The file of a repository, downloaded, with those that it was split into."""
+    """Download the file of a repository, with all parts of a split model."""
     named = _of_hub(path)
     if named is None:
         raise CheckpointError("no such file", where=path, remedy="check the path; of the hub: org/repo:file.gguf")
@@ -138,7 +138,7 @@ def _fetched(path: str, revision: str | None, cache: str | None) -> str:
 
 
 def _only(folder: str) -> str:
-    """The one model in GGUF that lies in a folder.
+    """The only GGUF model in a folder.
 
     Raises:
         CheckpointError: there are several.
@@ -152,7 +152,7 @@ def _only(folder: str) -> str:
 
 
 def folder_of_gguf(gguf: GgufFile) -> str:
-    """The folder with config and tokenizer of a GGUF, made where it is not there yet.
+    """The folder with config and tokenizer of a GGUF, made on first use.
 
     Raises:
         CheckpointError: its architecture or tokenizer is not read.

@@ -32,7 +32,7 @@ OWN_TOKENIZER = "put the model's tokenizer.json into the folder of the file"
 
 @cache
 def splittings() -> dict[str, dict[str, Any]]:
-    """Rules for splitting text into words, by llama.cpp's names, those that have several under each."""
+    """Rules for splitting text, by llama.cpp's names."""
     content = json.loads(Path(__file__).with_name("splitting.json").read_text(encoding="utf-8"))
     return {name: rule for first, rule in content.items() for name in (first, *rule["also"])}
 
@@ -50,7 +50,7 @@ def check_size(gguf: GgufFile) -> None:
 
 
 def check_vocabulary(gguf: GgufFile, path: str) -> None:
-    """A tokenizer.json that lies beside a file has the tokens of its vocabulary.
+    """Check that a tokenizer.json beside a file has the tokens of its vocabulary.
 
     Raises:
         CheckpointError: it has others at some ids.
@@ -73,7 +73,7 @@ def check_vocabulary(gguf: GgufFile, path: str) -> None:
 
 
 def vocabulary(gguf: GgufFile) -> list[str] | None:
-    """A file's tokens by their ids, without rows that have none; None where it has no vocabulary."""
+    """A file's tokens by id, without empty rows; None without a vocabulary."""
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
     if not tokens or gguf.metadata.get("tokenizer.ggml.model") in NONE:
         return None
@@ -90,7 +90,7 @@ def _types(metadata: Mapping[str, Any]) -> Sequence[int]:
 
 
 def read_tokenizer(gguf: GgufFile) -> Any:
-    """transformers' tokenizer; None where the file has no vocabulary.
+    """transformers' tokenizer; None if the file has no vocabulary.
 
     Raises:
         CheckpointError: the vocabulary is of a kind that is not read.
@@ -150,7 +150,7 @@ def tokenizer_of(metadata: Mapping[str, Any], tokens: Sequence[str], architectur
 
 
 def _byte_pairs(metadata: Mapping[str, Any], tokens: Sequence[str], architecture: str, label: str) -> tuple[Any, bool]:
-    """The tokenizer, and whether a text begins with a token of its own where nothing else is said."""
+    """The tokenizer, and whether a text begins with a special token by default."""
     from tokenizers import Tokenizer, decoders, models
 
     name = metadata.get("tokenizer.ggml.pre") or BY_ARCHITECTURE.get(architecture)

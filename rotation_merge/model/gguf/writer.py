@@ -1,4 +1,4 @@
-"""A checkpoint written as a GGUF, in the names and the order of numbers that llama.cpp's converter gives them."""
+"""Writes a checkpoint as a GGUF, with the names and element order of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class GgufPlan:
     notes: tuple[str, ...] = ()
 
     def write(self, out: str, progress: Progress | None = None) -> None:
-        """Write the file, whole or not at all; one tensor is in memory at a time.
+        """Write the file atomically, with one tensor in memory at a time.
 
         Raises:
             CheckpointError: a weight does not fit into float16.
@@ -205,7 +205,7 @@ def _config(model: Model) -> dict[str, Any]:
 
 
 def _placed(config: Mapping[str, Any], names: list[str], label: str) -> tuple[Family, dict[str, Place]]:
-    """The family of a model, and where each of its tensors lies in the file."""
+    """The family of a model, and the places of its tensors in the file."""
     word = str((config.get("architectures") or ["a model of no class"])[0])
     known = [family for family in families() if family.class_name == word]
     if not known:

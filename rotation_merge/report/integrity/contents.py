@@ -61,7 +61,7 @@ class Contents:
         return os.path.join(self.folder, name)
 
     def text(self, name: str) -> str | None:
-        """A text file; None where it is not there or no text."""
+        """A text file; None if it is missing or not text."""
         if name not in self.names:
             return None
         try:
@@ -72,7 +72,7 @@ class Contents:
             return None
 
     def json(self, name: str) -> Any:
-        """A JSON file; None where it is not there or damaged."""
+        """A JSON file; None if it is missing or damaged."""
         if name not in self._json:
             text = self.text(name)
             try:
@@ -133,7 +133,7 @@ class Contents:
         return {name: tensors for name in self.weight_files if (tensors := self.header(name)) is not None}
 
     def header(self, name: str) -> dict[str, StoredTensor] | None:
-        """The tensors of a weight file; None where it is damaged."""
+        """The tensors of a weight file; None if it is damaged."""
         path = self.path(name)
         try:
             shapes = file_shapes(path)

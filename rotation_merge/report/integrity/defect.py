@@ -109,5 +109,5 @@ class Defect:
         return any(isinstance(correction, ShardTensors) for correction in self.corrections)
 
     def inherited(self) -> Defect:
-        """The defect, as one that a parent has, too."""
+        """The defect, marked as one of a parent, too."""
         return replace(self, what=f"{self.what} (as in a parent)", fatal=False)

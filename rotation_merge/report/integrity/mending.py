@@ -1,4 +1,4 @@
-"""Corrections of a checkpoint folder, carried out file by file: each is whole, as it was or as it is to be."""
+"""Corrections of a checkpoint folder, file by file, each atomically."""
 
 from __future__ import annotations
 

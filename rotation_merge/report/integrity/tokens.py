@@ -122,7 +122,7 @@ def _beyond(vocabulary: Vocabulary, rows: int) -> Iterator[Defect]:
 
 
 def _stated(content: Any, usual: Mapping[str, list[Any]], before: str = "") -> Iterator[tuple[str, int]]:
-    """Ids of tokens that a file states, by path, but for those that a model of its class would have anyway."""
+    """Ids of tokens in a file, by path, without the defaults of the model's class."""
     for key, value in content.items() if isinstance(content, Mapping) else ():
         if isinstance(value, Mapping):
             yield from _stated(value, usual, f"{before}{key}.")
@@ -213,7 +213,7 @@ def _end_of_text(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defect]
 
 
 def templates_of(contents: Contents) -> dict[str, str]:
-    """Chat templates by the files that they stand in."""
+    """Chat templates by file."""
     templates = {name: contents.text(name) for name in contents.names if name.endswith(".jinja")}
     for file in (TOKENIZER_CONFIG, TEMPLATE_JSON):
         template = contents.mapping(file).get("chat_template")
