@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from tiny_models import ALL
 from tiny_models import make as tiny
 
+from rotation_merge import RotationMergeError
 from rotation_merge.architecture import registry
 from rotation_merge.architecture.registry import DATA, shipped
 from rotation_merge.diagnose.draft import draft_content, matching_families
 from rotation_merge.diagnose.proof import Finding, hints, prove
-from rotation_merge.errors import ArchitectureError
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +156,7 @@ def test_latents_mixers_and_gates_are_proven_too() -> None:
 def test_what_cannot_be_tried_is_one_line(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({**json.loads((DATA / "llama.json").read_text()), **changes}))
-    with pytest.raises(ArchitectureError, match=words):
+    with pytest.raises(RotationMergeError, match=words):
         prove(path)
 
 
@@ -174,5 +174,5 @@ def test_a_draft_names_what_it_does_not_know() -> None:
     assert layer["tensors"] == {"odd": ["fixed"]}
     assert [doubt for doubt in doubts if "'odd' [3]" in doubt]
     assert [doubt for doubt in doubts if "'out.weight' [5, 8]" in doubt]
-    with pytest.raises(ArchitectureError, match="no numbered layers"):
+    with pytest.raises(RotationMergeError, match="no numbered layers"):
         draft_content({}, {"a.weight": (3, 3)}, "mine")

@@ -11,10 +11,9 @@ from mergekit.graph import Task
 from tiny_models import ALL, Case, inputs, keep_float64, make
 from torch import Tensor
 
-from rotation_merge import AlignConfig, MeasureConfig
+from rotation_merge import AlignConfig, MeasureConfig, RotationMergeError
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.averaging.methods import Kfac, RegMean, StatisticsMethod, Target
-from rotation_merge.errors import StatisticsError
 from rotation_merge.matching.engine import untie_heads
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.moved_statistics import carried_fisher, carried_gradient, carried_gram, feeding
@@ -157,7 +156,7 @@ def test_what_a_rotation_destroys_is_refused():
     case = next(c for c in FAMILIES if c.family == "llama")
     _, _, architecture, gauge, _ = pair(case, AlignConfig(**LOCAL))
     info = next(i for i in architecture.tensors() if i.name.endswith("v_proj.weight"))
-    with pytest.raises(StatisticsError, match=r"does not survive the rotation.*attention: none"):
+    with pytest.raises(RotationMergeError, match=r"does not survive the rotation.*attention: none"):
         carried_fisher(info, torch.ones([axis.size for axis in info.axes]), gauge)
 
 

@@ -14,9 +14,8 @@ from test_carry_peft import Home
 from tiny_models import ALL, make
 from torch import Tensor
 
-from rotation_merge import AlignConfig
+from rotation_merge import AlignConfig, RotationMergeError
 from rotation_merge.carrying.bases import open_bases
-from rotation_merge.errors import ArchitectureError
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.run.functions import load
 
@@ -119,7 +118,7 @@ def test_bases_of_two_families_are_refused(tmp_path: Path) -> None:
     for family, name in (("phi3", None), ("llama", "llama")):
         case = next(c for c in ALL if c.family == family and name in (None, c.name))
         make(case).save_pretrained(tmp_path / family)
-    with pytest.raises(ArchitectureError, match=r"architecture is phi3, that of .* is llama"):
+    with pytest.raises(RotationMergeError, match=r"architecture is phi3, that of .* is llama"):
         open_bases(str(tmp_path / "llama"), str(tmp_path / "phi3"))
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tiny_models import ALL, load, make, reload, save
 from torch.nn.functional import kl_div
 
-from rotation_merge import AlignConfig, Alignment, Delta, TransferConfig
+from rotation_merge import AlignConfig, Alignment, Delta, RotationMergeError, TransferConfig
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.averaging import polish as polish_module
 from rotation_merge.carrying.bases import open_bases
@@ -38,7 +38,6 @@ from rotation_merge.carrying.judge import (
 )
 from rotation_merge.carrying.refit import ChangeOptions, of_rank, refit_change
 from rotation_merge.carrying.sampled import JudgedChange, SampledTransfer
-from rotation_merge.errors import DataError
 from rotation_merge.run import functions
 from rotation_merge.run.data import Data
 
@@ -173,7 +172,7 @@ def test_halves_share_no_sample() -> None:
     numbers = [sorted(int(row) for batch in half.batches for row in batch["input_ids"]) for half in (first, second)]
     assert sorted([*numbers[0], *numbers[1]]) == list(range(10))
     assert not set(numbers[0]) & set(numbers[1])
-    with pytest.raises(DataError, match="one sample to judge by"):
+    with pytest.raises(RotationMergeError, match="one sample to judge by"):
         halves(Data([{"input_ids": rows[:1]}], "next token", 1))
 
 

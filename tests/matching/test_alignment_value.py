@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import difference, inputs, outputs
 
 import rotation_merge as rm
-from rotation_merge.errors import AlignmentError, CheckpointError, RecipeError
+from rotation_merge import RotationMergeError
 from rotation_merge.matching.alignment import BIAS
 from rotation_merge.model.model_inputs import open_like
 
@@ -188,7 +188,7 @@ def test_shards_and_small_files_are_written(tmp_path: Path) -> None:
     view.save_pretrained(tmp_path / "out", max_shard_size="20K")
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{}"
-    with pytest.raises(CheckpointError, match="not empty"):
+    with pytest.raises(RotationMergeError, match="not empty"):
         view.save_pretrained(tmp_path / "out")
 
 
@@ -219,29 +219,29 @@ def test_what_was_learned_is_applied_alike(tmp_path: Path) -> None:
 def test_other_weights_are_refused_and_fine_tunes_where_asked(tmp_path: Path) -> None:
     anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     alignment = rm.align(anchor.path, donor.path, heads="permutation")
-    with pytest.raises(AlignmentError, match=r"tensor '.*' is not that of .*donor|1.*strict=False"):
+    with pytest.raises(RotationMergeError, match=r"tensor '.*' is not that of .*donor|1.*strict=False"):
         alignment.apply(anchor.path).state_dict()
     assert alignment.apply(anchor.path, strict=False).state_dict()
     small = checkpoint("bert", "classifier", tmp_path / "bert")
-    with pytest.raises(AlignmentError, match="was made for llama models"):
+    with pytest.raises(RotationMergeError, match="was made for llama models"):
         alignment.apply(small.path)
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     anchor = checkpoint("llama", "llama", tmp_path / "anchor")
-    with pytest.raises(RecipeError, match=r"there is no option 'head'.*did you mean 'heads'"):
+    with pytest.raises(RotationMergeError, match=r"there is no option 'head'.*did you mean 'heads'"):
         rm.align(anchor.path, anchor.path, head="permutation")
-    with pytest.raises(CheckpointError, match="state dict without its config"):
+    with pytest.raises(RotationMergeError, match="state dict without its config"):
         rm.align(anchor.state, anchor.path)
-    with pytest.raises(CheckpointError, match="no such directory"):
+    with pytest.raises(RotationMergeError, match="no such directory"):
         rm.align(str(tmp_path / "gone"), anchor.path)
-    with pytest.raises(CheckpointError, match="of type int"):
+    with pytest.raises(RotationMergeError, match="of type int"):
         rm.align(3, anchor.path)
-    with pytest.raises(RecipeError, match="0 weights for 0 models"):
+    with pytest.raises(RotationMergeError, match="0 weights for 0 models"):
         rm.average([])
-    with pytest.raises(RecipeError, match="sum is zero"):
+    with pytest.raises(RotationMergeError, match="sum is zero"):
         rm.average([anchor.path, anchor.path], weights=[1, -1])
-    with pytest.raises(AlignmentError, match="has no facts on its models"):
+    with pytest.raises(RotationMergeError, match="has no facts on its models"):
         rm.Alignment({}).apply(anchor.path)
 
 
@@ -284,7 +284,7 @@ def test_what_a_file_says_of_its_models_is_not_believed(change: Any, words: str,
     path = tmp_path / "map.safetensors"
     rm.align(anchor.path, donor.path, heads="permutation").save(path)
     rewritten(path, change)
-    with pytest.raises(AlignmentError, match=words):
+    with pytest.raises(RotationMergeError, match=words):
         rm.Alignment.load(path)
 
 
@@ -293,5 +293,5 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     rm.align(anchor.path, donor.path).save(tmp_path / "map.safetensors")
     tensors = load_file(tmp_path / "map.safetensors")
     save_file(tensors, tmp_path / "bare.safetensors")
-    with pytest.raises(AlignmentError, match="is not an alignment file"):
+    with pytest.raises(RotationMergeError, match="is not an alignment file"):
         rm.Alignment.load(tmp_path / "bare.safetensors")

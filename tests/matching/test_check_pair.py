@@ -26,7 +26,6 @@ from rotation_merge.architecture import resolve
 from rotation_merge.architecture.fields import differences
 from rotation_merge.architecture.registry import tied_head
 from rotation_merge.cli.app import COMMANDS
-from rotation_merge.errors import RecipeError
 from rotation_merge.matching.check_pair import CheckedPair, check_pair
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
@@ -70,7 +69,7 @@ def a_tied_head_forbids_rotations(case: Case) -> None:
         alone = len(model.architecture.streams) > len(model.rotatable)
         for asked in [f"{stream}=rotation", *([] if alone else ["rotation"])]:
             one = member(model.config, state)
-            with pytest.raises(RecipeError, match=rf"'{head}' is tied .*untie: true.*residual: \w*permutation"):
+            with pytest.raises(RotationMergeError, match=rf"'{head}' is tied .*untie: true.*residual: \w*permutation"):
                 check_pair(one, one, AlignConfig(residual=asked))
         assert stream not in check_pair(one, one, AlignConfig(residual="largest")).folded
         opened = member(model.config, state, untie=True)
@@ -259,9 +258,9 @@ def test_residual_by_stream_and_the_largest() -> None:
     first = next(iter(admitted))
     alone = both(model, AlignConfig(residual=f"{first}=permutation"))
     assert alone.streams == {first: "permutation"}
-    with pytest.raises(RecipeError, match=r"no stream 'nosuch'; "):
+    with pytest.raises(RotationMergeError, match=r"no stream 'nosuch'; "):
         both(model, AlignConfig(residual="nosuch=permutation"))
-    with pytest.raises(RecipeError, match="option 'residual'"):
+    with pytest.raises(RotationMergeError, match="option 'residual'"):
         AlignConfig(residual=f"{first}=turning")
 
 

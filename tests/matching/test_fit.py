@@ -14,8 +14,7 @@ from rounding import assert_equal_up_to_rounding
 from safetensors import safe_open
 from transformers import AutoModelForImageClassification, LlamaConfig, LlamaForCausalLM
 
-from rotation_merge import AlignConfig, FitConfig, fit
-from rotation_merge.errors import AlignmentError, CheckpointError, RecipeError
+from rotation_merge import AlignConfig, FitConfig, RotationMergeError, fit
 from rotation_merge.matching.engine import Path as ModelPath
 from rotation_merge.matching.engine import checkpointed, renamed
 from rotation_merge.matching.fit import LearnedTransforms, identities
@@ -137,7 +136,7 @@ def test_a_fit_is_deterministic_and_resumes_where_it_was(tmp_path: Path):
 def test_a_damaged_state_is_refused(vits, tmp_path: Path):
     state = tmp_path / "state"
     state.write_bytes(b"nonsense")
-    with pytest.raises(AlignmentError, match="delete it"):
+    with pytest.raises(RotationMergeError, match="delete it"):
         fit(vits[0], vits[1], batches(64, labels=True), options=FitConfig(steps=2, start="matched", state=state))
 
 
@@ -157,7 +156,7 @@ def test_a_start_matched_on_samples(vits):
         found = fit(vits[0], vits[1], batches(96, labels=True), match, options, matcher=activation_matcher("digits"))
         scores[how] = found.report.before
     assert scores["weights"] != scores["both"] < found.report.unaligned
-    with pytest.raises(RecipeError, match="rotation-merge fit"):
+    with pytest.raises(RotationMergeError, match="rotation-merge fit"):
         fit(vits[0], vits[1], batches(64, labels=True), match, options)
 
 
@@ -233,20 +232,20 @@ def test_names_of_spaces_follow_the_checkpoint(vits):
     ],
 )
 def test_impossible_objectives_are_refused(vits, change, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(RotationMergeError, match=message):
         fit(vits[0], vits[1], batches(64, labels=False), options=replace(FitConfig(steps=1), **change))
 
 
 def test_models_of_other_classes_are_refused(vits):
-    with pytest.raises(CheckpointError, match="only in one"):
+    with pytest.raises(RotationMergeError, match="only in one"):
         fit(vits[0], tiny_llama(0), batches(64, labels=False))
-    with pytest.raises(RecipeError, match="two batches"):
+    with pytest.raises(RotationMergeError, match="two batches"):
         fit(vits[0], vits[1], batches(32, labels=False))
 
 
 def test_nothing_to_learn_is_said(vits):
     match = AlignConfig(attention="none", rescale=False, residual="permutation")
-    with pytest.raises(RecipeError, match="nothing to learn"):
+    with pytest.raises(RotationMergeError, match="nothing to learn"):
         fit(vits[0], vits[1], batches(64, labels=False), match, FitConfig(steps=1))
 
 
@@ -389,7 +388,7 @@ def test_the_state_of_another_fit_is_refused(other: str, tmp_path: Path):
         models[other == "donor"] = tiny_llama(7)
     if other == "data":
         data[-1] = {"input_ids": data[-1]["input_ids"].flip(0)}
-    with pytest.raises(AlignmentError, match="another fit"):
+    with pytest.raises(RotationMergeError, match="another fit"):
         fit(models[0], models[1], data, AlignConfig() if other == "groups" else match, changed)
     assert (tmp_path / "state").read_bytes() == held
 

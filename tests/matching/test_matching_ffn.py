@@ -7,10 +7,9 @@ import torch
 from matching_support import distance, ffn, gen, left, moved, noisy, planted, sides_of, tensors
 from scipy.optimize import linear_sum_assignment
 
-from rotation_merge import AlignConfig
+from rotation_merge import AlignConfig, RotationMergeError
 from rotation_merge.architecture.build import build
 from rotation_merge.architecture.registry import shipped
-from rotation_merge.errors import AlignmentError
 from rotation_merge.linalg.assignment import assign_factored
 from rotation_merge.matching import experts as experts_module
 from rotation_merge.matching.block import STILL, check_finite, match_block, squared_distances
@@ -394,7 +393,7 @@ def test_bad_values_are_named(bad, whose):
     key = next(k for k in broken if "up_proj" in k)
     check_finite(block, broken, whose)
     broken[key][3, 3] = bad
-    with pytest.raises(AlignmentError, match=rf"up_proj.weight' of the {whose}"):
+    with pytest.raises(RotationMergeError, match=rf"up_proj.weight' of the {whose}"):
         check_finite(block, broken, whose)
 
 

@@ -14,7 +14,7 @@ from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, w
 from safetensors.torch import save_file
 
 import rotation_merge as rm
-from rotation_merge.errors import CheckpointError
+from rotation_merge import RotationMergeError
 
 REFUSED = "is an adapter of"
 
@@ -107,7 +107,7 @@ def test_commands_and_python(models: Path, tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert REFUSED in one_error(done.output)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointError, match=REFUSED):
+    with pytest.raises(RotationMergeError, match=REFUSED):
         rm.align(str(anchor), adapted)
 
 

@@ -20,7 +20,7 @@ from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, s
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rotation_merge.errors import CheckpointError
+from rotation_merge import RotationMergeError
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.checkpoint import Model, parse_reference
 from rotation_merge.run.functions import load
@@ -337,7 +337,7 @@ def test_one_line(bad: str, models: tuple[Path, Path, Path], tmp_path: Path) -> 
 def test_an_embedding_to_which_a_head_is_tied(tmp_path: Path) -> None:
     model = make("qwen2", tmp_path / "model")
     adapter = adapter_for(model, tmp_path / "lora", target_modules=["embed_tokens"])
-    with pytest.raises(CheckpointError, match="tied"):
+    with pytest.raises(RotationMergeError, match="tied"):
         tensors(opened(model, adapter))
 
 

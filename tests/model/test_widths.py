@@ -15,8 +15,7 @@ from plugin_support import recipe_for, relative_distances, state, twin, write_st
 from tiny_models import ALL, Case, difference, inputs, keep_float64, load, make, outputs, reload, save
 from widths_support import CASES, doubled, widening
 
-from rotation_merge import align
-from rotation_merge.errors import CheckpointError
+from rotation_merge import RotationMergeError, align
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.fold import FoldedSource
 from rotation_merge.model.widen import WidenedSource, wide_shapes
@@ -55,7 +54,7 @@ def refused() -> Iterator[Any]:
 def test_sizes_that_decide_a_function_stay(family: str, name: str, only: str, words: str, tmp_path: Path) -> None:
     case = next(case for case in ALL if case.family == family and case.name == name)
     config, own = save(make(case), tmp_path)
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(RotationMergeError, match=words):
         widening(config, own, doubled(config, only))
 
 

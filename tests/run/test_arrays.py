@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import ALL, make
 
-from rotation_merge.errors import DataError
+from rotation_merge import RotationMergeError
 from rotation_merge.run.data import Data, described, read_batches, unpadded
 
 IMAGE = 50
@@ -103,7 +103,7 @@ def test_pictures_of_many_sizes_take_words_by_their_size(models: dict[str, Any],
 )  # fmt: skip
 def test_what_does_not_fit_is_said_in_one_line(change: dict, said: str, models: dict[str, Any], tmp_path: Path):
     arrays = {name: array for name, array in {**qwen(), **change}.items() if array is not None}
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(RotationMergeError, match=said) as caught:
         read(arrays, models["qwen2_5_vl"], tmp_path)
     assert "\n" not in str(caught.value)
     assert caught.value.remedy

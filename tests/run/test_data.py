@@ -13,7 +13,7 @@ from plugin_support import build
 from plugin_support import make as make_checkpoint
 from tiny_models import ALL, make
 
-from rotation_merge.errors import DataError
+from rotation_merge import RotationMergeError
 from rotation_merge.run.data import read_batches
 from rotation_merge.run.demo import CHECKPOINTS
 from rotation_merge.run.evaluate import score
@@ -36,7 +36,7 @@ def test_text_columns_are_tokenised_with_the_models_tokenizer(tmp_path: Path):
 def test_a_made_up_tokenizer_is_none(family: str, tmp_path: Path):
     """transformers makes one up where its files are missing, to which any text is one unknown token, or nothing."""
     getattr(transformers, family)().save_pretrained(tmp_path)
-    with pytest.raises(DataError, match=r"no tokenizer (can be loaded|is there)"):
+    with pytest.raises(RotationMergeError, match=r"no tokenizer (can be loaded|is there)"):
         tokenizer_of(str(tmp_path))
 
 
@@ -77,7 +77,7 @@ def test_audio_columns_go_through_the_feature_extractor(tmp_path: Path):
 def test_a_dataset_without_a_known_column_is_refused_in_one_line(tmp_path: Path):
     datasets.Dataset.from_dict({"answer": [42]}).save_to_disk(tmp_path / "d")
     path = str(CHECKPOINTS / "llama-0")
-    with pytest.raises(DataError, match="columns are answer"):
+    with pytest.raises(RotationMergeError, match="columns are answer"):
         read_batches(str(tmp_path / "d"), path, load(path))
 
 
@@ -93,7 +93,7 @@ def test_tokens_that_the_model_does_not_have(ids: list[int], said: str, tmp_path
     config = transformers.GPT2Config(vocab_size=256, n_positions=8, n_embd=8, n_layer=1, n_head=1)
     model = transformers.GPT2LMHeadModel(config)
     (tmp_path / "d.jsonl").write_text(f'{{"input_ids": {ids}}}\n')
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(RotationMergeError, match=said) as caught:
         read_batches(str(tmp_path / "d.jsonl"), "unused", model)
     assert caught.value.where == str(tmp_path / "d.jsonl")
     assert caught.value.remedy
@@ -121,7 +121,7 @@ def test_what_are_no_numbers(record: str | dict, said: str, tmp_path: Path):
     model = transformers.GPT2LMHeadModel(config)
     path = tmp_path / ("d.jsonl" if isinstance(record, str) else "d.npz")
     path.write_text(record) if isinstance(record, str) else np.savez(path, **record)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(RotationMergeError, match=said):
         read_batches(str(path), "unused", model)
 
 
@@ -154,7 +154,7 @@ def test_tables_that_are_none(text: str, said: str, tmp_path: Path):
     from rotation_merge.run.tables import read_table
 
     (tmp_path / "t.csv").write_text(text)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(RotationMergeError, match=said):
         read_table(tmp_path / "t.csv")
 
 
@@ -172,7 +172,7 @@ def test_what_a_decoder_reads_has_to_be_said(family: str, makes_its_own: bool, w
             found = read_batches(str(tmp_path / "d.jsonl"), "", one, batch_size=2)
             assert all(("decoder_input_ids" in batch) == ("labels" in batch) for batch in found.batches)
             continue
-        with pytest.raises(DataError, match=r"d.jsonl: does not say .* what the decoder of T5.*'labels'"):
+        with pytest.raises(RotationMergeError, match=r"d.jsonl: does not say .* what the decoder of T5.*'labels'"):
             read_batches(str(tmp_path / "d.jsonl"), "", one, batch_size=2)
 
 
@@ -191,7 +191,7 @@ def test_labels_that_the_model_does_not_have(labels: list, said: str, tmp_path: 
     rows = [{"input_ids": [3, 4], "label": one} for one in labels]
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = read_batches(str(tmp_path / "d.jsonl"), "", load(str(path)), batch_size=2)
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(RotationMergeError, match=said) as caught:
         score(load(str(path)), found)
     assert caught.value.where == str(tmp_path / "d.jsonl")
 
@@ -214,5 +214,7 @@ def test_pixels_of_another_size(tmp_path: Path):
     model = build("vit")
     for one in (model, model.to("meta")):
         for seed in range(3):
-            with pytest.raises(DataError, match=rf"{seed}.npz: ViT\w+ cannot run on 'pixel_values' of shape \[2, "):
+            with pytest.raises(
+                RotationMergeError, match=rf"{seed}.npz: ViT\w+ cannot run on 'pixel_values' of shape \[2, "
+            ):
                 read_batches(str(tmp_path / f"{seed}.npz"), "", one)

@@ -17,9 +17,8 @@ from rounding import assert_equal_up_to_rounding
 from safetensors.torch import load_file
 from tiny_models import ALL, Case, inputs, keep_float64, make, save
 
-from rotation_merge import MeasureConfig
+from rotation_merge import MeasureConfig, RotationMergeError
 from rotation_merge.architecture import resolve
-from rotation_merge.errors import SpaceError
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import architecture_of
@@ -201,14 +200,14 @@ def test_a_full_disk_leaves_what_is_done(done: bool, kept: bool, tmp_path: Path)
     full = write_error(tmp_path / "out", OSError(28, "No space left on device"))
     if done:
         run_passes([counting()], state, lambda *_: None)
-    with pytest.raises(SpaceError, match=r"no space left.*the same command goes on"), state:
+    with pytest.raises(RotationMergeError, match=r"no space left.*the same command goes on"), state:
         raise full
     assert state.path.exists() == kept
 
 
 def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(SpaceError, match=f"^{tmp_path}: the disk is full.*TMPDIR"), Scratch():
+    with pytest.raises(RotationMergeError, match=f"^{tmp_path}: the disk is full.*TMPDIR"), Scratch():
         raise OSError(28, "No space left on device")
     assert not list(tmp_path.iterdir())
 

@@ -8,7 +8,7 @@ from tiny_models import ALL, keep_float64, make
 from torch import Tensor
 from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput
 
-from rotation_merge.errors import DataError
+from rotation_merge import RotationMergeError
 from rotation_merge.run.data import batched_by_length, read_batches, unpadded
 from rotation_merge.run.demo import CHECKPOINTS
 from rotation_merge.run.functions import fused_attention, load
@@ -30,7 +30,7 @@ def test_a_language_model_writes_its_own_samples():
         noise = torch.randint(256, ids.shape, generator=torch.Generator().manual_seed(0))
         random = model(input_ids=noise).logits[:, :-1].log_softmax(-1).gather(-1, noise[:, 1:, None]).mean()
     assert own > random + 3
-    with pytest.raises(DataError, match="does not take images"):
+    with pytest.raises(RotationMergeError, match="does not take images"):
         read_batches("synthetic", LLAMA, model)
 
 
@@ -49,7 +49,7 @@ def test_synthetic_images_are_in_the_range_of_real_ones():
     assert pixels.shape[1:] == (1, 8, 8)
     assert -0.5 <= float(pixels.min()) < -0.4
     assert 0.4 < float(pixels.max()) <= 0.5
-    with pytest.raises(DataError, match="does not write text"):
+    with pytest.raises(RotationMergeError, match="does not write text"):
         read_batches("self", VIT, model)
 
 
@@ -63,7 +63,7 @@ def test_padding_is_cut_off_and_equal_lengths_stand_together():
     assert long["input_ids"].tolist() == [[1, 2, 3]]
     assert short["input_ids"].tolist() == [[4, 5], [8, 9]]
     assert set(long) == {"input_ids"}
-    with pytest.raises(DataError, match="holes"):
+    with pytest.raises(RotationMergeError, match="holes"):
         unpadded([{"input_ids": torch.ones(1, 3), "attention_mask": torch.tensor([[1, 0, 1]])}], "data")
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from rotation_merge import RotationMergeError
 from rotation_merge.architecture import families, table
 from rotation_merge.architecture.model import Space
 from rotation_merge.architecture.schema import ArchitectureSpec
-from rotation_merge.errors import ArchitectureError, RecipeError
 from rotation_merge.matching.pairing import Pairing
 from rotation_merge.matching.products import HeadProjections
 from rotation_merge.symmetry import KINDS, GroupElement, StreamGroup
@@ -302,7 +302,7 @@ def test_what_neurons_admit(facts: dict, wanted: dict, words: str) -> None:
 )
 def test_what_is_unknown_is_named(space: Space, word: str) -> None:
     """No gauge is drawn, nothing is matched and nothing estimated in the place of a group that nobody knows."""
-    with pytest.raises(ArchitectureError, match=word):
+    with pytest.raises(RotationMergeError, match=word):
         admitted(space, GroupOptions())
 
 
@@ -310,7 +310,7 @@ def test_an_architecture_file_with_an_unknown_word_is_refused() -> None:
     """It would otherwise pass for no norm at all, and be turned."""
     spec = families()["qwen3"].model_dump()
     spec["modules"]["default"]["layer"]["spaces"]["attn"]["norm"] = "rms_haed"
-    with pytest.raises(ArchitectureError, match=r"'rms_haed' is not a known word.*'rms_head'"):
+    with pytest.raises(RotationMergeError, match=r"'rms_haed' is not a known word.*'rms_head'"):
         table.sample(ArchitectureSpec.model_validate(spec))
 
 
@@ -393,7 +393,7 @@ def test_streams(group: StreamGroup) -> None:
 
 
 def test_an_unknown_residual_group_is_named() -> None:
-    with pytest.raises(RecipeError, match="'rotate'"):
+    with pytest.raises(RotationMergeError, match="'rotate'"):
         StreamGroup("rotate", 6, False)
 
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rotation_merge import RotationMergeError
 from rotation_merge.architecture.model import ROLES, Space
-from rotation_merge.errors import AlignmentError
 from rotation_merge.symmetry import (
     KINDS,
     TRANSFORMS,
@@ -183,7 +183,7 @@ def test_rounded_maps_come_back_orthogonal(cls, dtype):
 
 
 def test_load_refuses_unknown_keys():
-    with pytest.raises(AlignmentError, match="no group element"):
+    with pytest.raises(RotationMergeError, match="no group element"):
         load({"nonsense:matrix": torch.eye(2)})
 
 
