@@ -1,13 +1,18 @@
-"""Commands of rotation-merge, run in this process."""
+"""Commands of rotation-merge, run in this process, and the checkpoints and texts that come with it."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
 
+import rotation_merge
 from rotation_merge.cli.app import app
+
+CHECKPOINTS = Path(rotation_merge.__file__).parent / "run" / "checkpoints"
+TEXTS = CHECKPOINTS.with_name("texts")
 
 
 def run(*args: object) -> Result:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import parsed, run
+from cli_support import CHECKPOINTS, parsed, run
 from plugin_support import make
 
 from rotation_merge.report import estimate
-from rotation_merge.run.demo import CHECKPOINTS
 
 LLAMA = CHECKPOINTS / "llama-0-english"
 

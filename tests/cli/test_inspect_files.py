@@ -64,7 +64,7 @@ def test_an_alignment_is_known_whatever_it_is_called(merged, tmp_path: Path):
 
 
 def test_statistics_are_shown(merged, tmp_path: Path):
-    from rotation_merge.run.demo import CHECKPOINTS
+    from cli_support import CHECKPOINTS
 
     file = tmp_path / "s.safetensors"
     model = CHECKPOINTS / "llama-0"

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import run
+from cli_support import CHECKPOINTS, run
 from plugin_support import EVERYTHING, make, state, twin, write_recipe, write_state
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
-
-from rotation_merge.run.demo import CHECKPOINTS
 
 Tensors = dict[str, torch.Tensor]
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import parsed, run
+from cli_support import CHECKPOINTS, parsed, run
 from mergekit import merge_methods
 from plugin_support import EVERYTHING, make, merged, recipe_for, state, twin, write_state
 
 from rotation_merge.diagnose.doctor import diagnose, open_case
-from rotation_merge.run.demo import CHECKPOINTS
 
 Models = dict[str, Path]
 

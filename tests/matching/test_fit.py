@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from cli_support import CHECKPOINTS
 from click.testing import CliRunner
 from rounding import assert_equal_up_to_rounding
 from safetensors import safe_open
@@ -22,7 +23,7 @@ from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match_on import activation_matcher
 from rotation_merge.matching.objective import mix
 from rotation_merge.model.source import transform_state
-from rotation_merge.run.demo import CHECKPOINTS, digits
+from rotation_merge.run.demo import digits
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.symmetry import HeadTransform, Monomial, NeuronTransform, Orthogonal, StreamTransform
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from cli_support import parsed, run
-from plugin_support import build, from_file, make, merged, recipe_for, save, twin, write_state
+from plugin_support import build, from_file, make, merged, mergekit_yaml, one_error, recipe_for, save, twin, write_state
 from test_averaging import data_for, measure, state, worst
 from tiny_models import ALL, Case, load_file, planted
 from torch import Tensor
@@ -21,7 +21,6 @@ import rotation_merge
 from rotation_merge import RotationMergeError
 from rotation_merge.matching.check_pair import check_pair
 from rotation_merge.matching.options import NOTHING
-from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.labels import label_rows, labels
 from rotation_merge.model.paired_model import PairedModel
 
@@ -217,13 +216,12 @@ def test_every_path_refuses_other_names(models: tuple[Path, Path], tmp_path: Pat
         done = run(*asked)
         assert done.exit_code != 0, asked
         assert "id2label" in done.output, (asked, done.output)
-    with pytest.raises(RotationMergeError, match="other names than"):
-        merge_recipe(recipe.read_text(), str(tmp_path / "merged"))
+    assert "other names than" in one_error(mergekit_yaml(recipe.read_text(), tmp_path / "merged").output)
     recipe.write_text(yaml.safe_dump(recipe_for("linear", a, b, exclude="classifier")))
     for command in ("inspect", "check"):
         done = run(command, recipe)
         assert done.exit_code == 0, done.output
-    merge_recipe(recipe.read_text(), str(tmp_path / "merged"))
+    merged(recipe.read_text(), tmp_path / "merged")
 
 
 def test_kept_heads_keep_their_order(models: tuple[Path, Path], tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ from functools import cache
 
 import pytest
 import torch
+from cli_support import CHECKPOINTS
 from safetensors.torch import load_file
 
 from rotation_merge import AlignConfig
 from rotation_merge.architecture.registry import resolve
 from rotation_merge.matching.block import match_block
 from rotation_merge.model.source import read_block
-from rotation_merge.run.demo import CHECKPOINTS
 
 torch.set_num_threads(1)
 

@@ -12,9 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import yaml
 from cli_support import run
-from plugin_support import state
+from plugin_support import merged, state
 from safetensors.torch import save_file
 from tiny_models import Case, Planted, planted
 from variants import ONE
@@ -22,7 +21,6 @@ from variants import ONE
 from rotation_merge import AlignConfig, Alignment, align, transfer
 from rotation_merge.architecture import Architecture
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.symmetry.admitted import by_stream
 
 
@@ -75,10 +73,9 @@ def the_file_does_the_same_in_a_recipe(model: Planted, anchor: Path, donor: Path
         "parameters": {"delegate": "linear"},
         "dtype": "float64",
     }
-    merge_recipe(yaml.safe_dump(document), str(tmp_path / "merged"))
-    merged = state(tmp_path / "merged")
-    assert merged.keys() == model.state.keys()
-    assert model.differs(merged) <= 1e-4, "transforms are stored in float32"
+    tensors = merged(document, tmp_path / "merged")
+    assert tensors.keys() == model.state.keys()
+    assert model.differs(tensors) <= 1e-4, "transforms are stored in float32"
 
 
 @pytest.mark.parametrize("residual", ["none", "permutation"])

@@ -21,12 +21,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from cli_support import run
+from cli_support import CHECKPOINTS, TEXTS, run
 from plugin_support import merged, relative_distances, state, twin
 from recipe_models import stand_in
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from rotation_merge.run.demo import CHECKPOINTS, TEXTS
 
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = TESTS.parent / "docs" / "evolve.md"

@@ -66,7 +66,7 @@ def test_files_that_are_nowhere_are_one_line(
 
 
 def test_statistics_and_data_of_the_hub(home: Hub, tmp_path: Path) -> None:
-    from rotation_merge.run.demo import CHECKPOINTS
+    from cli_support import CHECKPOINTS
 
     model, text = CHECKPOINTS / "llama-0", b"def f(x):\n    return x + 1\n" * 20
     name = home.commit("datasets/org/text", {"code.txt": text})

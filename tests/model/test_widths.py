@@ -11,12 +11,11 @@ import pytest
 import torch
 from cli_support import parsed, run
 from plugin_support import make as make_checkpoint
-from plugin_support import recipe_for, relative_distances, state, twin, write_state
+from plugin_support import merged, recipe_for, relative_distances, state, twin, write_state
 from tiny_models import ALL, Case, difference, inputs, keep_float64, load, make, outputs, reload, save
 from widths_support import CASES, doubled, widening
 
 from rotation_merge import RotationMergeError, align
-from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.fold import FoldedSource
 from rotation_merge.model.widen import WidenedSource, wide_shapes
 from rotation_merge.run.functions import load as load_model
@@ -93,8 +92,7 @@ def test_what_was_widened_can_be_merged(models: tuple[Path, Path], tmp_path: Pat
     small, planted = models
     out = tmp_path / "out"
     assert run("align", planted, small, out, "--widths", "--dtype", dtype, "--shard-size", "40K").exit_code == 0
-    merge_recipe(json.dumps(recipe_for("linear", planted, out)), str(tmp_path / "merged"))
-    assert state(tmp_path / "merged").keys() == state(planted).keys()
+    assert merged(recipe_for("linear", planted, out), tmp_path / "merged").keys() == state(planted).keys()
 
 
 def test_modules_are_widened_in_memory(models: tuple[Path, Path]) -> None:

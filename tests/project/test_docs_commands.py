@@ -18,6 +18,7 @@ from typing import Any
 import click
 import pytest
 import torch
+from cli_support import CHECKPOINTS, TEXTS
 from click.testing import CliRunner, Result
 from mergekit.io.tasks import LoaderCache
 from mergekit.scripts.multimerge import main as mergekit_multi
@@ -28,7 +29,6 @@ from transformers import ViTConfig, ViTForImageClassification
 from rotation_merge import TransferConfig
 from rotation_merge.cli.app import app
 from rotation_merge.matching import passes
-from rotation_merge.run.demo import CHECKPOINTS, TEXTS
 
 torch.set_num_threads(1)
 

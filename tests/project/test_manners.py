@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_support import run
+from cli_support import CHECKPOINTS, run
 
 from rotation_merge.cli import app as cli
 from rotation_merge.cli import show
@@ -18,7 +18,6 @@ from rotation_merge.cli.app import COMMANDS
 from rotation_merge.errors import no_space
 from rotation_merge.files.durable import replacing
 from rotation_merge.mergekit_plugin.console import line
-from rotation_merge.run.demo import CHECKPOINTS
 
 LLAMAS = [str(CHECKPOINTS / f"llama-{seed}") for seed in (0, 1)]
 LORA = str(CHECKPOINTS / "llama-0-lora-english")

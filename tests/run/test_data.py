@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from cli_support import CHECKPOINTS
 from plugin_support import build
 from plugin_support import make as make_checkpoint
 from tiny_models import ALL, make
 
 from rotation_merge import RotationMergeError
 from rotation_merge.run.data import read_batches
-from rotation_merge.run.demo import CHECKPOINTS
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.examples import read_dataset, tokenizer_of
 from rotation_merge.run.functions import load

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cli_support import CHECKPOINTS
 from tiny_models import ALL, keep_float64, make
 from torch import Tensor
 from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput
 
 from rotation_merge import RotationMergeError
 from rotation_merge.run.data import batched_by_length, read_batches, unpadded
-from rotation_merge.run.demo import CHECKPOINTS
 from rotation_merge.run.functions import fused_attention, load
 from rotation_merge.run.generated_samples import self_written
 

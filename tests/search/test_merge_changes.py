@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cli_support import run
+from cli_support import CHECKPOINTS, run
 from plugin_support import mergekit_yaml, one_error, state, write_state
 from safetensors.torch import load_file, save_file
 from test_merge_command import planner
 
 from rotation_merge.model.adapter_base import on_base
-from rotation_merge.run.demo import CHECKPOINTS
 from rotation_merge.run.functions import load
 from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.candidates import CHANGES, FAR, NEAR, SHARED

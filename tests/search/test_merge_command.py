@@ -14,13 +14,13 @@ from typing import Any
 import cli_support
 import pytest
 import torch
+from cli_support import CHECKPOINTS
 from click.testing import Result
 from plugin_support import mergekit_yaml, state
 from safetensors.torch import load_file
 
 from rotation_merge.errors import DataError
 from rotation_merge.run.data import Data, read_batches
-from rotation_merge.run.demo import CHECKPOINTS
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load
 from rotation_merge.run.statistics_writer import checkpoint_of

@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cli_support import run
+from cli_support import CHECKPOINTS, run
 from plugin_support import one_error, state, write_state
 from safetensors import safe_open
 
 from rotation_merge.report.html import read_report, write_page
 from rotation_merge.run.data import read_batches
-from rotation_merge.run.demo import CHECKPOINTS
 from rotation_merge.run.functions import load
 from rotation_merge.search import clock as clocks
 from rotation_merge.search import run as searches

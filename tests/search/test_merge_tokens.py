@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cli_support import parsed, run
+from cli_support import CHECKPOINTS, parsed, run
 from plugin_support import state, write_state
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from rotation_merge.run.demo import CHECKPOINTS
 from rotation_merge.search.candidates import Planner
 
 ENGLISH, C = (str(CHECKPOINTS / f"llama-0-{domain}") for domain in ("english", "c"))

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
-from cli_support import parsed, run
+from cli_support import CHECKPOINTS, parsed, run
 from huggingface_hub import ModelCard
 from plugin_support import make, merged, recipe_for, twin
 
 from rotation_merge.model.card import BEGIN, END, front_matter, metadata, updated_card
 from rotation_merge.report.html import read_report
-from rotation_merge.run.demo import CHECKPOINTS
 
 REVISIONS = ("a" * 40, "b" * 40)
 

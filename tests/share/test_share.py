@@ -272,7 +272,7 @@ models:
 
 
 def test_samples_travel_where_that_is_said(local: Any, home: Hub, tmp_path: Path) -> None:
-    from rotation_merge.run.demo import CHECKPOINTS
+    from cli_support import CHECKPOINTS
 
     model, text = CHECKPOINTS / "llama-0", tmp_path / "code.txt"
     text.write_text("def f(x):\n    return x + 1\n" * 20)
