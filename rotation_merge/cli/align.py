@@ -74,9 +74,8 @@ def command(
 
     OUT is an ordinary checkpoint with the donor's outputs, with tokenizer, config, card and report; any tool can
     average it with the anchor. OUT is complete or absent; large models are written in shards. Leave OUT out if you only
-    want --alignment. Before OUT takes its place, its outputs on random inputs are compared with the donor's; if they
-    differ by more than rounding, it is kept as OUT.rejected. After an interruption, matching continues from
-    OUT.matching.unfinished.
+    want --alignment. The outputs of OUT on random inputs are compared with the donor's; if they differ by more than
+    rounding, OUT is kept as OUT.rejected. After an interruption, matching continues from OUT.matching.unfinished.
     """
     from rotation_merge.files.ledger import kept_beside
     from rotation_merge.matching.aligned_output import match_pair, write_aligned

@@ -120,8 +120,8 @@ class PathProgress(Progress):
 @click.option(
     "--heads-of",
     type=click.Choice(["each"]),
-    help="each: models keep heads of their own, of any size; give --data once for each model, in their order: it is "
-    "measured under that model's head. A recipe says so itself.",
+    help="each: every model keeps its own head, of any size. Give --data once for each model, in their order. A recipe "
+    "has 'heads_of' instead.",
 )
 @click.option("--save", type=SAVED, metavar="DIR", help=f"Also write {FILE} there, for the report of the merge in DIR.")
 @matching_options

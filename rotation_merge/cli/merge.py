@@ -57,11 +57,11 @@ def command(
 ) -> int:
     """Find the best merge of A, B, ... and write it to OUT with its recipe.
 
-    Tries plain and aligned averages, averages of task vectors (from --base, or a base found from adapters, cards
-    or weights), refits and learned alignments, within the budget. Judges each on samples that no merge has seen, and
-    by what it forgets of the base. Writes the best one with recipe.yml, which mergekit-yaml runs to the same weights.
-    If one parent alone is better than every merge, says so and writes nothing (exit code 1) without --anyway.
-    An interrupted search continues. --polish distils the parents into the merge, as a step of its own.
+    Tries plain and aligned averages, averages of task vectors (from --base, or a base found from adapters, cards or
+    weights), refits and learned alignments, within the budget. Judges each on held-out samples, and by its forgetting
+    of the base. Writes the best one with recipe.yml, from which mergekit-yaml makes the same weights. If one parent
+    alone is better than every merge, the command says so, writes nothing without --anyway, and exits with code 1. An
+    interrupted search continues. --polish distils the parents into the merge, in a separate step.
     """
     began = time.perf_counter()
     if len(models) < 3:

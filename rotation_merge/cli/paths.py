@@ -163,7 +163,7 @@ def writes(function: Callable[..., Any]) -> Callable[..., Any]:
         with hold_outputs(outputs_of(click.get_current_context())):
             return function(*args, **kwargs)
 
-    return click.option("--force", is_flag=True, help="Write over what is there, never over an input.")(wrapped)
+    return click.option("--force", is_flag=True, help="Overwrite an existing output, never an input.")(wrapped)
 
 
 @contextmanager

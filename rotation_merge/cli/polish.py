@@ -73,9 +73,9 @@ def command(
 ) -> int:
     """Distil the teachers into MERGED for a few steps and write OUT.
 
-    Every sample is answered by its own teacher. Teachers answer first, one at a time; their answers are kept in
-    OUT.unfinished, from which an interrupted run continues. A held-out part of the samples chooses learning rate and
-    step. If nothing improves, nothing is written, and the exit code is 1.
+    The targets of each sample are the outputs of its teacher. Teachers answer first, one at a time; their answers are
+    kept in OUT.unfinished, from which an interrupted run continues. A held-out part of the samples chooses learning
+    rate and step. If nothing improves, nothing is written, and the exit code is 1.
     """
     if len(data) not in (0, 1, len(teachers)):
         raise click.UsageError(f"give --data once, or for each of the {len(teachers)} teachers")

@@ -43,7 +43,7 @@ def command(
     probabilities: bool,
     as_json: bool,
 ) -> int:
-    """Do MODEL_A and MODEL_B compute the same function?
+    """Check that MODEL_A and MODEL_B compute the same function.
 
     Runs both on random inputs of the right kind (token ids, pixels, audio features), and on --data if given, and
     compares everything that they return by default. The largest difference is relative to the root mean square of
