@@ -134,14 +134,19 @@ def of_floats(logits: Tensor, labels: Tensor, task: str) -> Scores:
 
 
 def _parts(model: Any, data: Data) -> Iterator[Batch]:
-    """The batches, split where they ask for too many logits."""
-    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None) or 1
+    """The batches, split where they ask for too many logits: those of a vocabulary at every position."""
     for batch in data.batches:
         labels = batch["labels"]
-        per_row = labels[0].numel() * vocabulary if labels.ndim > 1 else 1
+        per_row = labels[0].numel() * _vocabulary(model) if labels.ndim > 1 else 1
         rows = max(1, MOST_LOGITS // per_row)
         for start in range(0, len(labels), rows):
             yield {name: tensor[start : start + rows] for name, tensor in batch.items()}
+
+
+def _vocabulary(model: Any) -> int:
+    """Tokens that a model predicts among; 1 where its config, or its having none, does not say."""
+    config = getattr(model, "config", None)
+    return getattr(config.get_text_config(), "vocab_size", None) or 1 if config is not None else 1
 
 
 def _answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor]:

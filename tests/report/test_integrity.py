@@ -116,7 +116,6 @@ def test_what_can_be_mended_is(family: str, copied: Copy) -> None:
         assert check_folder(str(merge), [str(parent)]) == [], name
 
 
-def test_the_docs_have_a_row_for_each_fault() -> None:
+def test_the_docs_count_the_faults() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "results.md").read_text(encoding="utf-8")
-    rows = [row.split("|")[1].strip() for row in page.splitlines() if row.count("|") == 5]
-    assert [name for name in FAULTS if name not in rows] == []
+    assert f"plants {len(FAULTS)} kinds of faults in tiny models of {len(FAMILIES)} families" in page
