@@ -10,7 +10,7 @@
     python benchmarks/carry_bases.py checkpoints digits --controls    a classifier: ViT 0 tuned on mirrored digits
 
 The checkpoints are those of benchmarks/train_checkpoints.py: Llama 0's fine-tunes go to Llamas 1, 2 and 3, which were
-trained from other seeds; those that are not there are left out. Samples are 64 sequences that the fine-tune wrote
+trained from other seeds; those that are not there are left out. Samples are 512 sequences that the fine-tune wrote
 itself. Shares are of the gain that fine-tuning gave at home, on 80 windows of held-out text; `own domain`: loss on
 Python, the bases' own, mean of the bases, before and after; seconds are of the processor, mean of the bases, without
 the time that matching took.
@@ -70,7 +70,7 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 IMAGES = "demo:digits"
 KEPT = "several runs: what an earlier one had measured of other fine-tunes is kept"
 
-SAMPLES = 64
+SAMPLES = 512
 
 Way = Callable[["Pair", str, str], dict[str, Tensor]]
 """Of a pair, a fine-tune and the file of its own text, the new base's tensors that change."""
@@ -206,7 +206,8 @@ def distilled(rank: int, fresh: bool = False) -> Way:
     """Fifty steps from the refit on; `fresh`: from the new base as it is, an adapter's factors as peft draws them."""
 
     def carry(pair: Pair, tuned: str, text: str) -> dict[str, Tensor]:
-        config = TransferConfig("distil", 1.0, steps=50, data=text, rank=rank, alignment=pair.weights, match=WHOLE)
+        options = {"data": text, "samples": SAMPLES, "rank": rank, "alignment": pair.weights, "match": WHOLE}
+        config = TransferConfig("distil", 1.0, steps=50, **options)
         with from_the_new_base() if fresh else nullcontext():
             return pair.carried(tuned, config)
 
@@ -236,9 +237,8 @@ def ways(long: bool, distil: bool, controls: bool) -> dict[str, Way]:
     def by(way: str, scale: float | None, rank: int = 0) -> tuple[str, Way]:
         def carry(pair: Pair, tuned: str, text: str) -> dict[str, Tensor]:
             alignment = pair.both if way == "activations" else pair.weights
-            return pair.carried(
-                tuned, TransferConfig(way, scale or "auto", data=text, rank=rank, alignment=alignment, match=WHOLE)
-            )
+            options = {"data": text, "samples": SAMPLES, "rank": rank, "alignment": alignment, "match": WHOLE}
+            return pair.carried(tuned, TransferConfig(way, scale or "auto", **options))
 
         words = [way, *([f"an adapter of rank {rank}"] if rank else [])]
         return ", ".join([*words, "scale by held-out samples" if scale is None else f"scale {scale:g}"]), carry

@@ -72,7 +72,7 @@ class PolishOptions:
     """Options of one polishing run.
 
     Attributes:
-        steps: of the optimiser; each sees one batch of every teacher.
+        steps: of the optimiser.
         lora: rank of the LoRA that is trained; 0: all weights.
         new: the LoRA holds nothing yet and begins along the gradient (`low_rank.initialise_along_gradient`).
         rates: learning rates that are tried; empty: the usual ones.
@@ -80,6 +80,7 @@ class PolishOptions:
         last: number of last batches of each teacher to hold out instead; empty: a random share.
         seed: of everything random.
         state: file for the state of an unfinished run; found there, the run goes on from it.
+        batches: of every teacher that a step sees.
     """
 
     steps: int = 50
@@ -90,6 +91,7 @@ class PolishOptions:
     last: tuple[int, ...] = ()
     seed: int = 0
     state: Path | None = None
+    batches: int = 1
 
     @property
     def usual(self) -> tuple[float, ...]:
@@ -246,15 +248,19 @@ class _Polish:
     def optimiser(self, rate: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
 
-    def draws(self, generator: torch.Generator) -> Iterator[list[int]]:
-        """Yield one batch number per teacher for every step."""
+    def draws(self, generator: torch.Generator) -> Iterator[list[Tensor]]:
+        """Yield the batch numbers of each teacher for every step."""
         while True:
-            yield [t[int(torch.randint(len(t), (), generator=generator))] for t in self.training]
+            yield [
+                torch.tensor(t)[torch.randint(len(t), (self.options.batches,), generator=generator)]
+                for t in self.training
+            ]
 
-    def step(self, optimiser: torch.optim.Optimizer, numbers: Sequence[int]) -> float:
+    def step(self, optimiser: torch.optim.Optimizer, numbers: Sequence[Tensor]) -> float:
         """Run one step and return the divergence before it."""
         optimiser.zero_grad()
-        total = sum(self.gradient(answers, number) for answers, number in zip(self.answered, numbers, strict=True))
+        drawn = zip(self.answered, numbers, strict=True)
+        total = sum(self.gradient(answers, number) for answers, batch in drawn for number in batch.tolist())
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         optimiser.step()
         return total
@@ -262,7 +268,7 @@ class _Polish:
     def gradient(self, answers: AnsweredSamples, number: int) -> float:
         """Add the gradient of one batch, and return its part of the divergence."""
         batch, target = answers.read(number, self.device)
-        loss = divergence(self.model(**unlabelled(batch)), target) / len(self.answered)
+        loss = divergence(self.model(**unlabelled(batch)), target) / (len(self.answered) * self.options.batches)
         loss.backward()
         return float(loss.detach())
 

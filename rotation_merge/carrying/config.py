@@ -11,6 +11,9 @@ from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.matching.options import BOTH, MATCH_ON, WEIGHTS, AlignConfig
 
 METHODS = ("weights", "activations", "refit", "distil")
+SAMPLES, TRAINING_SAMPLES = 64, 512
+"""Numbers of samples, if none is given: to solve or to judge, and to train."""
+
 AUTO = "auto"
 PAIRS = Kind("OLD:NEW,... or ranges (0-3:0-3,4:6)", is_text)
 PLAIN, NONE = "plain addition", "none"
@@ -46,7 +49,9 @@ class TransferConfig(Config):
     )
     steps: int = option(50, "training steps of `carry: distil`", low=1, scope=DONOR_ONLY)
     data: str = option("self", "samples: a file, or `self`, text that the fine-tune writes")
-    samples: int = option(64, "number of samples", low=1)
+    samples: int | None = option(
+        None, f"number of samples. Not given: {SAMPLES}, or {TRAINING_SAMPLES} with `carry: distil`", int, low=1
+    )
     judge: str | None = option(
         None,
         "samples that choose scales and judge the result. Not given: a quarter of the other samples",
@@ -109,6 +114,11 @@ class TransferConfig(Config):
         return None if isinstance(self.scale, str) else float(self.scale)
 
     @property
+    def sample_count(self) -> int:
+        """Number of samples."""
+        return self.samples or (TRAINING_SAMPLES if self.method == "distil" else SAMPLES)
+
+    @property
     def needs_samples(self) -> bool:
         """Whether models are run on samples for the change."""
         return self.method != "weights" or self.factor is None
@@ -125,4 +135,4 @@ class TransferConfig(Config):
 
     def reading(self, batch_size: int) -> dict[str, Any]:
         """Keyword arguments for reading samples."""
-        return {"limit": self.samples, "batch_size": batch_size, "length": self.length, "seed": self.seed}
+        return {"limit": self.sample_count, "batch_size": batch_size, "length": self.length, "seed": self.seed}

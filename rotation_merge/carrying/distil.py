@@ -1,43 +1,41 @@
 r"""Distillation of a carried change: a few training steps from the refit towards the fine-tune's outputs.
 
-Every sample is answered twice. The *shift* is the new base's own logits and the old pair's change of them, ``new +
-tuned - old``; the other answer is the fine-tune's own. Which is better differs from task to task: both are tried, and
-the loss on samples held out decides. Text of the new base, if given, is learned as well with the unchanged base's
-outputs, so that it forgets less. All weights are trained, or the factors of an adapter alone.
+The target adds a share of what the new base knows beyond the old one to the fine-tune's own logits, ``tuned + share *
+(new - old)``: the whole, or the half, the mean of that and the fine-tune's own. The target with the lower loss on
+samples held out is taken; on text that the fine-tune wrote itself that is the half. Text of the new base, if given,
+is learned as well with the unchanged base's outputs, so that it forgets less. All weights are trained, or the factors
+of an adapter alone.
 
-Source: this project's study (benchmarks/carry.py); distillation after Hinton, Vinyals and Dean (2015).
+Source: this project's study (benchmarks/carry_bases.py); distillation after Hinton, Vinyals and Dean (2015).
 """
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rotation_merge.averaging.polish import PolishOptions, PolishReport, polish
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.files.durable import replacing
 from rotation_merge.files.ledger import Unfinished
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.matching.objective import is_distribution, main_output
 from rotation_merge.matching.teachers import AnsweredSamples, write_answers
 from rotation_merge.model.lora import AdapterWeights
+from rotation_merge.run.data import Data
+from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import Batch
 
-KINDS = {
-    "shift": "the new base's answers and the old pair's change of them",
-    "answers": "the fine-tune's answers",
-}
-"""Targets."""
+SHARES = (1.0, 0.5)
+"""Shares of the new base's logits beyond the old base's that a target may have."""
+
+STEP_BATCHES = 4
+"""Batches of a step."""
 
 Watch = Callable[[str, int, int], None]
 
@@ -49,97 +47,92 @@ class DistillationSamples:
     Attributes:
         samples, base_texts: batches without labels or padding.
         last: number of batches of each that are held out.
+        choice: the held-out samples, with labels, that choose the target.
     """
 
     samples: Sequence[Batch]
     base_texts: Sequence[Batch]
     last: tuple[int, ...]
+    choice: Data
 
 
 @dataclass(frozen=True)
 class DistillationResult:
-    """The losses of both targets on held-out samples, and the report of the better one."""
+    """The share of the new base's logits in the target, and the report of the training."""
 
-    losses: dict[str, float]
-    best: str
+    share: float
     report: PolishReport
 
     def words(self, steps: int) -> list[str]:
-        tried = ", ".join(f"{loss:.3f} towards {KINDS[kind]}" for kind, loss in self.losses.items())
-        return [
-            f"Distilled for {steps} steps from the refit (step {self.report.best_step} at learning rate "
-            f"{self.report.rate:g} is kept): loss on samples held out {tried}."
-        ]
+        target = "tuned + new - old" if self.share == 1 else f"tuned + {self.share:g} (new - old)"
+        return [f"Distilled for {steps} steps from the refit towards the logits {target}: {self.report.verdict()}."]
+
+
+@dataclass(frozen=True)
+class TransferTarget:
+    """A model whose outputs are the fine-tune's plus a share of the difference of the bases."""
+
+    tuned: Any
+    new: Any
+    old: Any
+    share: float
+
+    @property
+    def config(self) -> Any:
+        return self.new.config
+
+    def __call__(self, **batch: Tensor) -> Any:
+        device = next(self.new.parameters()).device
+        outputs = [model(**{k: v.to(device) for k, v in batch.items()}) for model in (self.tuned, self.new, self.old)]
+        tuned, new, old = (main_output(output).float() for output in outputs)
+        total = tuned + self.share * (new - old)
+        return SimpleNamespace(**{"logits" if is_distribution(outputs[0]) else "last_hidden_state": total})
+
+
+def best_target(models: Mapping[str, Any], samples: Data) -> TransferTarget:
+    """The target with the lowest loss on samples.
+
+    Args:
+        models: `new`, `old` and `tuned`.
+    """
+    targets = [TransferTarget(**models, share=share) for share in SHARES]
+    return min(targets, key=lambda target: evaluate(target, samples)[0])
 
 
 def distil(
     models: Mapping[str, Callable[[], Any]],
-    student: Callable[[], Any],
+    student: Any,
     lessons: DistillationSamples,
     options: PolishOptions,
-    loss: Callable[[Any], float],
     work: Unfinished,
     watch: Watch | None = None,
-) -> tuple[dict[str, Tensor], DistillationResult]:
-    """Train the student towards both kinds of targets, and keep the better one.
+) -> DistillationResult:
+    """Train the student in place towards the better target.
 
     Args:
         models: `new`, `old` and `tuned`, made when they are needed.
-        student: made anew for each kind, its trainable parameters those that require gradients.
-        loss: of a student, on samples held out.
-        work: folder of answers, states and progress, from which an interrupted run continues.
-
-    Returns:
-        The trained parameters by their names in the student.
+        student: its trainable parameters are those that require gradients.
+        work: folder of answers and progress, from which an interrupted run continues.
     """
-    answered_texts = [_answered(work, "own", [models["new"]], lessons.base_texts)] if lessons.base_texts else []
-    done: dict[str, tuple[dict[str, Tensor], float, PolishReport]] = {}
-    for kind in KINDS:
-        place = work.file(f"{kind}.safetensors")
-        if not place.exists():
-            teachers = [models["tuned"], *((models["new"], models["old"]) if kind == "shift" else ())]
-            answered = [_answered(work, kind, teachers, lessons.samples), *answered_texts]
-            model = student()
-            state = replace(options, last=lessons.last[: len(answered)], state=work.file(f"{kind}.pt"))
-            report = polish(model, answered, state, watch)
-            _keep(place, model, loss(model), report)
-            del model
-        done[kind] = _kept(place)
-    losses = {kind: reached for kind, (_, reached, _) in done.items()}
-    best = min(losses, key=lambda kind: losses[kind])
-    return done[best][0], DistillationResult(losses, best, done[best][2])
-
-
-def _keep(place: Path, model: Any, loss: float, report: PolishReport) -> None:
-    """Write a trained student atomically."""
-    trained = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters() if p.requires_grad}
-    with replacing(place) as temporary:
-        save_file(trained, temporary, {"loss": repr(loss), "report": json.dumps(asdict(report))})
-
-
-def _kept(place: Path) -> tuple[dict[str, Tensor], float, PolishReport]:
-    with safe_open(place, "pt") as file:
-        metadata = file.metadata()
-    return load_file(place), float(metadata["loss"]), PolishReport(**json.loads(metadata["report"]))
-
-
-def _answered(
-    work: Unfinished, name: str, teachers: Sequence[Callable[[], Any]], batches: Sequence[Batch]
-) -> AnsweredSamples:
-    """Targets of batches: the first teacher's outputs; with three, the second's plus the change from the third."""
-    path = work.file(f"answers-{name}.safetensors")
+    path = work.file("answers.safetensors")
     if not path.exists():
-        models = [make() for make in teachers]
-        device = next(models[0].parameters()).device
+        target = best_target({name: make() for name, make in models.items()}, lessons.choice)
+        write_answers(target, lessons.samples, path, f"{target.share:g}")
+        del target
+    answered = [AnsweredSamples(path)]
+    if lessons.base_texts:
+        path = work.file("answers-of-new-base.safetensors")
+        if not path.exists():
+            write_answers(_on_its_device(models["new"]()), lessons.base_texts, path, "new base")
+        answered.append(AnsweredSamples(path))
+    last = lessons.last[: len(answered)]
+    state = replace(options, last=last, batches=STEP_BATCHES, state=work.file("progress.pt"))
+    return DistillationResult(float(answered[0].mark), polish(student, answered, state, watch))
 
-        def answer(**batch: Tensor) -> Any:
-            outputs = [model(**{k: v.to(device) for k, v in batch.items()}) for model in models]
-            logits = [main_output(output).float() for output in outputs]
-            total = logits[0] if len(logits) == 1 else logits[1] + logits[0] - logits[2]
-            return SimpleNamespace(**{"logits" if is_distribution(outputs[0]) else "last_hidden_state": total})
 
-        write_answers(answer, batches, path, name)
-    return AnsweredSamples(path)
+def _on_its_device(model: Any) -> Callable[..., Any]:
+    device = next(model.parameters()).device
+    return lambda **batch: model(**{name: tensor.to(device) for name, tensor in batch.items()})
 
 
 def adapter_in_training(model: Any, written: AdapterWeights) -> Any:

@@ -345,18 +345,12 @@ class SampledTransfer:
         work.of(f"{self.name} {self._old} {self._new} {config} {self.session.execution} {self.rank}")
         solved, held_out = (unpadded(data.batches, config.data) for data in (parts.solved, parts.choice.tuned))
         last = len(held_out), max(1, round(HELD_OUT * len(base_texts)))
-        lessons = DistillationSamples([*solved, *held_out], base_texts, last)
+        lessons = DistillationSamples([*solved, *held_out], base_texts, last, parts.choice.tuned)
         names = {"new": self._new, "old": self._old, "tuned": self.name}
-        trained, report = distil(
-            {which: partial(self._on, name) for which, name in names.items()},
-            lambda: self._student(tensors),
-            lessons,
-            PolishOptions(config.steps, self.rank, seed=config.seed),
-            lambda model: sum(parts.choice.losses(model)) if base_texts else parts.choice.losses(model)[0],
-            work,
-            self.progress,
-        )
-        return self._trained(self._student(tensors), trained), report
+        models = {which: partial(self._on, name) for which, name in names.items()}
+        student, options = self._student(tensors), PolishOptions(config.steps, lora=self.rank, seed=config.seed)
+        report = distil(models, student, lessons, options, work, self.progress)
+        return self._trained(student), report
 
     def _own_text(self) -> list[Batch]:
         """Text of the new base that preserves its knowledge, in batches of half the size."""
@@ -365,13 +359,9 @@ class SampledTransfer:
             SELF, local_path(self._new), self._loaded(self._new), **config.reading(AT_ONCE // 2)
         ).batches
 
-    def _trained(self, student: Any, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _trained(self, student: Any) -> dict[str, Tensor]:
         """The change from training, by the names of the carrier's architecture."""
         carrier = self.session.carrier
-        with torch.no_grad():
-            for name, parameter in student.named_parameters():
-                if name in trained:
-                    parameter.copy_(trained[name])
         model = student.merge_and_unload() if self.rank else student
         named = TranslatedSource(model.state_dict(), architecture_of(model, self._untie), carrier.architecture)
         tensors: dict[str, Tensor] = {}

@@ -251,7 +251,7 @@ def matcher(config: TransferConfig, bases: Bases, device: str) -> Match:
         return match_model
     from rotation_merge.matching.match_on import SampleMatcher
 
-    return SampleMatcher(config.matched_on, *bases.names, config.data, config.samples, config.seed, device)
+    return SampleMatcher(config.matched_on, *bases.names, config.data, config.sample_count, config.seed, device)
 
 
 def check_head(bases: Bases, alignment: Alignment, storage: StorageOptions) -> None:

@@ -113,7 +113,9 @@ def _carry_with_samples(
     added = {out: AddedTokens.of(bases, name, ranks[out], config.resizes) for out, name in names.items()}
     sources = {out: bases.tuned(name, added[out].lengths[1]) for out, name in names.items()}
     session = TransferSession.aligned(bases, config, execution, progress)
-    used = [{"of": f"carrying {work}", "source": config.data, "samples": config.samples} for work in works.values()]
+    used = [
+        {"of": f"carrying {work}", "source": config.data, "samples": config.sample_count} for work in works.values()
+    ]
     session = replace(session, report=replace(session.report, data=[*session.report.data, *used]))
     results = []
     for out, tuned in sources.items():

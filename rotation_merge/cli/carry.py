@@ -92,7 +92,11 @@ def command(
     _check_use(config, given_options)
     check_places(work, places)
     jobs = dict(zip(places, work, strict=True))
-    on = [] if config.matched_on == WEIGHTS else [config.matched_on, config.data, str(config.samples), str(config.seed)]
+    on = (
+        []
+        if config.matched_on == WEIGHTS
+        else [config.matched_on, config.data, str(config.sample_count), str(config.seed)]
+    )
     shapes = {"lora": config.rank, "untie": untie, "widths": config.widths, "layers": config.layers_map}
 
     def mark() -> str:

@@ -27,6 +27,7 @@ from rotation_merge.averaging import polish as polish_module
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.config import NONE, PLAIN
+from rotation_merge.carrying.distil import best_target
 from rotation_merge.carrying.judge import (
     SCALES,
     RecoveredLift,
@@ -41,8 +42,8 @@ from rotation_merge.carrying.sampled import JudgedChange, SampledTransfer
 from rotation_merge.run import functions
 from rotation_merge.run.data import Data
 
-STOPPED_AT = 10
-"""Steps after which a run is stopped: three rates of one step and four of training for each kind of answers."""
+STOPPED_AT = 6
+"""Steps after which a run is stopped: three rates of one step, then four of training."""
 
 
 @pytest.mark.parametrize(
@@ -346,13 +347,41 @@ def test_distilling_goes_on_where_it_was_stopped(
 
     monkeypatch.setattr(polish_module._Polish, "step", stop)
     assert distilled(tmp_path / "again", tuned, lessons, "--scale", 1).exit_code != 0
-    assert (tmp_path / "again.unfinished" / "shift.safetensors").exists()
+    assert (tmp_path / "again.unfinished" / "answers.safetensors").exists()
     assert " at 0x" not in (tmp_path / "again.unfinished" / "run.txt").read_text()  # another process knows it, too
     assert distilled(tmp_path / "again", tuned, lessons, "--scale", 1).exit_code == 0
     assert len(seen) < 2 * STOPPED_AT
     assert not (tmp_path / "again.unfinished").exists()
     for name, tensor in state(tmp_path / "again").items():
         assert torch.equal(tensor, whole[name]), name
+
+
+class TokenTable(torch.nn.Module):
+    """Logits of the next token by the present one alone."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(logits)
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.logits[input_ids])
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_held_out_samples_choose_the_target(share: float) -> None:
+    """Text that was drawn from one of the targets has its lowest loss there; a fine-tune's own text, at the half."""
+    draw = torch.Generator().manual_seed(0)
+    new, old, tuned = (TokenTable(torch.randn(8, 8, generator=draw)) for _ in range(3))
+    chances = (tuned.logits + (share == 1) * (new.logits - old.logits)).detach().softmax(-1)
+    columns = [torch.randint(8, (40,), generator=draw)]
+    for _ in range(30):
+        columns.append(torch.multinomial(chances[columns[-1]], 1, generator=draw)[:, 0])
+    text = torch.stack(columns, 1)
+    models = {"new": new, "old": old, "tuned": tuned}
+    with torch.no_grad():
+        target = best_target(models, Data([{"input_ids": text, "labels": text}], "next token", 40))
+        expected = tuned.logits + share * (new.logits - old.logits)
+        torch.testing.assert_close(target(input_ids=torch.arange(8)[None]).logits[0], expected)
 
 
 @pytest.mark.parametrize(

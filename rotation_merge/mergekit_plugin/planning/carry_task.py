@@ -31,7 +31,7 @@ class CarryTask(WholeModelTask):
                 self.donor, self.origin, self.anchor, self.config, self.execution, lambda *_: bar.update(1)
             )
         if self.config.needs_samples:
-            self.run.used(f"carrying {self.donor}", self.config.data, self.config.samples)
+            self.run.used(f"carrying {self.donor}", self.config.data, self.config.sample_count)
         self.run.aligned(title(self.donor, self.origin), alignment)
         for line in lines:
             self.run.note(f"`{self.donor}`: {line}")
