@@ -1,6 +1,6 @@
 """What arrives of three domains' fine-tunes at three new bases, by every way of carrying them.
 
-    python benchmarks/carry_bases.py checkpoints          to benchmarks/results/carry-bases.json
+    python benchmarks/carry_bases.py checkpoints          without controls, to benchmarks/results/carry-bases.json
     python benchmarks/carry_bases.py checkpoints long     long fine-tunes, to benchmarks/results/carry-bases-long.json
     python benchmarks/carry_bases.py checkpoints distil   50 steps, to benchmarks/results/carry-bases-distil.json
     python benchmarks/carry_bases.py checkpoints long distil

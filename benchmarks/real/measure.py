@@ -63,8 +63,10 @@ MERGES: dict[str, dict[str, Any]] = {
         "weight": 1.0,
         "start": "wudi",
     },
+    "wudi, polished, 64 texts": {"method": "wudi", "ours": True, "polished": 64},
 }
-"""By title: the merge method and its settings; `ours`: as a delegate; `searched`: also at the best of SCALES."""
+"""By title: the merge method and its settings; `ours`: as a delegate; `searched`: also at the best of SCALES;
+`polished`: then polished on so many texts of each task."""
 KEPT = "rows of several runs: what an earlier one measured is kept"
 NAMES = ("de", "fr", "c", "own")
 SHORT = (
@@ -78,7 +80,7 @@ SHORT = (
     "refit, 32 texts",
 )
 """Rows that the README shows."""
-NOT_OF_RECIPE = ("weight", "density", "data", "measured", "searched", "ours", "method")
+NOT_OF_RECIPE = ("weight", "density", "data", "measured", "searched", "ours", "method", "polished")
 TASKS = {"two": ("de", "fr"), "three": ("de", "fr", "c")}
 
 
@@ -160,11 +162,14 @@ def read(folder: Path | str) -> PreTrainedModel:
 
 def run(*words: object, may_fail: bool = False) -> dict[str, Any]:
     """One command as a process of its own: seconds of the processor and on the clock, largest resident memory in GB,
-    its output, its exit code."""
-    began = time.monotonic()
+    with mapped files and without, its output, its exit code."""
+    began, allocated = time.monotonic(), 0.0
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen([str(word) for word in words], stdout=output, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
+        while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
+            allocated = max(allocated, allocated_memory(process.pid))
+            time.sleep(0.1)
+        _, status, usage = ended
         output.seek(0)
         text, code = output.read(), os.waitstatus_to_exitcode(status)
     if code and not may_fail:
@@ -173,9 +178,16 @@ def run(*words: object, may_fail: bool = False) -> dict[str, Any]:
         "seconds": round(usage.ru_utime + usage.ru_stime, 1),
         "clock": round(time.monotonic() - began, 1),
         "GB": round(usage.ru_maxrss / 2**20, 2),
+        "GB allocated": round(allocated, 2),
         "output": text,
         "code": code,
     }
+
+
+def allocated_memory(pid: int) -> float:
+    """Resident memory of a process in GB without mapped files, which the system takes back when it needs memory."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 2**20
 
 
 def merged(
@@ -206,6 +218,12 @@ def merged(
     if method == "slerp":
         recipe["base_model"] = str(models[0])
     steps.append(by_recipe(recipe, out))
+    if texts := settings.get("polished"):
+        unpolished = out.with_name("unpolished")
+        shutil.rmtree(unpolished, ignore_errors=True)
+        out.rename(unpolished)
+        data = ("--data", *map(bench.samples, tasks), "--samples", texts)
+        steps.append(run(BIN / "rotation-merge", "polish", unpolished, out, "--teachers", *models, *data))
     return {"seconds": sum(step["seconds"] for step in steps), "GB": max(step["GB"] for step in steps)}
 
 
@@ -524,6 +542,7 @@ def command(bench: Bench) -> None:
                 "minutes": f"{figures['clock'] / 60:.1f}",
                 "processor minutes": f"{figures['seconds'] / 60:.1f}",
                 "GB": f"{figures['GB']:.1f}",
+                "without mapped files": f"{figures['GB allocated']:.1f}" if "GB allocated" in figures else "",
             }
         )
 

@@ -48,7 +48,13 @@ class RefitConfig(Config):
         scope=RECIPE,
         delegates=("refit",),
     )
-    samples: int = option(64, "number of samples of each model", low=1, scope=EACH, delegates=("refit",))
+    samples: int = option(
+        64,
+        "number of samples of each model; 512 with `carry: distil`, if not given",
+        low=1,
+        scope=EACH,
+        delegates=("refit",),
+    )
     seed: int = option(0, "seed of the samples that models write")
 
 

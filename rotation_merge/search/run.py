@@ -278,10 +278,10 @@ class Search:
                 if candidate.name == "plain":
                     self.linear, self.plain = result.figures, self._report(candidate, result)
         except OutOfTime:
-            self.left_out[candidate.title] = f"was not done within the budget, {remaining:.0f} s were left"
+            self.left_out[candidate.title] = f"not finished in the {remaining:.0f} s that the budget left"
         except (RotationMergeError, OneLineError) as error:
             out_of_time = isinstance(error.__context__, OutOfTime) or isinstance(error.__cause__, OutOfTime)
-            late = f"was not done within the budget, {remaining:.0f} s were left"
+            late = f"not finished in the {remaining:.0f} s that the budget left"
             self.left_out[candidate.title] = late if out_of_time else str(error)
         else:
             result.expected = expected

@@ -156,7 +156,7 @@ def in_short(monkeypatch: pytest.MonkeyPatch) -> None:
     real = TransferConfig.reading
 
     def few(self: TransferConfig, *given: int) -> dict[str, Any]:
-        return {**real(replace(self, samples=min(self.samples, 32)), *given), "length": 16}
+        return {**real(replace(self, samples=min(self.sample_count, 32)), *given), "length": 16}
 
     monkeypatch.setattr(TransferConfig, "reading", few)
 

@@ -50,7 +50,7 @@ def transfer_config(
         seed: of everything random.
     """
     keys = {name: option.key or name for name, option in TransferConfig.options().items()} | {"alignment": "alignment"}
-    values = {name: recipe.of_model(key, reader, model) for name, key in keys.items() if key in OF_MODEL}
+    values = {name: recipe.given_of_model(key, reader, model) for name, key in keys.items() if key in OF_MODEL}
     values = {name: value for name, value in values.items() if value is not None}
     return TransferConfig(**values, match=match, seed=seed, untie=recipe.untie)
 

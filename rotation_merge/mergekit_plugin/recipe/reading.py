@@ -181,9 +181,13 @@ class Recipe:
 
     def of_model(self, name: str, reader: ConfigReader, model: ModelReference) -> Any:
         """A parameter that says something about one model, its default where it is not given."""
-        value = _setting(name, reader.parameter_sources(model), "", 0.0)
-        value = None if value is None else BY_NAME[name].check(value)
+        value = self.given_of_model(name, reader, model)
         return BY_NAME[name].default if value is None else value
+
+    def given_of_model(self, name: str, reader: ConfigReader, model: ModelReference) -> Any:
+        """A parameter that says something about one model; None where it is not given."""
+        value = _setting(name, reader.parameter_sources(model), "", 0.0)
+        return None if value is None else BY_NAME[name].check(value)
 
     def excluded(self, tensor: str) -> bool:
         return tensor in self.own_heads or any(part in tensor for part in self.exclude)
