@@ -52,7 +52,7 @@ from rotation_merge.run.functions import load
 from rotation_merge.run.generated_samples import self_written
 
 MATCHINGS: dict[str, dict[str, Any]] = {
-    "none": {"attention": "none", "ffn": "none", "rescale": False},
+    "none": {"attention": "none", "ffn": "none", "scaling": False},
     "heads, neurons": {"heads": "permutation"},
     "residual rotation": {"heads": "permutation", "residual": "rotation"},
 }

@@ -52,7 +52,7 @@ PENALTY = 1e-3
 held-out texts, for each task."""
 
 OWN = "each fine-tune on its own task"
-ALONE = {"attention": "none", "ffn": "none", "rescale": False}
+ALONE = {"attention": "none", "ffn": "none", "scaling": False}
 REFIT = {"delegate": "refit", "targets": "own"}
 Texts = list[tuple[str, int]]
 Merge = tuple[int, str, dict[str, Any]]

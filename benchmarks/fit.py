@@ -221,7 +221,7 @@ def one_step(args: argparse.Namespace) -> dict[str, str]:
     batches = [{"input_ids": torch.randint(0, 8192, (4, 128), device=device)} for _ in range(2)]
     marks: list[float] = []
     learning.LOOKS = 1  # at the end only, so that the step before it is a step and nothing else
-    match = AlignConfig(residual="rotation", ffn="none", rescale=False)
+    match = AlignConfig(residual="rotation", ffn="none", scaling=False)
     options = FitConfig(steps=args.steps or 3, objective="distill", start="identity", half=device == "cuda")
     fit(models[0], models[1], batches, match, options, watch=lambda *_: marks.append(clock()))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

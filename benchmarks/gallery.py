@@ -28,7 +28,7 @@ from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load
 
 PAGE, PICTURES = ROOT / "docs" / "gallery.md", ROOT / "docs" / "pictures"
-STILL = {"delegate": "linear", "attention": "none", "heads": "none", "ffn": "none", "rescale": False}
+STILL = {"delegate": "linear", "attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 FAR = {"delegate": "linear", "preset": "far"}
 REFIT = {"delegate": "refit", "heads": "permutation", "residual": "rotation", "targets": "mean"}
 READING = {"limit": 32, "batch_size": 16, "length": 128}

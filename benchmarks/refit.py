@@ -37,7 +37,7 @@ from rotation_merge.run import demo
 from rotation_merge.run.functions import load
 
 WHOLE = {"heads": "permutation", "residual": "rotation"}
-ALONE = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False, "residual": "none"}
+ALONE = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False, "residual": "none"}
 SCRATCH = Scratch()
 
 
@@ -93,9 +93,9 @@ def vits(root: Path) -> None:
     variants: dict[str, dict[str, Any]] = {
         "mean, aligned": {"delegate": "linear"},
         "refit, 300 images": given,
-        "refit, 300 images, not rescaled": {**given, "rescale": False},
+        "refit, 300 images, not rescaled": {**given, "scaling": False},
         "refit, 300 images, not aligned": {**given, **ALONE},
-        "refit, 2048 synthetic images, not rescaled": {**made, "rescale": False},
+        "refit, 2048 synthetic images, not rescaled": {**made, "scaling": False},
     }
     pairs = list(itertools.combinations([str(root / f"vit-{seed}") for seed in range(4)], 2))
     parents = [accuracy(path) for path in dict.fromkeys(itertools.chain(*pairs))]

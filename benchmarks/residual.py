@@ -49,9 +49,9 @@ VARIANTS: dict[str, AlignConfig | None] = {
     "signed permutation": AlignConfig(heads="permutation", residual="signed_permutation"),
     "rotation": AlignConfig(heads="permutation", residual="rotation"),
     "rotation, heads in their order": AlignConfig(residual="rotation"),
-    "rotation, no rescaling": AlignConfig(heads="permutation", residual="rotation", rescale=False),
+    "rotation, no rescaling": AlignConfig(heads="permutation", residual="rotation", scaling=False),
     "rotation, invertible heads": AlignConfig(heads="permutation", residual="rotation", attention="invertible"),
-    "TransFusion": AlignConfig(heads="spectral", residual="permutation", rescale=False),
+    "TransFusion": AlignConfig(heads="spectral", residual="permutation", scaling=False),
 }
 TITLES = {
     "none": "none",

@@ -30,7 +30,7 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.symmetry import SpaceTransform
 
-OPTIONS: dict[str, object] = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "rescale": True}
+OPTIONS: dict[str, object] = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "scaling": True}
 DONORS = ("near", "planted", "far")
 NOISE = 0.02
 SHARD = 10**9

@@ -323,10 +323,10 @@ def changes(shape: Shape, threads: int, table: Table, folder: Path) -> None:
     anchor = write(shape, folder / "anchor")
     donors = [write(shape, folder / f"near{number}", "near", number) for number in (0, 1)]
     architecture = resolve(shape.config, list(shape.sizes), "benchmark")
-    alone = AlignConfig(attention="none", heads="none", ffn="none", rescale=False)
+    alone = AlignConfig(attention="none", heads="none", ffn="none", scaling=False)
     reading = estimate(architecture, shape.sizes, alone, 2, 2).seconds * len(donors)
     for delegate in ("linear", "wudi", "iso"):
-        options = {"delegate": delegate, "attention": "none", "heads": "none", "ffn": "none", "rescale": False}
+        options = {"delegate": delegate, "attention": "none", "heads": "none", "ffn": "none", "scaling": False}
         cost, more = run(options, anchor, donors, threads), 0.0
         if delegate != "linear":
             more = averaging(task_vector_method(delegate), {}, architecture, shape.sizes, len(donors)).seconds

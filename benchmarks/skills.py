@@ -31,7 +31,7 @@ from rotation_merge.run import demo
 from rotation_merge.run.functions import load
 
 HALVES = ("01234", "56789")
-ALONE = {"attention": "none", "ffn": "none", "rescale": False}
+ALONE = {"attention": "none", "ffn": "none", "scaling": False}
 WHOLE = {"heads": "permutation", "residual": "rotation"}
 REFIT = {"delegate": "refit", "targets": "own", "ridge": 0.001}
 MERGES: dict[str, tuple[int, dict[str, Any]]] = {

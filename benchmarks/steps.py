@@ -16,10 +16,10 @@ from rotation_merge.run.demo import CHECKPOINTS
 
 CASES: dict[str, AlignConfig | None] = {
     "none": None,
-    "rotation, no rescaling": AlignConfig(rescale=False),
-    "the paper's sequence": AlignConfig(rescale="sequential"),
+    "rotation, no rescaling": AlignConfig(scaling=False),
+    "the paper's sequence": AlignConfig(scaling="sequential"),
     "joint scale": AlignConfig(),
-    "spectral pairing, in-head permutations (TransFusion)": AlignConfig(heads="spectral", rescale=False),
+    "spectral pairing, in-head permutations (TransFusion)": AlignConfig(heads="spectral", scaling=False),
     "joint head order": AlignConfig(heads="permutation"),
     "joint head order, invertible": AlignConfig(heads="permutation", attention="invertible"),
 }

@@ -72,18 +72,6 @@ def delegate_table() -> str:
     return f"{VERSION}\n\n{table(head, rows)}"
 
 
-def shared_names() -> str:
-    """Parameters that we and some delegate have both."""
-    own = {option.name for option in options()}
-    rows = []
-    for d in delegates():
-        both = sorted({name.rstrip("*") for name in (*d.required, *d.optional)} & own)
-        rows += [(code(name), code(d.name)) for name in both]
-    names = sorted({name for name, _ in rows})
-    shared = [(name, ", ".join(d for other, d in rows if other == name)) for name in names]
-    return f"{VERSION}\n\n{table(('parameter', 'also of'), shared)}"
-
-
 def fit_options() -> str:
     """Fields, defaults and meanings of FitConfig."""
     return config_table(FitConfig)
@@ -136,7 +124,6 @@ GENERATED: dict[str, Callable[[], str]] = {
     "options": lambda: parameters(PLACES[BLOCK]),
     "donor parameters": lambda: parameters(PLACES[DONOR_ONLY], PLACES[EACH]),
     "global parameters": lambda: parameters(PLACES[RECIPE]),
-    "shared names": shared_names,
     "delegates": delegate_table,
     "fit options": fit_options,
     "configs": python_configs,

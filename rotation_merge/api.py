@@ -80,7 +80,7 @@ def align(
         samples: batches of inputs by the names that forward takes, without padding.
         untie: give a head that shares the embedding's tensor one of its own.
         widths: bring a smaller donor to the anchor's sizes first, with zeros around its weights and the same outputs.
-        **options: fields of the config: attention, heads, ffn, rescale, residual, layers.
+        **options: fields of the config: attention, heads, ffn, scaling, residual, layers.
 
     Returns:
         The alignment, with `apply(donor)` for the moved donor and `report` on the alignment.

@@ -79,6 +79,7 @@ class Option:
         optional: whether it may be None.
         words: values that it may have beside those of its kind.
         key: its name in recipes and commands, if not the field's name.
+        recipe_key: its name in recipes, if another than in commands: a delegate has a parameter of the same name.
         command: whether the command line has it.
         scope: where recipes may have it; empty: nowhere.
         delegates: our own delegates that read it in recipes; empty: it holds whatever the delegate.
@@ -93,9 +94,14 @@ class Option:
     optional: bool = False
     words: tuple[Any, ...] = ()
     key: str = ""
+    recipe_key: str = ""
     command: bool = True
     scope: str = ""
     delegates: tuple[str, ...] = ()
+
+    def name_in_recipes(self, field_name: str) -> str:
+        """The recipe key of a field with this option."""
+        return self.recipe_key or self.key or field_name
 
     @property
     def text(self) -> str:

@@ -59,7 +59,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "vit": (ViTConfig, ViTForImageClassification, {**ENCODER, "image_size": 16, "patch_size": 8, "num_labels": 3}),
 }
 
-EVERYTHING = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "rescale": True}
+EVERYTHING = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "scaling": True}
 
 
 def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -29,9 +29,9 @@ CHANGES: dict[str, dict[str, dict[str, object]]] = {
     },
     OURS: {
         "heads stay in order": {"heads": "none"},
-        "permutations inside heads": {"attention": "permutation", "rescale": False},
+        "permutations inside heads": {"attention": "permutation", "scaling": False},
         "nothing inside heads": {"attention": "none", "heads": "none"},
-        "no rescaling": {"rescale": False},
+        "no rescaling": {"scaling": False},
         "residual stream as it is": {"residual": "none"},
         "residual permutation": {"residual": "permutation"},
     },

@@ -50,9 +50,9 @@ FEW = {"Llamas": 8, "ViTs": 50}
 NOT_ALIGNED, GIT_RE_BASIN, OT, TRANSFUSION, OURS = "none", "Git Re-Basin", "OT", "TransFusion", "ours"
 METHODS: dict[str, AlignConfig | str | None] = {
     NOT_ALIGNED: None,
-    GIT_RE_BASIN: AlignConfig(attention="permutation", residual="permutation", rescale=False),
+    GIT_RE_BASIN: AlignConfig(attention="permutation", residual="permutation", scaling=False),
     OT: OT,
-    TRANSFUSION: AlignConfig(attention="permutation", heads="spectral", residual="permutation", rescale=False),
+    TRANSFUSION: AlignConfig(attention="permutation", heads="spectral", residual="permutation", scaling=False),
     OURS: AlignConfig(heads="permutation", residual="rotation"),
 }
 

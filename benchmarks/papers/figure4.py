@@ -24,7 +24,7 @@ from rotation_merge.matching.options import AlignConfig
 
 NAME = "papers-figure4"
 TABLES = {NAME: ("matching", "distance")}
-PERMUTATIONS = {"attention": "permutation", "heads": "permutation", "rescale": False}
+PERMUTATIONS = {"attention": "permutation", "heads": "permutation", "scaling": False}
 HARD = {**STILL, "delegate": "ot_fusion", "plan": "hard"}
 WAYS: dict[str, AlignConfig | dict[str, Any] | None] = {
     "none": None,

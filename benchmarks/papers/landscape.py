@@ -143,7 +143,7 @@ def pairs(given: Given, kind: str) -> list[Two]:
     return [Two(given, kind, *pair) for pair in names]
 
 
-PARTS = {"attention": AlignConfig(ffn="none", rescale="sequential"), "all local groups": NAMED["local"]}
+PARTS = {"attention": AlignConfig(ffn="none", scaling="sequential"), "all local groups": NAMED["local"]}
 """What is matched in a layer: what the paper matches in figure 6, and what else can be."""
 
 

@@ -27,16 +27,16 @@ NONE, RESIDUAL, LEARNED = "no matching", "residual", "learned"
 FULL = AlignConfig(heads="permutation", residual="rotation")
 MATCHINGS: dict[str, AlignConfig | None] = {
     NONE: None,
-    "no rescaling": AlignConfig(rescale=False),
-    "FFN only": AlignConfig(attention="none", rescale=False),
-    "attention only": AlignConfig(ffn="none", rescale="sequential"),
+    "no rescaling": AlignConfig(scaling=False),
+    "FFN only": AlignConfig(attention="none", scaling=False),
+    "attention only": AlignConfig(ffn="none", scaling="sequential"),
     "both": NAMED["paper"],
     RESIDUAL: FULL,
     LEARNED: FULL,
 }
 """The paper's own (heads in their order, scales after rotations) and its parts, then two of ours that turn the residual
 stream."""
-STILL = {"attention": "none", "ffn": "none", "heads": "none", "rescale": False}
+STILL = {"attention": "none", "ffn": "none", "heads": "none", "scaling": False}
 AVERAGES: dict[str, dict[str, Any]] = {
     **{name: METHODS[name] for name in ("Simple", "Fisher", "RegMean", "OT-ACTS-EMD", "OT-ACTS", "OT-WTS")},
     "refit": {"delegate": "refit", "ridge": 0.001, "data": True},

@@ -41,7 +41,7 @@ from record import Table
 PIECES, LENGTH = 8, 256
 SCALES = (0.4, 0.7, 1.0, 1.3)
 BIN = Path(sys.executable).parent
-NOT_ALIGNED = {"attention": "none", "ffn": "none", "rescale": False}
+NOT_ALIGNED = {"attention": "none", "ffn": "none", "scaling": False}
 REFIT = {"method": "refit", "ours": True, "samples": 32, "weight": 1.0}
 MERGES: dict[str, dict[str, Any]] = {
     "linear": {"method": "linear", "weight": 1.0},

@@ -45,6 +45,7 @@ class TransferConfig(Config):
         "given: 1 with `carry: weights`, `auto` with the others",
         float,
         words=(AUTO,),
+        recipe_key="carry_scale",
         scope=DONOR_ONLY,
     )
     steps: int = option(50, "training steps of `carry: distil`", low=1, scope=DONOR_ONLY)

@@ -53,10 +53,10 @@ PLAIN, ALIGNED = Matching("plain", NOTHING), Matching("aligned")
 WHOLE = AlignConfig(heads="permutation", residual="largest")
 
 NAMED = {
-    "neurons": AlignConfig(attention="none", rescale=False),
-    "rotation": AlignConfig(ffn="none", rescale=False),
-    "paper": AlignConfig(rescale="sequential"),
-    "permutation": AlignConfig(attention="permutation", heads="permutation", rescale=False, residual="permutation"),
+    "neurons": AlignConfig(attention="none", scaling=False),
+    "rotation": AlignConfig(ffn="none", scaling=False),
+    "paper": AlignConfig(scaling="sequential"),
+    "permutation": AlignConfig(attention="permutation", heads="permutation", scaling=False, residual="permutation"),
     "local": AlignConfig(heads="permutation"),
     "residual": WHOLE,
     ACTIVATIONS: WHOLE,

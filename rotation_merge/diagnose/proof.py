@@ -36,13 +36,13 @@ SHOWS = 1e-6
 
 LOCAL = {
     "heads, neurons and experts": AlignConfig(heads="permutation"),
-    "invertible maps": AlignConfig(attention="invertible", rescale=False),
+    "invertible maps": AlignConfig(attention="invertible", scaling=False),
 }
 
 
 ALONE = {
     "attention alone": AlignConfig(ffn="none"),
-    "order of heads alone": AlignConfig(attention="none", heads="permutation", ffn="none", rescale=False),
+    "order of heads alone": AlignConfig(attention="none", heads="permutation", ffn="none", scaling=False),
     "neurons and experts alone": AlignConfig(attention="none"),
 }
 """Trials that run one by one if the whole fails."""

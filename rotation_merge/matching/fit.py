@@ -80,7 +80,7 @@ class LearnedTransforms(nn.Module):
         self,
         architecture: Architecture,
         start: Mapping[str, SpaceTransform],
-        rescale: bool = True,
+        scaling: bool = True,
         permutations: bool = False,
     ) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class LearnedTransforms(nn.Module):
         for name, transform in self.start.items():
             if spaces[name].span is not None:
                 continue  # stays as it was found, for all its layers alike
-            freedom = _freedom(architecture, spaces[name], rescale, permutations)
+            freedom = _freedom(architecture, spaces[name], scaling, permutations)
             for part, element in transform.elements().items():
                 self.elements[_key(name, part)] = LearnedElement(element, freedom)
 
@@ -114,15 +114,15 @@ class LearnedTransforms(nn.Module):
         return {name: transform.to(torch.device("cpu")) for name, transform in result.items()}
 
 
-def _freedom(architecture: Architecture, space: Space, rescale: bool, permutations: bool) -> Freedom:
+def _freedom(architecture: Architecture, space: Space, scaling: bool, permutations: bool) -> Freedom:
     """Return the free parameters of a space's elements."""
     if space.kind == "stream":
         return Freedom(scales=False, fixes_ones=architecture.layer_normed(space.name))
     if space.kind in ("attention", "mixer", "convolution"):
-        return Freedom(scales=rescale)
+        return Freedom(scales=scaling)
     if space.kind == "latent":
         return Freedom(scales=False)
-    return Freedom(scales=rescale and neurons(space).degree > 0, permutations=permutations)
+    return Freedom(scales=scaling and neurons(space).degree > 0, permutations=permutations)
 
 
 def _key(space: str, part: str) -> str:
@@ -415,7 +415,7 @@ class _Fit:
         plain = scores.get("identity") or self.score([{} for _ in self.parents[1:]])
         name = min(scores, key=lambda n: scores[n][0])
         learned = nn.ModuleList(
-            LearnedTransforms(self.architecture, t, bool(self.match.rescale), self.options.permutations)
+            LearnedTransforms(self.architecture, t, bool(self.match.scaling), self.options.permutations)
             for t in starts[name]
         ).to(self.device)
         report = FitReport(name, self.objective, *(scores[name][0],) * 2, *(scores[name][1],) * 2, plain[0], 0, 0.0)
@@ -444,7 +444,7 @@ class _Fit:
         if next(learned.parameters(), None) is None:
             raise RecipeError(
                 "the groups chosen have nothing to learn (signs and permutations only)",
-                remedy="allow 'attention: rotation', 'rescale' or 'residual: rotation', or learn permutations",
+                remedy="allow 'attention: rotation', 'scaling' or 'residual: rotation', or learn permutations",
             )
         optimiser = torch.optim.Adam(learned.parameters(), lr=self.options.learning_rate, betas=(0.9, 0.95))
         steps = self.options.steps

@@ -36,7 +36,7 @@ def matched_spans(architecture: Architecture, options: AlignConfig) -> frozenset
         block_options = options.at(architecture, block)
         is_matched = block_options.matches_layer(block.index) and asks(space, block_options)
         choices.setdefault(str(space.span), []).append(
-            (block_options.attention, block_options.heads, block_options.rescale) if is_matched else None
+            (block_options.attention, block_options.heads, block_options.scaling) if is_matched else None
         )
     return frozenset(name for name, ways in choices.items() if None not in ways and len(set(ways)) == 1)
 

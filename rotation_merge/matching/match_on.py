@@ -83,7 +83,7 @@ def match_on_activations(
     plain = [folded_source(architecture, source, folded) for source in (anchor, donor)]
     activation_tensors = _ActivationTensors(*activations, *plain)
     blocks = [
-        activation_tensors.block(block, bool(options.at(architecture, block).rescale)) for block in architecture.blocks
+        activation_tensors.block(block, bool(options.at(architecture, block).scaling)) for block in architecture.blocks
     ]
     rows = max((len(x) for x, _ in activation_tensors.tensors.values()), default=0)
     if not rows:

@@ -96,7 +96,7 @@ class MatchConfig(Config):
     )
 
 
-NOTHING = AlignConfig(attention="none", heads="none", ffn="none", rescale=False)
+NOTHING = AlignConfig(attention="none", heads="none", ffn="none", scaling=False)
 """Match no space at all."""
 
 

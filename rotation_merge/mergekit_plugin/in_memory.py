@@ -42,7 +42,7 @@ from rotation_merge.model.view import View
 MERGING = ("exclude", "targets", "start", "spill")
 """Our parameters of merging, as opposed to aligning."""
 
-STILL = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
+STILL = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 """Models that are averaged stay where they are."""
 
 

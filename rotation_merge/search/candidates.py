@@ -14,7 +14,7 @@ from rotation_merge.matching.options import BOTH
 from rotation_merge.model.naming import shortened
 from rotation_merge.search.base import TaskVectorBase
 
-PLAIN = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
+PLAIN = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 LOCAL = {"heads": "permutation"}
 
 SHARED, NEAR, FAR = "shared", "near", "far"

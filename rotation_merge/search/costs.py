@@ -106,7 +106,7 @@ class Costs:
 
     @property
     def _plain(self) -> float:
-        return self._seconds(AlignConfig(attention="none", heads="none", ffn="none", rescale=False))
+        return self._seconds(AlignConfig(attention="none", heads="none", ffn="none", scaling=False))
 
     def _matching(self, candidate: Candidate) -> float:
         """The estimate for aligning its donors and averaging."""

@@ -68,9 +68,9 @@ class GroupOptions(Config):
     ffn: str = option(
         "permutation", "order of the FFN neurons and of the experts", choices=("permutation", "none"), scope=BLOCK
     )
-    rescale: bool | str = option(
+    scaling: bool | str = option(
         True,
-        "rescaling of heads and neurons, with a sign where the layer admits it. `sequential`: after the rotation, as "
+        "scaling of heads and neurons, with a sign where the layer admits it. `sequential`: after the rotation, as "
         "in the ICML 2025 paper, instead of jointly",
         choices=(True, False, "sequential"),
         scope=BLOCK,
@@ -92,7 +92,7 @@ class GroupOptions(Config):
 
 
 LARGEST = GroupOptions(heads="permutation")
-"""The largest compact groups, with rescaling."""
+"""The largest compact groups, with scaling."""
 
 
 WIDEST = GroupOptions(attention="invertible", heads="permutation", shift_head=True)
@@ -132,12 +132,12 @@ class SpaceFacts(Protocol):
 
 def _maps(space: SpaceFacts, options: GroupOptions) -> Group:
     """Maps that nothing but the pairing of two coordinate systems restricts."""
-    return (InvertibleGroup if options.attention == "invertible" else OrthogonalGroup)(options.rescale)
+    return (InvertibleGroup if options.attention == "invertible" else OrthogonalGroup)(options.scaling)
 
 
 def _turns(space: SpaceFacts, options: GroupOptions) -> Group:
     """Maps that commute with rotary embedding."""
-    planar = PlanarGroup(options.rescale, space.interleaved)
+    planar = PlanarGroup(options.scaling, space.interleaved)
     return _beside_rotary(space, planar, _maps(space, options))
 
 
@@ -187,15 +187,15 @@ def _exchanged(space: SpaceFacts, options: GroupOptions) -> Group:
 
 def _ordered_gains(space: SpaceFacts, options: GroupOptions) -> Group:
     """The same of gains that change places with their coordinates."""
-    pairs = PairExchange(space.interleaved) if options.rescale else IdentityGroup()
-    return _beside_rotary(space, pairs, OrderedExchange(bool(options.rescale)))
+    pairs = PairExchange(space.interleaved) if options.scaling else IdentityGroup()
+    return _beside_rotary(space, pairs, OrderedExchange(bool(options.scaling)))
 
 
 GAINS: dict[str | None, Choose] = {
     "rms_head": _ordered_gains,
     "rms_all": _ordered_gains,
-    "rms_turned": lambda space, options: CoordinateExchange() if options.rescale else IdentityGroup(),
-    "affine_head": lambda space, options: _exchanged(space, options) if options.rescale else IdentityGroup(),
+    "rms_turned": lambda space, options: CoordinateExchange() if options.scaling else IdentityGroup(),
+    "affine_head": lambda space, options: _exchanged(space, options) if options.scaling else IdentityGroup(),
 }
 """The group of the gains of that norm; none where it has no gains, or others for each head. Of a norm over all heads,
 each KV group exchanges its own."""
@@ -203,7 +203,7 @@ each KV group exchanges its own."""
 VALUES: dict[str, Choose] = {
     "free": _maps,
     "normed": lambda space, options: OrthogonalGroup(False),
-    "gated": lambda space, options: GatedOrder(options.rescale),
+    "gated": lambda space, options: GatedOrder(options.scaling),
     "fixed": lambda space, options: IdentityGroup(),
 }
 """The group of value and output coordinates, by the architecture file's entry."""
@@ -255,7 +255,7 @@ def _orders(group: Group) -> Group:
 
 def neurons(space: SpaceFacts, options: GroupOptions = LARGEST) -> NeuronGroup:
     """`admitted` for an FFN; for experts, that of the neurons of each."""
-    degree = space.degree if options.rescale else 0
+    degree = space.degree if options.scaling else 0
     return NeuronGroup(space.sizes["size"], options.ffn != "none", degree, space.gated, space.sizes.get("count", 1))
 
 
@@ -274,7 +274,7 @@ def mixer(space: SpaceFacts, options: GroupOptions = LARGEST) -> MixerGroup:
 
 def convolution(space: SpaceFacts, options: GroupOptions = LARGEST) -> ConvolutionGroup:
     """`admitted` for the channels of a gated convolution, which count as neurons."""
-    return ConvolutionGroup(space.sizes["size"], options.ffn != "none", bool(options.rescale))
+    return ConvolutionGroup(space.sizes["size"], options.ffn != "none", bool(options.scaling))
 
 
 def translation(space: SpaceFacts, options: GroupOptions = LARGEST) -> TranslationGroup:

@@ -20,11 +20,11 @@ by_case = pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.family}-
 RESIDUAL = ("permutation", "signed_permutation")
 
 
-def must_move(architecture: Architecture, residual: str, rescale: bool = True) -> set[str]:
+def must_move(architecture: Architecture, residual: str, scaling: bool = True) -> set[str]:
     """Tensors that a random gauge cannot leave alone: values, outputs, neurons, gains of queries and keys, and what
     touches a moved stream."""
     routers = {info.name for info in architecture.tensors() if info.common is not None and not info.common.head}
-    roles = {"v", "o", "in", "out"} | ({"q_norm", "k_norm", "q_gain", "k_gain"} if rescale else set())
+    roles = {"v", "o", "in", "out"} | ({"q_norm", "k_norm", "q_gain", "k_gain"} if scaling else set())
     streams = {name for name, groups in architecture.stream_groups.items() if residual != "none" and residual in groups}
     return routers | {
         info.name
@@ -56,7 +56,7 @@ def test_declared_groups_are_symmetries(case: Case) -> None:
     }
     for (residual, what), option in options.items():
         after = model.twin(option)
-        moves = must_move(model.architecture, residual, bool(option.rescale))
+        moves = must_move(model.architecture, residual, bool(option.scaling))
         assert not moves.intersection(unmoved(model.state, after)), what
         assert model.differs(after) <= 1e-9, what
     if model.rotatable:
@@ -83,7 +83,7 @@ def _rotations_of_folded_streams_are_symmetries(model: Planted) -> None:
 def test_permutations_inside_heads_are_symmetries(family: str) -> None:
     """`attention: permutation`: both sides where rotary embedding leaves coordinates, else values, gates with them."""
     model = planted(next(case for case in ALL if case.family == family))
-    options = AlignConfig(attention="permutation", ffn="none", rescale=False)
+    options = AlignConfig(attention="permutation", ffn="none", scaling=False)
     after = model.twin(options)
     assert model.differs(after) <= 1e-9
     still = {i.name for i in model.architecture.tensors() if torch.equal(after[i.name], model.state[i.name])}
@@ -133,7 +133,7 @@ def test_names_of_a_loaded_module_work_too(case: Case) -> None:
     config = {**model.config.to_dict(), "architectures": [case.class_name]}
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     architecture = resolve(config, list(before), case.name)
-    after = twin_of((before, config), heads="permutation", rescale=False)
+    after = twin_of((before, config), heads="permutation", scaling=False)
     assert not must_move(architecture, "none", False).intersection(unmoved(before, after))
     model.load_state_dict(after)
     assert difference(outputs(model, given), expected) <= 1e-9

@@ -58,7 +58,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "num_hidden_layers": 1},
     "bert": {"num_hidden_layers": 1},
 }
-STILL = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False, "residual": "none"}
+STILL = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False, "residual": "none"}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
     for family in FAMILIES:
         folder = tmp_path_factory.mktemp(family)
         anchor = make(family, folder / "anchor")
-        still = {"attention": "none", "heads": "permutation", "ffn": "permutation", "rescale": True}
+        still = {"attention": "none", "heads": "permutation", "ffn": "permutation", "scaling": True}
         models = anchor, twin(anchor, folder / "twin"), twin(anchor, folder / "monomial", seed=2, **still)
         data = data_for(anchor, folder / "data.npz")
         for model in models:
@@ -216,7 +216,7 @@ def test_regmean_is_the_least_squares_optimum(tmp_path: Path):
     data = data_for(first, tmp_path / "data.npz", rows=64)
     for path in (first, second):
         measure(path, data)
-    made = _weighted("regmean", first, second, attention="none", heads="none", ffn="none", rescale=False)
+    made = _weighted("regmean", first, second, attention="none", heads="none", ffn="none", scaling=False)
     made["parameters"] |= {"shrink": 1.0, "ridge": 0.0}
     result = merged(made, tmp_path / "out")
     name = "model.layers.0.self_attn.k_proj.weight"

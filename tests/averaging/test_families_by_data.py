@@ -44,7 +44,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     anchor = checkpoint(family, name, folder / "anchor")
     other = twin(anchor, folder / "twin", "none")
     fine = tuned(other, folder / "fine")
-    still: dict[str, Any] = {"attention": "none", "heads": "permutation", "ffn": "permutation", "rescale": True}
+    still: dict[str, Any] = {"attention": "none", "heads": "permutation", "ffn": "permutation", "scaling": True}
     monomial = moved(anchor.path, folder / "monomial", **still)
     data = folder / "data.npz"
     np.savez(data, input_ids=np.random.default_rng(0).integers(3, 50, (2, 7)))

@@ -15,7 +15,7 @@ from rotation_merge.averaging.ot_fusion import plan
 from rotation_merge.matching.activations import Activations
 from rotation_merge.run.functions import load
 
-OFF = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
+OFF = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 
 
 def fused(anchor: Path, donor: Path, **parameters: object) -> dict:
@@ -58,7 +58,7 @@ def test_experts_with_biases_in_one_tensor(tmp_path: Path):
 def test_hard_plans_find_a_permuted_stream_from_weights_and_from_activations(data: bool, tmp_path: Path):
     anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
     moved = residual_twin(
-        anchor, tmp_path / "twin", "permutation", heads="none", attention="none", ffn="permutation", rescale=False
+        anchor, tmp_path / "twin", "permutation", heads="none", attention="none", ffn="permutation", scaling=False
     )
     extra = {"data": "synthetic"} if data else {}
     result = merged(fused(anchor.path, moved.path, plan="hard", **extra), tmp_path / "out")
@@ -100,7 +100,7 @@ def test_alignment_goes_before_fusion(tmp_path: Path):
     """A twin that alignment brings home needs no plan: the identity is the best one."""
     anchor = make("llama", tmp_path / "anchor")
     moved = twin(anchor, tmp_path / "twin")
-    on = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "rescale": True}
+    on = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "scaling": True}
     result = merged(fused(anchor, moved, plan="hard", **on), tmp_path / "out")
     for name, tensor in state(anchor).items():
         torch.testing.assert_close(result[name], tensor, rtol=1e-3, atol=1e-3)

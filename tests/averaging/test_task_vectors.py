@@ -144,7 +144,7 @@ def recipe(base: Path, *models: Path, dtype: str = "float32", **parameters: Any)
         "merge_method": "rotation_merge",
         "base_model": str(base),
         "models": [{"model": str(model)} for model in models],
-        "parameters": {"attention": "none", "ffn": "none", "rescale": False, **parameters},
+        "parameters": {"attention": "none", "ffn": "none", "scaling": False, **parameters},
         "dtype": dtype,
     }
 
@@ -198,7 +198,7 @@ def test_a_twins_fine_tune_is_merged_as_if_made_in_the_anchors_coordinates(tmp_p
     moved = twin(models[1], tmp_path / "moved", "permutation", attention="rotation")
     plain = merged(recipe(base.path, *(m.path for m in models), delegate="wudi"), tmp_path / "plain")
     asked = {"attention": "rotation", "ffn": "permutation", "heads": "permutation", "residual": "permutation"}
-    aligned = recipe(base.path, models[0].path, moved.path, delegate="wudi", rescale=True, **asked)
+    aligned = recipe(base.path, models[0].path, moved.path, delegate="wudi", scaling=True, **asked)
     found = merged(aligned, tmp_path / "aligned")
     name = "model.layers.0.mlp.up_proj.weight"
     change = (plain[name] - base.state[name]).norm()

@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         return write_state(tensors, old, folder / name)
 
     found = {"old": old, "new": changed(0.1, "new"), "tuned": changed(0.02, "tuned")}
-    found["neurons"] = twin(old, folder / "neurons", attention="none", ffn="permutation", rescale=False)
+    found["neurons"] = twin(old, folder / "neurons", attention="none", ffn="permutation", scaling=False)
     module = "base_model.model.model.layers.1.mlp.up_proj"
     factors = {f"{module}.lora_A.weight": torch.randn(2, 32), f"{module}.lora_B.weight": torch.randn(48, 2)}
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": str(old)}

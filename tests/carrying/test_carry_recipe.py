@@ -33,7 +33,7 @@ def recipe(models: dict[str, Path], **parameters: Any) -> dict[str, Any]:
 def test_a_scale_multiplies_the_change(models: tuple[str, dict[str, Path]], tmp_path: Path) -> None:
     there = models[1]
     merged(recipe(there), tmp_path / "whole")
-    merged(recipe(there, scale=0.5), tmp_path / "half")
+    merged(recipe(there, carry_scale=0.5), tmp_path / "half")
     new, whole, half = (state(path) for path in (there["new"], tmp_path / "whole", tmp_path / "half"))
     for name, tensor in half.items():
         torch.testing.assert_close(tensor, (new[name] + whole[name]) / 2, atol=1e-6, rtol=1e-5)
@@ -43,10 +43,10 @@ def test_a_scale_multiplies_the_change(models: tuple[str, dict[str, Path]], tmp_
 @pytest.mark.parametrize(
     ("parameters", "flags"),
     [
-        ({"carry": "refit", "scale": 1.0}, ("--carry", "refit", "--scale", 1)),
-        ({"carry": "distil", "scale": 1.0, "steps": 2}, ("--steps", 2, "--scale", 1)),
-        ({"carry": "activations", "scale": 0.5}, ("--carry", "activations", "--scale", 0.5)),
-        ({"scale": "auto"}, ("--scale", "auto")),
+        ({"carry": "refit", "carry_scale": 1.0}, ("--carry", "refit", "--scale", 1)),
+        ({"carry": "distil", "carry_scale": 1.0, "steps": 2}, ("--steps", 2, "--scale", 1)),
+        ({"carry": "activations", "carry_scale": 0.5}, ("--carry", "activations", "--scale", 0.5)),
+        ({"carry_scale": "auto"}, ("--scale", "auto")),
     ],
 )
 def test_recipe_and_command_agree(

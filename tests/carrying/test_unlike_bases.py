@@ -323,7 +323,7 @@ def test_a_refit_gives_what_the_fine_tune_gives(
 
 def recipe(models: dict[str, Path], old: str, new: str, tuned: str, **given: Any) -> dict[str, Any]:
     """The new base with what a fine-tune changed."""
-    own = {k: given.pop(k) for k in ("widths", "layers_map", "carry", "scale", "data", "samples") if k in given}
+    own = {k: given.pop(k) for k in ("widths", "layers_map", "carry", "carry_scale", "data", "samples") if k in given}
     parameters = {"weight": 1.0, "finetuned_from": str(models[old]), **own}
     made = recipe_for("task_arithmetic", models[new], models[tuned], **given)
     made["models"] = [{"model": str(models[tuned]), "parameters": parameters}]
@@ -352,7 +352,7 @@ def test_a_recipe_carries_between_unlike_bases(
 
 
 def test_samples_scale_what_a_recipe_carries(models: dict[str, Path], texts: Path, tmp_path: Path) -> None:
-    given = {"widths": True, "scale": "auto", "data": str(texts), "samples": 32}
+    given = {"widths": True, "carry_scale": "auto", "data": str(texts), "samples": 32}
     merged(recipe(models, "wide", "small", "wide-tuned", **given), tmp_path / "out")
     assert "ecovered lift" in (tmp_path / "out" / "rotation_merge.json").read_text()
 

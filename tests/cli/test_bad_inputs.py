@@ -146,7 +146,7 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "null parameter": (lambda b: b.parameters.update(ffn=None), ("ffn",)),
     "value that the delegate does not know": (
         lambda b: b.delegate("della", rescale="sequential"),
-        ("'rescale' is 'sequential'", "delegate della", "true or false", "parameters"),
+        ("'rescale' is 'sequential'", "true or false", "parameters"),
     ),
     "unknown value": (lambda b: b.parameters.update(attention="rotations"), ("rotations", "'rotation'")),
     "number for a word": (lambda b: b.parameters.update(ffn=3), ("ffn", "3", "permutation")),

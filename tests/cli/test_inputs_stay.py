@@ -70,7 +70,7 @@ def test_every_kind_of_value_is_known_to_be_read_written_or_neither() -> None:
     assert {kind.role for kind in kinds} <= {READ, WRITTEN, NEITHER}
     assert {key.name for key in KEYS if key.option.kind is bool or "true" in key.option.literals} == {
         *("save_alignment", "report"),  # write beside the model
-        *("rescale", "shift_head", "widths", "controls", "untie", "prove"),  # do not
+        *("scaling", "shift_head", "widths", "controls", "untie", "prove"),  # do not
     }
 
 

@@ -73,7 +73,7 @@ dtype: float32
 RECIPES: dict[str, tuple[str, str | None]] = {
     "plain": (PLAIN, None),
     "excluded by parts of names": (
-        PLAIN.replace("delegate: linear", "delegate: linear, exclude: 'lm_head, norm', rescale: sequential"),
+        PLAIN.replace("delegate: linear", "delegate: linear, exclude: 'lm_head, norm', scaling: sequential"),
         None,
     ),
     "one model's own": (PLAIN.replace(f"{{model: {LLAMA}}}", f"{{model: {LLAMA}, parameters: {{heads: none}}}}"), None),

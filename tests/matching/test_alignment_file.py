@@ -127,7 +127,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(rm.RotationMergeError, match="is not an alignment file"):
         rm.Alignment.load(path)
     path.unlink()
-    still = rm.align(model.path, model.path, attention="none", ffn="none", rescale=False)
+    still = rm.align(model.path, model.path, attention="none", ffn="none", scaling=False)
     still.save(path)
     assert rm.Alignment.load(path) == replace(still, records=[])
     other = checkpoint("vit", "classifier", tmp_path / "vit")

@@ -157,7 +157,7 @@ def test_classes_in_another_order_take_their_names_along(form: str, tmp_path: Pa
 
 def test_gradients_flow_through_a_view(tmp_path: Path) -> None:
     anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
-    alignment = rm.align(anchor.path, donor.path, heads="permutation", rescale=False)
+    alignment = rm.align(anchor.path, donor.path, heads="permutation", scaling=False)
     state = {name: tensor.clone().requires_grad_() for name, tensor in donor.state.items()}
     view = alignment.apply((state, donor.config))
     name = "model.layers.0.self_attn.v_proj.weight"

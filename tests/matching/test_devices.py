@@ -67,9 +67,9 @@ def wishes(architecture: Architecture) -> list[AlignConfig]:
     residual = [kind for kind in architecture.residual_groups if kind != "none"]
     return [
         AlignConfig(heads="permutation"),
-        AlignConfig(attention="invertible", ffn="none", rescale="sequential"),
-        AlignConfig(heads="spectral", ffn="none", rescale=False),
-        *(AlignConfig(attention="none", ffn="none", rescale=False, residual=kind) for kind in residual),
+        AlignConfig(attention="invertible", ffn="none", scaling="sequential"),
+        AlignConfig(heads="spectral", ffn="none", scaling=False),
+        *(AlignConfig(attention="none", ffn="none", scaling=False, residual=kind) for kind in residual),
         *(AlignConfig(residual=kind) for kind in residual[-1:] if architecture.family in SEVERAL),
     ]
 
@@ -129,7 +129,7 @@ def test_the_mean_of_several_models(family: str) -> None:
     architecture = table.sample(shipped()[family])
     with second_device():
         models = {str(seed): sent(weights(architecture, 50 * seed)) for seed in range(3)}
-        options = AlignConfig(rescale=False, residual=architecture.residual_groups[-1])
+        options = AlignConfig(scaling=False, residual=architecture.residual_groups[-1])
         for name, alignment in match_to_mean(architecture, models, "0", options).items():
             assert all(isinstance(x, Far) for x in tensors(architecture, models[name], alignment).values())
 

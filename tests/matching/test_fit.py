@@ -245,7 +245,7 @@ def test_models_of_other_classes_are_refused(vits):
 
 
 def test_nothing_to_learn_is_said(vits):
-    match = AlignConfig(attention="none", rescale=False, residual="permutation")
+    match = AlignConfig(attention="none", scaling=False, residual="permutation")
     with pytest.raises(RotationMergeError, match="nothing to learn"):
         fit(vits[0], vits[1], batches(64, labels=False), match, FitConfig(steps=1))
 

@@ -169,7 +169,7 @@ def test_fisher_diagonals_follow_their_rows(models: tuple[Path, Path], tmp_path:
     found = []
     for model in (plain, donor):
         measure(model, str(anchor.parent / "data.npz"))
-        made = recipe_for("linear", anchor, model, attention="none", rescale=False)
+        made = recipe_for("linear", anchor, model, attention="none", scaling=False)
         made["parameters"]["delegate"] = "fisher"
         found.append(merged(made, tmp_path / f"of-{model.name}"))
     assert worst(found[1], found[0]) < 1e-5

@@ -28,13 +28,13 @@ KINDS = ("llama", "gpt2", "bert", "vit", "t5", "whisper", "gemma2", "gpt_neox", 
 LLAMA = next(case for case in FIRST if case.family == "llama")
 
 
-def twins(case: Case, rescale: bool = True) -> tuple[Any, Any, rm.AlignConfig]:
+def twins(case: Case, scaling: bool = True) -> tuple[Any, Any, rm.AlignConfig]:
     """A tiny model, and it in other coordinates of every space, its streams without rotations (gains stay)."""
     model = planted(case).made
     admitted = planted(case).architecture.stream_groups
     groups = {name: [group for group in known if group != "rotation"][-1] for name, known in admitted.items()}
     residual = ",".join(f"{name}={group}" for name, group in groups.items()) or "none"
-    options = rm.AlignConfig(heads="permutation", rescale=rescale, residual=residual)
+    options = rm.AlignConfig(heads="permutation", scaling=scaling, residual=residual)
     other = copy.deepcopy(model)
     moved = rm.Alignment.random(model, options, seed=1).apply(model).state_dict()
     other.load_state_dict(moved, strict=False)
@@ -85,7 +85,7 @@ def test_activations_decide_where_weights_say_nothing(family: str) -> None:
     Not to be reached from outside, where activations are always those of the weights.
     """
     case = next(case for case in FIRST if case.family == family)
-    model, other, options = twins(case, rescale=False)
+    model, other, options = twins(case, scaling=False)
     with keep_float64():
         given = [inputs(case, model, seed) for seed in range(2, 8)]
     architecture = open_like(model).architecture

@@ -44,12 +44,12 @@ SHAPES = [(3, 1), (2, 2), (1, 3)]
 
 
 @kinds
-@pytest.mark.parametrize("rescale", [True, False])
+@pytest.mark.parametrize("scaling", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_head_order_and_maps_against_all_orders(facts, rescale, shape):
+def test_head_order_and_maps_against_all_orders(facts, scaling, shape):
     """The joint optimum is the best, over every order, of the best maps for that order."""
     space = attention(*shape, 4, **facts)
-    options = AlignConfig(heads="permutation", rescale=rescale)
+    options = AlignConfig(heads="permutation", scaling=scaling)
     for seed in range(2):
         anchor, donor = tensors(space, 7, seed, spread=0.4), tensors(space, 7, seed + 50, spread=0.4)
         match = match_attention(space, sides_of(anchor, donor), options)
@@ -65,13 +65,13 @@ def test_head_order_and_maps_against_all_orders(facts, rescale, shape):
 
 
 @pytest.mark.parametrize("norm", ["rms_head", "rms_all"])
-@pytest.mark.parametrize("rescale", [True, False])
-def test_one_order_of_normed_coordinates_against_all(norm, rescale):
+@pytest.mark.parametrize("scaling", [True, False])
+def test_one_order_of_normed_coordinates_against_all(norm, scaling):
     """Coordinates that rotary embedding leaves alone: the best order for the heads that share the gains of a norm, with
     these gains in it; of a norm over all heads, each KV group has its own."""
     space = attention(2, 2, 5, rotary=2, norm=norm)
     gains = ("q_norm", "k_norm") if norm == "rms_head" else ("q_gain", "k_gain")
-    options = AlignConfig(rescale=rescale)
+    options = AlignConfig(scaling=scaling)
     anchor, donor = (tensors(space, 7, seed) for seed in (1, 51))
     for given, seed in ((anchor, 2), (donor, 3)):
         given |= {role: torch.randn(*space.factors(role), 1, generator=gen(seed)).double() for role in gains}
@@ -86,21 +86,21 @@ def test_one_order_of_normed_coordinates_against_all(norm, rescale):
         order = dataclasses.replace(still, qk=with_orders(still.qk, index), gains=with_orders(still.gains, index))
         plain = dataclasses.replace(space, norm="rms_clipped")  # signs alone
         beside = match_attention(plain, sides_of(anchor, moved(donor, order)), options)
-        if not rescale:
+        if not scaling:
             best = min(best, beside.after)
         else:
             assert match.after <= beside.after
-    if not rescale:
+    if not scaling:
         assert match.after == pytest.approx(best, rel=1e-9)
     torn = dataclasses.replace(group.random(gen(4)), qk=group.identity().qk)
     assert "apart from the gains" in group.refuses(torn)
 
 
-@pytest.mark.parametrize("rescale", [True, False])
-def test_query_heads_alone_against_all_orders_of_them(rescale):
+@pytest.mark.parametrize("scaling", [True, False])
+def test_query_heads_alone_against_all_orders_of_them(scaling):
     """Where KV heads keep their places, the best is among the orders inside them; the elements stay as good."""
     space = attention(2, 3, 4, norm="shared", values="normed", free_groups=False)
-    options = AlignConfig(heads="permutation", rescale=rescale)
+    options = AlignConfig(heads="permutation", scaling=scaling)
     anchor, donor = tensors(space, 7, 1), tensors(space, 7, 51)
     match = match_attention(space, sides_of(anchor, donor), options)
     assert match.transform.groups.tolist() == [0, 1]
@@ -169,8 +169,8 @@ def test_joint_scale_is_never_worse_than_the_papers_sequence(facts):
         anchor, donor = tensors(space, 9, seed, spread=0.5), tensors(space, 9, seed + 50, spread=0.5)
         found = sides_of(anchor, donor)
         joint = match_attention(space, found, AlignConfig()).after
-        sequence = match_attention(space, found, AlignConfig(rescale="sequential")).after
-        turned = match_attention(space, found, AlignConfig(rescale=False)).after
+        sequence = match_attention(space, found, AlignConfig(scaling="sequential")).after
+        turned = match_attention(space, found, AlignConfig(scaling=False)).after
         assert joint <= sequence * (1 + 1e-12)
         assert sequence <= turned * (1 + 1e-12)
         strict += joint < sequence * (1 - 1e-6)
@@ -322,8 +322,8 @@ def test_rank_deficient_maps_are_nearest_the_identity():
     truth = torch.eye(6, dtype=torch.float64)
     truth[:2, :2] = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
     donor = {r: truth.T @ x for r, x in anchor.items()}
-    for rescale in (True, False):
-        turned = match_attention(space, sides_of(anchor, donor), AlignConfig(rescale=rescale)).transform
+    for scaling in (True, False):
+        turned = match_attention(space, sides_of(anchor, donor), AlignConfig(scaling=scaling)).transform
         for element in (turned.qk, turned.vo):
             torch.testing.assert_close(element.matrix[0], truth, rtol=1e-9, atol=1e-9)
 

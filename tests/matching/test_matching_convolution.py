@@ -83,7 +83,7 @@ def test_the_gap_holds_for_every_order() -> None:
 def test_what_is_not_asked_for_stays() -> None:
     anchor = rows(6, 1)
     donor = moved(ConvolutionGroup(6, True, False).random(torch.Generator().manual_seed(2)), anchor)
-    found, _ = matched(anchor, donor, rescale=False)
+    found, _ = matched(anchor, donor, scaling=False)
     assert left(anchor, moved(found, donor)) == 0
     assert found.element.scaling.is_identity()
     found, _ = matched(anchor, donor, ffn="none")

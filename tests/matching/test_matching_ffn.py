@@ -27,10 +27,10 @@ kinds = pytest.mark.parametrize("facts", KINDS.values(), ids=KINDS.keys())
 SCALES = torch.linspace(-3, 3, 2001, dtype=torch.float64).exp()
 
 
-def grid_costs(anchor, donor, facts, rescale):
+def grid_costs(anchor, donor, facts, scaling):
     """Squared distance of every pair of neurons at its best scale, by a dense grid over scales (and signs)."""
     scales = torch.ones(1, dtype=torch.float64)
-    if rescale and facts:
+    if scaling and facts:
         scales = torch.cat([SCALES, -SCALES]) if facts.get("gated") else SCALES
     scales = scales[:, None, None]
     n = len(anchor["in"])
@@ -43,15 +43,15 @@ def grid_costs(anchor, donor, facts, rescale):
 
 
 @kinds
-@pytest.mark.parametrize("rescale", [True, False])
+@pytest.mark.parametrize("scaling", [True, False])
 @pytest.mark.parametrize("spread", [0.0, 0.7])
-def test_order_signs_and_scales_against_brute_force(facts, rescale, spread):
+def test_order_signs_and_scales_against_brute_force(facts, scaling, spread):
     space = ffn(6, **facts)
     for seed in range(3):
         anchor, donor = tensors(space, 5, seed, spread=spread), tensors(space, 5, seed + 50, spread=spread)
-        costs = grid_costs(anchor, donor, facts, rescale)
+        costs = grid_costs(anchor, donor, facts, scaling)
         best = min(float(costs[torch.arange(6), list(p)].sum()) for p in itertools.permutations(range(6)))
-        match = match_ffn(space, sides_of(anchor, donor), AlignConfig(rescale=rescale))
+        match = match_ffn(space, sides_of(anchor, donor), AlignConfig(scaling=scaling))
         assert match.after <= best * (1 + 1e-9)
         assert match.after == pytest.approx(best, rel=1e-4)
         assert left(anchor, donor, NeuronTransform(match.element, space.degree or 1)) == pytest.approx(
@@ -242,11 +242,11 @@ def block_tensors(infos, seed, spread=0.3):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("rescale", [True, False])
-def test_experts_against_all_orders(fused, rescale):
+@pytest.mark.parametrize("scaling", [True, False])
+def test_experts_against_all_orders(fused, scaling):
     block, space, infos = mixtral(experts=3, size=6, fused=fused)
     anchor, donor = block_tensors(infos, 0), block_tensors(infos, 1)
-    options = AlignConfig(rescale=rescale)
+    options = AlignConfig(scaling=scaling)
     match = match_experts(block, space, anchor, donor, {}, options)
     alone = [[None] * 3 for _ in range(3)]
     layer = _Layer(space, options, *_collect(block, space, anchor, donor, {}))

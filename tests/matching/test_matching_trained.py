@@ -41,8 +41,8 @@ def attention(distances):
 def test_every_step_of_the_ladder_pays(name):
     """none > rotation > the paper's sequence > joint scale > joint head order > invertible, in every layer."""
     ladder = [
-        after(name, rescale=False),
-        after(name, rescale="sequential"),
+        after(name, scaling=False),
+        after(name, scaling="sequential"),
         after(name),
         after(name, heads="permutation"),
     ]

@@ -25,13 +25,13 @@ KINDS = [("llama", "llama", "rotation"), ("vit", "classifier", "rotation"), ("be
 def family(folder: Path, kind: tuple[str, str, str], noise: float) -> dict[str, Checkpoint]:
     """An anchor and three twins of it, each with noise of its own."""
     anchor = checkpoint(*kind[:2], folder / "a")
-    twins = {n: twin(anchor, folder / n, kind[2], seed, noise, rescale=False) for seed, n in enumerate("bcd", 10)}
+    twins = {n: twin(anchor, folder / n, kind[2], seed, noise, scaling=False) for seed, n in enumerate("bcd", 10)}
     return {"a": anchor, **twins}
 
 
 def aligned(models: dict[str, Checkpoint], base: str, kind: tuple[str, str, str]) -> dict[str, Transforms]:
     """The maps of all models into the base's coordinates."""
-    options = AlignConfig(heads="permutation", residual=kind[2], rescale=False)
+    options = AlignConfig(heads="permutation", residual=kind[2], scaling=False)
     states = {name: model.folded() if kind[2] == "rotation" else model.state for name, model in models.items()}
     found = match_to_mean(models["a"].architecture, states, base, options)
     return {name: alignment.transforms for name, alignment in found.items()}
@@ -79,7 +79,7 @@ def test_spread_falls_round_by_round(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mean, "MOST_ROUNDS", 3)
     models = [checkpoint("llama", "llama", tmp_path / str(i), seed=i) for i in range(3)]
     sources = {str(i): one.state for i, one in enumerate(models)}
-    options = AlignConfig(heads="permutation", residual="rotation", rescale=False)
+    options = AlignConfig(heads="permutation", residual="rotation", scaling=False)
     architecture = models[0].architecture
     found = match_to_mean(architecture, sources, "0", options)
     spread = found["1"].summary["spread"]

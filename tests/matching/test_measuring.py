@@ -149,7 +149,7 @@ def test_a_donor_is_rounded_once(tmp_path: Path):
     for entry, weight in zip(recipe["models"], (0.0, 1.0), strict=True):
         entry["parameters"]["weight"] = weight
     whole = {name: tensor.float() for name, tensor in donor.state_dict().items()}
-    options = {"heads": "permutation", "rescale": True}
+    options = {"heads": "permutation", "scaling": True}
     first = {name: tensor.float() for name, tensor in anchor.state_dict().items()}
     moved = align((first, anchor.config), (whole, anchor.config), **options).apply((whole, anchor.config))
     result = merged(recipe, tmp_path / "out")

@@ -13,7 +13,7 @@ from torch import nn
 
 import rotation_merge as rm
 
-LOCAL = {"heads": "permutation", "rescale": True}
+LOCAL = {"heads": "permutation", "scaling": True}
 CASES = [
     ("llama", "llama", {**LOCAL, "residual": "rotation"}),
     ("mixtral", "untied", {**LOCAL, "residual": "signed_permutation"}),

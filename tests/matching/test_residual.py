@@ -78,7 +78,7 @@ def test_planted_rotation_of_a_tied_model(family: str, name: str, tmp_path: Path
 def test_noise_does_not_hide_the_element(tmp_path: Path) -> None:
     """10% noise on every matrix: the merge is nearer to the anchor than the donor is."""
     anchor = checkpoint("llama", "llama", tmp_path / "anchor")
-    donor = twin(anchor, tmp_path / "donor", "rotation", noise=0.1, rescale=False)
+    donor = twin(anchor, tmp_path / "donor", "rotation", noise=0.1, scaling=False)
     merged(recipe(anchor, donor, residual="rotation"), tmp_path / "out")
     assert 0 < report(tmp_path / "out")["summary"][str(donor.path)]["relative_after"] < 0.12
 

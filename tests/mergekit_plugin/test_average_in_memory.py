@@ -23,7 +23,7 @@ DELEGATES: dict[str, dict[str, Any]] = {
     "tsv": {"lambda": 0.7},
     "iso": {},
 }
-STILL = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
+STILL = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 
 
 def samples(count: int = 2) -> list[dict[str, torch.Tensor]]:

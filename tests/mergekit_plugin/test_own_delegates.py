@@ -79,7 +79,7 @@ class Lower(DelegateMethod):
 
 def test_a_new_averaging_is_one_class(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(delegates.OWN, "lower", Lower())
-    recipe = recipe_for("linear", *pair, attention="none", ffn="none", heads="none", rescale=False, residual="none")
+    recipe = recipe_for("linear", *pair, attention="none", ffn="none", heads="none", scaling=False, residual="none")
     recipe["parameters"]["delegate"] = "lower"
     got, states = merged(recipe, tmp_path / "out"), [state(path) for path in pair]
     for name, tensor in got.items():

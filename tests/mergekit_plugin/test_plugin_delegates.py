@@ -9,6 +9,8 @@ import torch
 from mergekit import merge_methods
 from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, relative_distances, state, twin
 
+from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
+
 PARAMETERS = {
     "slerp": {"t": 0.3},
     "nearswap": {"t": 0.1},
@@ -40,6 +42,13 @@ def test_delegate(models: tuple[Path, Path, Path], delegate: str, tmp_path: Path
     assert max(distances.values()) <= 1e-5, sorted(distances.items(), key=lambda item: -item[1])[:5]
 
 
+def test_no_parameter_of_ours_has_the_name_of_a_delegates() -> None:
+    """One value would hold for both."""
+    methods = {m.spec.name: {p.name for p in m.spec.parameters} for m in merge_methods.registered_methods()}
+    shared = {m: names & set(BY_NAME) for m, names in methods.items() if m != "rotation_merge"}
+    assert {m: names for m, names in shared.items() if names} == {}
+
+
 def test_passthrough_gives_the_aligned_donor(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     """Not the anchor: a layer that is not to be matched stays the donor's."""
     anchor, donor, _ = models
@@ -51,16 +60,22 @@ def test_passthrough_gives_the_aligned_donor(models: tuple[Path, Path, Path], tm
 
 
 @pytest.mark.parametrize(
-    ("delegate", "keeps_base"),
-    [("nuslerp", False), ("karcher", False), ("multislerp", True), ("slerp", True), ("task_arithmetic", True)],
+    ("delegate", "settings", "keeps_base"),
+    [
+        ("nuslerp", {}, False),
+        ("karcher", {}, False),
+        ("multislerp", {}, True),
+        ("slerp", {"t": 0.3}, True),
+        ("task_arithmetic", {}, True),
+        ("ties", {"density": 0.5, "rescale": True}, True),
+    ],
 )
 def test_delegate_does_what_mergekit_does(
-    models: tuple[Path, Path, Path], delegate: str, keeps_base: bool, tmp_path: Path
+    models: tuple[Path, Path, Path], delegate: str, settings: dict[str, object], keeps_base: bool, tmp_path: Path
 ) -> None:
     """Nothing is matched here. A delegate that takes these models only without a base gets the anchor as one of two."""
     anchor, donor, _ = models
-    settings = PARAMETERS.get(delegate, {})
-    still = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
+    still = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
     recipe = recipe_for(delegate, anchor, donor, **settings, **still)
     ours = merged(recipe, tmp_path / "ours")
     plain = {**recipe, "merge_method": delegate, "parameters": settings}

@@ -281,7 +281,7 @@ def changed_layers(got: dict[str, torch.Tensor], anchor: Path, part: str) -> lis
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("deep")
     anchor = make("llama", folder / "anchor", num_hidden_layers=4)
-    return anchor, twin(anchor, folder / "donor", heads="permutation", rescale=False)
+    return anchor, twin(anchor, folder / "donor", heads="permutation", scaling=False)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def test_settings_by_layer(deep: Pair, tmp_path: Path, setting: dict, changed: list[int]) -> None:
     """A block is matched whole or not at all: the tensors of an FFN always agree."""
     anchor, donor = deep
-    got = merged(recipe_for("linear", anchor, donor, **{"rescale": False, **setting}), tmp_path / "out")
+    got = merged(recipe_for("linear", anchor, donor, **{"scaling": False, **setting}), tmp_path / "out")
     for name in ("up_proj", "gate_proj", "down_proj"):
         assert changed_layers(got, anchor, name) == changed
     if "layers" not in setting:
@@ -335,7 +335,7 @@ def test_delegates_own_lists_and_filters(deep: Pair, tmp_path: Path) -> None:
     }
     close = write_state(noisy, anchor, tmp_path / "close")
     t = [{"filter": "mlp", "value": 0.0}, {"value": [0.0, 1.0]}]
-    off = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
+    off = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
     ours = merged(recipe_for("slerp", anchor, close, t=t, **off), tmp_path / "ours")
     plain = recipe_for("slerp", anchor, close)
     theirs = merged({**plain, "merge_method": "slerp", "parameters": {"t": t}}, tmp_path / "theirs")

@@ -19,7 +19,7 @@ def refit(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     folder = tmp_path_factory.mktemp("models")
     recipe = recipe_for("linear", make("llama", folder / "anchor"), make("llama", folder / "donor", seed=1))
-    recipe["parameters"] = {"delegate": "refit", "samples": 20, "attention": "none", "ffn": "none", "rescale": False}
+    recipe["parameters"] = {"delegate": "refit", "samples": 20, "attention": "none", "ffn": "none", "scaling": False}
     return yaml.safe_dump(recipe)
 
 

@@ -115,7 +115,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     save_file({"input_ids": torch.arange(80).view(4, 20) % 40}, folder / "data.safetensors")
     return (
         anchor,
-        twin(anchor, folder / "donor", ffn="permutation", attention="none", rescale=False),
+        twin(anchor, folder / "donor", ffn="permutation", attention="none", scaling=False),
         folder / "data.safetensors",
     )
 
@@ -123,7 +123,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 @pytest.mark.parametrize("kind", FILTERS)
 class TestOptionsByBlock:
     def document(self, kind: str, deep: Any) -> dict[str, Any]:
-        return local_recipe("linear", *deep[:2], heads="none", attention="none", rescale=False, ffn=FILTERS[kind])
+        return local_recipe("linear", *deep[:2], heads="none", attention="none", scaling=False, ffn=FILTERS[kind])
 
     def test_inspect(self, kind: str, deep: Any, tmp_path: Path) -> None:
         (found,) = parsed("inspect", write_recipe(self.document(kind, deep), tmp_path / "r.yml"))

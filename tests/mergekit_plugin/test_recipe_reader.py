@@ -75,7 +75,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "value that the delegate does not know": (
         "delegate: linear",
         "{delegate: ties, density: 0.5, rescale: sequential}",
-        "also holds for delegate ties",
+        "'rescale' is 'sequential'; it must be true or false",
     ),
     "unknown group": ("delegate: linear", "attention: rotate", "did you mean 'rotation'?"),
     "group of another kind": ("delegate: linear", "ffn: rotation", "permutation"),

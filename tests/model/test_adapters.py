@@ -198,7 +198,7 @@ def test_rounded_once(dtype: str | None, tmp_path: Path) -> None:
     half = transformers.AutoModelForCausalLM.from_pretrained(anchor, dtype=torch.bfloat16)
     half.save_pretrained(anchor)
     adapter = adapter_for(anchor, tmp_path / "lora")
-    still = {"ffn": "none", "attention": "none", "heads": "none", "rescale": False}
+    still = {"ffn": "none", "attention": "none", "heads": "none", "scaling": False}
     recipe = recipe_for("linear", anchor, Path(f"{anchor}+{adapter}"), **still)
     recipe["dtype"] = dtype
     got, plain = merged(recipe, tmp_path / "out"), state(anchor)

@@ -121,7 +121,7 @@ def test_distances_to_the_mean_are_those_of_the_transforms(residual: str, tmp_pa
     from rotation_merge.model.source import read_block
 
     paths = [make("llama", tmp_path / str(seed), seed=seed) for seed in range(3)]
-    options = {"heads": "permutation", "residual": residual, "rescale": False}
+    options = {"heads": "permutation", "residual": residual, "scaling": False}
     recipe = recipe_for("linear", *paths, **options)
     recipe["parameters"]["anchor"] = "mean"
     merged(recipe, tmp_path / "out")
@@ -144,7 +144,7 @@ def test_distances_to_the_mean_are_those_of_the_transforms(residual: str, tmp_pa
                 assert row["distance_after"] == pytest.approx(apart**0.5, rel=1e-5)
 
 
-NOTHING = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
+NOTHING = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 
 
 def test_a_card_of_nothing_claims_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:

@@ -140,11 +140,11 @@ def test_heads_of_other_sizes_are_not_compared(mean: bool, tmp_path: Path):
 
 def test_heads_do_not_follow_plans_of_the_stream(tmp_path: Path):
     anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
-    moved = twin(anchor, tmp_path / "twin", "none", heads="none", attention="none", ffn="permutation", rescale=False)
+    moved = twin(anchor, tmp_path / "twin", "none", heads="none", attention="none", ffn="permutation", scaling=False)
     made = heads_recipe(anchor.path, moved.path, delegate="ot_fusion", plan="hard", attention="none", ffn="none")
     assert "add 'stream: identity'" in one_error(mergekit_yaml(made, tmp_path / "refused").output)
     assert not (tmp_path / "refused").exists()
-    made["parameters"] |= {"stream": "identity", "rescale": False}
+    made["parameters"] |= {"stream": "identity", "scaling": False}
     merged(made, tmp_path / "out")
     assert anchor.differs(tmp_path / "out" / "heads" / "twin") < 1e-3
 

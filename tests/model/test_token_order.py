@@ -152,7 +152,7 @@ def test_averages_of_our_own_go_by_tokens_or_say_that_they_cannot(
 ) -> None:
     """Plans of the stream come from the tokens that both have; diagonals of rows, and activations, are refused."""
     anchor, donor, rows = models
-    still = {"attention": "none", "heads": "none", "rescale": False}
+    still = {"attention": "none", "heads": "none", "scaling": False}
     moved = twin(anchor, tmp_path / "moved", "permutation", ffn="permutation", **still)
     tensors = moved.state
     for name in ("model.embed_tokens.weight", "lm_head.weight"):

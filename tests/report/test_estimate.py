@@ -97,7 +97,7 @@ def test_workers_share_the_assignments(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_residual_stream_costs_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two starts, four passes, and a last look: products of 64 coordinates of what touches the stream in layers, which
     are moved by its map in each, and once into the result. Embedding and head are looked at once, and moved twice."""
-    options = AlignConfig(residual="signed_permutation", attention="none", ffn="none", rescale=False)
+    options = AlignConfig(residual="signed_permutation", attention="none", ffn="none", scaling=False)
     result = found(options, itemsize=4, out=2)
     flops = 2 * 64 * ((6 + 7) * (ALL - ENDS) + 3 * ENDS)
     assert result.seconds == pytest.approx(seconds(flops, 0, (4 + 4 + 2 + 7 * 8) * ALL))
@@ -135,7 +135,7 @@ def test_where_writing_takes_most_it_is_what_counts(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_rotation_is_solved_for_once_a_pass_and_deep_models_try_starts_on_some_layers() -> None:
-    still = {"attention": "none", "ffn": "none", "rescale": False}
+    still = {"attention": "none", "ffn": "none", "scaling": False}
     turned, signed = (found(AlignConfig(residual=group, **still)) for group in ("rotation", "signed_permutation"))
     assert turned.seconds - signed.seconds == pytest.approx((2 + 2 * 4) * 50 * 64**3 / FLOPS)
     deep = replace(ARCHITECTURE, blocks=(*ARCHITECTURE.blocks, *ARCHITECTURE.layers("default") * 9))

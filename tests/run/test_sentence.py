@@ -212,7 +212,7 @@ def test_a_merge_writes_every_module(models: dict[str, Path], tmp_path: Path):
     assert not any("_Dense" in name for name in load_file(out / "model.safetensors"))
     assert parsed("verify", models["anchor"], out, "--tolerance", "1e-3")["same"]
     plain = {**recipe, "parameters": {**recipe["parameters"], "residual": "none", "ffn": "none", "attention": "none",
-                                      "heads": "none", "rescale": False}}  # fmt: skip
+                                      "heads": "none", "scaling": False}}  # fmt: skip
     assert mergekit_yaml(plain, tmp_path / "plain").exit_code == 0
     dense = load_file(tmp_path / "plain" / "2_Dense" / "model.safetensors")
     both = [load_file(models[name] / "2_Dense" / "model.safetensors") for name in ("anchor", "twin")]

@@ -219,7 +219,7 @@ def attention(**facts: object) -> Space:
     ("facts", "wanted", "qk", "vo"),
     [
         ({}, {}, OrthogonalGroup(True), OrthogonalGroup(True)),
-        ({}, {"rescale": False}, OrthogonalGroup(False), OrthogonalGroup(False)),
+        ({}, {"scaling": False}, OrthogonalGroup(False), OrthogonalGroup(False)),
         ({}, {"attention": "invertible"}, InvertibleGroup(True), InvertibleGroup(True)),
         ({}, {"attention": "none"}, IdentityGroup(), IdentityGroup()),
         ({"rotary": 4}, {}, PlanarGroup(True), OrthogonalGroup(True)),
@@ -276,7 +276,7 @@ def test_the_order_of_heads(free: bool, asked: str, order: str) -> None:
         ({"gated": True, "degree": 1}, {}, "permutation, signed rescaling"),
         ({"degree": 2}, {}, "permutation, positive rescaling"),
         ({"degree": 1}, {"ffn": "none"}, "positive rescaling"),
-        ({"degree": 1}, {"rescale": False}, "permutation"),
+        ({"degree": 1}, {"scaling": False}, "permutation"),
         ({}, {"ffn": "none"}, "none"),
     ],
 )
@@ -325,9 +325,9 @@ def test_every_row_of_the_tables_gives_a_group_with_words() -> None:
 
 
 @pytest.mark.parametrize("degree", [0, 1, 2])
-@pytest.mark.parametrize("rescale", [True, False])
-def test_groups_refuse_nothing_that_they_give(degree: int, rescale: bool) -> None:
-    wanted = GroupOptions(heads="permutation", rescale=rescale)
+@pytest.mark.parametrize("scaling", [True, False])
+def test_groups_refuse_nothing_that_they_give(degree: int, scaling: bool) -> None:
+    wanted = GroupOptions(heads="permutation", scaling=scaling)
     spaces = [
         Space("ffn", "ffn", {"size": 5}, degree=degree),
         Space("moe", "experts", {"size": 5, "count": 4}, degree=degree),

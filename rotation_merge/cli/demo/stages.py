@@ -31,7 +31,7 @@ from rotation_merge.run.functions import load
 
 LOCAL = {"heads": "permutation"}
 WHOLE = {"heads": "permutation", "residual": "rotation"}
-OFF = {"attention": "none", "ffn": "none", "rescale": "false"}
+OFF = {"attention": "none", "ffn": "none", "scaling": "false"}
 """Plain averaging of models that mergekit's own linear would write incompletely: it drops most of a ViT's tensors."""
 LEARNING_STEPS = 500
 SCALE = 0.75

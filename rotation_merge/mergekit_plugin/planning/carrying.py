@@ -1,4 +1,4 @@
-"""Donors whose change is carried on samples or at a scale: `carry` and `scale` beside `finetuned_from`."""
+"""Donors whose change is carried on samples or at a scale: `carry` and `carry_scale` beside `finetuned_from`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.sources import TranslatedSource
 
-ASKS = (*OPTIONS, "preset", "match_on", "carry", "scale", "data")
+ASKS = (*OPTIONS, "preset", "match_on", "carry", "carry_scale", "data")
 """Parameters with which a recipe asks for matching, or lets samples judge."""
 
 
@@ -49,7 +49,8 @@ def transfer_config(
         match: by which groups it is matched.
         seed: of everything random.
     """
-    keys = {name: option.key or name for name, option in TransferConfig.options().items()} | {"alignment": "alignment"}
+    keys = {name: option.name_in_recipes(name) for name, option in TransferConfig.options().items()}
+    keys["alignment"] = "alignment"
     values = {name: recipe.given_of_model(key, reader, model) for name, key in keys.items() if key in OF_MODEL}
     values = {name: value for name, value in values.items() if value is not None}
     return TransferConfig(**values, match=match, seed=seed, untie=recipe.untie)
@@ -85,7 +86,7 @@ def carried(
         remedy = "name the model that it was tuned from ('finetuned_from')"
         raise RecipeError(f"'carry: {config.method}' applies to fine-tunes only", where=str(model), remedy=remedy)
     if not config.needs_samples and not config.resizes:
-        note = "the effect of the carried change is not measured; 'scale: auto' measures it on samples"
+        note = "the effect of the carried change is not measured; 'carry_scale: auto' measures it on samples"
         run.note(f"`{model}`: {note}.")
         bases = open_bases(str(recipe.base), str(origin), untie=recipe.untie)
         for line in AddedTokens.of(bases, str(model), 0, resized=False).words(written=False):
@@ -95,7 +96,7 @@ def carried(
         raise RecipeError(
             f"the vocabulary of {origin} differs from the anchor's, so samples cannot be shared",
             where=str(model),
-            remedy="leave out 'carry' and 'scale: auto': weights alone can be carried by shared tokens",
+            remedy="leave out 'carry' and 'carry_scale: auto': weights alone can be carried by shared tokens",
         )
     from rotation_merge.carrying.session import Execution
     from rotation_merge.mergekit_plugin.planning.carry_task import CarryTask

@@ -74,7 +74,7 @@ class RecipeConfig(Config):
     data: str | None = option(
         None,
         "samples: one pool for all models with `ot_fusion` (not given: it matches on weights), else those of each "
-        "model; also for `carry`, `scale: auto` and `match_on`",
+        "model; also for `carry`, `carry_scale: auto` and `match_on`",
         FILE,
         words=("self", "synthetic"),
         scope=EACH,
@@ -154,7 +154,7 @@ CONFIGS: tuple[type[Config], ...] = (AlignConfig, MatchConfig, TransferConfig, R
 read it."""
 
 KEYS = tuple(
-    Key(described.key or name, described, getattr(config, name))
+    Key(described.name_in_recipes(name), described, getattr(config, name))
     for config in CONFIGS
     for name, described in config.options().items()
     if described.scope
@@ -170,7 +170,7 @@ PRESETS = {
 UNMOVED = "unmoved"
 RELATIONS: dict[str, dict[str, Any]] = {
     **PRESETS,
-    UNMOVED: {"attention": "none", "heads": "none", "ffn": "none", "rescale": False},
+    UNMOVED: {"attention": "none", "heads": "none", "ffn": "none", "scaling": False},
 }
 """The same by a donor's relation to the anchor; unmoved: its change is added as it is."""
 
@@ -191,7 +191,7 @@ OF_MODEL = names(EACH, DONOR_ONLY)
 
 def normal(name: str, value: Any) -> Any:
     """YAML reads off/no as False; for options that are words it means none."""
-    if name == "rescale":
+    if name == "scaling":
         return {"none": False, "joint": True, "true": True, "false": False}.get(str(value).lower(), value)
     if name == "layers":
         return str(value)

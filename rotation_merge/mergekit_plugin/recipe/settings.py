@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any
 
@@ -81,7 +81,7 @@ def check_settings(document: Document) -> None:
     _slices(document)
     if delegate is not None:
         check_contract(document, delegate)
-        _unused_options(document, [parameter.name for parameter in delegate.spec.parameters])
+        _unused_options(document)
 
 
 def tokenizer_source(value: Mapping[str, Any]) -> tuple[Path, str | None]:
@@ -218,7 +218,7 @@ def _setting(
         _keys(document, place, item, tuple(ConditionalParameter.model_fields))
     for leaf, place in leaves(value, path):
         try:
-            check_value(name, leaf, spec, delegate)
+            check_value(name, leaf, spec)
         except RecipeError as error:
             document.fault(place, error.what, error.remedy or "")
 
@@ -234,11 +234,11 @@ def _on_samples(document: Document, path: Path) -> bool:
     )
 
 
-def check_value(name: str, value: Any, spec: ParameterSpec | None = None, delegate: MergeMethod | None = None) -> None:
+def check_value(name: str, value: Any, spec: ParameterSpec | None = None) -> None:
     """A single value of a parameter.
 
     Args:
-        spec: the delegate's own parameter of this name; where we have one too, both must know the value.
+        spec: the delegate's own parameter of this name.
 
     Raises:
         RecipeError: it is none that the parameter may have.
@@ -247,18 +247,12 @@ def check_value(name: str, value: Any, spec: ParameterSpec | None = None, delega
         BY_NAME[name].check(normal(name, value))
     elif name in BY_NAME and name != "delegate":
         BY_NAME[name].check(value)
-    if spec is None or delegate is None:
+    if spec is None:
         return
     try:
         valid = spec.validate(value)
     except ValidationError:
-        problem = f"parameter '{name}' is {value!r}"
-        if name not in BY_NAME:
-            raise RecipeError(problem, remedy=f"it must be {wanted(spec)}") from None
-        raise RecipeError(
-            f"{problem}, which also holds for delegate {delegate.spec.name}: its own '{name}' is {wanted(spec)}",
-            remedy=f"write {wanted(spec)}, or choose a delegate without '{name}'",
-        ) from None
+        raise RecipeError(f"parameter '{name}' is {value!r}", remedy=f"it must be {wanted(spec)}") from None
     if isinstance(spec, DelegateParameter) and spec.option is not None:
         spec.option.check(name, valid, "parameter")
     if isinstance(valid, float) and not math.isfinite(valid):
@@ -340,13 +334,10 @@ def check_filters(document: Document, blocks: Iterable[str]) -> None:
                     document.fault((*path, option), problem, remedy)
 
 
-def _unused_options(document: Document, delegate_names: Collection[str]) -> None:
+def _unused_options(document: Document) -> None:
     """Collect options beside `alignment`, and options for all donors where files move every one of them.
 
     Where slices bring together layers of different places, what a file does not hold is matched: options count there.
-
-    Args:
-        delegate_names: parameters of the delegate, which reads those of the same name.
     """
     base = reference(document.value.get("base_model"))
     all_groups = list(groups(document.value))
@@ -354,10 +345,10 @@ def _unused_options(document: Document, delegate_names: Collection[str]) -> None
     donors = {e for group in all_groups for e, model in zip(group.entries, group.models, strict=True) if model != base}
     for entry in sorted(donors, key=str):
         if moved[entry]:
-            _unused_at(document, (*entry, "parameters"), delegate_names, "the file under 'alignment' moves this donor")
+            _unused_at(document, (*entry, "parameters"), "the file under 'alignment' moves this donor")
     for scope in sorted({path for entry in donors for path in _above(entry)}, key=str):
         if all(moved[entry] for entry in donors if entry[: len(scope)] == scope):
-            _unused_at(document, (*scope, "parameters"), delegate_names, "files under 'alignment' move every donor")
+            _unused_at(document, (*scope, "parameters"), "files under 'alignment' move every donor")
 
 
 def _above(entry: Path) -> list[Path]:
@@ -373,7 +364,7 @@ def _moved(group: MergeInputs, number: int) -> bool:
     return all(span == spans[0] for span in spans)
 
 
-def _unused_at(document: Document, path: Path, delegate_names: Collection[str], why: str) -> None:
+def _unused_at(document: Document, path: Path, why: str) -> None:
     for name in at(document.value, path) or {}:
-        if name in MATCHING and name not in delegate_names:
+        if name in MATCHING:
             document.fault((*path, str(name)), f"'{name}' does nothing: {why}", "leave out one of the two")
