@@ -117,7 +117,7 @@ def average(
     seed: int = 0,
     **parameters: Any,
 ) -> View:
-    """Average models that lie in one set of coordinates, by any delegate that recipes can name.
+    """Average models in shared coordinates with any delegate that recipes can name.
 
     Args:
         models: views (`Alignment.apply`, `Alignment.apply_anchor`), or models as `align` takes them; at least one. The

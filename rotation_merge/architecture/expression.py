@@ -1,4 +1,4 @@
-"""Small expressions over a model's config, as they stand in architecture files.
+"""Small expressions over a model's config, as architecture files hold them.
 
 Names are config keys (a missing key is None), `i` is the layer, `a.b` reaches into nested configs, and the usual
 arithmetic, comparisons, `and`/`or`/`not`, `x if c else y`, indexing (nothing has no entries), slices, `len` and `str`
@@ -40,7 +40,7 @@ _UNARY: dict[type, Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: op
 
 
 def evaluate(expression: str | int | float | bool | None, config: Mapping[str, Any]) -> Any:
-    """Value of an expression; numbers, booleans and None stand for themselves.
+    """Value of an expression; numbers, booleans and None are their own values.
 
     Raises:
         ArchitectureError: the expression is malformed or does not fit the config; names both.

@@ -140,7 +140,7 @@ class Axis:
 
     @cached_property
     def size(self) -> int | None:
-        """Length the dimension must have; None where the architecture does not say."""
+        """Required length of the dimension; None where the architecture leaves it open."""
         return sum(math.prod(factors_of(piece)) for piece in self.pieces) if self.pieces else None
 
 

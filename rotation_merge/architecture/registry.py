@@ -47,7 +47,7 @@ def load_file(path: Path) -> ArchitectureSpec:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The file's object, laid over that of the family it extends."""
+    """The file's object, merged over the object of the family it extends."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:

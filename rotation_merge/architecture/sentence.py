@@ -33,7 +33,7 @@ def modes(modules: list[dict[str, Any]]) -> list[str]:
 
 
 def with_modules(spec: ArchitectureSpec, config: Mapping[str, Any]) -> ArchitectureSpec:
-    """A family's file with the dense modules that stand behind a model of this config.
+    """A family's file, extended by the dense modules behind a model with this config.
 
     Raises:
         ArchitectureError: modules of unknown kinds, or no stream that is pooled.

@@ -303,7 +303,7 @@ class _Polish:
 
 
 def best_rate(rates: Sequence[float], trials: Mapping[str, float], before: float) -> float:
-    """The largest rate that gains at least a share of what the best one does: short trials favour small rates.
+    """The largest rate with at least a share of the best gain; short trials favour small rates.
 
     Args:
         trials: held-out divergence after each rate's trial, by its name; empty with one rate.

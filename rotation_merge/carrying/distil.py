@@ -136,7 +136,7 @@ def _on_its_device(model: Any) -> Callable[..., Any]:
 
 
 def adapter_in_training(model: Any, written: AdapterWeights) -> Any:
-    """A model with an adapter, of which only the factors are trained.
+    """A model with an adapter; only its factors are trained.
 
     The rows of each A are made orthogonal and as long as those of a fresh LoRA, and the scale is the rank-stabilised
     one, so that every direction learns equally fast, whatever the change has in it already.

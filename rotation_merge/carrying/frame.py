@@ -165,7 +165,7 @@ class Frame:
 
 
 def frame_of(new: Architecture, old: Architecture, layers: Layers, tied: str | None, names: tuple[str, str]) -> Frame:
-    """The frame in which two bases of one family meet.
+    """The common frame of two bases of one family.
 
     Args:
         layers: by module, which layer of the new base meets which of the old one.

@@ -178,7 +178,7 @@ class RecoveredLift:
 
     @property
     def recovered(self) -> float | None:
-        """(new base - carried) / (what fine-tuning gained at home)."""
+        """Recovered lift: (new base - carried) / (gain of fine-tuning on the old base), of losses."""
         return self.lift(self.carried[0])
 
     @property
@@ -191,7 +191,7 @@ class RecoveredLift:
 
     @property
     def net(self) -> float | None:
-        """The recovered lift above that of the better control."""
+        """The recovered lift minus the better control's."""
         negated = None if self.negated is None else self.lift(self.negated)
         if self.recovered is None or self.random is None or negated is None:
             return None

@@ -212,7 +212,7 @@ def _pass(runner: Runner) -> None:
 
 
 class _Maps:
-    """Least-squares maps M, ``new ~ old M``, near where they start (the identity) where the samples say nothing."""
+    """Least-squares maps M, ``new ~ old M``; directions without samples keep their start (the identity)."""
 
     def __init__(self, ridge: float, starts: Mapping[str, Tensor]) -> None:
         self.ridge, self.starts = ridge, starts

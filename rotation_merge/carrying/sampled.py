@@ -172,7 +172,7 @@ class SampledTransfer:
         return self._ends().model(cast(float, delta.scale))
 
     def _at_best_scale(self, method: str, delta: Delta, parts: TransferSamples) -> JudgedChange:
-        """A change at the scale that is given, or at the best one on samples held out for choices."""
+        """A change at the given scale, or at the best one on held-out samples."""
 
         def model(scale: float) -> Any:
             return self._model(dict(delta.scaled(scale).named(torch.float32)))

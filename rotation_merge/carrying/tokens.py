@@ -321,7 +321,7 @@ def _moved(carrier: Carrier, rows: TensorSource, count: int) -> dict[str, Tensor
 
 
 def saved_rows(adapter: Adapter, bases: Bases) -> dict[str, Tensor]:
-    """An adapter's whole embedding and head, by tensor name; empty if one of them is missing."""
+    """An adapter's whole embedding and head, by tensor name; empty if either is missing."""
     parsed = parse(adapter, bases.old.config)
     held = {spot.info.name: name for name, spot in parsed.saved.items() if spot.info.vocabulary_axis is not None}
     tied = bases.new.tied_head

@@ -105,7 +105,7 @@ def command(
 
 
 def _model_devices(device: str, devices: str | None) -> list[str]:
-    """Devices for the models, one after the other: that of --device, or those of --devices."""
+    """Devices for the models in order: one from --device, or several from --devices."""
     if devices is None:
         return [usable_device(device)]
     if device != "cpu":

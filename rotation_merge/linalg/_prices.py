@@ -104,7 +104,7 @@ def _sample(similarity: Tensor) -> Tensor:
 
 
 def planted_prices(similarity: Tensor) -> Tensor | None:
-    """Prices that prove a planted permutation, if nearly every column singles out a row of its own.
+    """Prices that prove a planted permutation, if nearly every column has one clear row.
 
     Each column j picks the row i where C_ij is largest against the row's spread, and v_j = C_ij / 2: if
     C_ij <= (C_i,p(i) + C_p^-1(j),j) / 2 everywhere, as between a model and its fine-tune, these prices prove p.

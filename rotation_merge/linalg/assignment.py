@@ -266,7 +266,7 @@ def _relative_gap(gap: float, value: float, scale: float) -> float:
 
 
 def toward_identity(matrix: Tensor, permutation: Tensor) -> Tensor:
-    """The permutation after all exchanges of two rows that put one of them in its place and cost nothing."""
+    """The permutation after all swaps of two rows that put one in its place at no cost."""
     scores = matrix.numpy()
     chosen = permutation.numpy().copy()
     n = len(chosen)

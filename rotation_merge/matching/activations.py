@@ -88,7 +88,7 @@ class Activations:
         return "" if place is None else self.shared[place[0].info.name]
 
     def is_plain(self, linear: LinearMap) -> bool:
-        """Whether no norm's gain stands between a stream and the known inputs of this map."""
+        """Whether no norm's gain is between a stream and the known inputs of this map."""
         return linear.norm is None or self.read_with(linear) in self.split
 
 

@@ -281,7 +281,7 @@ class Alignment:
     def apply_anchor(self, anchor: ModelLike, dtype: torch.dtype | None = None, strict: bool = True) -> View: ...
 
     def apply_anchor(self, anchor: ModelLike, dtype: torch.dtype | None = None, strict: bool = True) -> Any:
-        """The anchor as it is averaged with the moved donor: its norms are folded if the alignment needs it.
+        """The anchor to average with the moved donor; its norms are folded if the alignment needs it.
 
         Also moves the anchor's statistics. Arguments and errors as for `apply`.
         """

@@ -495,7 +495,7 @@ class _Fit:
     def _keep_best(
         self, learned: nn.ModuleList, report: FitReport, best: dict[str, Tensor], step: int, seconds: float
     ) -> dict[str, Tensor]:
-        """Keep the state if it is the best on the held-out samples so far."""
+        """Keep the state if it has the lowest held-out loss so far."""
         with torch.no_grad():
             value, barrier = self.score([module() for module in learned])
         report.history.append((step, seconds, value, barrier))

@@ -247,7 +247,7 @@ class _Search:
 
 
 def _bound(pairing: Pairing, i: Tensor, j: Tensor, primal: Tensor, dual: Tensor) -> Tensor:
-    """Upper bounds on gains from bounds (N, S) on what each product can contribute."""
+    """Upper bounds on gains, from bounds (N, S) on the contribution of each product."""
     norms = (x.cpu() for x in pairing.norms(Order(i, j, torch.arange(pairing.dual.shape[1])[None])))
     return pairing.group.bound(primal, dual, Grams(primal, dual, *norms))
 

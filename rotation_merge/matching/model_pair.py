@@ -131,7 +131,7 @@ class ModelPair:
 
     @cached_property
     def spans(self) -> frozenset[str]:
-        """Spaces that span layers and move in all of them, by their names in the first layer."""
+        """Spaces that span several layers, by their names in the first layer."""
         return matched_spans(self.architecture, self.options)
 
     def is_plain(self, block: Block) -> bool:

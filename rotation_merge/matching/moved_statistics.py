@@ -49,7 +49,7 @@ class Feeding:
 
 
 def feeding_keys(linear: LinearMap) -> list[str]:
-    """Keys of the tensors that stand around a map: its norm's gain and shift, its layer scale."""
+    """Keys of the tensors around a map: its norm's gain and shift, its layer scale."""
     keys = [] if linear.norm is None else [linear.norm.gain, linear.norm.shift]
     keys += [] if linear.scale is None else [linear.scale.gain]
     return [key for key in keys if key is not None and linear.block.tensor(key) is not None]
@@ -166,7 +166,7 @@ def _experts(linear: LinearMap, tensor: Tensor, transforms: Transforms) -> Tenso
 
 
 def _fed(linear: LinearMap, augmented: Tensor, feeding: Feeding) -> Tensor:
-    """The Gram of ``x = D x_hat + c`` from that of ``(x_hat, 1)``."""
+    """The Gram of ``x = D x_hat + c`` from the Gram of ``(x_hat, 1)``."""
     if feeding.gain is None:
         raise StatisticsError(
             f"'{linear.info.name}' is fed by a norm whose gain is missing", remedy="the checkpoint is incomplete"

@@ -314,7 +314,7 @@ def open_pair(
 
 
 def _reference(models: Models, model: str | OpenedModel) -> ModelReference:
-    """The name of a model among these; a loaded model stands for itself."""
+    """The name of a model among these, or the loaded model itself."""
     if isinstance(model, str):
         return parse_reference(model)
     model_in_memory = HeldModel(model)

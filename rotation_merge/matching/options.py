@@ -78,7 +78,7 @@ class AlignConfig(GroupOptions):
 
 @dataclass(frozen=True)
 class MatchConfig(Config):
-    """Options that select how an alignment's maps are found and how its models are opened."""
+    """Options for finding an alignment's maps and for opening its models."""
 
     match_on: str = option(
         WEIGHTS,

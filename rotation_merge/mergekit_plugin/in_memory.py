@@ -130,7 +130,7 @@ def merge_views(
     samples: Sequence[list[dict[str, Tensor]]] = (),
     seed: int = 0,
 ) -> View:
-    """Models that lie in one set of coordinates, merged by a delegate.
+    """Models in shared coordinates, merged by a delegate.
 
     Args:
         views: the first is the base.

@@ -226,7 +226,7 @@ def fingerprints(session: Session) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SentenceModuleTensors:
-    """Tensors of sentence-transformers' modules, which lie in files of their own.
+    """Tensors of sentence-transformers' modules, which have files of their own.
 
     Attributes:
         written: called with the number of written tensors.

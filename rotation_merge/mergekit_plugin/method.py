@@ -41,7 +41,7 @@ class Methods(dict[str, MergeMethod]):
 
 
 class RotationMergeMethod(MergeMethod):
-    """Stands in the registry so that recipes may name it."""
+    """Entry in the registry, so that recipes can name the method."""
 
     spec = MergeMethodSpec(
         name=METHOD,

@@ -155,7 +155,7 @@ def shifted(hidden: HiddenBiases, moved: Get, anchor: Get) -> Tensor | None:
 
 
 def without_hidden_biases(block: Block, tensors: Mapping[str, Tensor], spaces: Collection[str]) -> dict[str, Tensor]:
-    """A block without hidden biases: that of the values is moved into the output map's bias."""
+    """A block without hidden biases: the values' bias is moved into the output map's bias."""
     known = [hidden for hidden in block_hidden_biases(block) if hidden.space.name in spaces]
     result = dict(tensors)
 

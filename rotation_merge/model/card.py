@@ -324,7 +324,7 @@ def updated_card(
     written: MergeReport | None = None,
     first: Sequence[str] = (),
 ) -> str:
-    """A card with metadata and our section as the report has them now, everything else as it was.
+    """A card with the report's metadata and section; everything else unchanged.
 
     The card of a merge names no path of this machine that the report knows.
 

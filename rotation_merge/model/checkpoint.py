@@ -388,7 +388,7 @@ class Model:
 
     @property
     def has_files(self) -> bool:
-        """Whether it and its adapter lie in files."""
+        """Whether the model and its adapter are stored in files."""
         return True
 
     @property

@@ -299,7 +299,7 @@ class Fold:
         return written or gains or self.inputs(block, info) != [info.key]
 
     def on_inputs(self, block: Block, info: TensorInfo, get: Get) -> dict[str, Tensor] | None:
-        """Factors (in,) by which folding multiplies a map's last axis, by norm; None if folding does more."""
+        """Factors (in,) that folding multiplies a map's last axis with, by norm; None if folding does more."""
         scales = any(info.key in s.writes for s in block.scales if s.stream in self.streams)
         if scales or any(p.role == "write" and p.space.name in self.centred for a in info.axes for p in a.parts):
             return None

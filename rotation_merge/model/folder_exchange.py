@@ -109,7 +109,7 @@ class FolderExchange:
         os.rename(os.path.join(source, path), destination)
 
     def _sync(self) -> None:
-        """The names in all folders are on disk, where things were moved into or out of."""
+        """Flush the directory entries of all folders involved to disk."""
         for folder in {os.path.dirname(path) for path in (*self.incoming, *self.outgoing)}:
             for place in (self.target, self._old):
                 if os.path.isdir(os.path.join(place, folder)):

@@ -77,7 +77,7 @@ def rows_note(anchor: str, donor: str, rows: LabelRows) -> list[str]:
 
 
 def in_order(tensor: Tensor, rows: tuple[int, tuple[int, ...]] | None) -> Tensor:
-    """A tensor with its classes in another order (None: as it is)."""
+    """A tensor with its classes in another order (None: unchanged)."""
     return tensor if rows is None else tensor.index_select(rows[0], torch.tensor(rows[1], device=tensor.device))
 
 

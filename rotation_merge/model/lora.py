@@ -125,7 +125,7 @@ def _carried(adapter: Adapter, entry: AdapterEntry) -> AdapterEntry:
 
 
 def entry_of(adapter: Adapter, name: str, names: Mapping[str, PossibleTensor]) -> AdapterEntry | None:
-    """An adapter's change of one weight; None if its base has no such weight.
+    """An adapter's change of one weight; None if the base lacks the weight.
 
     Args:
         name: of the weight, as the adapter has it.

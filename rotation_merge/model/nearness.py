@@ -26,7 +26,7 @@ class Nearness:
 
     @property
     def mean(self) -> float:
-        """Over all of them; 1 where none could be compared."""
+        """Mean over all kinds; 1 where none could be compared."""
         return sum(self.cosines.values()) / len(self.cosines) if self.cosines else 1.0
 
     @property

@@ -45,7 +45,7 @@ def stored_tensors(block: Block, source: TensorSource) -> dict[str, Tensor]:
 
 
 def views(block: Block, sources: Iterable[TensorSource]) -> Callable[[slice], list[TensorSource]]:
-    """Several models' tensors of a block, of its vocabularies no more than a slice."""
+    """Several models' tensors of a block, with a slice of its vocabularies."""
     infos = [(name, info) for info in block.tensors for name in (*info.names, *info.tied)]
     known = [stored_tensors(block, source) for source in sources]
     return lambda part: [narrow_vocabulary(infos, source, part) for source in known]

@@ -183,7 +183,7 @@ def _tokenizer(reference: ModelReference, trust_remote_code: bool) -> _Tokenizer
 
 @dataclass(frozen=True)
 class _Tokenizer:
-    """A tokenizer; two that lie here are the same where their files are.
+    """A tokenizer; local tokenizers are equal where their files are equal.
 
     Attributes:
         contents: a digest of its files; the path again where it does not lie here.

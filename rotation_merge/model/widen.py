@@ -122,7 +122,7 @@ class Widening:
         return wide
 
     def trimmed(self, name: str, wide: Tensor) -> Tensor:
-        """The change of a wider model's tensor without that of the entries which gains are filled up with."""
+        """The change of a wider model's tensor without the entries that pad its gains."""
         block, info, _ = self.places[name]
         if not _is_gain(info) or info.axes == self.larger[block.name][info.key].axes:
             return wide
@@ -267,7 +267,7 @@ class WidenedSource:
 
 
 def wide_shapes(shapes: Mapping[str, tuple[int, ...]], widening: Widening) -> dict[str, tuple[int, ...]]:
-    """The shapes of a wider model's tensors, from those of its own."""
+    """The shapes of a wider model's tensors, from the narrow model's."""
     result = dict(shapes)
     for name in shapes.keys() & widening.places.keys():
         block, info, _ = widening.places[name]

@@ -42,7 +42,7 @@ def _pyplot() -> Any:
 
 
 def save_barrier(barrier: Barrier, path: str) -> None:
-    """Write a barrier's curves to a PNG, SVG or PDF file, up to `MOST_CURVES` of them; whole or not at all.
+    """Write a barrier's curves, up to `MOST_CURVES`, to a PNG, SVG or PDF file, completely or not at all.
 
     Raises:
         RotationMergeError: matplotlib is not installed.

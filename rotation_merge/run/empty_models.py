@@ -1,4 +1,4 @@
-"""transformers' models as they are made: without weights, or with all of them at once."""
+"""transformers' models, created without weights or with all of them."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _parts(model: Any, data: Data) -> Iterator[Batch]:
 
 
 def _vocabulary(model: Any) -> int:
-    """Tokens that a model predicts among; 1 where its config, or its having none, does not say."""
+    """Number of tokens that a model predicts; 1 where no config gives it."""
     config = getattr(model, "config", None)
     return getattr(config.get_text_config(), "vocab_size", None) or 1 if config is not None else 1
 
@@ -271,7 +271,7 @@ def of_labels(predicted: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def of_numbers(predicted: Tensor, labels: Tensor) -> dict[str, float]:
-    """Pearson's correlation, and Spearman's: that of the ranks, which ties share; (n,) each. 0 of constants."""
+    """Pearson's and Spearman's correlation of two (n,) vectors; ties share a rank, constants give 0."""
     return {"pearson": _correlation(predicted, labels), "spearman": _correlation(_ranks(predicted), _ranks(labels))}
 
 

@@ -290,7 +290,7 @@ class Probe:
 
 
 def _alike(tapped: HookedModel, first: str, second: str) -> bool:
-    """Whether two maps that read the same read it behind the same norm."""
+    """Whether two maps with the same input read it behind the same norm."""
     a, b = tapped.maps[first], tapped.maps[second]
     return a.norm is b.norm and a.stacked == b.stacked
 

@@ -39,7 +39,7 @@ class InMemoryModel:
 
     @cached_property
     def model(self) -> Any:
-        """The model, with all weights; its signature tells its inputs."""
+        """The model with all weights; its signature lists its inputs."""
         return load(self.path, self.dtype, self.like)
 
     def on(self, inputs: Sequence[Batch]) -> list[Batch]:
@@ -80,7 +80,7 @@ class LayerwiseModel:
 
     @cached_property
     def model(self) -> Any:
-        """The model without weights; its signature tells its inputs."""
+        """The model without weights; its signature lists its inputs."""
         return empty_model(self.config)
 
     def on(self, inputs: Sequence[Batch]) -> list[Batch]:

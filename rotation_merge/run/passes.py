@@ -97,7 +97,7 @@ class UnfinishedMeasurement(Unfinished):
 
 
 def stored(tensors: Mapping[str, Tensor]) -> dict[str, DeferredTensor]:
-    """Tensors in memory in the form in which they are written."""
+    """Tensors in memory in their stored form."""
 
     def load(tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor
@@ -148,7 +148,7 @@ def _run(pass_: StatisticsPass, state: UnfinishedMeasurement | None, progress: P
 
 
 def _marks(sums: Sums) -> dict[str, tuple[int, int]]:
-    """Marks that tell whether sums have been added to, in place or not."""
+    """Version marks of sums, which change whenever a sum does."""
     return {key: (id(total), total._version) for key, total in sums.items()}
 
 

@@ -135,7 +135,7 @@ class HookedModel:
 
     @contextmanager
     def watched(self, watcher: Watcher) -> Iterator[None]:
-        """Tell the watcher about every map that runs."""
+        """Report every map that runs to the watcher."""
         stack: list[nn.Module] = []
         owned = self._owned()
 

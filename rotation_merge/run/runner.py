@@ -249,7 +249,7 @@ class Runner:
         self._fill(block)
 
     def _keep_every(self, done: Block) -> None:
-        """Keep each layer's output, as a module outside of the layers reads the stream between two of them."""
+        """Keep each layer's output, because a module outside the layers reads the stream between two layers."""
         if done.module in self._every or self._stack(done) == done.name:
             return
         for batch in range(len(self.batches)):
@@ -366,7 +366,7 @@ class Runner:
         self._latest[self._stack(block), self._batch] = (still, [isinstance(x, Tensor) for x in leaves], form)
 
     def _stack(self, block: Block) -> str:
-        """Whose latest output a layer gives back: its stack's, or its own where a head looks at all layers."""
+        """The key of a layer's latest output: its stack, or the layer where a head reads all layers."""
         every = any(getattr(self.model.config, key, None) not in (None, False) for key in INNER)
         return block.name if every or block.module in self._every else block.module
 

@@ -330,7 +330,7 @@ class SettledOutputs:
         self._forms.clear()
 
     def _hooks(self, known: set[str], fresh: dict[str, tuple[Any, int]]) -> list[Any]:
-        """Hooks by which outputs are found, each with the sum of its tensors' versions: who changes one raises it."""
+        """Hooks that find outputs, each with the sum of its tensors' versions; a changed tensor raises the sum."""
         before = [True]
 
         def on_output(name: str, _: nn.Module, __: Any, output: Any) -> None:

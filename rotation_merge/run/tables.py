@@ -57,7 +57,7 @@ def read_table(path: Path) -> list[dict[str, Any]]:
 
 
 def _columns(columns: Mapping[str, Sequence[str]], source: str) -> tuple[list[str], str | None]:
-    """The columns of texts, and that of labels."""
+    """The columns of the texts, and the column of the labels."""
     known = {name.lower(): name for name in columns}
     label = next((known[name] for name in LABELS if name in known), None)
     pair = next((names for names in PAIRS if all(name in known for name in names)), None)

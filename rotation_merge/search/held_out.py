@@ -56,7 +56,7 @@ def with_batches(data: Data, batches: Sequence[Batch]) -> Data:
 
 
 def _in_parts(data: Data) -> list[Batch]:
-    """Batches, made smaller if there are too few of them."""
+    """Batches, split into smaller ones if there are too few."""
     if len(data.batches) >= PARTS or not all(_by_row(batch) for batch in data.batches):
         return data.batches
     size = max(1, sum(map(examples_in, data.batches)) // PARTS)

@@ -271,7 +271,7 @@ class Preparation:
         return (time.perf_counter() - begin) / tokens_in([replace(data, batches=[batch])])
 
     def _split(self, samples: Sequence[Data], per_token: float) -> SampleSets:
-        """The parts of the samples, with as many held-out batches as there is time to measure."""
+        """The parts of the samples, with as many held-out batches as the time allows."""
         sets = split(samples, self.config.seed)
         held_out = [*sets.deciding, *sets.reported]
         share = self._share(per_token * len(self.config.models) * tokens_in(held_out))

@@ -98,7 +98,7 @@ class TextReader(Reader):
         return inputs, torch.tensor([size for _, size in encoded], dtype=torch.float64)
 
     def _ids(self, text: str) -> tuple[list[int], int]:
-        """A text's tokens, and the number of bytes of those after the first."""
+        """A text's tokens, and the number of bytes after the first token."""
         ids = self.tokenizer(text, truncation=self.longest is not None, max_length=self.longest)["input_ids"] or [0]
         whole = len(text.encode())
         if self.longest is not None and len(ids) == self.longest:

@@ -127,7 +127,7 @@ class Renaming:
         return self._pattern.sub(lambda match: self.names[match[0]], text) if self._pattern else text
 
     def value(self, value: Any, within: str = "") -> Any:
-        """The same of JSON: of words, and of keys where these are paths, or models by what they stand `within`."""
+        """The same for JSON: strings, and keys that are paths or, by the key they are `within`, models."""
         if isinstance(value, str):
             return self.names.get(value) or self.text(value)
         if isinstance(value, Mapping):

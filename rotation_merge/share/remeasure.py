@@ -96,6 +96,6 @@ def is_source(data: str) -> bool:
 
 
 def base_name(path: str) -> str:
-    """The last part of a path, as a name that may stand in a published recipe."""
+    """The last part of a path, as a name for a published recipe."""
     name = re.sub(r"[^\w.@+ -]", "-", re.split(r"[/\\]", path.rstrip("/\\"))[-1])
     return name if PART.fullmatch(name) else f"file{name}"

@@ -254,7 +254,7 @@ def _orders(group: Group) -> Group:
 
 
 def neurons(space: SpaceFacts, options: GroupOptions = LARGEST) -> NeuronGroup:
-    """`admitted` for an FFN; for experts, that of the neurons of each."""
+    """`admitted` for an FFN; for experts, the group of the neurons of each."""
     degree = space.degree if options.scaling else 0
     return NeuronGroup(space.sizes["size"], options.ffn != "none", degree, space.gated, space.sizes.get("count", 1))
 

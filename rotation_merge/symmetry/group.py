@@ -71,7 +71,7 @@ class Group(ABC):
         return self
 
     def lift(self, element: GroupElement) -> GroupElement:
-        """An element of `unordered`, as one of its own."""
+        """An element of this group, made from one of `unordered`."""
         return element
 
     def parts(self, size: int) -> list[tuple[Group, slice]]:

@@ -215,7 +215,7 @@ class HeadGroup(SpaceGroup):
         return replace(self, qk=self.qk.unordered(), gains=None if self.gains is None else self.gains.unordered())
 
     def lifted(self, transform: HeadTransform) -> HeadTransform:
-        """A transform of `unordered`, as one of its own."""
+        """A transform of this group, made from one of `unordered`."""
         gains = None if transform.gains is None or self.gains is None else self.gains.lift(transform.gains)
         return replace(transform, qk=self.qk.lift(transform.qk), gains=gains)
 

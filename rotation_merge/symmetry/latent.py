@@ -34,7 +34,7 @@ class LatentGroup(StreamGroup):
         return LatentTransform(super().solve(products, gains).element)
 
     def refuses(self, transform: SpaceTransform) -> str | None:
-        """Rotations are admitted where gains are folded, which an alignment says of itself."""
+        """Rotations are admitted where gains are folded; the alignment records that."""
         if not isinstance(transform, LatentTransform):
             return "it is not one of a latent"
         kind = "signed_permutation" if transform.moves_gains else "rotation"

@@ -39,13 +39,13 @@ class MatrixElement(GroupElement):
         return type(self)(self.matrix[index])
 
     def distance(self) -> Tensor:
-        """Frobenius distance from the identity over 2 sqrt(d), that of the farthest orthogonal map: 1 at -I."""
+        """Frobenius distance from the identity, divided by the largest of an orthogonal map, 2 sqrt(d): 1 at -I."""
         eye = torch.eye(self.size, dtype=self.matrix.dtype, device=self.matrix.device)
         return (self.matrix - eye).flatten(1).norm(dim=1).double() / (2 * self.size**0.5)
 
     @cached_property
     def _still(self) -> bool:
-        """The diagonal tells most maps from the identity; only then is the whole matrix looked at."""
+        """Compare the diagonal first: it differs for most maps other than the identity."""
         return bool((self.matrix.diagonal(dim1=1, dim2=2) == 1).all()) and super()._still
 
     def tensors(self) -> dict[str, Tensor]:

@@ -105,7 +105,7 @@ class OrderedExchange(GatedOrder):
 
 
 def with_orders(element: GroupElement, orders: Tensor) -> GroupElement:
-    """An element with other permutations, int64 (G, n), wherever it has any; one order stands for all."""
+    """An element with other permutations, int64 (G, n); a single order holds for all."""
     if isinstance(element, DirectSum):
         return DirectSum(tuple(with_orders(part, orders) for part in element.parts))
     if not isinstance(element, Monomial):

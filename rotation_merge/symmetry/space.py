@@ -113,7 +113,7 @@ class MatchingCost:
 
 
 class SpaceGroup(ABC):
-    """The group of one space, as it is asked for: the order of heads or experts, and the groups of its elements."""
+    """The group of one space under the options: the order of heads or experts, and the groups of its elements."""
 
     @abstractmethod
     def identity(self) -> SpaceTransform:

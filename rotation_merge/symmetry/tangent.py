@@ -61,7 +61,7 @@ class Freedom:
 
 
 def like(start: Tensor, step: Tensor, exact: bool) -> Tensor:
-    """The start where the step lies: in float64 if `exact`, else in float32."""
+    """The start on the step's device, in float64 if `exact`, else in float32."""
     return start.to(device=step.device, dtype=torch.float64 if exact else torch.float32)
 
 

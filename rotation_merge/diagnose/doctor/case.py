@@ -99,7 +99,7 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        """Dtype of the merge: that of its weights, or that in the recipe."""
+        """Dtype of the merge, from its weights or from the recipe."""
         if self.merged_model is not None:
             kinds = {str(dtype) for dtype in self.merged_model.dtypes.values()}
             return "float16" if "torch.float16" in kinds else next(iter(kinds), "").removeprefix("torch.")

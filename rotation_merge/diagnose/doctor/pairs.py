@@ -1,4 +1,4 @@
-"""Causes that lie between two parents: sizes, vocabularies, configs, tied heads, other coordinates, other lineage."""
+"""Causes found by comparing two parents: sizes, vocabularies, configs, tied heads, other coordinates, other lineage."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ def _cosines(ours: Tensor, parents: Tensor) -> Tensor:
 
 
 def all_permuted_alike(space: Space, orders: Mapping[tuple[str, str], Layout | None]) -> bool:
-    """Whether all tensors of a space stand in one order together, so that the model computes the same.
+    """Whether one order fits all tensors of a space, so that the function is unchanged.
 
     Args:
         orders: by role and tensor; None: it stands in order.

@@ -97,7 +97,7 @@ def of_span(case: Case, progress: Progress | None = None) -> Iterator[Cause]:
 
 
 def _of_parents(case: Case, progress: Progress | None) -> Iterator[Cause]:
-    """Parents that lie in another layout than the first one."""
+    """Parents with another layout than the first one's."""
     if case.method == METHOD or case.recipe.get("slices") or case.recipe.get("modules"):
         return
     for name in case.parents[1:]:

@@ -134,7 +134,7 @@ class BlockMoves:
         return (task,) * len(names)
 
     def _carried_tensor(self, move: Move, info: TensorInfo, framed: TensorInfo) -> tuple[Task, ...]:
-        """The anchor's tensor as samples say that the source changes it."""
+        """The anchor's tensor with the source's change, fitted to samples."""
         names = self.out.names(info)
         base = self._same_block(self.donors.recipe.base, move.frame)
         assert move.carrying is not None

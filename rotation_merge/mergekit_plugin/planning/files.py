@@ -80,7 +80,7 @@ RENAME = "name another file, or move it away"
 
 
 def check_pulled(config: MergeConfiguration, path: str | None = None) -> None:
-    """A recipe that was pulled writes nowhere but below the folder in which the command is run.
+    """Refuse outputs of a pulled recipe outside the current folder.
 
     Args:
         path: the recipe's file, if it is not the one that is being run.
@@ -136,7 +136,7 @@ def _references(value: Any) -> Iterator[ModelReference]:
 
 
 def _parameters(value: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of all parameters, wherever they stand; of lists and filters each value."""
+    """Names and values of all parameters in a recipe; each value of lists and filters."""
     for field, child in _children(value):
         if field == "parameters" and isinstance(child, Mapping):
             for parameter, setting in child.items():

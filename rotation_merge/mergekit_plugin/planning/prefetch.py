@@ -30,7 +30,7 @@ class Job(Protocol):
 
 
 class PrefetchScheduler:
-    """The blocks of one merge, matched side by side in the order in which mergekit asks for them: that of labels."""
+    """The blocks of one merge, matched in parallel in the order of labels, in which mergekit asks for them."""
 
     def __init__(self, single: bool) -> None:
         """Start with no blocks waiting.

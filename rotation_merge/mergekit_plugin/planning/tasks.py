@@ -299,7 +299,7 @@ class MoveTensor(KeyedTask):
 
 
 class CarriedTensor(KeyedTask):
-    """One tensor of the anchor as a donor's change makes it, which samples say; rounded once, to `dtype`.
+    """One tensor of the anchor with a donor's change, fitted to samples; rounded once, to `dtype`.
 
     Attributes:
         carrying: gives the tensors that change, by the anchor's names.

@@ -139,7 +139,7 @@ class MatchMean(WholeModelTask):
 
 
 class MeanAlignment(WholeModelTask):
-    """One model's alignment out of those to the mean."""
+    """One model's alignment to the mean."""
 
     all: MatchMean = Field(repr=False)
     name: str

@@ -19,7 +19,7 @@ def title(model: object, origin: object | None) -> str:
 
 
 def entries(config: MergeConfiguration) -> Iterator[tuple[ModelReference, Mapping[str, Any]]]:
-    """Every model that a recipe merges, with the parameters that stand under it."""
+    """Every model that a recipe merges, with its parameters."""
     for part in (config, *(config.modules or {}).values()):
         sources = (source for piece in part.slices or [] for source in piece.sources)
         for entry in (*(part.models or []), *sources):
@@ -32,7 +32,7 @@ def carried_donors(config: MergeConfiguration) -> set[ModelReference]:
 
 
 def admits_other_shapes(parameters: Any) -> bool:
-    """Whether a donor's parameters say that its base may have other shapes than the anchor."""
+    """Whether a donor's parameters allow its base other shapes than the anchor's."""
     return isinstance(parameters, Mapping) and bool(parameters.get("widths") or parameters.get("layers_map"))
 
 

@@ -72,7 +72,7 @@ def _inputs(value: Mapping[str, Any], path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def scopes(value: Mapping[str, Any]) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Every place where parameters stand, and the names of ours that are allowed there."""
+    """Every place for parameters in a recipe, and our parameters that are allowed there."""
     yield ("parameters",), (*OPTIONS, *names(EACH, RECIPE))
     for path, kind in parts(value):
         if kind in (InputModelDefinition, InputSliceDefinition):

@@ -180,12 +180,12 @@ class Recipe:
         return VaryingOptions(whole, lambda b, t: self.options(reader.with_t(t), b, donor)) if varied else whole
 
     def of_model(self, name: str, reader: ConfigReader, model: ModelReference) -> Any:
-        """A parameter that says something about one model, its default where it is not given."""
+        """A parameter of one model; its default where it is not given."""
         value = self.given_of_model(name, reader, model)
         return BY_NAME[name].default if value is None else value
 
     def given_of_model(self, name: str, reader: ConfigReader, model: ModelReference) -> Any:
-        """A parameter that says something about one model; None where it is not given."""
+        """A parameter of one model; None where it is not given."""
         value = _setting(name, reader.parameter_sources(model), "", 0.0)
         return None if value is None else BY_NAME[name].check(value)
 

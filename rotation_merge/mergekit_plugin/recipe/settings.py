@@ -335,7 +335,7 @@ def check_filters(document: Document, blocks: Iterable[str]) -> None:
 
 
 def _unused_options(document: Document) -> None:
-    """Collect options beside `alignment`, and options for all donors where files move every one of them.
+    """Report matching options without effect: the donors are moved by files under `alignment`.
 
     Where slices bring together layers of different places, what a file does not hold is matched: options count there.
     """

@@ -62,7 +62,7 @@ class Entry:
         return np.memmap(self.path, np.uint8, "r", self.start, (self.size,))
 
     def part(self, index: int) -> Entry:
-        """One of the tensors that stand one after the other in it."""
+        """One of the tensors that are stored in sequence in it."""
         size = self.size // self.shape[0]
         return replace(self, shape=self.shape[1:], start=self.start + index * size, size=size)
 

@@ -49,7 +49,7 @@ def is_folder(path: str) -> bool:
 
 
 def gguf_files(folder: str) -> list[str]:
-    """The GGUF files of a folder that was made of them; empty for any other."""
+    """The GGUF files that a folder was made from; empty for any other folder."""
     try:
         with open(os.path.join(folder, FILES), encoding="utf-8") as file:
             paths: list[str] = json.load(file)

@@ -97,7 +97,7 @@ class PlannedTensor(Entry):
     numbers: Tensor | None = None
 
     def bytes(self) -> np.ndarray:
-        """Its name, as it is no other's copy."""
+        """Bytes that identify its content: its name, as it copies no other tensor."""
         return np.frombuffer(self.name.encode(), np.uint8)
 
     def read(self) -> Tensor:

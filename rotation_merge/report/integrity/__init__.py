@@ -28,7 +28,7 @@ CHECKS: tuple[Callable[[Contents, Sequence[Contents]], Iterator[Defect]], ...] =
 
 
 def check_folder(folder: str, parents: Sequence[str] = ()) -> list[Defect]:
-    """Every defect that headers and small files tell of a checkpoint folder, the fatal ones first.
+    """Every defect visible in a checkpoint folder's headers and small files, fatal ones first.
 
     A defect that a parent has, too, is not fatal: the merge did not cause it.
 

@@ -117,7 +117,7 @@ class Contents:
 
     @cached_property
     def shards(self) -> list[str]:
-        """Weight files with shard names, whatever the index says."""
+        """Weight files with shard names, whether or not the index has them."""
         return sorted(name for name in self.names if SHARD.fullmatch(name))
 
     @cached_property

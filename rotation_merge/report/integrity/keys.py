@@ -262,7 +262,7 @@ def entry_paths(config: Mapping[str, Any], keys: Sequence[str], value: Any, befo
 def _vocabulary(
     contents: Contents, loading: Loading, missing: set[str], unexpected: set[str], mismatched: Shapes
 ) -> Iterator[Defect]:
-    """All tensors of the vocabulary have another number of rows than the config says."""
+    """All tensors of the vocabulary have another number of rows than the config's."""
     if loading.embedding not in mismatched:
         return
     (rows, *width), (size, *model_width) = mismatched[loading.embedding]
@@ -412,7 +412,7 @@ def _place(contents: Contents) -> str:
 
 
 def _taken(contents: Contents, parents: Sequence[Contents], missing: set[str]) -> tuple[Correction, ...]:
-    """The tensors of the first parent that has all of them, put into the last file."""
+    """Add missing tensors, from the first parent that has all of them, to the last file."""
     parent = next((parent for parent in parents if missing <= parent.tensors.keys()), None)
     if parent is None or not contents.weight_files[-1].endswith(".safetensors"):
         return ()

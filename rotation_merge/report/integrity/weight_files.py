@@ -87,7 +87,7 @@ def _index(contents: Contents) -> Iterator[Defect]:
 
 
 def _disagreements(contents: Contents, index: str) -> Iterator[Defect]:
-    """An index that is not that of its shards."""
+    """An index that does not match its shards."""
     places = {name: tensor.file for name, tensor in contents.tensors.items()}
     if wrong := [name for name, place in contents.weight_map.items() if place != places.get(name)]:
         problem = f"puts {len(wrong)} tensors, '{wrong[0]}' first, into files that do not hold them"
