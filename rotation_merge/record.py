@@ -244,9 +244,17 @@ class Verdict:
     def markdown(self) -> list[str]:
         """The verdict as Markdown lines for a model card."""
         table = [self.headers, ["---"] * len(self.headers), *self.rows({})]
-        lines = ["", "### How it was chosen", "", f"On {self.samples}, less is better:", ""]
+        lines = [
+            "",
+            "### How it was chosen",
+            "",
+            " ".join(self.sentences()),
+            "",
+            f"On {self.samples}, less is better:",
+            "",
+        ]
         lines += [f"| {' | '.join(row)} |" for row in table]
-        return [*lines, "", " ".join(self.sentences()), "", " ".join(self.attempts())]
+        return [*lines, "", " ".join(self.attempts())]
 
     def attempts(self) -> list[str]:
         """Sentences on the merges that were tried and those that were not."""

@@ -245,6 +245,11 @@ def _save(barriers: list[Barrier], directory: str) -> None:
 
 def _show(barrier: Barrier) -> None:
     curves = barrier.curves
+    words = [f"{curve.barrier():.4f} {curve.name}" for curve in curves]
+    words[0] = f"{curves[0].barrier():.4f} {_unit(barrier)} {curves[0].name}"
+    say(f"Barrier: {', '.join(words)}.")
+    for sentence in barrier.words():
+        say(f"{sentence[:1].upper()}{sentence[1:]}.")
     few = len(curves) <= NARROW
     shares, form = curves if few else [], ".1%" if barrier.figure == "accuracy" else ".4f"
     rows = [
@@ -260,11 +265,6 @@ def _show(barrier: Barrier) -> None:
         table("", heads, [_figures(curve, form) for curve in curves], numbers=(1, 2, 3))
     if on_terminal():
         say(text_plot(barrier))
-    words = [f"{curve.barrier():.4f} {curve.name}" for curve in curves]
-    words[0] = f"{curves[0].barrier():.4f} {_unit(barrier)} {curves[0].name}"
-    say(f"Barrier: {', '.join(words)}.")
-    for sentence in barrier.words():
-        say(f"{sentence[:1].upper()}{sentence[1:]}.")
 
 
 def _figures(curve: Curve, form: str) -> tuple[str, ...]:

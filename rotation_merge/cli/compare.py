@@ -60,12 +60,12 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
         )
         for g in shown_gaps
     ]
+    summary = coordinates_verdict(measured_gaps)
+    say(f"{summary[:1].upper()}{summary[1:]}.")
     headers = ("block", "space", "distance", "aligned", "angle", "aligned", "map: distance from the identity")
     table("", headers, rows, numbers=(2, 3, 4, 5))
     for warning in pair.checked.warnings:
         say(f"Warning: {warning}", "yellow")
     for note in pair.notes():
         say(note)
-    summary = coordinates_verdict(measured_gaps)
-    say(f"{summary[:1].upper()}{summary[1:]}.")
     return 0

@@ -141,14 +141,14 @@ def _show(outcome: Outcome, out: str | None) -> None:
 
     verdict = outcome.verdict
     parents = [parent.name for parent in verdict.parents]
+    first, *details = verdict.sentences()
+    say(first)
     numbers = range(1, len(verdict.headers))
     table(f"On {verdict.samples}:", verdict.headers, verdict.rows(shortened(parents)), [*numbers])
     headers = [*verdict.headers, "seconds"]
     table("Tried, on the samples that chose:", headers, verdict.attempt_rows(), [*range(1, len(headers))])
     for name, why in verdict.left_out.items():
         note(f"not tried: {name} ({why})")
-    first, *details = verdict.sentences()
-    say(first)
     for words in details:
         say(words, "yellow")
     parent = verdict.best_parent
