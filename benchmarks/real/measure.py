@@ -483,6 +483,8 @@ def carried(bench: Bench, name: str) -> Iterator[dict[str, str]]:
 
     yield {**row("on its own base", bench.judged(name)), "recovered lift": ""}
     yield row("not at all: the new base", new)
+    if (bench.root / f"{task}-new").exists():  # as many steps on the same texts: what can be gained there at all
+        yield row("not at all: the new base fine-tuned", bench.judged(f"{task}-new"))
     yield row("plain addition", bench.once(f"carry {name} plain", partial(added, bench, name, task)))
     for way, options in WAYS.items():
         if bench.due(f"carry {name} {way}", way):

@@ -193,6 +193,8 @@ def recipes_of_models() -> dict[str, dict[str, Any]]:
     models["all-0"] = {"source": "base", "domains": ["de", "fr", "c"], "steps": 150, "seed": 0}
     models["de-long"] = {"source": "base", "domains": ["de"], "steps": 150, "seed": 0}
     models["new-base"] = {"source": "base", "domains": ["python", "english"], "steps": 120, "seed": 2}
+    for domain in ("de", "fr", "c"):  # what fine-tuning the second base itself gains: the ceiling of carrying
+        models[f"{domain}-new"] = {"source": "new-base", "domains": [domain], "steps": 50, "seed": 0}
     models["de-twin"] = {"source": "twin", "domains": ["de"], "steps": 50, "seed": 0}
     for domain in ("de", "fr", "c", "python"):
         models[f"{domain}-lora8"] = {"source": "base", "domains": [domain], "steps": 50, "seed": 0, "rank": 8}
