@@ -467,6 +467,8 @@ def carried(bench: Bench, name: str) -> Iterator[dict[str, str]]:
     """Rows of one fine-tune."""
     task, new = name.partition("-")[0], bench.judged("new-base")
     gain = bench.judged("base")[task] - bench.judged(name)[task]
+    there = f"{task}-new" if (bench.root / f"{task}-new").exists() and "lora" not in name else None
+    possible = new[task] - bench.judged(there)[task] if there else None
 
     def row(way: str, figures: dict[str, Any]) -> dict[str, str]:
         chance = figures.get("random")
@@ -476,15 +478,16 @@ def carried(bench: Bench, name: str) -> Iterator[dict[str, str]]:
             "loss": f"{figures[task]:.3f}",
             "base's own text": f"{figures['own']:.3f}",
             "recovered lift": f"{(new[task] - figures[task]) / gain:.1%}",
+            "of a fine-tune there": f"{(new[task] - figures[task]) / possible:.1%}" if possible else "",
             "random changes": f"{chance['mean']:.1%} ± {chance['standard error']:.1%}" if chance else "",
             "net of controls": f"{figures['net']:.1%}" if chance else "",
             "seconds": f"{figures['seconds']:.0f}" if "seconds" in figures else "",
         }
 
-    yield {**row("on its own base", bench.judged(name)), "recovered lift": ""}
+    yield {**row("on its own base", bench.judged(name)), "recovered lift": "", "of a fine-tune there": ""}
     yield row("not at all: the new base", new)
-    if (bench.root / f"{task}-new").exists():  # as many steps on the same texts: what can be gained there at all
-        yield row("not at all: the new base fine-tuned", bench.judged(f"{task}-new"))
+    if there is not None:
+        yield row("not at all: the new base, fine-tuned as long", bench.judged(there))
     yield row("plain addition", bench.once(f"carry {name} plain", partial(added, bench, name, task)))
     for way, options in WAYS.items():
         if bench.due(f"carry {name} {way}", way):
