@@ -132,14 +132,14 @@ class Attempt(Score):
 
     Attributes:
         seconds: wall time.
-        unfinished: whether it was given up when its first samples said that it cannot win.
+        unfinished: whether it was stopped early: on its first samples it could not win.
     """
 
     seconds: float = 0.0
     unfinished: bool = False
 
     def words(self) -> str:
-        return f"{self.name} {self.score:.4f}{' on its first samples, given up' if self.unfinished else ''}"
+        return f"{self.name} {self.score:.4f}{' on its first samples, stopped early' if self.unfinished else ''}"
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,9 @@ class Verdict:
         return "" if value is None else shown(value)
 
     def attempt_rows(self) -> list[list[str]]:
-        """A table of all that was tried: `headers`, and seconds."""
-        given_up = " (given up on its first samples)"
-        return [[*self._row(f"{a.name}{given_up if a.unfinished else ''}", a), f"{a.seconds:.0f}"] for a in self.tried]
+        """Rows of a table of all attempts: `headers`, and seconds."""
+        early = " (stopped early)"
+        return [[*self._row(f"{a.name}{early if a.unfinished else ''}", a), f"{a.seconds:.0f}"] for a in self.tried]
 
     def _figure(self, value: float) -> str:
         return f"{value:.4f}" if self.figure in CORRELATIONS else f"{value:.1%}"
@@ -224,11 +224,11 @@ class Verdict:
         parent, best = self.best_parent, self.best
         if self.worth_it:
             scores = f"({best.score:.4f} against {parent.score:.4f})"
-            sentences = [f"Use the merge '{best.name}': it is better than every model alone {scores}."]
+            sentences = [f"Use the merge '{best.name}': it is better than each model alone {scores}."]
             sentences.append(self._accuracy_note())
         else:
             scores = f"({parent.score:.4f} against {best.score:.4f})"
-            sentences = [f"Use {parent.name} alone: it is better than every merge that was tried {scores}."]
+            sentences = [f"Use {parent.name} alone: it is better than every merge {scores}."]
         return [*filter(None, sentences), *self.notes]
 
     def _accuracy_note(self) -> str:
@@ -246,7 +246,7 @@ class Verdict:
         table = [self.headers, ["---"] * len(self.headers), *self.rows({})]
         lines = [
             "",
-            "### How it was chosen",
+            "### How this merge was chosen",
             "",
             " ".join(self.sentences()),
             "",
@@ -260,7 +260,7 @@ class Verdict:
         """Sentences on the merges that were tried and those that were not."""
         tried = "; ".join(attempt.words() for attempt in self.tried)
         left_out = "; ".join(f"{name} ({why})" for name, why in self.left_out.items())
-        sentences = [f"Tried, with scores on the selection samples: {tried}."] if tried else []
+        sentences = [f"Merges tried, with scores on the selection samples: {tried}."] if tried else []
         return [*sentences, *([f"Not tried: {left_out}."] if left_out else [])]
 
 

@@ -74,7 +74,7 @@ def command(
     check_different(names)
     if options.subsets and len(names) < 3:
         raise click.UsageError("--subsets is for three or more models")
-    out = out.rstrip(os.sep) or os.sep  # what lies beside it has its name and more
+    out = out.rstrip(os.sep) or os.sep  # files beside it begin with its name
     context = click.get_current_context()
     written_too = NEW_MODEL.outputs(f"{out}{POLISHED}", "--polish") if polish else []
     context.with_resource(hold_outputs([*outputs_of(context), *written_too], os.path.isdir(f"{out}.unfinished")))
@@ -132,7 +132,7 @@ def _polished(search: Search, out: str) -> dict[str, Any]:
     except RotationMergeError as error:
         return {"out": None, "verdict": f"not done, {error}"}
     figures = search.reporting_figures(place) if report.gained else None
-    words = "" if figures is None else f"; {figures.score:.4f} {search.reporting.unit} on samples that nothing has seen"
+    words = "" if figures is None else f"; {figures.score:.4f} {search.reporting.unit} on held-out samples"
     return {**report.to_dict(), "out": place if report.gained else None, "verdict": report.verdict() + words}
 
 
@@ -146,7 +146,8 @@ def _show(outcome: Outcome, out: str | None) -> None:
     numbers = range(1, len(verdict.headers))
     table(f"On {verdict.samples}:", verdict.headers, verdict.rows(shortened(parents)), [*numbers])
     headers = [*verdict.headers, "seconds"]
-    table("Tried, on the samples that chose:", headers, verdict.attempt_rows(), [*range(1, len(headers))])
+    caption = "Merges tried, with scores on the selection samples:"
+    table(caption, headers, verdict.attempt_rows(), [*range(1, len(headers))])
     for name, why in verdict.left_out.items():
         note(f"not tried: {name} ({why})")
     for words in details:
@@ -154,7 +155,7 @@ def _show(outcome: Outcome, out: str | None) -> None:
     parent = verdict.best_parent
     if not verdict.worth_it and verdict.ensemble is not None and verdict.ensemble.score < parent.score:
         scores = f"{verdict.ensemble.score:.4f}, {parent.score:.4f}"
-        say(f"The ensemble of all is better than each alone ({scores}). Serve the ensemble, or distil it:")
+        say(f"The ensemble is better than each model alone ({scores}). Serve the ensemble, or distil it:")
         say(f"rotation-merge polish {parent.name} OTHER --teachers {' '.join(parents)}")
     if out is not None:
         say(f"Written to {out}; mergekit-yaml {out}/recipe.yml OTHER gives the same weights.", "green")

@@ -61,7 +61,7 @@ def search(verdict: Verdict | None) -> str:
     names = shortened([parent.name for parent in verdict.parents])
     rows = "".join(_row("td", row) for row in verdict.rows(names))
     return (
-        f"<h2>How it was chosen</h2><p>{escape(' '.join(verdict.sentences()))}</p>"
+        f"<h2>How this merge was chosen</h2><p>{escape(' '.join(verdict.sentences()))}</p>"
         f'<div class="scroll"><table>{_row("th", verdict.headers)}{rows}</table></div>'
         f'<p class="soft">On {escape(verdict.samples)}; less is better. {escape(" ".join(verdict.attempts()))}</p>'
     )

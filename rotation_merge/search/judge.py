@@ -28,7 +28,7 @@ CERTAIN = 3.5
 """A model that is worse than the best one by so many standard errors of the mean difference cannot win: one in two
 hundred would be as bad by chance on eight examples, fewer on more."""
 LEAST_EXAMPLES = 8
-"""So many have to be seen before a model is given up."""
+"""Number of samples before a model may be stopped early."""
 LEAST_LOG = -100.0
 """The least log-probability; that of tokens that a model lacks."""
 
@@ -45,7 +45,7 @@ class Figures:
         accuracy: where there are labels: share of right answers; of numbers, the correlation.
         each: the score on every set of samples.
         examples: by set, the loss of every example.
-        unfinished: whether the model was given up after its first samples.
+        unfinished: whether the model was stopped after its first samples.
         on_base: the loss on text that the base wrote, nats a token; None where there is none.
     """
 
@@ -192,7 +192,7 @@ class Judge:
 
         Args:
             reader: the parent whose token ids it has.
-            best: of the best model so far: one that is surely worse is given up early.
+            best: of the best model so far: a model that is surely worse is stopped early.
         """
         tally = _Tally(self, reader)
         round_number = 0

@@ -39,7 +39,7 @@ class Outcome:
     """The outcome of a search.
 
     Attributes:
-        tried: by score, the best first; then those that forget too much, and those that were given up.
+        tried: by score, the best first; then those that forget too much, and those that were stopped early.
         parents, ensemble, best: on the samples that only report, as is `plain`; no ensemble where models divide text
             differently.
         left_out: candidates that the budget had no room for, or that could not be made, and why.
@@ -61,7 +61,7 @@ class Outcome:
     relations: dict[str, float] = field(default_factory=dict)
     unit: str = "loss (nats)"
     figure: str = "accuracy"
-    samples: str = "samples that no merge has seen"
+    samples: str = "held-out samples"
     notes: list[str] = field(default_factory=list)
     base: Figures | None = None
     subsets: list[Subset] = field(default_factory=list)

@@ -37,7 +37,7 @@ from rotation_merge.search.judge import Figures, Judge
 from rotation_merge.search.readers import Reader, readers_of, texts
 
 WRITTEN_APART = 7919
-"""Added to the seed for held-out samples that models write themselves, so that no merge has seen them."""
+"""Offset of the seed for self-written held-out samples; merges use other samples."""
 FOR_MEASURING = 0.3
 """Share of the budget that samples and measuring the parents may take, where there are samples to spare."""
 BASE_TEXTS = 16

@@ -42,16 +42,16 @@ from rotation_merge.search.scaling import best_scale
 from rotation_merge.search.subsets import Subset, drawn
 
 MARKED = re.compile(r"[0-9a-f]{8}")
-"""How the folders of searches are called, beside OUT: all else there is somebody else's."""
+"""Names of the folders of searches beside OUT; other folders there are not ours."""
 RECIPE, CARD = "recipe.yml", "README.md"
 KEY, FIGURES = ".key", ".json"
-"""Ends of the names of what stands beside a merge that was tried: of what it is, and what it is worth."""
+"""Suffixes of the files beside a candidate merge: the hash of its recipe, and its figures."""
 WRITTEN = "written.json"
-"""Says that a search had begun to write OUT, and which one."""
+"""File that marks a search that had begun to write OUT."""
 MEASURES = {"loss (nats)": "loss", "squared error": "mse"}
-"""Units of scores that are measures, by what the hub calls them."""
+"""The hub's names of the measures, by unit."""
 SPARE = 1.0
-"""Seconds that are kept for what ends a search beside measuring."""
+"""Seconds reserved for the end of a search, besides measuring."""
 
 
 class Search:
@@ -218,8 +218,8 @@ class Search:
         """The reporting samples in words."""
         count = sum(data.examples for data in self.reporting.sets)
         sources = ", ".join(os.path.basename(source.rstrip("/")) for source in self.config.data)
-        origin = {SELF: "that the models wrote", SYNTHETIC: "of noise"}.get(self.config.data[0], f"of {sources}")
-        return " ".join(filter(None, (f"{count} samples", origin, "that no merge has seen")))
+        origin = {SELF: "written by the models", SYNTHETIC: "of noise"}.get(self.config.data[0], f"of {sources}")
+        return f"{count} held-out samples {origin}"
 
     def _best(self, tried: Sequence[tuple[Candidate, Trial]]) -> tuple[Candidate, Trial]:
         """The candidate with the lowest score among those that do not forget too much; else among all."""
@@ -297,7 +297,7 @@ class Search:
         words = f"{figures.score:.4f} {self.deciding.unit}"
         words += "" if figures.accuracy is None else f", {self.deciding.figure} {figures.accuracy:.3f}"
         words += "" if figures.on_base is None else f", on the base's text {figures.on_base:.4f}"
-        words += " on its first samples, given up" if figures.unfinished else ""
+        words += " on its first samples, stopped early" if figures.unfinished else ""
         return f"{tried.name}: {words} ({tried.seconds:.0f} s)"
 
     def _tried(self, candidate: Candidate, remaining: float, tried: Sequence[tuple[Candidate, Trial]]) -> Trial:
@@ -312,7 +312,7 @@ class Search:
             first = next(result.figures for other, result in tried if other.name == candidate.name)
             ready, figures = self._scaled(ready, first)
             text = ready.recipe(self.config.dtype)
-            if best is None or self._rank(figures) < self._rank(best):  # else its scale is all to know
+            if best is None or self._rank(figures) < self._rank(best):  # else only its scale is of interest
                 self._make(ready, text)
         else:
             self._make(ready, text)
@@ -388,7 +388,7 @@ class Search:
     def write(self) -> None:
         """Write the best merge, as mergekit-yaml made it, and its recipe, atomically.
 
-        What is there before it is whole is the merge that was there before, or none.
+        Until it is complete, OUT holds the previous merge, or none.
         """
         write_text(self.work / WRITTEN, json.dumps({"mark": self.mark}))
         with staged(self.config.out) as staging:
@@ -420,8 +420,6 @@ class Search:
     def clean(self, written: bool) -> None:
         """Remove the state of the search, and files that the recipe does not need.
 
-        A recipe needs the files that it names, and the samples behind them.
-
         A recipe needs the files that it names, and the samples that these were made from.
         """
         shutil.rmtree(self.work, ignore_errors=True)
@@ -429,7 +427,7 @@ class Search:
         if any(str(file) in named for file in self.files.rglob("*")):
             named |= set(self.data.values())
         searches = [folder for folder in self.files.parent.glob("*") if MARKED.fullmatch(folder.name)]
-        for folder in searches if written else [self.files]:  # those of another search may be what its merge names
+        for folder in searches if written else [self.files]:  # another merge may need the files of its search
             for file in sorted(folder.rglob("*")):
                 if file.is_file() and str(file) not in named:
                     file.unlink()

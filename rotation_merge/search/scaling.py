@@ -24,7 +24,7 @@ def best_scale(
     """Search the scale of a merged change with the lowest score, in steps from the first one.
 
     A scale by which the merge forgets too much comes after every other one. One that is surely worse than the best one
-    so far is given up after its first samples.
+    so far is stopped after its first samples.
 
     Args:
         merged: the base with `scale` times the merged change; left as the base with some multiple of it.

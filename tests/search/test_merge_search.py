@@ -58,7 +58,7 @@ def test_the_verdict_stands_in_report_card_and_page(tmp_path: Path, only: Callab
     assert verdict["left_out"] == found["left_out"]
     for text in (card, page):
         assert "llama-0-english alone" in text
-        assert "Tried, with scores on the selection samples: " in text
+        assert "Merges tried, with scores on the selection samples: " in text
         assert "aligned merges (the models share their coordinates" in text
     assert str(CHECKPOINTS) not in card
     assert "Nothing was matched" not in page
@@ -265,5 +265,5 @@ def test_what_was_given_up_is_said_and_ranks_last(tmp_path: Path, monkeypatch: p
     assert done.exit_code == 0, done.output
     tried = json.loads(done.stdout)["tried"]
     assert [(one["name"], one["figures"]["unfinished"]) for one in tried] == [("plain", False), ("bad", True)]
-    assert "on its first samples, given up" in done.stderr
-    assert re.search(r"; bad [\d.]+ on its first samples, given up", (tmp_path / "out" / "README.md").read_text())
+    assert "on its first samples, stopped early" in done.stderr
+    assert re.search(r"; bad [\d.]+ on its first samples, stopped early", (tmp_path / "out" / "README.md").read_text())
