@@ -382,7 +382,7 @@ def test_polish_is_a_step_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)["polished"]
     assert found["out"] == str(tmp_path / "out-polished")
-    assert "divergence (nats) on samples that nothing has seen" in found["verdict"]
+    assert "divergence (nats) on held-out samples" in found["verdict"]
     assert (tmp_path / "out" / "recipe.yml").exists()
 
 
