@@ -97,7 +97,6 @@ SHAPES = {
     "llama-1b": Shape("llama", 2048, 8192, 32, 8, 16, 128256, tied=True),
     "llama-8b": Shape("llama", 4096, 14336, 32, 8, 32, 128256),
     "llama-70b": Shape("llama", 8192, 28672, 64, 8, 80, 128256),
-    "bert-base": Shape("bert", 768, 3072, 12, 12, 12, 30522, tied=True),
 }
 
 

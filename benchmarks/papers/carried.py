@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from apparatus import Given
 from corpora import documents
-from residual import Model, align, open_model, text
+from models import Model, align, open_model
 from torch import Tensor
 from train_checkpoints import CONTEXT, fit, save, warm_cosine
 from transformers import AutoConfig, ViTForImageClassification
@@ -177,13 +177,13 @@ def _alignment(new: Path, old: Path, options: AlignConfig | None) -> Alignment:
 
 def _texts(given: Given) -> list[Work]:
     windows = 4 if given.quick else 48
-    own = _next(text("python")[:windows])
+    own = _next(demo.windows("python")[:windows])
     written = _Written()
     return [
         Work(
             task,
             _base(given, f"llama-0-{short}"),
-            _next(text(short)[:windows]),
+            _next(demo.windows(short)[:windows]),
             _next(_training(short, FEW["Llamas"])),
             own,
             written,

@@ -13,8 +13,8 @@ from typing import Any
 from apparatus import Given, run, spread
 from drawing import plane
 from landscape import CALLED, VITS, Two, mixed, pairs
+from models import State, distance
 from record import Row
-from residual import State, distance
 
 from rotation_merge.diagnose.matchings import NAMED
 
@@ -50,16 +50,16 @@ def points(two: Two, name: str) -> dict[str, float]:
     ends = two.loss_and_accuracy(a)[0], two.loss_and_accuracy(b)[0]
     middles = [two.loss_and_accuracy(mixed({"A": a, "B": one}, [0.5, 0.5]))[0] for one in (b, c)]
     rises = [middle - sum(ends) / 2 for middle in middles]
-    values = (*ends, *middles, *rises, distance(a, c) ** 0.5, distance(a, b) ** 0.5)
+    values = (*ends, *middles, *rises, distance(a, c), distance(a, b))
     return dict(zip(TABLES[NAME][1:], values, strict=True))
 
 
 def grid(two: Two, name: str, side: int) -> dict[str, Any]:
     """Losses on a grid over the plane, rows from below, and where the matched B is."""
     a, b, c = two.moved(NAMED[name])
-    whole = distance(a, b)
+    whole = distance(a, b) ** 2
     x = sum(float(((c[key] - a[key]) * (b[key] - a[key])).sum()) for key in a) / whole
-    y = max(distance(a, c) / whole - x * x, 0.0) ** 0.5
+    y = max(distance(a, c) ** 2 / whole - x * x, 0.0) ** 0.5
     xs, ys = _range(min(0.0, x), max(1.0, x), side), _range(0.0, y, side)
 
     def at(u: float, v: float) -> State:

@@ -16,8 +16,8 @@ from averaging import merge
 from digits import pair
 from drawing import bars
 from merges import MATCHINGS, RESIDUAL, STILL, Pair
+from models import distance, open_model
 from record import Row
-from residual import State, open_model
 
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.options import AlignConfig
@@ -61,10 +61,6 @@ def share(pair: Pair, words: str) -> float:
     return distance({**donor.state, **donor.moved(found, anchor.state)}, fixed) / distance(
         {**donor.state, **donor.folded(found)}, fixed
     )
-
-
-def distance(one: State, other: State) -> float:
-    return float(sum((one[name].double() - other[name].double()).square().sum() for name in one)) ** 0.5
 
 
 def picture(tables: Mapping[str, Sequence[Row]]) -> str:

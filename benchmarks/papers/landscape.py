@@ -15,7 +15,7 @@ from averaging import call
 from digits import SAMPLES
 from fit import images
 from merges import LEARNED
-from residual import Model, State
+from models import Model, State
 
 from rotation_merge.diagnose import RecipeDonor
 from rotation_merge.diagnose.matchings import NAMED, matchings

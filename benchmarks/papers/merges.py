@@ -12,7 +12,7 @@ from typing import Any
 
 from apparatus import Given
 from averaging import METHODS, call, merge
-from residual import Model, State, open_model
+from models import Model, State, open_model
 from safetensors.torch import save_file
 
 from rotation_merge.diagnose.matchings import NAMED

@@ -23,7 +23,7 @@ from rotation_merge.symmetry import SpaceTransform
 LOG = logging.getLogger(__name__)
 
 FAR = 0.2
-"""Squared change over squared norm before it, above which a task vector hardly transfers (benchmarks/residual.md)."""
+"""Squared change over squared norm before it, above which a task vector hardly transfers."""
 
 
 @dataclass(frozen=True)

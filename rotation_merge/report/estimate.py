@@ -31,7 +31,7 @@ PAIR_SECONDS = 4.8e-8
 """Of one pair of neurons, one core: the best scale between the two, and its share of the assignment."""
 PASSES = 4
 """Passes over two independent models that matching their stream takes from its better start, about as many as between
-the ViTs and the Llamas of benchmarks/residual.md."""
+ViTs and between Llamas of other seeds."""
 STEP_SECONDS = 0.01
 """Seconds of overhead of one pass over one block, measured on small models."""
 DOUBLE = 0.45
