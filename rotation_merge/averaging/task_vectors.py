@@ -19,6 +19,12 @@ from rotation_merge.averaging.methods import TENSOR, DelegateMethod, MergeLog, P
 RATIO = 2.0
 """Changes of one map whose lengths differ by more than this factor are brought to the harmonic mean of these."""
 
+WUDI_RIDGE = 0.05
+"""Default strength of the pull of `wudi` towards its prior, relative to the mean eigenvalue of the Grams."""
+
+BESIDE_RIDGE = 0.3
+"""The same where a change is added beside another one: more of the plain sum, which is the prior there."""
+
 STEPS = 30
 """Of conjugate gradients, where both sides of a map are weighed."""
 
@@ -141,7 +147,7 @@ class Wudi(TaskVectorMethod):
             *COMMON,
             parameter(
                 "ridge",
-                0.05,
+                WUDI_RIDGE,
                 "strength of the pull towards the mean of the changes, relative to the mean eigenvalue of the Grams",
                 low=0,
             ),
@@ -176,6 +182,22 @@ class Wudi(TaskVectorMethod):
             small, large = sorted(shape)
             return float(STEPS * models * (4 * large * small**2 + 2 * small**3))
         return float(models * (2 * outputs * inputs**2 + 4 * outputs**2 * inputs) + inputs**3 + 2 * outputs * inputs**2)
+
+
+def added_by_wudi(first: Tensor, second: Tensor) -> Tensor:
+    """What the second of two changes of one base adds to the first, where `Wudi` merges them with their sum as M.
+
+    Where the two read from orthogonal inputs (``second @ first^T = 0``) this is the second change itself.
+
+    Args:
+        first, second: of a map, (..., outputs, inputs), float64.
+    """
+    if first.ndim > 2:
+        return torch.stack([added_by_wudi(*pair) for pair in zip(first, second, strict=True)])
+    if not bool(first.any()) or not bool(second.any()):
+        return second
+    changes = [first, second]
+    return one_side(changes, [_over_norm(d, "norm") for d in changes], first + second, BESIDE_RIDGE) - first
 
 
 def _over_norm(change: Tensor, kind: str) -> float:

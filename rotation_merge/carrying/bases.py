@@ -301,7 +301,11 @@ def usable_as_it_is(works: Mapping[str, str], bases: Bases) -> dict[str, list[st
         else:
             bases.tuned(work)  # opened, so that what is no fine-tune of the old base is refused
             recipe = f"merge_method: task_arithmetic, base_model: {new}, weight 1 for {work} and -1 for {old}"
-            lines[out] = [f"{subject}: the change of {work} can be added to {new} as it is ({recipe})."]
+            merge = f"merge_method: rotation_merge, delegate: wudi, base_model: {old}, models {new} and {work}"
+            lines[out] = [
+                f"{subject}: the change of {work} can be added to {new} as it is ({recipe}).",
+                f"A merge of the two as fine-tunes of {old} costs the new base less of its own ({merge}).",
+            ]
         lines[out].append("Nothing was written. --data FILE judges the change on samples, --force carries it anyway.")
     return lines
 

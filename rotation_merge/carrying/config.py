@@ -16,8 +16,9 @@ SAMPLES, TRAINING_SAMPLES = 64, 512
 
 AUTO = "auto"
 PAIRS = Kind("OLD:NEW,... or ranges (0-3:0-3,4:6)", is_text)
-PLAIN, NONE = "plain addition", "none"
-"""Alternatives to a method that samples may prefer: plain addition, and the unchanged new base."""
+PLAIN, MERGED, NONE = "plain addition", "wudi", "none"
+"""Alternatives to a method that samples may prefer: plain addition, a merge of the new base and the fine-tune as two
+fine-tunes of the old base, and the unchanged new base."""
 
 
 @dataclass(frozen=True)

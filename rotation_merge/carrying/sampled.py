@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from rotation_merge.averaging.polish import PolishOptions
+from rotation_merge.averaging.task_vectors import added_by_wudi
 from rotation_merge.carrying.carrier import site_maps
-from rotation_merge.carrying.config import NONE, PLAIN, TransferConfig
-from rotation_merge.carrying.delta import Delta, Scale
+from rotation_merge.carrying.config import MERGED, NONE, PLAIN, TransferConfig
+from rotation_merge.carrying.delta import Delta, Scale, of_low_rank
 from rotation_merge.carrying.distil import DistillationResult, DistillationSamples, adapter_in_training, distil
 from rotation_merge.carrying.judge import (
     AT_ONCE,
@@ -38,12 +39,14 @@ from rotation_merge.files.ledger import Unfinished
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match_on import record_activations
 from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.factors import dense
 from rotation_merge.model.source import Progress, TensorSource, read_tensor, unstack
 from rotation_merge.model.sources import ReplacedSource, TranslatedSource
 from rotation_merge.run.data import Data, read_batches, unpadded
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import Batch, architecture_of, load, local_path
 from rotation_merge.run.generated_samples import SELF
+from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Runner
 
 REFITTED = "The new base's linear maps were solved layer by layer to reproduce the change on samples."
@@ -51,6 +54,8 @@ HOW = {
     "activations": "The change was moved by the alignment, then by maps from activations at the inputs of linear maps.",
     "refit": REFITTED,
     "distil": f"{REFITTED} From there on it was **trained** for a few steps.",
+    MERGED: "The new base and the fine-tune were merged by `wudi` as two fine-tunes of the old base: this had the "
+    "lowest loss on samples.",
     PLAIN: "The change was added to the new base without alignment: this had the lowest loss on samples.",
     NONE: "Nothing was carried: the new base alone had the lowest loss on samples.",
 }
@@ -65,7 +70,7 @@ class JudgedChange:
     """A change that samples judge.
 
     Attributes:
-        method: one of `METHODS`, `PLAIN` or `NONE`.
+        method: one of `METHODS`, `PLAIN`, `MERGED` or `NONE`.
         scale: in words.
         model: makes the new base with it.
     """
@@ -81,7 +86,7 @@ class ChosenChange:
     """A carried change that samples chose, with its judgement.
 
     Attributes:
-        method: one of `METHODS`, `PLAIN` or `NONE`.
+        method: one of `METHODS`, `PLAIN`, `MERGED` or `NONE`.
         lines: notes for the user; the last one is the recovered lift.
     """
 
@@ -130,8 +135,8 @@ class SampledTransfer:
             tensors, notes = self._solved(parts, out)
             lines += notes
             candidate = self._at_best_scale(self.config.method, Delta.from_solved(self.session.carrier, tensors), parts)
-        plain = None if self.session.carrier.frame is not None else self._at_best_scale(PLAIN, self._plain(), parts)
-        chosen, lift = self._judged(candidate, plain, parts)
+        others = [self._at_best_scale(name, make(), parts) for name, make in self._alternatives().items()]
+        chosen, lift = self._judged(candidate, others, parts)
         return ChosenChange(chosen.method, chosen.delta, [*lines, self._in_weights(chosen.delta), *lift.words()], lift)
 
     def _solved(self, parts: TransferSamples, out: str) -> tuple[dict[str, Tensor], list[str]]:
@@ -148,13 +153,44 @@ class SampledTransfer:
             lines += distilled.words(self.config.steps)
         return tensors, lines
 
+    def _alternatives(self) -> dict[str, Callable[[], Delta]]:
+        """Changes that are tried beside the method's, by name."""
+        if self.session.carrier.frame is not None:
+            return {}
+        plain = {PLAIN: self._plain}
+        return {**plain, MERGED: self._merged} if self.session.bases.nearness.shared else plain
+
     def _plain(self) -> Delta:
         """The new base plus the fine-tune's unmoved change, at the rank that is written."""
-        delta = Delta(replace(self.session.carrier, alignment=Alignment({}), sites={}), self.tuned)
         new = self.session.carrier.new
-        blocks = delta.changes_by_block(self._tied, self.rank or None)
+        blocks = self._unmoved().changes_by_block(self._tied, self.rank or None)
         tensors = {name: new[name].to(change.dtype) + change for part in blocks for name, change in part.items()}
         return Delta.from_solved(self.session.carrier, tensors)
+
+    def _unmoved(self) -> Delta:
+        return Delta(replace(self.session.carrier, alignment=Alignment({}), sites={}), self.tuned)
+
+    def _merged(self) -> Delta:
+        """The new base plus what the fine-tune adds to it where `wudi` merges both as fine-tunes of the old base.
+
+        Tensors that are no linear maps get the whole change.
+        """
+        carrier, unmoved, tensors = self.session.carrier, self._unmoved(), dict[str, Tensor]()
+        for block in carrier.architecture.blocks:
+            for key, part in unmoved.factors(block, None)[0].items():
+                info = block.tensor(key)
+                assert info is not None
+                new, old = read_tensor(info, carrier.new), read_tensor(info, carrier.old)
+                if info.name == self._tied or new is None or old is None:
+                    continue
+                change, linear = dense(part, info), linear_map(block, info)
+                if linear is not None:
+                    base_change = linear.as_matrices(new.to(change) - old.to(change))
+                    change = linear.as_stored(added_by_wudi(base_change, linear.as_matrices(change)))
+                if self.rank and len(info.axes) > 1:
+                    change = dense(of_low_rank(change, info, self.rank), info)
+                tensors |= unstack(info, new.to(change) + change)
+        return Delta.from_solved(carrier, tensors)
 
     def _scaled(self, held_out: HeldOutSamples) -> JudgedChange:
         """The change moved by weights, each block at the scale that samples chose."""
@@ -184,11 +220,11 @@ class SampledTransfer:
         return JudgedChange(method, delta.scaled(scale), f" at scale {scale:g}", partial(model, scale))
 
     def _judged(
-        self, candidate: JudgedChange, plain: JudgedChange | None, parts: TransferSamples
+        self, candidate: JudgedChange, others: Sequence[JudgedChange], parts: TransferSamples
     ) -> tuple[JudgedChange, RecoveredLift]:
-        """The best of the method, plain addition and the new base on held-out samples, or the user's scale."""
+        """The best of the method, its alternatives and the new base on held-out samples, or the user's scale."""
         nothing = JudgedChange(NONE, candidate.delta.scaled(0.0), "", lambda: self._model({}))
-        tried = [candidate, *([] if plain is None else [plain]), nothing]
+        tried = [candidate, *others, nothing]
         choices = {each.method: parts.choice.losses(each.model()) for each in tried}
         judged = {each.method: parts.judge.losses(each.model()) for each in tried}
         chosen = candidate

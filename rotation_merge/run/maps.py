@@ -40,6 +40,13 @@ class LinearMap:
     def outputs(self) -> Axis:
         return self.info.axes[self.gives]
 
+    def as_matrices(self, tensor: Tensor) -> Tensor:
+        """A tensor of the map's shape as (outputs, inputs), or (experts, outputs, inputs)."""
+        return tensor if self.gives < self.reads else tensor.mT
+
+    as_stored = as_matrices
+    """The other way: transposing is its own inverse."""
+
     @property
     def norm(self) -> Norm | None:
         """The norm that feeds the map, if its gain and shift can be determined from its input."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from rotation_merge.averaging.task_vectors import (
     TASK_VECTORS,
     TaskVectorMethod,
+    added_by_wudi,
     both_sides,
     mean_of,
     one_side,
@@ -71,6 +72,24 @@ def test_changes_that_do_not_meet_are_all_kept(name: str) -> None:
     merged_change = method.change(changes, [1.0, 1.0], parameters)
     for change, inputs in zip(changes, (v[:, :3], v[:, 3:6]), strict=True):
         torch.testing.assert_close(merged_change @ inputs, change @ inputs, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (2, 6, 9)])
+def test_a_change_beside_another_one(shape: tuple[int, ...]) -> None:
+    """It is kept where the two read from orthogonal inputs; else it follows rotations, and disturbs the other less."""
+    inputs = orthogonal(shape[-1], 1)
+    apart = random(*shape, seed=2) @ inputs[:, :4] @ inputs[:, :4].T
+    first = random(*shape, seed=3) @ inputs[:, 4:] @ inputs[:, 4:].T
+    torch.testing.assert_close(added_by_wudi(first, apart), apart, atol=1e-10, rtol=1e-10)
+    first, second = random(*shape, seed=4), random(*shape, seed=5)
+    added = added_by_wudi(first, second)
+    left, right = orthogonal(shape[-2], 7), orthogonal(shape[-1], 8)
+    turned = added_by_wudi(left @ first @ right.T, left @ second @ right.T)
+    torch.testing.assert_close(turned, left @ added @ right.T, atol=1e-9, rtol=1e-9)
+    assert float((added @ first.mT).norm()) < float((second @ first.mT).norm())
+    for none in (torch.zeros_like(first), first):
+        kept = added_by_wudi(none, torch.zeros_like(first) if none is first else second)
+        torch.testing.assert_close(kept, torch.zeros_like(first) if none is first else second)
 
 
 def test_one_side_is_the_minimum_of_its_objective() -> None:

@@ -21,6 +21,7 @@ from plugin_support import (
     write_recipe,
     write_state,
 )
+from residual_support import checkpoint
 
 from rotation_merge import transfer
 
@@ -74,6 +75,7 @@ def test_what_a_fine_tune_changed_can_be_added(models: dict[str, Path], tmp_path
     recipe = {"merge_method": "task_arithmetic", "base_model": str(models["new"]), "models": listed}
     result = merged({**recipe, "parameters": {"normalize": False}, "dtype": "float32"}, tmp_path / "merged")
     assert_added(result, models)
+    assert f"delegate: wudi, base_model: {models['old']}, models {models['new']} and" in unmoved["lines"][1]
 
 
 def added(models: dict[str, Path]) -> Tensors:
@@ -94,6 +96,32 @@ def test_what_asks_for_more_gets_it(models: dict[str, Path], tmp_path: Path) -> 
         assert done.exit_code == 0, done.output
         assert (tmp_path / name / "adapter_model.safetensors").exists()
     assert parsed(*command(models, tmp_path / "moved", new="neurons"))["written"]
+
+
+@pytest.mark.parametrize(("name", "map_name", "along"), [("llama", "mlp.up_proj", 1), ("gpt2", "mlp.c_fc", 0)])
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_merge_of_both_changes_is_tried(name: str, map_name: str, along: int, apart: bool, tmp_path: Path) -> None:
+    """By `wudi`: it is plain addition where the changes read from different inputs, and another model where not."""
+    old = make(name, tmp_path / "old") if name == "llama" else checkpoint(name, "untied", tmp_path / "old").path
+    draw = torch.Generator().manual_seed(2)
+    for kept, folder in enumerate(("new", "tuned")):
+        tensors = state(old)
+        for tensor in (t for n, t in tensors.items() if n.endswith(f"{map_name}.weight")):
+            change = 0.3 * torch.randn(tensor.shape, generator=draw)
+            half = tensor.shape[along] // 2
+            if apart:
+                change.narrow(along, kept * half, half).zero_()
+            tensor += change
+        write_state(tensors, old, tmp_path / folder)
+    records = [{"input_ids": [(7 * i + j * j) % 40 for j in range(10)]} for i in range(32)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, records)))
+    models = {folder: tmp_path / folder for folder in ("old", "new", "tuned")}
+    data = ("--data", tmp_path / "texts.jsonl", "--samples", 32, "--carry", "refit", "--scale", 1, "--force")
+    done = run(*command(models, tmp_path / "out", *data, work="tuned"))
+    assert done.exit_code == 0, done.output
+    lift = json.loads((tmp_path / "out" / "rotation_merge.json").read_text())["lift"]
+    losses = {**lift["others"], lift["method"]: lift["carried"]}
+    assert (losses["wudi"] == pytest.approx(losses["plain addition"], abs=1e-5)) == apart
 
 
 def test_a_tied_head_stays_tied(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.averaging import polish as polish_module
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.config import NONE, PLAIN
+from rotation_merge.carrying.config import MERGED, NONE, PLAIN
 from rotation_merge.carrying.distil import best_target
 from rotation_merge.carrying.judge import (
     SCALES,
@@ -185,6 +185,8 @@ def test_halves_share_no_sample() -> None:
         ({"refit": 1, "plain addition": 2, "none": 3}, {"refit": 3, "plain addition": 2, "none": 1}, None, NONE),
         ({"refit": 3, "plain addition": 2, "none": 4}, {"refit": 1, "plain addition": 2, "none": 3}, None, PLAIN),
         ({"refit": 3, "plain addition": 2, "none": 1}, {"refit": 3, "plain addition": 2, "none": 1}, 1.0, "refit"),
+        ({"refit": 3, PLAIN: 2, MERGED: 1, "none": 4}, {"refit": 3, PLAIN: 2, MERGED: 1, "none": 4}, None, MERGED),
+        ({"refit": 3, PLAIN: 2, MERGED: 1, "none": 4}, {"refit": 3, PLAIN: 1, MERGED: 2, "none": 4}, None, PLAIN),
     ],
 )
 def test_never_below_plain_addition_nor_the_new_base(
@@ -196,7 +198,8 @@ def test_never_below_plain_addition_nor_the_new_base(
 ) -> None:
     """On samples held out of every choice; a scale that was given is kept."""
     change = Delta.from_solved(Carrier(Architecture("none", {}, {}, (), {}), {}, {}, Alignment({})), {})
-    candidates = [JudgedChange(name, change, "", lambda name=name: name) for name in ("refit", PLAIN)]
+    names = [name for name in choice if name != NONE]
+    candidate, *others = [JudgedChange(name, change, "", lambda name=name: name) for name in names]
     session = SimpleNamespace(config=TransferConfig("refit", factor))
     sampled = SampledTransfer(session, "tuned", {}, 0)  # type: ignore[arg-type]
     monkeypatch.setattr(SampledTransfer, "_model", lambda *_: NONE)
@@ -207,7 +210,7 @@ def test_never_below_plain_addition_nor_the_new_base(
     def held(losses: dict[str, float]) -> Any:
         return SimpleNamespace(losses=lambda model: (losses[model], 0.0), tuned=None, writes=True)
 
-    chosen, lift = sampled._judged(*candidates, TransferSamples(None, held(choice), held(judged), ""))  # type: ignore[arg-type]
+    chosen, lift = sampled._judged(candidate, others, TransferSamples(None, held(choice), held(judged), ""))  # type: ignore[arg-type]
     assert (chosen.method, lift.method) == (taken, taken)
     assert lift.carried == (judged[taken], 0.0)
 
@@ -228,8 +231,9 @@ def test_what_the_new_base_loses_counts_as_much_as_what_is_gained(monkeypatch: p
     assert scales == {"a": 0.25}
     losses = {"refit": (1.0, 5.0), PLAIN: (2.0, 3.0), NONE: (3.0, 0.5)}
     held = SimpleNamespace(losses=losses.get, tuned=None, writes=True)
-    candidates = [JudgedChange(name, change, "", lambda name=name: name) for name in ("refit", PLAIN)]
-    assert sampled._judged(*candidates, TransferSamples(None, held, held, ""))[0].method == NONE  # type: ignore[arg-type]
+    names = [name for name in losses if name != NONE]
+    candidate, *others = [JudgedChange(name, change, "", lambda name=name: name) for name in names]
+    assert sampled._judged(candidate, others, TransferSamples(None, held, held, ""))[0].method == NONE  # type: ignore[arg-type]
 
 
 def test_scales_are_searched_block_by_block() -> None:
