@@ -38,12 +38,11 @@ from rotation_merge.model.nearness import nearness
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.writing import StorageOptions, small_files
 from rotation_merge.run.curves import Curve
-from rotation_merge.run.data import unpadded
+from rotation_merge.run.data import Samples, for_each, read_samples, unpadded
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
-from rotation_merge.run.samples import Samples, for_each, read_samples
 from rotation_merge.run.statistics_file import Statistics
 from rotation_merge.run.statistics_writer import measured_in_memory
 from rotation_merge.search.clock import Clock

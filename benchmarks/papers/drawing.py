@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from rotation_merge.report.sections import number, ticks
+from rotation_merge.report.html import number, ticks
 
 GREY = "#858c94"
 COLOURS = (GREY, "#3a9d5d", "#d97d1a", "#3d85c6", "#a05fb5", "#c0504d", "#2ca6a4", "#b8860b")

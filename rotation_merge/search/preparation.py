@@ -28,8 +28,7 @@ from rotation_merge.run.generated_samples import SELF, SOURCES, writes_text
 from rotation_merge.run.statistics_writer import checkpoint_of
 from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.candidates import FAR, NEAR, SHARED
-from rotation_merge.search.clock import Clock
-from rotation_merge.search.costs import WRITING, Costs
+from rotation_merge.search.clock import WRITING, Clock, Costs
 from rotation_merge.search.forgetting import Forgetting
 from rotation_merge.search.held_out import SampleSets, split, tokens_in, with_batches, write_data
 from rotation_merge.search.job import SearchConfig

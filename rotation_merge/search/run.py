@@ -30,8 +30,7 @@ from rotation_merge.run.data import data_hash
 from rotation_merge.run.functions import load
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC
 from rotation_merge.run.statistics_writer import keep_figures
-from rotation_merge.search.candidate_inputs import CandidateFiles
-from rotation_merge.search.candidates import FIRST_PART, Candidate, Planner, with_models
+from rotation_merge.search.candidates import FIRST_PART, Candidate, CandidateFiles, Planner, with_models
 from rotation_merge.search.clock import Clock, OutOfTime
 from rotation_merge.search.forgetting import Forgetting, sentences
 from rotation_merge.search.job import SearchConfig

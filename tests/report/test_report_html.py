@@ -13,8 +13,7 @@ from plugin_support import make, twin
 
 from rotation_merge import RotationMergeError
 from rotation_merge.record import MergeReport, SpaceRow
-from rotation_merge.report.html import page, write_page
-from rotation_merge.report.sections import Line, chart, ticks
+from rotation_merge.report.html import Line, chart, page, ticks, write_page
 from rotation_merge.run.curves import Barrier, Curve
 
 VOID = ("meta", "br", "rect", "line", "circle", "polyline", "img")

@@ -25,8 +25,7 @@ from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load
 from rotation_merge.run.statistics_writer import checkpoint_of
 from rotation_merge.search.candidates import FAR, NEAR, SHARED, Candidate, Planner
-from rotation_merge.search.clock import Clock
-from rotation_merge.search.costs import Costs
+from rotation_merge.search.clock import Clock, Costs
 from rotation_merge.search.held_out import split, write_data
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures, Judge

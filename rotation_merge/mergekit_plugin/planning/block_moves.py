@@ -17,6 +17,7 @@ from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.mergekit_plugin.planning.blocks import BlockPart, OutputBlock, same_block
 from rotation_merge.mergekit_plugin.planning.donors import Donor, Donors
 from rotation_merge.mergekit_plugin.planning.tasks import CarriedTensor, LabelledLoad, Loads, MatchBlock, MoveTensor
+from rotation_merge.mergekit_plugin.recipe.donor import title
 from rotation_merge.model.biases import holders, inputs
 
 
@@ -82,7 +83,7 @@ class BlockMoves:
             anchor=self.loads(anchor, keys),
             donor=self.loads(origin or source, keys),
             anchor_name=str(recipe.base),
-            donor_name=self.donors.name(source.model, donor.origin),
+            donor_name=title(source.model, donor.origin),
             options=options,
             run=self.donors.run,
             fold=self.fold,

@@ -130,7 +130,7 @@ class Donors:
         for model, donor in self.found.items():
             how = "block by block" if donor.whole is None else f"by {type(donor.whole).__name__}"
             options = "with all others" if donor.checked is None else donor.checked.options
-            LOG.info("%s is aligned %s: %s", self.name(model, donor.origin), how, options)
+            LOG.info("%s is aligned %s: %s", title(model, donor.origin), how, options)
         return self
 
     @property
@@ -176,7 +176,7 @@ class Donors:
         options = checked.options
         rows = self._rows(origin or model, carried=origin is not None) if origin or options.residual != "none" else None
         if path is not None:
-            known = self._known_alignment(path, origin or model, self.name(model, origin))
+            known = self._known_alignment(path, origin or model, title(model, origin))
             self.run.transforms[str(model)] = known.alignment.transforms
             return Donor(origin, known, rows, checked)
         match = self._match(model, origin, reader)
@@ -194,7 +194,7 @@ class Donors:
             anchor=sources[0],
             donor=sources[1],
             anchor_name=str(self.recipe.base),
-            donor_name=self.name(model, origin),
+            donor_name=title(model, origin),
             options=options,
             run=self.run,
             devices=devices_of(self.options),
@@ -404,11 +404,6 @@ class Donors:
                     remedy="whole models can only be aligned layer by layer; use 'residual: none' with slices",
                 )
         return TranslatedSource(read or donor, donor.architecture, self._architecture)
-
-    @staticmethod
-    def name(model: ModelReference | str, origin: ModelReference | str | None) -> str:
-        """The donor's name in the report."""
-        return title(model, origin)
 
 
 def _other_words(base: str, origin: ModelReference) -> RecipeError:

@@ -15,6 +15,7 @@ from rotation_merge.matching.open_pair import alignment_metadata
 from rotation_merge.mergekit_plugin.planning.blocks import BlockPart
 from rotation_merge.mergekit_plugin.planning.files import ALIGNMENT, KEPT_BY, numbered
 from rotation_merge.mergekit_plugin.planning.session import Session
+from rotation_merge.mergekit_plugin.recipe.donor import title
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.sources import TranslatedSource
 from rotation_merge.record import figures
@@ -57,7 +58,7 @@ def keep_alignments(session: Session, folder: str) -> list[str]:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     files: list[str] = []
     for model, donor in donors.found.items():
-        name = donors.name(model, donor.origin)
+        name = title(model, donor.origin)
         if name not in transforms:
             continue
         files.append(numbered(path, len(files) + 1)[-1])
