@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,13 +139,34 @@ class PolishReport:
         return {**asdict(self), "gained": self.gained, "verdict": self.verdict()}
 
 
+class SharedBody(nn.ModuleList):
+    """Models that share the parameters of their body, each with its own head: one for each teacher.
+
+    Args:
+        models: any of them may stand more than once; their equal parameters become those of `merge`.
+        merge: the merge with its own head.
+        heads: names of parameters that are never shared.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], merge: nn.Module, heads: Collection[str]) -> None:
+        super().__init__(models)
+        merged = dict(merge.named_parameters(remove_duplicate=False))
+        for model in models:
+            for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+                shared = merged.get(name)
+                if name not in heads and shared is not None and torch.equal(shared, parameter):
+                    place, _, leaf = name.rpartition(".")
+                    setattr(model.get_submodule(place), leaf, shared)
+
+
 def polish(
     model: nn.Module, answered: Sequence[AnsweredSamples], options: PolishOptions, watch: Watch | None = None
 ) -> PolishReport:
     """Train a model in place towards the teachers' outputs, and keep the best state on held-out samples.
 
     Args:
-        model: in evaluation mode, its trainable parameters those that require gradients.
+        model: in evaluation mode, its trainable parameters those that require gradients; `SharedBody`: the model that
+            learns from each teacher.
         answered: each teacher's samples and answers.
         watch: called at every step with a label, the steps done and the total.
 
@@ -152,8 +174,15 @@ def polish(
         DataError: too few samples to hold some out.
     """
     device = next(model.parameters()).device
-    with fused_attention(model, unlabelled(answered[0].read(0, device)[0])):
+    with ExitStack() as attention:
+        for student, answers in zip(_students(model, answered), answered, strict=True):
+            attention.enter_context(fused_attention(student, unlabelled(answers.read(0, device)[0])))
         return _Polish(model, answered, options, watch or (lambda *_: None)).run()
+
+
+def _students(model: nn.Module, answered: Sequence[AnsweredSamples]) -> list[nn.Module]:
+    """The model that learns from each teacher."""
+    return list(model) if isinstance(model, SharedBody) else [model] * len(answered)
 
 
 class _Polish:
@@ -162,6 +191,7 @@ class _Polish:
     ) -> None:
         torch.manual_seed(options.seed)
         self.model, self.answered, self.options, self.watch = model, answered, options, watch
+        self.students = _students(model, answered)
         self.device = next(model.parameters()).device
         self.trained = [p for p in model.parameters() if p.requires_grad]
         draw = torch.Generator().manual_seed(options.seed)
@@ -261,34 +291,34 @@ class _Polish:
     def step(self, optimiser: torch.optim.Optimizer, numbers: Sequence[Tensor]) -> float:
         """Run one step and return the divergence before it."""
         optimiser.zero_grad()
-        drawn = zip(self.answered, numbers, strict=True)
-        total = sum(self.gradient(answers, number) for answers, batch in drawn for number in batch.tolist())
+        total = sum(self.gradient(k, number) for k, batch in enumerate(numbers) for number in batch.tolist())
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         optimiser.step()
         return total
 
-    def gradient(self, answers: AnsweredSamples, number: int) -> float:
-        """Add the gradient of one batch, and return its part of the divergence."""
-        batch, target = answers.read(number, self.device)
-        loss = divergence(self.model(**unlabelled(batch)), target) / (len(self.answered) * self.options.batches)
+    def gradient(self, teacher: int, number: int) -> float:
+        """Add the gradient of one batch of a teacher, and return its part of the divergence."""
+        loss = self.divergence(teacher, number) / (len(self.answered) * self.options.batches)
         loss.backward()
         return float(loss.detach())
 
+    def divergence(self, teacher: int, number: int) -> Tensor:
+        """Divergence from a teacher on one of its batches."""
+        batch, target = self.answered[teacher].read(number, self.device)
+        return divergence(self.students[teacher](**unlabelled(batch)), target)
+
     def accumulate_gradients(self) -> None:
         """Accumulate the gradients of the first training batches of every teacher."""
-        for answers, numbers in zip(self.answered, self.training, strict=True):
+        for teacher, numbers in enumerate(self.training):
             for number in numbers[:GRADIENT_SAMPLES]:
-                self.gradient(answers, number)
+                self.gradient(teacher, number)
 
     @torch.no_grad()
     def score(self) -> float:
         """Divergence on held-out samples, the mean over teachers."""
         each = []
-        for answers, numbers in zip(self.answered, self.held, strict=True):
-            values = []
-            for number in numbers:
-                batch, target = answers.read(number, self.device)
-                values.append(float(divergence(self.model(**unlabelled(batch)), target)))
+        for teacher, numbers in enumerate(self.held):
+            values = [float(self.divergence(teacher, number)) for number in numbers]
             each.append(sum(values) / len(values))
         return sum(each) / len(each)
 

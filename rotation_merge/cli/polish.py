@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,8 @@ def command(
     The targets of each sample are the outputs of its teacher. Teachers answer first, one at a time; their answers are
     kept in OUT.unfinished, from which an interrupted run continues. A held-out part of the samples chooses learning
     rate and step. If nothing improves, nothing is written, and the exit code is 1.
+
+    If MERGED was merged with `heads_of: each`, each teacher in MERGED/heads trains the body under its own head.
     """
     if len(data) not in (0, 1, len(teachers)):
         raise click.UsageError(f"give --data once, or for each of the {len(teachers)} teachers")
@@ -100,7 +103,7 @@ def polished(
         RotationMergeError: models, data or the place are of no use.
     """
     from rotation_merge.averaging.low_rank import with_lora
-    from rotation_merge.averaging.polish import PolishOptions, polish
+    from rotation_merge.averaging.polish import PolishOptions, SharedBody, polish
     from rotation_merge.files.ledger import Unfinished
     from rotation_merge.model.checkpoint import parse_reference
     from rotation_merge.model.sentence import read_modules
@@ -116,11 +119,21 @@ def polished(
     if ways.lora and not ways.merge_lora and parse_reference(merged).lora is not None:
         problem = "is a base with an adapter, so a new adapter cannot have it as its base"
         raise RotationMergeError(problem, where=merged, remedy="add '--merge-lora', or leave '--lora' out")
+    heads = _heads(merged, teachers)
+    if any(heads) and ways.lora:
+        problem = "has heads of its own for its teachers, and one LoRA cannot hold them"
+        raise RotationMergeError(problem, where=merged, remedy="leave '--lora' out")
     progress = Progress()
     with Unfinished(out) as work:
-        answered = _teacher_answers(work.path, merged, teachers, sources, ways.samples, ways.length, ways.seed, device)
-        model = load(merged).to(device).requires_grad_(True)
+        students = [head or merged for head in heads]
+        answered = _teacher_answers(
+            work.path, merged, students, teachers, sources, ways.samples, ways.length, ways.seed, device
+        )
+        models = {path: load(path).to(device).requires_grad_(True) for path in dict.fromkeys((merged, *students))}
+        model = models[merged]
         student = with_lora(model, ways.lora, ways.seed) if ways.lora else model
+        if any(heads):
+            student = SharedBody([models[path] for path in students], model, _head_names(merged))
         rates = () if ways.learning_rate is None else (ways.learning_rate,)
         work.of(f"{merged} {ways.steps} {ways.lora} {ways.learning_rate} {ways.seed}", STATE)
         new = ways.lora > 0
@@ -130,13 +143,39 @@ def polished(
         if report.gained:
             adapter = ways.lora > 0 and not ways.merge_lora
             record = _record(merged, teachers, sources, report, ways, adapter)
-            _write(student, merged, out, adapter, record)
+            _write(model if any(heads) else student, merged, out, adapter, record, {p: models[p] for p in heads if p})
     return report
+
+
+def _heads(merged: str, teachers: tuple[str, ...]) -> list[str]:
+    """The merged body under each teacher's head, a folder in MERGED/heads; empty: the merge's own head.
+
+    Raises:
+        RotationMergeError: two teachers have the name of one folder.
+    """
+    from rotation_merge.model.checkpoint import parse_reference
+    from rotation_merge.model.folder_exchange import HEADS
+
+    names = [os.path.basename(str(parse_reference(teacher).model.path).rstrip("/")) for teacher in teachers]
+    folders = [os.path.join(merged, HEADS, name) for name in names]
+    heads = [folder if os.path.isdir(folder) else "" for folder in folders]
+    if twice := next((name for name, head in zip(names, heads, strict=True) if head and names.count(name) > 1), None):
+        problem = f"two teachers are called '{twice}', so their heads in {merged} cannot be told apart"
+        raise RotationMergeError(problem, remedy="give each teacher's folder another name before the merge")
+    return heads
+
+
+def _head_names(merged: str) -> set[str]:
+    from rotation_merge.model.checkpoint import open_model
+    from rotation_merge.model.heads import head_names
+
+    return head_names(open_model(merged).architecture)
 
 
 def _teacher_answers(
     work: Path,
     merged: str,
+    students: list[str],
     teachers: tuple[str, ...],
     sources: list[str],
     samples: int,
@@ -144,16 +183,20 @@ def _teacher_answers(
     seed: int,
     device: str,
 ) -> list[AnsweredSamples]:
-    """The answers of every teacher; existing ones are reused."""
+    """The answers of every teacher; existing ones are reused.
+
+    Args:
+        students: what learns from each teacher: its classes stand in this order.
+    """
     from rotation_merge.matching.teachers import AnsweredSamples, write_answers
     from rotation_merge.run.functions import load
 
     _check_words(merged, teachers)
     result = []
-    for number, (teacher, source) in enumerate(zip(teachers, sources, strict=True)):
+    for number, (student, teacher, source) in enumerate(zip(students, teachers, sources, strict=True)):
         path, mark = work / f"answers-{number}.safetensors", f"{teacher} {source} {samples} {length} {seed}"
         if not path.exists() or AnsweredSamples(path).mark != mark:
-            model = load(teacher, like=merged).to(device)
+            model = load(teacher, like=student).to(device)
             size = max(1, min(TOGETHER // len(teachers), samples // 4))
             data_set = read_batches(source, teacher, model, samples, size, length, seed + number)
             batches = [{k: v.to(device) for k, v in b.items()} for b in unpadded(data_set.batches, source)]
@@ -181,12 +224,16 @@ def _check_words(merged: str, teachers: tuple[str, ...]) -> None:
             raise RotationMergeError(problem, where=str(teacher.reference), remedy=remedy)
 
 
-def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeReport) -> None:
-    """Write the trained model in the merge's dtype, or the adapter, atomically."""
+def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeReport, heads: Mapping[str, Any]) -> None:
+    """Write the trained model in the merge's dtype, or the adapter, atomically.
+
+    Args:
+        heads: by folder in the merge, the trained body under each teacher's head.
+    """
+    from rotation_merge.model.folder_exchange import HEADS
     from rotation_merge.model.output import staged
-    from rotation_merge.model.writing import KEPT, OWN
     from rotation_merge.record import REPORT_FILE
-    from rotation_merge.run.functions import local_path, stored_dtype
+    from rotation_merge.run.functions import local_path
 
     with staged(out) as staging:
         if adapter:
@@ -197,15 +244,25 @@ def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeRepo
             student.save_pretrained(staging)
         else:
             model = student.merge_and_unload() if hasattr(student, "merge_and_unload") else student
-            model.to(stored_dtype(merged)).save_pretrained(staging)
-            source = local_path(merged)
-            for name in sorted(os.listdir(source)):
-                copied = name.endswith(KEPT) and name not in OWN and not name.endswith(".index.json")
-                if copied and not os.path.exists(os.path.join(staging, name)):
-                    shutil.copyfile(os.path.join(source, name), os.path.join(staging, name))
+            _save(model, merged, str(staging))
+            for folder, headed in heads.items():
+                _save(headed, folder, os.path.join(staging, HEADS, os.path.basename(folder)))
         record.write(os.path.join(staging, REPORT_FILE))
         with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
             file.write(_card(record, out, local_path(merged)))
+
+
+def _save(model: Any, like: str, out: str) -> None:
+    """Write a model in the dtype of another, with the other's small files."""
+    from rotation_merge.model.writing import KEPT, OWN
+    from rotation_merge.run.functions import local_path, stored_dtype
+
+    model.to(stored_dtype(like)).save_pretrained(out)
+    source = local_path(like)
+    for name in sorted(os.listdir(source)):
+        copied = name.endswith(KEPT) and name not in OWN and not name.endswith(".index.json")
+        if copied and not os.path.exists(os.path.join(out, name)):
+            shutil.copyfile(os.path.join(source, name), os.path.join(out, name))
 
 
 def _record(

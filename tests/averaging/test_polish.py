@@ -9,11 +9,16 @@ import pytest
 import torch
 from cli_support import parsed, run
 from peft import LoraConfig, get_peft_model
-from plugin_support import build, make, state
+from plugin_support import build, make, merged, state
 from rounding import assert_equal_up_to_rounding
 from tiny_models import ALL
 from tiny_models import make as tiny
-from transformers import AutoModelForCausalLM, RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+)
 
 from rotation_merge.averaging.low_rank import initialise_along_gradient, with_lora
 from rotation_merge.averaging.polish import LEAST_GAIN, PolishOptions, PolishReport, polish
@@ -208,6 +213,68 @@ def test_a_teacher_of_other_classes_is_refused(mine: int, its: int, tmp_path: Pa
     done = run("polish", merged, tmp_path / "out", *flags)
     assert done.exit_code == 2
     assert f"answers have shape [2, {its}], the model's own [2, {mine}]" in done.output
+    assert not list(tmp_path.glob("out*"))
+
+
+def encoders(folder: Path) -> tuple[list[Path], list[Path], Path]:
+    """Fine-tunes with heads of two and five classes, their data, and their merge with `heads_of: each`."""
+    paths = [make("bert", folder / name, seed=seed, num_labels=n) for seed, (name, n) in enumerate(NAMED.items())]
+    for number, path in enumerate(paths):
+        model = AutoModelForSequenceClassification.from_pretrained(path)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(4)
+        model.save_pretrained(path)
+        rows = [json.dumps({"input_ids": [i + number, i + 1, 7]}) for i in range(4, 28)]
+        (folder / f"{path.name}.jsonl").write_text("\n".join(rows))
+    models = [{"model": str(path), "parameters": {"weight": 0.5}} for path in paths]
+    recipe = {"merge_method": "rotation_merge", "base_model": str(paths[0]), "models": models, "dtype": "float32"}
+    recipe["parameters"] = {"delegate": "linear", "heads_of": "each"}
+    merged(recipe, folder / "merged")
+    return paths, [folder / f"{path.name}.jsonl" for path in paths], folder / "merged"
+
+
+NAMED = {"two": 2, "five": 5}
+"""Numbers of classes of fine-tunes."""
+
+
+def test_teachers_with_heads_of_their_own(tmp_path: Path) -> None:
+    """One body comes nearer to every teacher, each head on its own teacher's samples; the merge's own head stays."""
+    teachers, data, before = encoders(tmp_path)
+    five = ("--teachers", teachers[1], "--data", data[1])
+    flags = ("--samples", 24, "--steps", 12, "--learning-rate", 0.003)
+    out = tmp_path / "out"
+    done = parsed("polish", before, out, "--teachers", *teachers, "--data", *data, *flags)
+    assert done["after"] < done["before"]
+    body = state(out)
+    headed, earlier = (state(folder / "heads" / "five") for folder in (out, before))
+    assert headed["classifier.weight"].shape[0] == NAMED["five"]
+    assert not torch.equal(headed["classifier.weight"], earlier["classifier.weight"])
+    assert not torch.equal(body["classifier.weight"], state(before)["classifier.weight"])  # the base's, a teacher, too
+    shared = [name for name in headed if not name.startswith("classifier")]
+    assert all(torch.equal(headed[name], body[name]) for name in shared)
+    assert any(not torch.equal(headed[name], earlier[name]) for name in shared)
+    only = tmp_path / "only"
+    parsed("polish", before, only, *five, *flags)
+    assert torch.equal(state(only)["classifier.weight"], state(before)["classifier.weight"])
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_one_lora_for_several_heads_is_refused(tmp_path: Path) -> None:
+    teachers, data, before = encoders(tmp_path)
+    done = run("polish", before, tmp_path / "out", "--teachers", *teachers, "--data", *data, "--lora", 2)
+    assert done.exit_code == 2
+    assert "one LoRA cannot hold them" in done.output
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_teachers_of_one_name_are_refused(tmp_path: Path) -> None:
+    teachers, data, before = encoders(tmp_path)
+    again = make("bert", tmp_path / "other" / "five", seed=3, num_labels=5)
+    flags = ("--teachers", teachers[1], again, "--data", data[1])
+    done = run("polish", before, tmp_path / "out", *flags)
+    assert done.exit_code == 2
+    assert "two teachers are called 'five'" in done.output
     assert not list(tmp_path.glob("out*"))
 
 
