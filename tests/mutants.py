@@ -108,7 +108,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/mergekit_plugin/planning/prefetch.py": ("matching/test_workers.py", *MERGES),
     "rotation_merge/mergekit_plugin/planning/statistics.py": ("averaging/test_averaging.py", "carrying/test_carry.py"),
     "rotation_merge/mergekit_plugin/planning/carrying.py": ("carrying/test_carry_recipe.py", *MERGES),
-    "rotation_merge/mergekit_plugin/planning/carry_task.py": ("carrying/test_carry_recipe.py",),
     "rotation_merge/mergekit_plugin/planning/transport.py": ("averaging/test_ot_fusion.py",),
     "rotation_merge/mergekit_plugin/planning/save_alignments.py": ("matching/test_save_alignment.py",),
     "rotation_merge/mergekit_plugin/planning/refit.py": ("averaging/test_refit_sources.py", "averaging/test_refit.py"),

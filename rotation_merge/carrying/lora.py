@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from rotation_merge.architecture.registry import every_name
 from rotation_merge.carrying.carrier import is_bias, weight_key
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, short
+from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.factors import LowRank, dense, stacks, transposed
 from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.source import TensorSource, read_tensor
@@ -24,20 +25,7 @@ Kept = dict[str, tuple[float, float]]
 """By tensor: the squared norm of its change, and of the change at that rank."""
 
 
-class AdapterBase(Protocol):
-    """A model that an adapter is for; `reference` is its name in adapter_config.json."""
-
-    @property
-    def reference(self) -> object: ...
-
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-
-    @property
-    def tied_head(self) -> str | None: ...
-
-
-def left_out(base: AdapterBase) -> list[str]:
+def left_out(base: Model) -> list[str]:
     """Lines on changes that an adapter of this base cannot express."""
     head = base.tied_head
     return [
@@ -45,7 +33,7 @@ def left_out(base: AdapterBase) -> list[str]:
     ] * bool(head)
 
 
-def adapter_of(delta: Delta, rank: int, base: AdapterBase) -> tuple[AdapterWeights, Kept]:
+def adapter_of(delta: Delta, rank: int, base: Model) -> tuple[AdapterWeights, Kept]:
     """A change as a new adapter of the base that it is for.
 
     Matrices are cut down to `rank`; biases go into peft's `lora_bias`, norms of streams that are not turned into

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.linalg._factors import Factors, form
 from rotation_merge.linalg._prices import annealed_prices, planted_prices, row_blocks, row_maxima, row_slacks
-from rotation_merge.linalg._projection import solve_projected
+from rotation_merge.linalg._projection import Factors, form, solve_projected
 from rotation_merge.linalg._sparse import AssignmentSolution, solve_sparse
 
 _DENSE_BELOW = 1500  # smaller problems go to scipy's dense solver at once

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from mergekit.common import ModelPath, ModelReference
@@ -55,17 +55,10 @@ def serialised_loader(loader: Any) -> Any:
     return loader
 
 
-class LoadableModel(Protocol):
-    """An opened model with a loader (`models.Model`)."""
-
-    @property
-    def loader(self) -> Any: ...
-
-
 class CheckpointTensors:
     """The tensors of a checkpoint as its files (and an adapter) have them, read when asked for by name."""
 
-    def __init__(self, model: LoadableModel) -> None:
+    def __init__(self, model: Model) -> None:
         self.model = model
 
     def __contains__(self, name: object) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rotation_merge import RotationMergeError
 from rotation_merge.linalg import _projection
 from rotation_merge.linalg import assignment as module
-from rotation_merge.linalg._factors import Factors, form
+from rotation_merge.linalg._projection import Factors, form
 from rotation_merge.linalg.assignment import Assignment, assign, assign_factored, certificate
 
 

@@ -26,10 +26,10 @@ from rotation_merge.run.functions import load
 from rotation_merge.run.statistics_writer import checkpoint_of
 from rotation_merge.search.candidates import FAR, NEAR, SHARED, Candidate, Planner
 from rotation_merge.search.clock import Clock, Costs
-from rotation_merge.search.held_out import split, write_data
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures, Judge
 from rotation_merge.search.outcome import Outcome, Trial
+from rotation_merge.search.preparation import split, write_data
 from rotation_merge.search.run import Search
 
 ENGLISH, C = (str(CHECKPOINTS / f"llama-0-{domain}") for domain in ("english", "c"))

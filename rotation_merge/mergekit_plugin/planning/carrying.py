@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import tqdm
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
 from mergekit.graph import Task
 from mergekit.options import MergeOptions
+from pydantic import Field
+from torch import Tensor
 
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.frame import ResizeOptions
+from rotation_merge.carrying.session import Execution
 from rotation_merge.carrying.tokens import AddedTokens
+from rotation_merge.carrying.transfer import transferred
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
+from rotation_merge.mergekit_plugin.planning.whole_model_tasks import WholeModelTask
+from rotation_merge.mergekit_plugin.recipe.donor import title
 from rotation_merge.mergekit_plugin.recipe.names import OF_MODEL, OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.adapter_base import OWN_BASE, check_own_base
@@ -98,8 +105,6 @@ def carried(
             where=str(model),
             remedy="leave out 'carry' and 'carry_scale: auto': weights alone can be carried by shared tokens",
         )
-    from rotation_merge.carrying.session import Execution
-    from rotation_merge.mergekit_plugin.planning.carry_task import CarryTask
     from rotation_merge.model.writing import StorageOptions
 
     task = CarryTask(
@@ -150,3 +155,27 @@ def added_as_it_is(
     if options:
         return False, f"{words}: its change could be added as it is, but '{options[0]}' is set."
     return True, f"{words}: its change is added as it is."
+
+
+class CarryTask(WholeModelTask):
+    """Runs the models on samples: the anchor's tensors as a donor changes them."""
+
+    donor: str
+    origin: str
+    anchor: str
+    config: TransferConfig = Field(repr=False)
+    execution: Execution = Field(repr=False)
+    run: Run = Field(repr=False)
+    quiet: bool = False
+
+    def execute(self) -> dict[str, Tensor]:
+        with tqdm.tqdm(desc=f"Carrying {self.donor}", disable=self.quiet) as bar:
+            tensors, lines, alignment = transferred(
+                self.donor, self.origin, self.anchor, self.config, self.execution, lambda *_: bar.update(1)
+            )
+        if self.config.needs_samples:
+            self.run.used(f"carrying {self.donor}", self.config.data, self.config.sample_count)
+        self.run.aligned(title(self.donor, self.origin), alignment)
+        for line in lines:
+            self.run.note(f"`{self.donor}`: {line}")
+        return tensors
