@@ -14,24 +14,24 @@ from rotation_merge import __version__
 from rotation_merge.errors import INTERRUPTED, nearest
 
 COMMANDS = {
-    "check": "Check a recipe before it is run: all faults at once, and which preset fits.",
-    "inspect": "A model or a recipe: spaces, groups, expected cost; a tensor, a file, a report; what there is.",
-    "align": "Write a donor in an anchor's coordinates, as a normal checkpoint.",
+    "merge": "Find the best merge of models: try several, judge on held-out samples, write the winner with its recipe.",
+    "check": "Check a recipe before it runs: all faults at once, and which preset fits.",
+    "inspect": "Show a model, a recipe or a file: spaces, groups, expected cost, tensors, reports, methods.",
+    "compare": "Show how far apart two models are, space by space, before and after alignment.",
+    "doctor": "Find out why a merge writes gibberish: causes with remedies, the likeliest first.",
+    "align": "Rewrite a donor's weights, with the same outputs, so that they line up with an anchor's.",
+    "fit": "Learn an alignment of independent models on samples.",
+    "barrier": "Measure the loss along the straight path between two models, aligned and not.",
+    "evaluate": "Measure loss, accuracy, F1 and correlations of models on data.",
+    "verify": "Test if two models compute the same function.",
+    "measure": "Measure a model's statistics on samples, for the averages regmean, fisher and kfac.",
+    "polish": "Train a merge for a few steps towards its parents' outputs, with or without data.",
     "lora": "Merge LoRA adapters into one adapter.",
-    "carry": "Carry a LoRA to a new base, without training.",
-    "verify": "Do two models compute the same function?",
-    "compare": "How far apart are two models, space by space, before and after alignment?",
-    "barrier": "Loss along the straight path between two models, aligned and not.",
-    "merge": "Find the best merge of models: try, judge on held-out samples, write it with its recipe.",
+    "carry": "Move a LoRA or a fine-tune to a new base.",
     "gguf": "Write a model as one GGUF file, for llama.cpp.",
-    "doctor": "Why is this merge gibberish? Causes with their remedies, the likeliest first.",
-    "polish": "Train a merge for a few steps towards its parents' answers, with or without data.",
-    "fit": "Learn an alignment on data: next to no barrier between independent models.",
-    "evaluate": "Loss, accuracy, F1 and correlations of models on data.",
-    "measure": "Run a model over samples and write the statistics that regmean, fisher and kfac average by.",
-    "push": "Publish a merge on the hub, with recipe, alignment files, report and sums; a dry run until --yes.",
-    "pull": "Download what push published, checked file by file.",
-    "demo": "Merge the checkpoints that come with the package and print what alignment did.",
+    "push": "Publish a merge on the hub, with recipe, alignment files, report and checksums; a dry run until --yes.",
+    "pull": "Download a published merge and check every file.",
+    "demo": "Merge the checkpoints that come with the package, and show what alignment did.",
 }
 """Commands by name; each lives in a module of the same name, as `command`."""
 
@@ -95,10 +95,10 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, "--version")
 @click.option("-v", "--verbose", count=True, help="Print decisions; twice: everything, with tracebacks.")
 def app(verbose: int) -> None:
-    """Align transformers by their symmetries before mergekit merges them.
+    """Line models up, with the same outputs, before mergekit averages them.
 
-    Merging itself is mergekit's: `mergekit-yaml recipe.yml OUT` with `merge_method: rotation_merge`. These commands
-    look at recipes and models before and after.
+    Start with `merge`. To run a recipe of your own, use mergekit: `mergekit-yaml recipe.yml OUT` with `merge_method:
+    rotation_merge` in it.
 
     Exit codes: 0 done, 1 a check failed, 2 bad usage or input.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import click
@@ -43,7 +44,7 @@ from rotation_merge.matching.options import WEIGHTS, AlignConfig
 )
 @click.option("--dtype", type=WORD, help="Storage of a carried model; the new base's if not given.")
 @device_option(" to compute on")
-@matching_options
+@partial(matching_options, defaults=TransferConfig().match)
 @json_option
 @shown
 @writes
@@ -61,14 +62,13 @@ def command(
     as_json: bool,
     **values: Any,
 ) -> int:
-    """Move adapters or fine-tunes WORK from OLD_BASE to NEW_BASE; only --carry distil trains.
+    """Move LoRA adapters or fine-tunes WORK from OLD_BASE to NEW_BASE; only --carry distil trains.
 
     WORK is a LoRA in peft's format, which keeps its rank, or a fine-tuned model. OUT is the same for NEW_BASE; with
     several WORK, a directory with one for each. If NEW_BASE is OLD_BASE in other coordinates, the moved change has
     exactly the same effect. If the bases share their coordinates, WORK can be used on NEW_BASE as it is: the command
     says so and writes nothing without --data or --force. --force also moves an adapter whose base is not OLD_BASE.
-    Without --residual the largest group that the models admit is matched. Interrupted matching continues from
-    OUT.matching.unfinished.
+    Interrupted matching continues from OUT.matching.unfinished.
     """
     from rotation_merge.carrying.session import Execution
     from rotation_merge.carrying.transfer import carry, check_places
@@ -85,7 +85,6 @@ def command(
     storage = StorageOptions(parse_size(shard_size), dtype, untie)
     device = usable_device(device)
     match = config_of(AlignConfig, values)
-    match = match if "residual" in given_options else replace(match, residual="largest")
     config = config_of(TransferConfig, values, alignment=values.pop("alignment"), match=match, untie=untie)
     if "steps" in given_options and "method" not in given_options:
         config = replace(config, method="distil")

@@ -56,7 +56,10 @@ def _number(text: str, kind: Any) -> float | str:
 
 
 def config_options(
-    config: type[Config], *names: str, types: Mapping[str, click.ParamType] | None = None
+    config: type[Config],
+    *names: str,
+    types: Mapping[str, click.ParamType] | None = None,
+    defaults: Config | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add command-line options for fields of a config; the command passes their values to `config_of`.
 
@@ -64,13 +67,14 @@ def config_options(
 
     Args:
         types: click types of options that name inputs, by field.
+        defaults: values of options that are not given; None: those of the config.
     """
     types = types or {}
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         for name, described in reversed(config.options().items()):
             if described.command and (not names or name in names):
-                function = _option(name, described, getattr(config, name), types.get(name))(function)
+                function = _option(name, described, getattr(defaults or config, name), types.get(name))(function)
         return function
 
     return add
@@ -112,11 +116,11 @@ def config_of(config: type[C], values: dict[str, Any], **more: Any) -> C:
     return config(**{name: values.pop(name) for name in config.options() if name in values}, **more)
 
 
-def matching_options(function: Callable[..., Any]) -> Callable[..., Any]:
+def matching_options(function: Callable[..., Any], defaults: Config | None = None) -> Callable[..., Any]:
     """Add the options of `AlignConfig`, and --untie; the command hands its values to `config_of`."""
     from rotation_merge.matching.options import AlignConfig, MatchConfig
 
-    return config_options(AlignConfig)(config_options(MatchConfig, "untie")(function))
+    return config_options(AlignConfig, defaults=defaults)(config_options(MatchConfig, "untie")(function))
 
 
 def matcher(config: MatchConfig, anchor: str, donor: str, device: str, over: PieceExecutor | None = None) -> Match:
