@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from rotation_merge.cli.paths import MODELS_OR_RECIPE
+from rotation_merge.cli.paths import MODELS_OR_RECIPE, read_recipe
 from rotation_merge.cli.show import json_option, print_json, say, shown
-from rotation_merge.errors import RecipeError
 
 
 @click.command(epilog="Example: rotation-merge check recipe.yml")
@@ -34,7 +33,7 @@ def command(recipe: str, offline: bool, as_json: bool) -> int:
     from rotation_merge.mergekit_plugin.recipe.detect import read_from
     from rotation_merge.model.remote import remote_headers
 
-    text = read(Path(recipe))
+    text = read_recipe(Path(recipe))
     with read_from(recipe), remote_headers(absent_models(text), offline) as remote:
         faults = check_text(text, remote.errors)
         needs = needs_of(recipe, remote.models.values(), remote.cache) if remote.models else None
@@ -71,21 +70,3 @@ def command(recipe: str, offline: bool, as_json: bool) -> int:
         say(changes.words, "yellow" if changes.ratio > RATIO else None)
     say("the recipe is fit to run", "green")
     return 0
-
-
-def read(recipe: Path) -> str:
-    """A recipe's text.
-
-    Raises:
-        RecipeError: the file cannot be read as text.
-    """
-    if recipe.suffix.lower() == ".gguf":
-        raise RecipeError("is a model, not a recipe", where=str(recipe), remedy=f"rotation-merge inspect {recipe}")
-    try:
-        return recipe.read_text(encoding="utf-8")
-    except IsADirectoryError as error:
-        raise RecipeError("is a directory", where=str(recipe), remedy="name the YAML file") from error
-    except FileNotFoundError as error:
-        raise RecipeError("no such file", where=str(recipe), remedy="check the path") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot be read ({error})", where=str(recipe), remedy="it must be UTF-8 text") from error

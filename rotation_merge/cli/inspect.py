@@ -12,9 +12,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from rotation_merge.cli.check import read
 from rotation_merge.cli.options import config_of, matching_options
-from rotation_merge.cli.paths import MODELS_OR_RECIPE, PAGE, WORD, Reads, is_document, writes
+from rotation_merge.cli.paths import MODELS_OR_RECIPE, PAGE, WORD, Reads, is_document, read_recipe, writes
 from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, seconds_text, shown, table
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.matching.options import NOTHING, AlignConfig
@@ -146,7 +145,7 @@ def _donors(target: str, options: AlignConfig, untie: bool, as_json: bool) -> li
     """The donors of a recipe, named as soon as its text is read; or the model as its only donor."""
     if not is_document(target):
         return [RecipeDonor(target, target, options, untie)]
-    text = read(Path(target))
+    text = read_recipe(Path(target))
     recipe = documents(text)[-1].value
     if not as_json and isinstance(recipe, dict):
         models = recipe.get("models")

@@ -10,10 +10,12 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
 
+from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files.outputs import (
     DATA,
     FILE,
@@ -188,7 +190,6 @@ def hold_outputs(outputs: Sequence[Output], force: bool = False) -> Iterator[Non
 
 def is_statistics(path: str) -> bool:
     """Whether a file holds statistics that `measure` wrote."""
-    from rotation_merge.errors import RotationMergeError
     from rotation_merge.report.files import described
 
     try:
@@ -199,7 +200,6 @@ def is_statistics(path: str) -> bool:
 
 def is_barrier(path: str) -> bool:
     """Whether a file was written by `barrier --save`."""
-    from rotation_merge.errors import RotationMergeError
     from rotation_merge.run.curves import read_barriers
 
     try:
@@ -213,6 +213,24 @@ def is_page(path: str) -> bool:
     from rotation_merge.report import html
 
     return html.is_page(path)
+
+
+def read_recipe(recipe: Path) -> str:
+    """A recipe's text.
+
+    Raises:
+        RecipeError: the file cannot be read as text.
+    """
+    if recipe.suffix.lower() == ".gguf":
+        raise RecipeError("is a model, not a recipe", where=str(recipe), remedy=f"rotation-merge inspect {recipe}")
+    try:
+        return recipe.read_text(encoding="utf-8")
+    except IsADirectoryError as error:
+        raise RecipeError("is a directory", where=str(recipe), remedy="name the YAML file") from error
+    except FileNotFoundError as error:
+        raise RecipeError("no such file", where=str(recipe), remedy="check the path") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot be read ({error})", where=str(recipe), remedy="it must be UTF-8 text") from error
 
 
 NEW_FOLDER = Writes(FOLDER)

@@ -16,8 +16,6 @@ from rotation_merge.model.folder_exchange import JOURNAL, FolderExchange, interr
 
 LOG = logging.getLogger(__name__)
 
-MODEL_FILES = ("model", "pytorch_model")
-
 INSIDE = "rotation-merge"
 """Name of a staging folder inside a directory, as the directory may be moved."""
 

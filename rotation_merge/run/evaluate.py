@@ -230,7 +230,6 @@ def path(
     return Curve(name, ts, *(list(column) for column in zip(*points_done, strict=True)))
 
 
-CLASSES = ("accuracy", "macro_f1", "micro_f1", "matthews")
 NUMBERS = ("pearson", "spearman")
 
 

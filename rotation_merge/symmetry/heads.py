@@ -166,18 +166,17 @@ def _in_order(index: Tensor) -> bool:
     return bool((index == torch.arange(index.shape[-1], device=index.device)).all())
 
 
-ORDERS = ("none", "permutation", "spectral", "fixed")
-"""Orders of heads: not asked for, the best, by singular values; asked for where the architecture forbids it."""
-
 _PAIR_FLOPS = 480.0
 """Work of judging one pairing of heads, in units of the cube of their size: eigenvectors at a scale or two."""
 
 
 @dataclass(frozen=True)
 class HeadGroup(SpaceGroup):
-    """The order of the heads of one layer (one of `ORDERS`), and the groups inside them.
+    """The order of the heads of one layer, and the groups inside them.
 
     Attributes:
+        order: of heads: none (not asked for), permutation (the best), spectral (by singular values), or fixed (asked
+            for where the architecture forbids it).
         gains, shared: the group of the gains of norms of queries and keys, if any, and whether all heads share them.
         inside: whether KV groups keep their places, and query heads change theirs inside them.
     """

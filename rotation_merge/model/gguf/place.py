@@ -32,7 +32,6 @@ FILES = "gguf-files"
 
 WEIGHTS = (".safetensors", ".bin", ".index.json")
 TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
-_FORMAT = "1"
 
 
 def is_gguf(path: str) -> bool:
