@@ -9,7 +9,8 @@ from typing import Any
 from click.testing import CliRunner, Result
 
 import rotation_merge
-from rotation_merge.cli.app import app
+from rotation_merge.cli.app import COMMANDS as COMMANDS
+from rotation_merge.cli.app import app as app
 
 CHECKPOINTS = Path(rotation_merge.__file__).parent / "run" / "checkpoints"
 TEXTS = CHECKPOINTS.with_name("texts")

@@ -25,6 +25,9 @@ import yaml
 
 Files = dict[str, bytes]
 
+MANIFEST_FILE = "rotation_merge.manifest.json"
+"""The file of a pushed folder that lists the others; written out, as pushed folders need it to stay."""
+
 LARGE = (".safetensors", ".bin", ".model")
 """Endings of files that the hub wants by way of git-lfs (or of Xet, which stands in front of it)."""
 
@@ -250,7 +253,6 @@ def _only_home(found: Callable[..., Any]) -> Callable[..., Any]:
 
 def publish_as_push_does(hub: Hub, repo: str, files: Files, /, **changes: Any) -> None:
     """Files in a repository, with a manifest that is right but for the entries that are changed."""
-    from rotation_merge.record import MANIFEST_FILE
     from rotation_merge.share.manifest import Manifest, sha256_of
 
     hub.repos.pop(f"models/{repo}", None)

@@ -187,3 +187,10 @@ def one_error(text: str) -> str:
     errors = [line for line in text.splitlines() if line.startswith("Error: ")]
     assert len(errors) == 1, text
     return errors[0]
+
+
+def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The module at a path: a folder, a GGUF file, or `base+adapter`; complete, in evaluation mode."""
+    module = rm.average([path]).to(dtype).to_module()
+    module.set_attn_implementation("eager")
+    return module.requires_grad_(False)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from carry_support import make_adapter
-from cli_support import run
+from cli_support import COMMANDS, run
 from hub_support import at_home, served
 from plugin_support import make, mergekit_yaml, one_error, recipe_for, state
 from residual_support import Checkpoint, case
@@ -26,7 +26,6 @@ from tiny_models import make as model_of
 
 from rotation_merge import RotationMergeError
 from rotation_merge.architecture import resolve
-from rotation_merge.cli.app import COMMANDS
 
 ENDLESS = 400_000_000
 

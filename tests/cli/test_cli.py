@@ -10,11 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli_support import CHECKPOINTS, parsed, run
+from cli_support import CHECKPOINTS, COMMANDS, parsed, run
 from plugin_support import make, state, twin
 from transformers import AutoTokenizer, LlamaForCausalLM
-
-from rotation_merge.cli.app import COMMANDS
 
 VITS = str(CHECKPOINTS / "vit-0"), str(CHECKPOINTS / "vit-1")
 LLAMAS = str(CHECKPOINTS / "llama-0-english"), str(CHECKPOINTS / "llama-0-c")

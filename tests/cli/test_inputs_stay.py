@@ -11,17 +11,16 @@ from typing import Any
 import click
 import pytest
 import yaml
-from cli_support import run
+from cli_support import COMMANDS, app, run
 from click.testing import CliRunner
+from hub_support import MANIFEST_FILE
 from plugin_support import one_error, recipe_for, twin, write_recipe
 
 from rotation_merge import RotationMergeError
-from rotation_merge.cli.app import COMMANDS, app
 from rotation_merge.cli.paths import MODEL, Reads, ReadsModelsAndWrites, Word, Writes
 from rotation_merge.config import NEITHER, READ, WRITTEN, Kind
 from rotation_merge.files.outputs import FILE, FOLDER
 from rotation_merge.mergekit_plugin.recipe.names import KEYS
-from rotation_merge.record import MANIFEST_FILE
 
 
 def command(name: str) -> click.Command:

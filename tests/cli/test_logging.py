@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_support import run
+from cli_support import COMMANDS, run
 from plugin_support import merged, recipe_for, write_recipe
-
-from rotation_merge.cli.app import COMMANDS
 
 Pair = tuple[Path, Path]
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from cli_support import run
+from cli_support import COMMANDS, run
 from plugin_support import make, recipe_for, write_state
 from plugin_support import state as stored
 from tiny_models import ALL, Case, Planted, planted, save
@@ -25,7 +25,6 @@ from rotation_merge import AlignConfig, RotationMergeError
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.fields import differences
 from rotation_merge.architecture.registry import tied_head
-from rotation_merge.cli.app import COMMANDS
 from rotation_merge.matching.check_pair import CheckedPair, check_pair
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe

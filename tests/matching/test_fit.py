@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 from cli_support import CHECKPOINTS
+from cli_support import app as command
 from click.testing import CliRunner
 from rounding import assert_equal_up_to_rounding
 from safetensors import safe_open
@@ -282,8 +283,6 @@ dtype: float32
 
 def test_from_recipe_to_merged_model_through_the_commands(tmp_path: Path):
     from mergekit.scripts.run_yaml import main
-
-    from rotation_merge.cli.app import app as command
 
     anchor, donor = CHECKPOINTS / "vit-0", CHECKPOINTS / "vit-1"
     file = tmp_path / "learned.safetensors"

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 from cli_support import run
-from plugin_support import make, merged, mergekit_yaml, one_error, write_recipe
+from plugin_support import load, make, merged, mergekit_yaml, one_error, write_recipe
 from residual_support import checkpoint, recipe, twin
 from safetensors.torch import load_file, save_file
 from tiny_models import inputs
 
 from rotation_merge.model.writing import SplicedWriter
-from rotation_merge.run.functions import load
 
 
 def heads_recipe(anchor: Path, *donors: Path, **parameters: object) -> dict:

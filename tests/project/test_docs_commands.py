@@ -18,7 +18,7 @@ from typing import Any
 import click
 import pytest
 import torch
-from cli_support import CHECKPOINTS, TEXTS
+from cli_support import CHECKPOINTS, TEXTS, app
 from click.testing import CliRunner, Result
 from mergekit.io.tasks import LoaderCache
 from mergekit.scripts.multimerge import main as mergekit_multi
@@ -27,7 +27,6 @@ from recipe_models import FAMILIES, localised, stand_in
 from transformers import ViTConfig, ViTForImageClassification
 
 from rotation_merge import TransferConfig
-from rotation_merge.cli.app import app
 from rotation_merge.matching import passes
 
 torch.set_num_threads(1)

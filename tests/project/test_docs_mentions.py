@@ -12,10 +12,10 @@ from pathlib import Path
 
 import click
 import pytest
+from cli_support import COMMANDS, app
 from test_docs_commands import FENCE, PAGES, ROOT, blocks, is_recipe, lines
 
 import rotation_merge
-from rotation_merge.cli.app import COMMANDS, app
 
 MORE = [
     ROOT / "CONTRIBUTING.md",

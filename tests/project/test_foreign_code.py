@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from cli_support import app
 from click.testing import CliRunner
 from mergekit.io.tasks import LoaderCache
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from plugin_support import make, recipe_for, state, write_recipe
-
-from rotation_merge.cli.app import app
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rotation_merge"
 

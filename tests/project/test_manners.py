@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_support import CHECKPOINTS, run
+from cli_support import CHECKPOINTS, COMMANDS, run
 
 from rotation_merge.cli import app as cli
 from rotation_merge.cli import show
-from rotation_merge.cli.app import COMMANDS
 from rotation_merge.errors import no_space
 from rotation_merge.files.durable import replacing
 from rotation_merge.mergekit_plugin.console import line

@@ -44,7 +44,7 @@ def test_figures_agree_with_scikit_learn_and_scipy():
 def test_models_with_classes_and_with_one_output(tmp_path: Path):
     """A file of its own for each task; the model's own answers as labels give full marks."""
     several, one = make("bert", tmp_path / "several", num_labels=3), make("bert", tmp_path / "one", num_labels=1)
-    from rotation_merge.run.functions import load
+    from plugin_support import load
 
     ids = torch.randint(3, 40, (12, 8), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

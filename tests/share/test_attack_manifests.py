@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from cli_support import run
-from hub_support import Hub, publish_as_push_does
+from hub_support import MANIFEST_FILE, Hub, publish_as_push_does
 from plugin_support import one_error
 
-from rotation_merge.record import MANIFEST_FILE
 from rotation_merge.share.contents import belongs, is_weights, well_formed
 
 REPO = "org/evil"

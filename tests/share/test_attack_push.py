@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 from cli_support import parsed, run
-from hub_support import Hub, at_home
+from hub_support import MANIFEST_FILE, Hub, at_home
 from plugin_support import make, merged, one_error, recipe_for
-
-from rotation_merge.record import MANIFEST_FILE
 
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----"
 STRAY = (

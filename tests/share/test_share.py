@@ -17,13 +17,12 @@ import pytest
 import torch
 import yaml
 from cli_support import parsed, run
-from hub_support import Hub
+from hub_support import MANIFEST_FILE, Hub
 from huggingface_hub import ModelCard
 from plugin_support import from_file, make, merged, one_error, recipe_for, state, twin
 from safetensors.torch import save_file
 
 import rotation_merge as rm
-from rotation_merge.record import MANIFEST_FILE
 from rotation_merge.share.complete_recipe import completed
 from rotation_merge.share.manifest import Manifest, sha256_of
 from rotation_merge.share.names import Renaming, given_names, remaining_local_path
