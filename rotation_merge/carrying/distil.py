@@ -126,7 +126,7 @@ def distil(
             write_answers(_on_its_device(models["new"]()), lessons.base_texts, path, "new base")
         answered.append(AnsweredSamples(path))
     last = lessons.last[: len(answered)]
-    state = replace(options, last=last, batches=STEP_BATCHES, state=work.file("progress.pt"))
+    state = replace(options, last=last, batches=STEP_BATCHES, state=work.file("progress.safetensors"))
     return DistillationResult(float(answered[0].mark), polish(student, answered, state, watch))
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rotation_merge.matching.teachers import AnsweredSamples
     from rotation_merge.record import MergeReport
 
-STATE = "state.pt"
+STATE = "state.safetensors"
 
 
 class MultiValueCommand(click.Command):
@@ -125,6 +125,7 @@ def polished(
         raise RotationMergeError(problem, where=merged, remedy="leave '--lora' out")
     progress = Progress()
     with Unfinished(out) as work:
+        work.of(f"{merged} {ways.steps} {ways.lora} {ways.learning_rate} {ways.seed}", STATE)
         students = [head or merged for head in heads]
         answered = _teacher_answers(
             work.path, merged, students, teachers, sources, ways.samples, ways.length, ways.seed, device
@@ -135,7 +136,6 @@ def polished(
         if any(heads):
             student = SharedBody([models[path] for path in students], model, _head_names(merged))
         rates = () if ways.learning_rate is None else (ways.learning_rate,)
-        work.of(f"{merged} {ways.steps} {ways.lora} {ways.learning_rate} {ways.seed}", STATE)
         new = ways.lora > 0
         options = PolishOptions(ways.steps, ways.lora, new, rates, seed=ways.seed, state=work.file(STATE))
         report = polish(student, answered, options, progress)

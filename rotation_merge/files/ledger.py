@@ -1,8 +1,12 @@
 """Finished parts of a run beside its output, so that the same command continues after an interruption.
 
 Every folder of unfinished work is an `Unfinished`: `OUT.unfinished` of whoever writes OUT (measuring, polishing,
-distilling), and `OUT.matching.unfinished` of matching and barriers, whose intermediate results a `ResumeStore` keeps. A
-store writes nothing before matching has lasted `SECONDS`, and later at most once in that time: short runs pay nothing.
+distilling, the search for the best merge), and `OUT.matching.unfinished` of matching and barriers, whose intermediate
+results a `ResumeStore` keeps. A store writes nothing before matching has lasted `SECONDS`, and later at most once in
+that time: short runs pay nothing. A folder that no run wrote is refused; that of another run is replaced.
+
+Every intermediate result is a `LedgerEntry` in a file of one format (`write_entry`, `read_entry`): those of a
+`ResumeStore`, the records of a search, and the state of training (`matching/resume.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +39,9 @@ LOG = logging.getLogger(__name__)
 
 MARK = "run.txt"
 """The file that says which run a folder belongs to."""
+
+ENTRY = ".safetensors"
+"""Suffix of the files of entries."""
 
 SECONDS = 60.0
 """Seconds of matching before anything is written, and between two writes of unfinished work."""
@@ -61,23 +68,32 @@ class Unfinished:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        full = isinstance(error, SpaceError) and any(self.path.glob("*.safetensors"))
+        full = isinstance(error, SpaceError) and any(self.path.glob(f"*{ENTRY}"))
         if error is None or (self.new and not full and isinstance(error, RotationMergeError)):
             self.remove()
 
     def remove(self) -> None:
         """Remove the folder, except files that no run wrote."""
         if self.new or self.file(MARK).exists():
+            with suppress(OSError):
+                self._empty()  # the mark goes last: after a kill here, the next run knows the folder
             shutil.rmtree(self.path, ignore_errors=True)
 
     def file(self, name: str) -> Path:
         return self.path / name
 
     def of(self, mark: str, *names: str) -> None:
-        """Delete files (without names: all) that a run with another mark left."""
+        """Delete files (without names: everything) that a run with another mark left.
+
+        Raises:
+            RotationMergeError: no run wrote the folder.
+        """
         if not self.is_of(mark):
-            for path in [self.file(name) for name in names] if names else list(self.path.iterdir()):
-                path.unlink(missing_ok=True)
+            self._refuse_foreign()
+            for name in names:
+                self.file(name).unlink(missing_ok=True)
+            if not names:
+                self._empty()
             self.file(MARK).write_text(mark, encoding="utf-8")
 
     def is_of(self, mark: str) -> bool:
@@ -87,17 +103,17 @@ class Unfinished:
         except (OSError, ValueError):
             return False
 
+    def is_empty(self) -> bool:
+        """Whether there is nothing in the folder but its mark."""
+        return all(path.name == MARK for path in self.path.iterdir())
+
     def resume_or_remove(self, mark: str) -> None:
         """Continue in a folder that is there, or remove it if it belongs to another run.
 
         Raises:
             RotationMergeError: no run wrote it.
         """
-        if self.path.exists() and any(self.path.iterdir()) and not self.file(MARK).exists():
-            remedy = "move it away, or write somewhere else"
-            raise RotationMergeError(
-                "exists, and no run of rotation-merge wrote it", where=str(self.path), remedy=remedy
-            )
+        self._refuse_foreign()
         if self.is_of(mark):
             LOG.info("continuing from %s", self.path)
         elif self.path.exists():
@@ -110,6 +126,22 @@ class Unfinished:
         self.path.mkdir(parents=True, exist_ok=True)
         self.of(mark)
 
+    def _refuse_foreign(self) -> None:
+        """Refuse a folder with files that no run wrote."""
+        if self.path.exists() and any(self.path.iterdir()) and not self.file(MARK).exists():
+            remedy = "move it away, or write somewhere else"
+            raise RotationMergeError(
+                "exists, and no run of rotation-merge wrote it", where=str(self.path), remedy=remedy
+            )
+
+    def _empty(self) -> None:
+        """Remove everything in the folder but its mark."""
+        for path in list(self.path.iterdir()) if self.path.is_dir() else ():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != MARK:
+                path.unlink(missing_ok=True)
+
 
 @dataclass(frozen=True)
 class LedgerEntry:
@@ -117,6 +149,45 @@ class LedgerEntry:
 
     facts: dict[str, Any]
     tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+def write_entry(path: Path, name: str, entry: LedgerEntry) -> None:
+    """Write an entry to a file, atomically; a tensor that has several names (tied weights) is stored once."""
+    first, same = dict[tuple[Any, ...], str](), dict[str, str]()
+    for key, x in entry.tensors.items():
+        memory = (x.device, x.data_ptr(), x.dtype, x.shape, x.stride())
+        if x.numel() and first.setdefault(memory, key) != key:
+            same[key] = first[memory]
+    tensors = {key: x for key, x in entry.tensors.items() if key not in same}
+    turned = [key for key, x in tensors.items() if x.ndim > 1 and not x.is_contiguous() and x.mT.is_contiguous()]
+    laid = {key: x.mT if key in turned else x for key, x in tensors.items()}  # read again, sums are added in one order
+    meta = {"name": name, **{k: json.dumps(v) for k, v in (("facts", entry.facts), ("turned", turned), ("same", same))}}
+    with replacing(path) as temporary:
+        save_file(_apart(laid), temporary, metadata=meta)
+
+
+def read_entry(path: Path, device: str = "cpu") -> LedgerEntry:
+    """Read an entry from its file.
+
+    Raises:
+        UNREADABLE: the file is damaged.
+    """
+    with safe_open(str(path), framework="pt") as file:
+        facts, turned, same = (json.loads(file.metadata()[part]) for part in ("facts", "turned", "same"))
+        tensors = {key: file.get_tensor(key).to(device) for key in file.keys()}  # noqa: SIM118
+    tensors = {key: x.mT if key in turned else x for key, x in tensors.items()}
+    return LedgerEntry(facts, {**tensors, **{key: tensors[other] for key, other in same.items()}})
+
+
+def stored_entry(path: Path, device: str = "cpu") -> LedgerEntry | None:
+    """The entry in a file; None if there is none, or it is damaged."""
+    if not path.exists():
+        return None
+    try:
+        return read_entry(path, device)
+    except UNREADABLE as error:
+        LOG.warning("%s is damaged (%s); its content is computed again", path, short(error))
+        return None
 
 
 class ResumeStore:
@@ -139,17 +210,7 @@ class ResumeStore:
         """An entry of an earlier run; None if there is none, or it is damaged."""
         with self._lock:
             self._open()
-        path = self._file(name)
-        if not path.exists():
-            return None
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                facts, turned = (json.loads(file.metadata()[part]) for part in ("facts", "turned"))
-                tensors = {key: file.get_tensor(key).to(self.device) for key in file.keys()}  # noqa: SIM118
-                return LedgerEntry(facts, {key: x.mT if key in turned else x for key, x in tensors.items()})
-        except UNREADABLE as error:
-            LOG.warning("%s is damaged (%s); its content is computed again", path, short(error))
-            return None
+        return stored_entry(self._file(name), self.device)
 
     def keep(self, name: str, make_entry: Callable[[], LedgerEntry], large: bool) -> None:
         """Store an entry; one of the same name is replaced.
@@ -175,7 +236,7 @@ class ResumeStore:
                 self._open()
                 self.place.begin(self._mark)
                 for name, make_entry in pending.items():
-                    self._save(name, make_entry())
+                    write_entry(self._file(name), name, make_entry())
             except (OSError, SafetensorError) as error:
                 self._broken = True
                 LOG.warning(
@@ -189,7 +250,7 @@ class ResumeStore:
         """The run was interrupted: keep expensive results."""
         if time.monotonic() - self._written >= SECONDS or self.place.path.exists():
             self.write()
-        if not any(self.place.path.glob("*.safetensors")):
+        if not any(self.place.path.glob(f"*{ENTRY}")):
             self.place.remove()
         else:
             LOG.warning("progress is kept in %s; run the same command to continue", self.place.path)
@@ -200,19 +261,9 @@ class ResumeStore:
             self._mark = self._asked()
             self.place.resume_or_remove(self._mark)
 
-    def _save(self, name: str, entry: LedgerEntry) -> None:
-        tensors = entry.tensors
-        turned = [key for key, x in tensors.items() if x.ndim > 1 and not x.is_contiguous() and x.mT.is_contiguous()]
-        laid = {
-            key: x.mT if key in turned else x for key, x in tensors.items()
-        }  # read again, sums are added in one order
-        meta = {"name": name, "facts": json.dumps(entry.facts), "turned": json.dumps(turned)}
-        with replacing(self._file(name)) as temporary:
-            save_file(_apart(laid), temporary, metadata=meta)
-
     def _file(self, name: str) -> Path:
         words = re.sub(r"[^\w.]+", "-", name)[-80:]
-        return self.place.file(f"{words}-{zlib.crc32(name.encode()):08x}.safetensors")
+        return self.place.file(f"{words}-{zlib.crc32(name.encode()):08x}{ENTRY}")
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rotation_merge.errors import AlignmentError, RotationMergeError, no_space, short
-from rotation_merge.files.durable import replacing
+from rotation_merge.files.ledger import UNREADABLE, LedgerEntry, read_entry, write_entry
 from rotation_merge.matching.fit_processes import ProcessGroup
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import AlignConfig
@@ -78,31 +77,36 @@ class TrainingState:
         if stored is None:
             return 0, start
         try:
-            state = torch.load(io.BytesIO(stored), weights_only=True)
-            if state["mark"] != self.mark:
+            if isinstance(stored, Exception):
+                raise stored
+            facts, parts = stored.facts, _grouped(stored.tensors)
+            if facts["mark"] != self.mark:
                 raise AlignmentError(
                     "holds the state of another fit (other models, data or options)",
                     where=str(self.path),
                     remedy="delete it to start anew, or finish that fit as it was begun",
                 )
-            self.learned.load_state_dict(state["learned"])
-            self.optimiser.load_state_dict(state["optimiser"])
-            self.schedule.load_state_dict(state["schedule"])
-            self.generator.set_state(state["generator"])
-            for name, value in json.loads(state["report"]).items():
+            moments = {i: parts.get(f"optimiser {i}", {}) for i in facts["trained"]}
+            self.learned.load_state_dict(parts.get("learned", {}))
+            self.optimiser.load_state_dict({"state": moments, "param_groups": facts["groups"]})
+            self.schedule.load_state_dict(facts["schedule"])
+            self.generator.set_state(parts["random"]["generator"])
+            for name, value in facts["report"].items():
                 setattr(report, name, [tuple(row) for row in value] if name == "history" else value)
-        except AlignmentError:
-            raise
-        except Exception as error:  # unpickling errors come in every class
+            return facts["step"], parts.get("best", {})
+        except UNREADABLE as error:
             raise AlignmentError(
                 "the state of an earlier fit cannot be used here",
                 where=str(self.path),
                 remedy="delete it to start anew",
             ) from error
-        return state["step"], state["best"]
 
-    def _stored(self) -> bytes | None:
-        return self.path.read_bytes() if self.path is not None and self.path.exists() else None
+    def _stored(self) -> LedgerEntry | Exception | None:
+        """The file's entry, or why it cannot be read; None if there is no file."""
+        try:
+            return read_entry(self.path) if self.path is not None and self.path.exists() else None
+        except UNREADABLE as error:
+            return RuntimeError(short(error))
 
     def save(self, step: int, best: dict[str, Tensor], report: Any) -> None:
         """Write the state atomically.
@@ -112,20 +116,25 @@ class TrainingState:
         """
         if self.path is None or self.together.rank:
             return
-        state = {
+        optimiser = self.optimiser.state_dict()
+        parts: dict[str, Mapping[str, Tensor]] = {
+            "learned": self.learned.state_dict(),
+            "best": best,
+            "random": {"generator": self.generator.get_state()},
+            **{f"optimiser {i}": moments for i, moments in optimiser["state"].items()},
+        }
+        facts = {
             "mark": self.mark,
             "step": step,
-            "best": best,
-            "learned": self.learned.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
+            "trained": list(optimiser["state"]),
+            "groups": optimiser["param_groups"],
             "schedule": self.schedule.state_dict(),
-            "generator": self.generator.get_state(),
-            "report": json.dumps(asdict(report)),
+            "report": asdict(report),
         }
+        tensors = {f"{part}/{name}": tensor for part, values in parts.items() for name, tensor in values.items()}
         try:
-            with replacing(self.path) as temporary:
-                torch.save(state, temporary)
-        except (OSError, RuntimeError) as error:  # the second is what torch says of a full disk
+            write_entry(self.path, "training", LedgerEntry(facts, tensors))
+        except (OSError, SafetensorError) as error:
             why = "no space left on device" if no_space(error) else short(error)
             problem = f"the state of the run cannot be written ({why})"
             raise RotationMergeError(problem, where=str(self.path), remedy="free some space and run again") from error
@@ -134,3 +143,12 @@ class TrainingState:
         """Remove the state of a finished fit."""
         if self.path is not None and not self.together.rank:
             self.path.unlink(missing_ok=True)
+
+
+def _grouped(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Tensors named `part/name`, by part and name."""
+    parts = dict[str, dict[str, Tensor]]()
+    for key, tensor in tensors.items():
+        part, _, name = key.partition("/")
+        parts.setdefault(part, {})[name] = tensor
+    return parts

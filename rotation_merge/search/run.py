@@ -19,6 +19,7 @@ import yaml
 
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.durable import write_text
+from rotation_merge.files.ledger import ENTRY, LedgerEntry, Unfinished, stored_entry, write_entry
 from rotation_merge.mergekit_plugin.console import OneLineError
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.card import class_of, updated_card
@@ -43,10 +44,10 @@ from rotation_merge.search.subsets import Subset, drawn
 MARKED = re.compile(r"[0-9a-f]{8}")
 """Names of the folders of searches beside OUT; other folders there are not ours."""
 RECIPE, CARD = "recipe.yml", "README.md"
-KEY, FIGURES = ".key", ".json"
-"""Suffixes of the files beside a candidate merge: the hash of its recipe, and its figures."""
-WRITTEN = "written.json"
-"""File that marks a search that had begun to write OUT."""
+MERGED, JUDGED = "merged", "judged"
+"""What the records beside a candidate merge say: its recipe, once it is complete, and its figures."""
+WRITING = "writing"
+"""Name of the record of a search that has begun to write OUT."""
 MEASURES = {"loss (nats)": "loss", "squared error": "mse"}
 """The hub's names of the measures, by unit."""
 SPARE = 1.0
@@ -58,7 +59,7 @@ class Search:
 
     def __init__(self, config: SearchConfig, clock: Clock) -> None:
         self.config, self.clock, self.say = config, clock, clock.say
-        self.work = Path(f"{config.out}.unfinished")
+        self.work = Unfinished(config.out)
         self.mark = config.key()
         self.files = Path(f"{os.path.abspath(config.out)}-samples") / self.mark
         self.left_out: dict[str, str] = {}
@@ -70,20 +71,21 @@ class Search:
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Create the folder of the candidates before the work; remove it again if it stays empty.
+        """Create the folder of the candidates before the work; remove it again if it has no results.
 
         Raises:
-            RotationMergeError: nothing can be written there.
+            RotationMergeError: nothing can be written there, or no run wrote the folder.
         """
+        self.work.resume_or_remove(self.mark)
         try:
-            self.work.mkdir(parents=True, exist_ok=True)
+            self.work.begin(self.mark)
         except OSError as error:
             problem = f"cannot be written ({reason(error)})"
             raise RotationMergeError(problem, where=self.config.out, remedy="write somewhere else") from error
         try:
             yield
         except RotationMergeError:
-            if not any(self.work.iterdir()):
+            if self.work.is_empty():
                 self.clean(written=False)
             raise
 
@@ -105,11 +107,7 @@ class Search:
 
     def goes_on(self) -> bool:
         """Whether this search was interrupted while it wrote OUT."""
-        try:
-            record = json.loads((self.work / WRITTEN).read_text(encoding="utf-8"))
-            return bool(record["mark"] == self.mark)
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
+        return self.work.is_of(self.mark) and self._record(WRITING) is not None
 
     def prepare(self) -> None:
         """Open and measure the models.
@@ -236,7 +234,7 @@ class Search:
     def _place(self, candidate: Candidate) -> Path:
         """The folder of a candidate merge."""
         mark = hashlib.blake2b(json.dumps([candidate.title, candidate.models]).encode(), digest_size=4).hexdigest()
-        return self.work / ("".join(c if c.isalnum() else "-" for c in candidate.title)[:60] + f"-{mark}")
+        return self.work.file("".join(c if c.isalnum() else "-" for c in candidate.title)[:60] + f"-{mark}")
 
     def _soup(self, tried: list[tuple[Candidate, Trial]]) -> None:
         """Greedy soup: add models in the order of their scores, and keep those that help."""
@@ -317,7 +315,7 @@ class Search:
             self._make(ready, text)
             figures = self._measured(self._load(self._place(ready)), ready.anchor, best)
         result = Trial(candidate.name, figures, time.perf_counter() - begin, text, None, ready.scale)
-        write_text(Path(f"{self._place(candidate)}{FIGURES}"), json.dumps({"key": key, **asdict(result)}))
+        self._keep_record(f"{self._place(candidate).name}.{JUDGED}", {"key": key, **asdict(result)})
         return result
 
     def _make(self, candidate: Candidate, text: str) -> None:
@@ -327,7 +325,7 @@ class Search:
             return
         shutil.rmtree(place, ignore_errors=True)
         merge_recipe(text, str(place), tokenizer=True, seed=self.config.seed if candidate.draws else None)
-        write_text(Path(f"{place}{KEY}"), self._key(text))
+        self._keep_record(f"{place.name}.{MERGED}", {"key": self._key(text)})
 
     def _scaled(self, candidate: Candidate, first: Figures) -> tuple[Candidate, Figures]:
         """A merge of task vectors with its best `lambda`, and its figures; `first`: those of the present `lambda`."""
@@ -352,20 +350,26 @@ class Search:
 
     def _kept(self, candidate: Candidate, key: str) -> Trial | None:
         """The result of an interrupted search for the same recipe and samples, or None."""
+        record = self._record(f"{self._place(candidate).name}.{JUDGED}", key)
         try:
-            record = json.loads(Path(f"{self._place(candidate)}{FIGURES}").read_text(encoding="utf-8"))
-            if record.pop("key") != key:
-                return None
-            return Trial(**{**record, "figures": Figures(**record["figures"])})
-        except (OSError, ValueError, KeyError, TypeError):
+            return None if record is None else Trial(**{**record, "figures": Figures(**record["figures"])})
+        except (KeyError, TypeError):  # of another version
             return None
 
     def _is_merged(self, place: Path, text: str) -> bool:
         """Whether an interrupted search has completed this merge."""
-        try:
-            return place.is_dir() and Path(f"{place}{KEY}").read_text(encoding="utf-8") == self._key(text)
-        except OSError:
-            return False
+        return place.is_dir() and self._record(f"{place.name}.{MERGED}", self._key(text)) is not None
+
+    def _keep_record(self, name: str, facts: dict[str, Any]) -> None:
+        """Store what an interrupted search continues with."""
+        write_entry(self.work.file(f"{name}{ENTRY}"), name, LedgerEntry(facts))
+
+    def _record(self, name: str, key: str | None = None) -> dict[str, Any] | None:
+        """The facts that a search with the same options stored; None if there are none, or those of another key."""
+        entry = stored_entry(self.work.file(f"{name}{ENTRY}"))
+        if entry is None or entry.facts.get("key") != key:
+            return None
+        return {name: value for name, value in entry.facts.items() if name != "key"}
 
     def _key(self, *of: str) -> str:
         return hashlib.blake2b(json.dumps([self.mark, *of]).encode(), digest_size=16).hexdigest()
@@ -389,7 +393,7 @@ class Search:
 
         Until it is complete, OUT holds the previous merge, or none.
         """
-        write_text(self.work / WRITTEN, json.dumps({"mark": self.mark}))
+        self._keep_record(WRITING, {})
         with staged(self.config.out) as staging:
             shutil.copytree(self._place(self.best), staging, copy_function=_linked, dirs_exist_ok=True)
             self._complete(Path(staging))
@@ -421,7 +425,7 @@ class Search:
 
         A recipe needs the files that it names, and the samples that these were made from.
         """
-        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.remove()
         named = _words(self.text) if written else set()
         if any(str(file) in named for file in self.files.rglob("*")):
             named |= set(self.data.values())

@@ -324,8 +324,8 @@ def test_a_full_disk_leaves_nothing(
         Path(path).write_text("half")
         raise OSError(28, "No space left on device")
 
-    place = {"answers": "rotation_merge.matching.teachers.save_file", "state": "torch.save"}[what]
-    monkeypatch.setattr(place, full)
+    place = {"answers": "matching.teachers", "state": "files.ledger"}[what]
+    monkeypatch.setattr(f"rotation_merge.{place}.save_file", full)
     done = run(
         "polish", models[2], tmp_path / "out", "--teachers", *models[:2], models[0], "--samples", 4, "--length", 8
     )

@@ -20,6 +20,7 @@ from plugin_support import mergekit_yaml, state
 from safetensors.torch import load_file
 
 from rotation_merge.errors import DataError
+from rotation_merge.files.ledger import read_entry
 from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load
@@ -247,7 +248,8 @@ def test_an_interrupted_search_goes_on_and_a_failing_candidate_is_left_out(
     monkeypatch.setattr(search, "merge_recipe", merging)
     arguments = (ENGLISH, C, tmp_path / "out", "--data", "demo:python", *TINY, "--anyway", "--json")
     assert run(*arguments).exit_code == 130
-    assert list((tmp_path / "out.unfinished").glob("plain-*.json"))
+    (record,) = (tmp_path / "out.unfinished").glob("plain-*.judged.safetensors")
+    assert read_entry(record).facts["name"] == "plain"
     plain = made[0]
     again = run(*arguments, "--budget", "1s")
     assert again.exit_code == 0, again.output
@@ -255,6 +257,16 @@ def test_an_interrupted_search_goes_on_and_a_failing_candidate_is_left_out(
     found = json.loads(again.stdout[again.stdout.index("{") :])
     assert found["relations"] == {C: pytest.approx(1.0, abs=0.1)}
     assert found["tried"]
+
+
+def test_a_folder_that_no_search_wrote_is_refused(tmp_path: Path):
+    diary = tmp_path / "out.unfinished" / "diary.txt"
+    diary.parent.mkdir()
+    diary.write_text("mine")
+    result = run(ENGLISH, C, tmp_path / "out", "--data", "demo:python", *TINY, "--anyway")
+    assert result.exit_code == 2
+    assert "no run of rotation-merge wrote it" in result.output
+    assert [path.name for path in tmp_path.rglob("*")] == ["out.unfinished", "diary.txt"]
 
 
 def test_its_recipe_runs_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

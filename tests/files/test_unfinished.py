@@ -1,0 +1,128 @@
+"""What every interruptible job relies on: one format of entries, and folders that are kept, replaced or refused."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from rotation_merge import RotationMergeError
+from rotation_merge.files.ledger import MARK, LedgerEntry, Unfinished, read_entry, write_entry
+from rotation_merge.matching.resume import TrainingState
+
+
+@dataclass
+class Report:
+    """Figures of a training run."""
+
+    best: float = 0.1
+
+
+def training(path: Path, mark: str = "mark") -> tuple[TrainingState, torch.nn.Module, torch.optim.Optimizer]:
+    """The state of a small training run after two steps."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(3, 2)
+    optimiser = torch.optim.AdamW(module.parameters(), lr=0.1, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.1, total_steps=9, cycle_momentum=False)
+    for _ in range(2):
+        module(torch.randn(4, 3)).square().sum().backward()
+        optimiser.step()
+        schedule.step()
+    return TrainingState(path, module, optimiser, schedule, torch.Generator().manual_seed(5), mark), module, optimiser
+
+
+def test_a_training_state_is_an_entry_and_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    state, module, optimiser = training(tmp_path / "state")
+    best = {"weight": module.weight.detach().mT.contiguous().mT}
+    state.save(2, best, Report(1 / 3))
+    assert read_entry(tmp_path / "state").facts["step"] == 2
+    fresh, other, other_optimiser = training(tmp_path / "state")
+    with torch.no_grad():
+        other.weight.zero_()
+    other_optimiser.state.clear()
+    fresh.generator.manual_seed(0)
+    report = Report()
+    step, restored = fresh.restore(report)
+    assert (step, report.best) == (2, 1 / 3)
+    assert torch.equal(restored["weight"], best["weight"])
+    assert torch.equal(other.weight, module.weight)
+    assert torch.equal(fresh.generator.get_state(), state.generator.get_state())
+    before, after = optimiser.state_dict(), other_optimiser.state_dict()
+    for number, moments in before["state"].items():
+        assert all(torch.equal(x, after["state"][number][name]) for name, x in moments.items())
+    assert [group["lr"] for group in before["param_groups"]] == [group["lr"] for group in after["param_groups"]]
+    assert {**fresh.schedule.state_dict()} == {**state.schedule.state_dict()}
+
+
+def test_a_tensor_with_several_names_is_stored_once(tmp_path: Path) -> None:
+    weight = torch.randn(64, 64, dtype=torch.float64)
+    tensors = {"head": weight, "embedding": weight, "part": weight[:2], "turned": weight.mT}
+    write_entry(tmp_path / "tied", "tied", LedgerEntry({}, tensors))
+    write_entry(
+        tmp_path / "alone", "alone", LedgerEntry({}, {name: tensors[name] for name in ("head", "part", "turned")})
+    )
+    assert abs((tmp_path / "tied").stat().st_size - (tmp_path / "alone").stat().st_size) < 200
+    found = read_entry(tmp_path / "tied").tensors
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in found.items())
+
+
+def test_a_torn_training_state_is_refused_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    training(path)[0].save(2, {}, Report())
+    whole = path.read_bytes()
+    for length in (0, 7, 40, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(RotationMergeError, match="cannot be used here; delete it"):
+            training(path)[0].restore(Report())
+        assert path.read_bytes() == whole[:length]
+
+
+def test_a_folder_that_no_run_wrote_is_refused_and_stays(tmp_path: Path) -> None:
+    diary = tmp_path / "out.unfinished" / "diary.txt"
+    diary.parent.mkdir()
+    diary.write_text("mine")
+    for names in ((), ("diary.txt",)):
+        refused = pytest.raises(RotationMergeError, match="no run of rotation-merge wrote it; move it away")
+        with refused, Unfinished(str(tmp_path / "out")) as work:
+            work.of("mark", *names)
+        assert diary.read_text() == "mine"
+
+
+def test_what_another_run_left_goes_with_its_folders(tmp_path: Path) -> None:
+    killed = Unfinished(str(tmp_path / "out"))
+    killed.begin("one")
+    killed.file("merge").mkdir()
+    (killed.file("merge") / "model.safetensors").write_text("x")
+    killed.file("record").write_text("x")
+    with Unfinished(str(tmp_path / "out")) as work:
+        work.of("one")
+        assert not work.is_empty()
+        work.of("other")
+        assert work.is_empty()
+    assert not work.path.exists()
+
+
+def test_a_run_that_is_killed_as_it_cleans_up_leaves_a_folder_that_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Unfinished(str(tmp_path / "out"))
+    work.begin("mark")
+    for name in ("a", "z"):
+        work.file(name).mkdir()
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            work.remove()
+    assert work.file(MARK).exists()
+    again = Unfinished(str(tmp_path / "out"))
+    again.resume_or_remove("mark")
+    again.remove()
+    assert not work.path.exists()
