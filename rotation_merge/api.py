@@ -166,7 +166,7 @@ def average(
         measured = _measured(views, opened, method, plan.statistics, samples, statistics, limit, seed)
     elif plan.unit == MODEL or samples is not None:
         if plan.unit not in (MODEL, BLOCK):
-            raise RecipeError(f"'samples' do nothing with {method}", remedy="leave them out")
+            raise RecipeError(f"'samples' have no effect with {method}", remedy="leave them out")
         sources = for_each(SELF if samples is None else samples, len(views))
         shared = samples is not None and all(source is sources[0] for source in sources)
         for number, (model, source) in enumerate(zip(opened, sources, strict=True)):

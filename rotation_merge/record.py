@@ -98,8 +98,8 @@ def gained(before: float, after: float, own_method: bool = False) -> str:
     gain = 1 - after / before
     if gain < -SMALL_GAIN:
         return (
-            f"the transforms lead further away (relative distance {before:.4g} before, {after:.4g} after): they were "
-            "chosen by something other than distance, such as a loss"
+            f"the transforms increase the distance (relative distance {before:.4g} before, {after:.4g} after): "
+            "they were chosen by something other than distance, such as a loss"
         )
     if gain < SMALL_GAIN:
         why = "the models share their coordinates" if before < RELATED else "no map brings the models nearer"

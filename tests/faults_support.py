@@ -168,7 +168,7 @@ def _(folder: Path, parent: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
 
-@fault("a shard's header is no JSON", "damaged weight file")
+@fault("a shard's header is not JSON", "damaged weight file")
 def _(folder: Path, parent: Path) -> None:
     path = shards(folder)[-1]
     content = bytearray(path.read_bytes())
@@ -210,7 +210,7 @@ def _(folder: Path, parent: Path) -> None:
     write(index(folder), content)
 
 
-@fault("the index is no JSON", "damaged index")
+@fault("the index is not JSON", "damaged index")
 def _(folder: Path, parent: Path) -> None:
     index(folder).write_text("{")
 
@@ -509,7 +509,7 @@ def _(folder: Path, parent: Path) -> None:
     write(folder / "config.json", {**read(folder / "config.json"), "model_type": "lamma"})
 
 
-@fault("config.json is no JSON", "no config")
+@fault("config.json is not JSON", "no config")
 def _(folder: Path, parent: Path) -> None:
     (folder / "config.json").write_text("{'a': 1}")
 
@@ -578,7 +578,7 @@ def _(folder: Path, parent: Path) -> bool | None:
     return None
 
 
-@fault("tokenizer.json is no JSON", "damaged file")
+@fault("tokenizer.json is not JSON", "damaged file")
 def _(folder: Path, parent: Path) -> bool | None:
     if tokens(folder) is None:
         return False

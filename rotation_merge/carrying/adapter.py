@@ -143,7 +143,7 @@ class _BlockOfAdapter:
             self._there(key)
             self._write_saved(name, key, whole.pop(key))
         if whole:
-            raise self._refused(f"what a norm's shift leaves over in '{next(iter(whole))}' has no place", SMALLER)
+            raise self._refused(f"the shift of a norm adds a constant to '{next(iter(whole))}' has no place", SMALLER)
 
     def _info(self, key: str) -> TensorInfo:
         info = self.block.tensor(key)
@@ -235,7 +235,7 @@ class _BlockOfAdapter:
     def _write_constant(self, entry: AdapterEntry, constant: Tensor) -> None:
         """Write the constant from a norm's shift as peft's `lora_bias` (which is multiplied by the scale)."""
         if stacks(self._info(entry.spot.info.key)) or entry.change.embedding:
-            raise self._refused(f"what a norm's shift leaves over in '{entry.module}' has no place", SMALLER)
+            raise self._refused(f"the shift of a norm adds a constant to '{entry.module}' has no place", SMALLER)
         tensors = self.result.adapter.tensors
         bias, added = tensors.get(entry.bias_key), constant / entry.scale
         added = added if bias is None else bias.double() + added
@@ -254,8 +254,8 @@ class _BlockOfAdapter:
         turned = turned or any(p.space.name in centred and p.role == "write" for p in axis.parts)
         if turned or constant is not None or self.scale != 1 or len(info.axes) != 2 or entry.change.embedding:
             why = "its outputs are turned" if turned else "it has a form without magnitudes of its own"
-            why = "a norm's shift leaves a constant over" if constant is not None else why
-            why = "its change is no sum that could be scaled" if self.scale != 1 else why
+            why = "the shift of a norm adds a constant" if constant is not None else why
+            why = "its change cannot be scaled" if self.scale != 1 else why
             raise self._refused(f"the DoRA of '{entry.module}' cannot be carried exactly: {why}", WHOLE)
         stored = in_order(self.adapter.tensor(str(entry.change.magnitude)), self._order(info))
         lengths = []
@@ -280,7 +280,7 @@ class _BlockOfAdapter:
         """The change of a tensor stored whole by the adapter; the tensor itself if the base lacks it."""
         tensor, info = self.adapter.tensor(name).double(), self._info(key)
         if info.stacked:
-            raise self._refused(f"'{info.key}' is held whole, expert by expert", WHOLE)
+            raise self._refused(f"'{info.key}' is stored in full for each expert", WHOLE)
         tensor = in_order(tensor, self.rows.get(info.name))
         check_shape(info, tuple(tensor.shape), self.adapter.path)
         old = read_tensor(info, self.carrier.old)

@@ -143,7 +143,7 @@ class Bases:
         alignment = match(architecture, new, old, options, progress, ledger=ledger)
         run.aligned(str(self.old.reference), alignment)
         if self.rows is not None:
-            run.note(f"The bases share {len(self.rows[0])} tokens: embeddings and heads were matched on these.")
+            run.note(f"The bases share {len(self.rows[0])} tokens: embeddings and heads were matched on them.")
         for line in self.frame.notes(self.names) if self.frame else ():
             run.note(line)
         return alignment, self.pair.report(
@@ -233,7 +233,7 @@ def _framed(new: str, old: str, device: str, untie: bool, unlike: ResizeOptions)
         tied = ""
     frame = frame_of(a.architecture, d.architecture, unlike.layer_pairs(a, d), tied or None, (new, old))
     if not unlike.widths and (grows := frame.grow_new.growth or frame.grow_old.growth):
-        raise CheckpointError(f"is not of the sizes of {new} ({grows})", where=old, remedy=WIDTHS)
+        raise CheckpointError(f"has other sizes than {new} ({grows})", where=old, remedy=WIDTHS)
     spec = find(d.config)
     config = d.config if spec is None else {**d.config, **config_of_sizes(spec, d.config, a.config)}
     donor = _in_form_of(frame.common, replace(d.member, architecture=frame.paired_architecture, config=config))

@@ -239,7 +239,7 @@ class RecoveredLift:
             )
         line = f"Recovered lift: {self.recovered:.0%} of what fine-tuning gained on the old base."
         if self.recovered <= 0:
-            return f"Train on the new base instead: nothing of the gain arrives. {line}"
+            return f"Train on the new base instead: none of the gain arrives. {line}"
         return f"Train on the new base instead if you can: little arrives. {line}" if self.recovered < LITTLE else line
 
 

@@ -200,17 +200,17 @@ class AddedTokens:
         lost = [token for token in self.tokens if token not in carried | named]
         parts = [f"tokens {_listed(lost)}"] if lost else []
         if self.nameless and not (written and self.whole and self.rows_held):
-            parts.append(f"{self.nameless} rows of its vocabulary that no tokenizer names")
+            parts.append(f"{self.nameless} rows of its vocabulary without a token")
         if self.template and not written:
             parts.append("its chat template")
-        lines = [f"Tokens that it added came along with their rows: {_listed(sorted(carried))}."] if carried else []
+        lines = [f"Its added tokens were moved with their rows: {_listed(sorted(carried))}."] if carried else []
         if named:
-            lines.append(f"Tokens that it added came along; their rows are the new base's: {_listed(sorted(named))}.")
+            lines.append(f"Its added tokens were moved; their rows are the new base's: {_listed(sorted(named))}.")
         if self.template and written:
-            lines.append("Its chat template came along.")
+            lines.append("Its chat template was copied.")
         if parts:
             reason = self.reason if written else OF_MERGE
-            lines.append(f"Lost of what it added to its base{f' ({reason})' if reason else ''}: {'; '.join(parts)}.")
+            lines.append(f"Lost from what it added to its base{f' ({reason})' if reason else ''}: {'; '.join(parts)}.")
         return lines
 
     def extended(self, carrier: Carrier, tuned: TensorSource) -> Carrier:

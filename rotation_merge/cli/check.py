@@ -68,5 +68,5 @@ def command(recipe: str, offline: bool, as_json: bool) -> int:
             say(shortage, "yellow")
     if changes is not None:
         say(changes.words, "yellow" if changes.ratio > RATIO else None)
-    say("the recipe is fit to run", "green")
+    say("the recipe is ready to run", "green")
     return 0

@@ -218,7 +218,7 @@ def _show(donor: RecipeDonor, result: Estimate) -> None:
     for warning in result.warnings:
         say(f"Warning: {warning}", "yellow")
     share = result.matched / result.parameters if result.parameters else 0.0
-    say(f"Matched: {share:.0%} of the weights. Unaligned:")
+    say(f"Matched: {share:.0%} of the weights. Limits:")
     for reason in result.unaligned:
         say(f"- {reason}")
     say(

@@ -71,8 +71,9 @@ def command(
         (source, f"{share:.1%}", f"{least:.1%}", module)
         for source, share, (least, module) in zip(sources, shares, lowest, strict=True)
     ]
-    table("What survives of each adapter", ("adapter", "mean", "least", "in"), rows, numbers=(1, 2))
-    say(f"{len(ranks)} maps by {method}, rank {min(ranks)} to {max(ranks)}; at least {merged.energy:.1%} of each kept.")
+    table("How much of each adapter the merge keeps", ("adapter", "mean", "least", "in"), rows, numbers=(1, 2))
+    span = str(min(ranks)) if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
+    say(f"{len(ranks)} maps merged by {method}, rank {span}; the rank keeps at least {merged.energy:.1%} of each map.")
     say(f"Written to {out}.")
     return 0
 

@@ -15,7 +15,7 @@ from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.checkpoint import Models
 from rotation_merge.model.gguf.place import is_absent
-from rotation_merge.model.nearness import RELATED, likeness, sampled_changes
+from rotation_merge.model.nearness import RELATED, cosine_text, likeness, sampled_changes
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Suggestion:
     @property
     def words(self) -> str:
         """One line."""
-        cosine_text = f"{self.donor}: its matrices and the base's have a mean cosine of {self.cosine:.2f}"
+        measured = f"mean cosine of its matrices to the base's: {cosine_text(self.cosine)}"
         if self.preset == "auto":
-            return f"{cosine_text}; 'preset: auto' chooses '{self.suggested}'"
+            return f"{self.donor}: 'preset: auto' chooses '{self.suggested}' ({measured})"
         if self.preset == self.suggested:
-            return f"{cosine_text}; 'preset: {self.preset}' fits"
+            return f"{self.donor}: 'preset: {self.preset}' fits ({measured})"
         if self.preset in ("near", "far"):
-            return f"{cosine_text}; 'preset: {self.suggested}' fits better than '{self.preset}'"
+            return f"{self.donor}: 'preset: {self.suggested}' fits better than '{self.preset}' ({measured})"
         kind = "a fine-tune of one base" if self.suggested == "near" else "in other coordinates, or of another base"
-        return f"{cosine_text}: {kind}; 'preset: {self.suggested}' fits"
+        return f"{self.donor}: 'preset: {self.suggested}' fits, it is {kind} ({measured})"
 
 
 @dataclass(frozen=True)

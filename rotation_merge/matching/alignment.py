@@ -376,7 +376,7 @@ class Alignment:
         """Lines on what `inverse` cannot restore; empty if it restores everything up to rounding."""
         lines = [f"The norms' gains of '{name}' stay folded into the maps that read them." for name in self.folded]
         if self.basis is not None and self.basis.biases:
-            lines.append("Biases without effect under softmax stay the anchor's.")
+            lines.append("Biases that have no effect under softmax are the anchor's.")
         return lines
 
     def save(self, path: Path | str, metadata: Mapping[str, Any] | None = None, half: bool = False) -> None:

@@ -85,7 +85,7 @@ def joined(device: str) -> Iterator[tuple[ProcessGroup, str]]:
         if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
             raise
         LOG.debug("%s", error)
-        remedy = "see what it says; the same command goes on from the last state that was written"
+        remedy = "read its message; the same command continues from the last saved state"
         raise RotationMergeError(
             "another process of this fit has ended, or cannot be reached", remedy=remedy
         ) from error

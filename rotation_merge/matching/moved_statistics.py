@@ -245,7 +245,7 @@ def _no_mixing(info: TensorInfo, dims: tuple[int, ...] | range, transforms: Tran
             transform = transforms.get(part.space.name)
             if transform is not None and transform.mixes(part.role):
                 raise StatisticsError(
-                    f"a statistic {kind} does not survive the rotation of '{part.space.name}' (tensor '{info.name}')",
+                    f"{kind} statistics cannot be kept under a rotation of '{part.space.name}' ('{info.name}')",
                     remedy="set 'attention: none' and no residual rotation, measure the donor that 'align' wrote, "
                     "or use delegate kfac",
                 )
@@ -310,7 +310,7 @@ class MovedTensors:
     def _fisher(self, name: str) -> Tensor:
         if self.folded:
             raise StatisticsError(
-                "a Fisher diagonal does not survive folded gains, which 'residual: rotation' needs",
+                "a Fisher diagonal cannot be kept when norm gains are folded, which 'residual: rotation' needs",
                 remedy="leave that out, or use kfac",
             )
         info = self.infos[name]

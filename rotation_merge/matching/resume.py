@@ -84,7 +84,7 @@ class TrainingState:
                 raise AlignmentError(
                     "holds the state of another fit (other models, data or options)",
                     where=str(self.path),
-                    remedy="delete it to start anew, or finish that fit as it was begun",
+                    remedy="delete it to start again, or finish that fit as it was begun",
                 )
             moments = {i: parts.get(f"optimiser {i}", {}) for i in facts["trained"]}
             self.learned.load_state_dict(parts.get("learned", {}))
@@ -98,7 +98,7 @@ class TrainingState:
             raise AlignmentError(
                 "the state of an earlier fit cannot be used here",
                 where=str(self.path),
-                remedy="delete it to start anew",
+                remedy="delete it to start again",
             ) from error
 
     def _stored(self) -> LedgerEntry | Exception | None:

@@ -194,7 +194,7 @@ def delegate_of(method: str) -> MergeMethod:
     """
     known = delegates.names()
     if method not in known:
-        raise RecipeError(f"there is no averaging {method!r}", remedy=nearest(str(method), known))
+        raise RecipeError(f"there is no merge method {method!r}", remedy=nearest(str(method), known))
     return delegates.get(method)
 
 

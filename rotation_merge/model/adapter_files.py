@@ -127,7 +127,7 @@ def _read_file(path: str) -> AdapterFactors:
         raise CheckpointError("cannot be read", where=path, remedy="download it again") from error
     unsupported = next((name for name in tensors if _OTHER_KINDS.search(name)), None)
     if unsupported is not None:
-        raise CheckpointError(f"'{unsupported}' is no factor of a plain LoRA", where=path, remedy=IN_BASE)
+        raise CheckpointError(f"'{unsupported}' is not a factor of a plain LoRA", where=path, remedy=IN_BASE)
     form = next((form for form, (down, _) in FILE_FORMS.items() if any(n.endswith(f".{down}") for n in tensors)), None)
     if form is None:
         raise CheckpointError("holds no factors of a LoRA", where=path, remedy="name an adapter, not a model")
@@ -137,7 +137,7 @@ def _read_file(path: str) -> AdapterFactors:
         module, leaf = name.removesuffix(f".{down}"), tensors[name]
         if module == name:
             if not name.endswith((f".{up}", ".alpha")):
-                raise CheckpointError(f"'{name}' is no factor of a plain LoRA", where=path, remedy=IN_BASE)
+                raise CheckpointError(f"'{name}' is not a factor of a plain LoRA", where=path, remedy=IN_BASE)
             continue
         b = tensors.get(f"{module}.{up}")
         if b is None or leaf.ndim < 2 or b.ndim < 2 or b.shape[1] != len(leaf):

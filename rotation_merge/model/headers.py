@@ -112,7 +112,7 @@ def _check_shards(folder: str, stem: str, shards: list[str]) -> None:
         if not os.path.isfile(os.path.join(folder, shard)):
             raise CheckpointError(f"shard {shard} is missing", where=folder, remedy="download it again")
     if shards != [stem] and os.path.exists(os.path.join(folder, stem)):
-        raise _ambiguous(folder, f"{stem} and {stem}.index.json are both there")
+        raise _ambiguous(folder, f"{stem} and {stem}.index.json both exist")
     holders: dict[str, str] = {}
     for shard in shards:
         for name in file_shapes(os.path.join(folder, shard)):
@@ -124,7 +124,7 @@ def _check_shards(folder: str, stem: str, shards: list[str]) -> None:
 def _check_others(folder: str, opened: str) -> None:
     """Check that transformers would not open other weight files than mergekit."""
     if os.path.exists(os.path.join(folder, ADAPTER_CONFIG)):
-        raise _ambiguous(folder, f"{opened} and {ADAPTER_CONFIG} are both there")
+        raise _ambiguous(folder, f"{opened} and {ADAPTER_CONFIG} both exist")
     if os.path.isfile(config := os.path.join(folder, "config.json")):
         named = read_json(config).get("transformers_weights")
         if named not in (None, opened):
@@ -132,8 +132,8 @@ def _check_others(folder: str, opened: str) -> None:
 
 
 def _ambiguous(folder: str, problem: str) -> CheckpointError:
-    remedy = "move away what is not the model: transformers and mergekit would read different weights"
-    return CheckpointError(f"it is ambiguous which weights are the model's: {problem}", where=folder, remedy=remedy)
+    remedy = "move away the files of the other set: transformers and mergekit would read different weights"
+    return CheckpointError(f"the folder has more than one set of weights: {problem}", where=folder, remedy=remedy)
 
 
 _COUNT = re.compile(r"(.*_)?(layers?|depth|experts)")
@@ -392,7 +392,7 @@ def _unpickled(path: str, size: int, changed: int, number: int) -> dict[str, Ten
         detail = short(error)
         if "weights_only" in detail or "Weights only" in detail:
             detail = "only plain tensors are read from pickles"
-        raise ValueError(f"the pickle is damaged or holds other things than tensors ({detail})") from error
+        raise ValueError(f"the pickle is damaged or holds more than tensors ({detail})") from error
     if isinstance(state, dict):
         state = state.get("state_dict", state)
     tensors = {n: v for n, v in state.items() if isinstance(v, Tensor)} if isinstance(state, dict) else {}

@@ -45,6 +45,11 @@ class Nearness:
         return f"cosines of {len(self.cosines)} of their matrices: {self.least:.2f} to {max(self.cosines.values()):.2f}"
 
 
+def cosine_text(value: float) -> str:
+    """A cosine with two digits; a small negative one reads 0.00, too."""
+    return f"{round(value, 2) + 0.0:.2f}"
+
+
 def nearness(architecture: Architecture, first: TensorSource, second: TensorSource) -> Nearness:
     """Compare one matrix of each kind, spread over the layers; embeddings say little of coordinates.
 

@@ -115,7 +115,7 @@ def _fetched(name: str, cache: str) -> RemoteModel | RotationMergeError:
     """Fetch a model's headers into a cache; an error message if that fails."""
     repo, _, revision = name.partition("@")
     if not re.fullmatch(r"[\w./-]*", revision) or ".." in revision:
-        return CheckpointError(f"'{revision}' is no revision", where=repo, remedy="write org/name@revision")
+        return CheckpointError(f"'{revision}' is not a revision", where=repo, remedy="write org/name@revision")
     try:
         return _fetch(name, repo, revision or "main", cache)
     except RotationMergeError as error:

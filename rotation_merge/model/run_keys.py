@@ -55,7 +55,7 @@ def unchanged(models: Iterable[ModelReference]) -> Iterator[None]:
     for path, stamp in zip(paths, before, strict=True):
         if _stamp(path) != stamp:
             problem = "was changed while it was read"
-            raise CheckpointError(problem, where=path, remedy="run again once nothing writes to it any more")
+            raise CheckpointError(problem, where=path, remedy="run again when nothing writes to it")
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:

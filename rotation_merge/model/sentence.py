@@ -63,9 +63,7 @@ def read_modules(folder: str) -> list[dict[str, Any]]:
         if kind == "Transformer":
             if path:
                 transformer = os.path.join(folder, path)
-                raise CheckpointError(
-                    "its transformer lies in a folder of its own", where=folder, remedy=f"name {transformer}"
-                )
+                raise CheckpointError("its transformer is in a subfolder", where=folder, remedy=f"name {transformer}")
             continue
         modules.append({"type": kind, "path": path, **_settings(folder, kind, path)})
     return modules
@@ -180,7 +178,7 @@ def _read(path: str) -> dict[str, Tensor]:
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, AttributeError, KeyError) as error:
         raise CheckpointError(f"cannot be read: {reason(error)}", where=path, remedy="download it again") from error
     except Exception as error:  # pickle errors come in every class
-        raise CheckpointError("holds other things than tensors", where=path, remedy="do not use it") from error
+        raise CheckpointError("holds more than tensors", where=path, remedy="do not use it") from error
 
 
 def module_of(name: str, modules: list[dict[str, Any]]) -> str | None:

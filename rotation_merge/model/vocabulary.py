@@ -67,7 +67,7 @@ def shared_rows(models: Sequence[Model]) -> list[Tensor] | None:
 def matched_on(anchor: Model, donor: Model, count: int) -> str:
     """A note on models whose vocabularies differ."""
     names = f"`{donor.reference}` and `{anchor.reference}`"
-    return f"{names} share {count} tokens: embeddings and heads were matched on these."
+    return f"{names} share {count} tokens: embeddings and heads were matched on them."
 
 
 def other_order(anchor: Model, donor: Model) -> list[str]:

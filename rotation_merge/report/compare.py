@@ -131,8 +131,11 @@ def coordinates_verdict(gaps: list[Gap]) -> str:
         if whole.angle_before < 45:
             return "the two models share their coordinates: alignment has next to nothing to do" + widest_words
         return (
-            "aligning these spaces does not bring the two models nearer: they are independent, or differ elsewhere"
+            "the two models do not share their coordinates, and aligning these spaces does not bring them nearer"
             + widest_words
         )
     angles = f"{whole.angle_before:.3g} to {whole.angle_after:.3g} degrees"
-    return f"alignment brings the two models {gain:.0%} nearer (angle {angles})" + widest_words
+    nearer = f"alignment brings them {gain:.0%} nearer (angle {angles})"
+    if whole.angle_before < 45:
+        return f"the two models share most of their coordinates: {nearer}{widest_words}"
+    return f"the two models do not share their coordinates: {nearer}{widest_words}"

@@ -216,11 +216,10 @@ def _lines(architecture: Architecture, options: AlignConfig) -> list[SpaceLine]:
     lines = []
     groups = residual_groups(architecture, options.residual)
     for name, stream in architecture.streams.items():
-        possible = architecture.stream_groups.get(name, ())
+        possible = [group for group in architecture.stream_groups.get(name, ()) if group != "none"]
         group = groups.get(name, "not matched")
-        lines.append(
-            SpaceLine(name, "stream", _sizes(stream), f"{group} (admits {', '.join(possible)})", 1, "whole model")
-        )
+        choices = f"possible: {', '.join(possible)}" if possible else "none is possible"
+        lines.append(SpaceLine(name, "stream", _sizes(stream), f"{group} ({choices})", 1, "whole model"))
     for (name, kind, sizes, group), blocks in blocks_by_line.items():
         lines.append(SpaceLine(name, kind, sizes, group, len(blocks), _ranges(blocks)))
     return lines
@@ -289,7 +288,7 @@ def _unaligned(
         matched_layers = sum(
             block.index is not None and options.matches_layer(block.index) for block in architecture.blocks
         )
-        reasons.append(f"layers other than {options.layers} ({matched_layers} layers are matched)")
+        reasons.append(f"only layers {options.layers} are matched ({matched_layers} layers)")
     known = {info.name for info in moved}
     unlabelled = [info for info in architecture.tensors() if info.name in shapes and info.name not in known]
     if unlabelled:

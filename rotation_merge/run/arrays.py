@@ -84,7 +84,7 @@ def _pictures(
     present = [key for key in (name, grid) if key in arrays]
     lacking = [key for key in needed if key not in arrays]
     if lacking and (present or any(places)):
-        problem = "words stand for pictures (token {token})" if not present else f"'{present[0]}' stands there"
+        problem = "the texts have image tokens (id {token})" if not present else f"'{present[0]}' is given"
         raise DataError(
             f"'{lacking[0]}' is missing, although {problem.format(token=token)}",
             where=source,
@@ -124,9 +124,9 @@ def _sizes(
         return single_rows, [int(side[0]) // unit * (int(side[1]) // unit) for side in arrays["image_sizes"]]
     if not single_rows or places % len(single_rows):
         raise DataError(
-            f"{places} words stand for the {len(single_rows)} pictures of '{name}'",
+            f"the texts have {places} image tokens for the {len(single_rows)} images of '{name}'",
             where=source,
-            remedy="give each picture as many image tokens as the model's processor does",
+            remedy="give each image as many image tokens as the model's processor does",
         )
     return single_rows, [places // len(single_rows)] * len(single_rows)
 
@@ -140,14 +140,16 @@ def _images_per_example(tokens: list[int], places: list[int], name: str, source:
             picture_words, count = picture_words + next(remaining, word_count + 1), count + 1
         if picture_words != word_count:
             raise DataError(
-                f"example {number} has {word_count} words that stand for pictures, those of '{name}' take others",
+                f"example {number} has {word_count} image tokens, which its images in '{name}' do not fill",
                 where=source,
-                remedy="give each picture as many image tokens as the model's processor does",
+                remedy="give each image as many image tokens as the model's processor does",
             )
         yield count
     if next(remaining, None) is not None:
         raise DataError(
-            f"'{name}' holds more pictures than words stand for", where=source, remedy="leave out what no text names"
+            f"'{name}' has more images than the texts have image tokens",
+            where=source,
+            remedy="remove the images that no text uses",
         )
 
 

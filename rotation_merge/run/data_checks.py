@@ -93,7 +93,7 @@ def check_decoder(batches: Sequence[Batch], model: Any, source: str) -> None:
     begun = {**first, "decoder_input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}
     if _runs(model, begun) and not _runs(model, first):
         raise DataError(
-            f"does not say of every example what the decoder of {type(model).__name__} reads",
+            f"has examples without an input for the decoder of {type(model).__name__}",
             where=source,
             remedy="give records with 'labels' (the tokens that it should write), or arrays with 'decoder_input_ids'",
         )

@@ -137,7 +137,7 @@ def _records(text: str, source: str, model_path: str, length: int, model: Any) -
         lines = [line for line in text.splitlines() if line.strip()]
         records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
     except json.JSONDecodeError as error:
-        raise DataError(f"is no JSON ({error})", where=source, remedy="one object a line") from error
+        raise DataError(f"is not JSON ({error})", where=source, remedy="one object a line") from error
     return _encoded(records, source, model_path, length, model)
 
 

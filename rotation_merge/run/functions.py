@@ -37,7 +37,7 @@ def read_config(path: str) -> dict[str, Any]:
     """A checkpoint's config.json.
 
     Raises:
-        CheckpointError: there is none, or it is no JSON object.
+        CheckpointError: there is none, or it is not JSON object.
     """
     return read_json(os.path.join(path, "config.json"))
 

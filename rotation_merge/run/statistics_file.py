@@ -93,7 +93,7 @@ class Statistics:
             metadata, inputs = json.loads(meta["made"]), json.loads(meta["inputs"])
             split, behind, uncalled = (frozenset(json.loads(meta[name])) for name in ("split", "behind", "uncalled"))
         except (KeyError, ValueError) as error:
-            raise StatisticsError(f"its head is damaged ({short(error)})", where=str(path), remedy=ANEW) from error
+            raise StatisticsError(f"its header is damaged ({short(error)})", where=str(path), remedy=ANEW) from error
         return cls(str(path), metadata, inputs, split, behind, uncalled, keys, file)
 
     @classmethod
@@ -256,7 +256,7 @@ def replacing(path: Path | str) -> Iterator[Any]:
         raise write_error(path, error) from error
 
 
-SPACE = "free some space (the same command goes on), or give another place with --out"
+SPACE = "free some space (the same command continues), or give another place with --out"
 """Remedy for a full disk."""
 
 

@@ -19,9 +19,9 @@ from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.check_pair import check_forward
 from rotation_merge.matching.open_pair import Pair, open_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.mergekit_plugin.planning.presets import RELATED, likeness
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.naming import shortened
+from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.vocabulary import token_ids_differ
 from rotation_merge.record import SMALL_GAIN
 from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches
@@ -188,7 +188,7 @@ class Preparation:
         lengths = ", ".join(f"{names[model]} {length:.3g}" for model, length in base.changes.lengths.items())
         self.say(
             f"base: {names[base.name]} ({base.why}); lengths of changes in a few matrices: {lengths} (ratio "
-            f"{base.changes.ratio:.2g}), mean cosine between them {base.changes.cosine:.2f}"
+            f"{base.changes.ratio:.2g}), mean cosine between them {cosine_text(base.changes.cosine)}"
         )
         return base
 
@@ -218,7 +218,7 @@ class Preparation:
         kind = "a fine-tune of one base" if cosine >= RELATED else "other coordinates, or another base"
         names = shortened(self.config.models)
         anchor = names[self.config.models[0]]
-        self.say(f"{names[model]}: {kind} (mean cosine of its matrices to those of {anchor}: {cosine:.2f})")
+        self.say(f"{names[model]}: {kind} (mean cosine of its matrices to those of {anchor}: {cosine_text(cosine)})")
         for warning in pair.checked.warnings:
             self.say(f"warning: {warning}")
         return cosine

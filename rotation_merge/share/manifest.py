@@ -84,7 +84,7 @@ class Manifest:
                 problem = f"its manifest names a hidden file, or one outside its folder: '{name}'"
                 raise RotationMergeError(problem, where=repo, remedy=DAMAGED)
             if not belongs(name) and not included(name, include):
-                problem = f"its manifest names a file that is no part of a merge: '{name}'"
+                problem = f"its manifest names a file that is not part of a merge: '{name}'"
                 remedy = f"ask its publisher; if you trust them, --include '{name}' downloads it"
                 raise RotationMergeError(problem, where=repo, remedy=remedy)
         return manifest

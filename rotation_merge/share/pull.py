@@ -61,7 +61,7 @@ def _text(folder: str, name: str) -> str:
         with open(os.path.join(folder, name), encoding="utf-8") as file:
             return file.read()
     except UnicodeDecodeError as error:
-        raise RotationMergeError("is no UTF-8 text", where=name, remedy=DAMAGED) from error
+        raise RotationMergeError("is not UTF-8 text", where=name, remedy=DAMAGED) from error
 
 
 def _fetch(repo: str, name: str, revision: str | None, folder: str) -> None:

@@ -156,7 +156,7 @@ def test_what_a_rotation_destroys_is_refused():
     case = next(c for c in FAMILIES if c.family == "llama")
     _, _, architecture, gauge, _ = pair(case, AlignConfig(**LOCAL))
     info = next(i for i in architecture.tensors() if i.name.endswith("v_proj.weight"))
-    with pytest.raises(RotationMergeError, match=r"does not survive the rotation.*attention: none"):
+    with pytest.raises(RotationMergeError, match=r"cannot be kept under a rotation.*attention: none"):
         carried_fisher(info, torch.ones([axis.size for axis in info.axes]), gauge)
 
 

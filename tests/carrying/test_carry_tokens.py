@@ -114,8 +114,8 @@ def test_a_chat_model_answers_as_at_home(new: str, home: dict[str, Path], tmp_pa
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == tokenizer.convert_tokens_to_ids(ADDED[1])
     assert tokenizer.eos_token == ADDED[1]
-    assert "came along with their rows: `<|im_end|>`, `<|im_start|>`" in done.output
-    assert "chat template came along" in done.output
+    assert "were moved with their rows: `<|im_end|>`, `<|im_start|>`" in done.output
+    assert "chat template was copied" in done.output
     assert ("5 rows" in done.output) == (new == "other")
 
 
@@ -135,7 +135,7 @@ def test_an_adapter_brings_its_whole_embedding(new: str, home: dict[str, Path], 
     adapter(home, tmp_path / "adapter", rows=True)
     done = run("carry", tmp_path / "adapter", *pair(home, new), tmp_path / "out")
     assert done.exit_code == 0, done.output
-    assert "came along with their rows" in done.output
+    assert "were moved with their rows" in done.output
     for name, base in (("adapter", "old"), ("out", new)):
         peft_merged(home[base], tmp_path / name, tmp_path / f"{name}-merged")
     (expected, pieces), (logits, carried) = (answers(tmp_path / f"{name}-merged", ALL) for name in ("adapter", "out"))
@@ -157,7 +157,7 @@ def test_an_adapter_without_rows_names_what_is_lost(home: dict[str, Path], tmp_p
 def test_a_new_adapter_names_what_is_lost(home: dict[str, Path], tmp_path: Path) -> None:
     done = run("carry", home["tuned"], *pair(home), tmp_path / "out", "--lora", 4)
     assert done.exit_code == 0, done.output
-    assert done.output.index("Lost of what it added to its base") > done.output.index("rank 4")
+    assert done.output.index("Lost from what it added to its base") > done.output.index("rank 4")
     facts = json.loads((tmp_path / "out" / "rotation_merge.json").read_text())
     assert any("Lost" in note and ADDED[0] in note for note in facts["notes"])
 

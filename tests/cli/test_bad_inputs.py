@@ -228,7 +228,7 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "no config": (lambda b: (b.donor / "config.json").unlink(), ("config.json is missing", "donor")),
     "no weights": (lambda b: b.weights().unlink(), ("no weights", "model.safetensors")),
     "a file for a model": (lambda b: b.donor_entry().update(model=str(b.weights())), ("is a file", "directory")),
-    "config that is no JSON": (lambda b: (b.donor / "config.json").write_text("{"), ("config.json", "cannot be read")),
+    "config that is not JSON": (lambda b: (b.donor / "config.json").write_text("{"), ("config.json", "cannot be read")),
     "config that is a list": (lambda b: (b.donor / "config.json").write_text("[]"), ("config.json", "JSON object")),
     "config that is a directory": (
         lambda b: ((p := b.donor / "config.json").unlink(), p.mkdir()),
@@ -262,7 +262,7 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         lambda b: (p := b.sharded().parent / "model-00002-of-00002.safetensors").write_bytes(p.read_bytes()[:-8]),
         ("00002-of-00002", "truncated"),
     ),
-    "index that is no JSON": (lambda b: b.sharded().write_text("{"), ("index.json", "cannot be read")),
+    "index that is not JSON": (lambda b: b.sharded().write_text("{"), ("index.json", "cannot be read")),
     "index without a map": (lambda b: b.sharded().write_text("{}"), ("index.json", "weight_map")),
     "index of another model": (
         lambda b: (p := b.sharded()).write_text(p.read_text().replace("layers.1.mlp.up_proj", "layers.9.mlp.up_proj")),

@@ -57,7 +57,7 @@ class TestCheck:
     def test_a_good_recipe_passes(self, pair: tuple[str, str], tmp_path: Path):
         done = run("check", recipe(tmp_path, *pair))
         assert done.exit_code == 0
-        assert "fit to run" in done.output
+        assert "ready to run" in done.output
 
     def test_all_faults_are_named_at_once_at_their_places(self, pair: tuple[str, str], tmp_path: Path):
         path = recipe(tmp_path, *pair, "attention: rotatoin", "layers: 3-1", "residual: rotation", "colour: red")

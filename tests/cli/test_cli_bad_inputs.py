@@ -90,7 +90,7 @@ def lost_shard(bench: Bench) -> None:
 SPOILT_DONORS: dict[str, tuple[Callable[[Bench], object], str]] = {
     "donor is not there": (lambda b: shutil.rmtree(b.donor), "no such directory"),
     "donor has no config": (lambda b: (b.donor / "config.json").unlink(), "config.json is missing"),
-    "donor's config is no JSON": (lambda b: (b.donor / "config.json").write_text("{"), "config.json"),
+    "donor's config is not JSON": (lambda b: (b.donor / "config.json").write_text("{"), "config.json"),
     "donor's config is a list": (lambda b: (b.donor / "config.json").write_text("[]"), "config"),
     "donor has no weights": (lambda b: b.weights().unlink(), "weights"),
     "donor's weights are cut off": (truncate, "donor"),
@@ -225,7 +225,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "barrier of one model": (["barrier", "A", "--data", "demo:python"], "two models"),
     "barrier on data that are not there": (["barrier", "A", "D", "--data", "./gone.txt"], "no such file"),
     "barrier on unknown demo data": (["barrier", "A", "D", "--data", "demo:latin"], "demo:english"),
-    "barrier on no JSON": (["barrier", "A", "D", "--data", "J"], "is no JSON"),
+    "barrier on no JSON": (["barrier", "A", "D", "--data", "J"], "is not JSON"),
     "barrier on text without a tokenizer": (["barrier", "A", "D", "--data", "T"], "tokenizer"),
     "verify of nothing": (["verify", "A", "./nothing"], "no such directory"),
     "report of nothing": (["inspect", "A", "--report"], "no such file"),

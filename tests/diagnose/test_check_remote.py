@@ -56,7 +56,7 @@ def test_few_requests_and_no_weights(published: dict[str, Path], home: Hub, tmp_
     assert set(found["licences"].values()) == {"apache-2.0"}
     assert found["needs"]["memory"] > 0
     text = run("check", recipe(tmp_path, *NAMES)).output
-    assert "fit to run" in text
+    assert "ready to run" in text
     assert "need weights" in text
 
 

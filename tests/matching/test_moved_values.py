@@ -68,7 +68,7 @@ def test_diagonal_statistics_move_with_permutations_alone(
     moved = alignment.apply(rm.measure(donor, samples, config))
     assert agree(moved, rm.measure(alignment.apply(donor), samples, config), kinds) >= 8
     turned = rm.Alignment.random(donor, attention="rotation", heads="permutation")
-    with pytest.raises(rm.RotationMergeError, match="does not survive"):
+    with pytest.raises(rm.RotationMergeError, match="cannot be kept"):
         dict.fromkeys(turned.apply(rm.measure(donor, samples, config))[key] for key in sorted(moved.keys))
 
 

@@ -245,7 +245,7 @@ def test_the_command(three: list[str], tmp_path: Path) -> None:
     assert "is already there" in one_error(again.output) or "--force" in one_error(again.output)
     done = run("lora", *three, tmp_path / "out", "--force", "--rank", "auto", "--weights", "1,1,2")
     assert done.exit_code == 0, done.output
-    assert "What survives" in done.output
+    assert "How much of each adapter the merge keeps" in done.output
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == BASE
     assert config["lora_alpha"] == config["r"]

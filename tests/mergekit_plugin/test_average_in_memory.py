@@ -107,7 +107,7 @@ def test_averages_of_averages(pair: Pair) -> None:
         ({"heads": "permutation"}, "give it to rotation_merge.align"),
         ({"method": "regmean"}, "add 'samples'"),
         ({"method": "wudi", "ridge": -1.0}, "at least 0"),
-        ({"samples": [{}]}, "do nothing with linear"),
+        ({"samples": [{}]}, "have no effect with linear"),
         ({"method": "regmean", "samples": "text.txt"}, "give batches of input_ids"),
         ({"weights": [1.0]}, "1 weights for 2 models"),
     ],

@@ -205,14 +205,14 @@ def test_options_that_do_nothing_beside_alignment_files(case: str) -> None:
     parts, place = IDLE[case]
     document = Document({"merge_method": "rotation_merge", "base_model": "A", **parts})
     check_settings(document)
-    found = [fault for fault in document.faults if "does nothing" in fault.what]
+    found = [fault for fault in document.faults if "has no effect" in fault.what]
     assert [fault.where for fault in found] == ([place] if place else [])
 
 
 def test_samples_of_carried_donors_may_stand_under_the_recipe() -> None:
     """They are for every donor that is carried; beside none they would do nothing."""
     content = recipe_for("linear", Path("A"), Path("B"), data="self", samples=8)
-    with pytest.raises(RecipeError, match="'data' does nothing with delegate linear"):
+    with pytest.raises(RecipeError, match="'data' has no effect with delegate linear"):
         Recipe.read(MergeConfiguration(**content))
     content["models"][1]["parameters"] |= {"finetuned_from": "C", "carry": "refit"}
     assert Recipe.read(MergeConfiguration(**content)).value("samples") == 8

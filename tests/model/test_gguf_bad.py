@@ -53,7 +53,7 @@ def test_a_truncated_file(share: float, file: Path, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(whole[: int(len(whole) * share)])
     words = _refused(path)
-    assert "truncated" in words or "is no GGUF file" in words
+    assert "truncated" in words or "is not a GGUF file" in words
     assert "download it again" in words
 
 

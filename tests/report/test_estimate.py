@@ -198,7 +198,7 @@ def test_lines_say_what_is_matched() -> None:
     )
     assert (lines["attn"].sizes, lines["attn"].count, lines["attn"].blocks) == ("4 heads, 2 KV, of 16", 2, "layers 0-1")
     assert (lines["ffn"].group, lines["ffn"].sizes) == ("permutation, signed rescaling", "64")
-    assert lines["residual"].group == "not matched (admits none, permutation, signed_permutation, rotation)"
+    assert lines["residual"].group == "not matched (possible: permutation, signed_permutation, rotation)"
 
 
 def test_what_stays_and_why() -> None:

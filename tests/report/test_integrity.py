@@ -89,7 +89,7 @@ def test_whole_models_raise_no_alarm(case: Case, tmp_path: Path) -> None:
 
 
 MENDED = (
-    *("the index names another shard for a tensor", "the index lacks a tensor", "the index is no JSON"),
+    *("the index names another shard for a tensor", "the index lacks a tensor", "the index is not JSON"),
     *("there is no index", "total_size of another model", "headers without a format", "vocab_size too large"),
     *("names of a compiled model", "names without the base model's prefix", "another RoPE base", "no chat template"),
     *("a layer more in the config", "another dtype in the config", "no class in the config", "no tokenizer"),

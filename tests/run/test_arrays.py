@@ -90,14 +90,20 @@ def test_pictures_of_many_sizes_take_words_by_their_size(models: dict[str, Any],
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"image_grid_thw": None}, "'image_grid_thw' is missing, although 'pixel_values' stands there"),
-        ({"pixel_values": None}, "'pixel_values' is missing, although 'image_grid_thw' stands there"),
-        ({"pixel_values": None, "image_grid_thw": None}, r"'pixel_values' is missing, although words stand for"),
+        ({"image_grid_thw": None}, "'image_grid_thw' is missing, although 'pixel_values' is given"),
+        ({"pixel_values": None}, "'pixel_values' is missing, although 'image_grid_thw' is given"),
+        (
+            {"pixel_values": None, "image_grid_thw": None},
+            "'pixel_values' is missing, although the texts have image tokens",
+        ),
         ({"mm_token_type_ids": None}, "'mm_token_type_ids' is missing"),
         ({"image_grid_th": GRIDS}, "holds 'image_grid_th', which .* does not take; did you mean 'image_grid_thw'"),
         ({"pixel_values": torch.zeros(63, 4)}, "'pixel_values' has 63 rows, 'image_grid_thw' counts 64"),
-        ({"image_grid_thw": GRIDS[[0, 2, 1]]}, "example 1 has 12 words that stand for pictures"),
-        ({"image_grid_thw": GRIDS[[0, 1, 2, 2]], "pixel_values": torch.zeros(80, 4)}, "more pictures than words"),
+        ({"image_grid_thw": GRIDS[[0, 2, 1]]}, "example 1 has 12 image tokens"),
+        (
+            {"image_grid_thw": GRIDS[[0, 1, 2, 2]], "pixel_values": torch.zeros(80, 4)},
+            "has more images than the texts have image tokens",
+        ),
         ({"attention_mask": torch.ones(2, 17)}, "arrays of different lengths"),
     ],
 )  # fmt: skip

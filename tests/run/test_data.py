@@ -172,7 +172,7 @@ def test_what_a_decoder_reads_has_to_be_said(family: str, makes_its_own: bool, w
             found = read_batches(str(tmp_path / "d.jsonl"), "", one, batch_size=2)
             assert all(("decoder_input_ids" in batch) == ("labels" in batch) for batch in found.batches)
             continue
-        with pytest.raises(RotationMergeError, match=r"d.jsonl: does not say .* what the decoder of T5.*'labels'"):
+        with pytest.raises(RotationMergeError, match=r"d.jsonl: has examples without an input for .* T5.*'labels'"):
             read_batches(str(tmp_path / "d.jsonl"), "", one, batch_size=2)
 
 

@@ -200,7 +200,7 @@ def test_a_full_disk_leaves_what_is_done(done: bool, kept: bool, tmp_path: Path)
     full = write_error(tmp_path / "out", OSError(28, "No space left on device"))
     if done:
         run_passes([counting()], state, lambda *_: None)
-    with pytest.raises(RotationMergeError, match=r"no space left.*the same command goes on"), state:
+    with pytest.raises(RotationMergeError, match=r"no space left.*the same command continues"), state:
         raise full
     assert state.path.exists() == kept
 

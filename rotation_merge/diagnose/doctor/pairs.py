@@ -12,7 +12,7 @@ from rotation_merge.matching.open_pair import check_models, open_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.model.checkpoint import Model
-from rotation_merge.model.nearness import RELATED, likeness
+from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.source import Progress
 from rotation_merge.model.vocabulary import moved_tokens
 from rotation_merge.record import RELATED as NEAR
@@ -21,7 +21,7 @@ from rotation_merge.report.estimate import estimate
 LONGEST = 120.0
 """Seconds that matching two models may take, as estimated, to tell coordinates from lineage."""
 
-POSITIONS = "the merge places tokens as the anchor does"
+POSITIONS = "the merge uses the anchor's positions"
 """Consequence, in `architecture/fields.json`, of entries that place tokens."""
 
 ONE = 0.1
@@ -126,7 +126,7 @@ def _coordinates(case: Case, anchor: Model, donor: Model, progress: Progress | N
     cosine = likeness(anchor, donor)
     if cosine >= RELATED or (known is not None and (known.file or known.origin)):
         return
-    words = f"its matrices and those of {anchor.reference} have a mean cosine of {cosine:.2f} (fine-tunes: above 0.9)"
+    words = f"mean cosine of its matrices to those of {anchor.reference}: {cosine_text(cosine)} (fine-tunes: above 0.9)"
     tried = [known.options] if known is not None and known.options != NOTHING else []
     for options in (*tried, EVERYTHING):
         try:

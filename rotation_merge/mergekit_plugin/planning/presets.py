@@ -10,7 +10,7 @@ from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.recipe.names import PRESETS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.checkpoint import Models
-from rotation_merge.model.nearness import RELATED, likeness
+from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 
 
 def settle_presets(recipe: Recipe, models: Models, donors: Iterable[ModelReference], run: Run | None = None) -> None:
@@ -28,7 +28,8 @@ def settle_presets(recipe: Recipe, models: Models, donors: Iterable[ModelReferen
         elif preset == "auto":
             cosine = likeness(models[recipe.base], models[donor])
             preset_name = "near" if cosine >= RELATED else "far"
-            words = f"Preset auto: {preset_name} for `{donor}` (mean cosine of matrices to the base's {cosine:.2f})"
+            measured = f"mean cosine of its matrices to the base's: {cosine_text(cosine)}"
+            words = f"Preset auto: {preset_name} for `{donor}` ({measured})"
         recipe.relations[donor] = preset_name
         options = ", ".join(f"{name}: {value}" for name, value in PRESETS[preset_name].items())
         if run is not None:

@@ -251,7 +251,7 @@ class CarryStatistics:
     def _fisher(self, maps: Mapping[str, SpaceTransform]) -> Tensor:
         if self.fold is not None:
             raise StatisticsError(
-                "a Fisher diagonal does not survive folded gains, which 'residual: rotation' needs",
+                "a Fisher diagonal cannot be kept when norm gains are folded, which 'residual: rotation' needs",
                 remedy="leave that out, or use delegate kfac",
             )
         pieces = [self.statistics[f"{name}.fisher"] for name in self.names if f"{name}.fisher" in self.statistics]

@@ -212,7 +212,7 @@ def _setting(
         return
     readers = () if key is None else key.option.delegates
     if readers and delegate is not None and delegate.spec.name not in readers and not _on_samples(document, path):
-        problem = f"parameter '{name}' does nothing with delegate {delegate.spec.name}"
+        problem = f"parameter '{name}' has no effect with delegate {delegate.spec.name}"
         document.fault(path, problem, f"leave it out; it is read by delegate {', '.join(readers)}")
     for place, item in [(path, value), *(((*path, i), item) for i, item in items(value) if isinstance(value, list))]:
         _keys(document, place, item, tuple(ConditionalParameter.model_fields))

@@ -86,7 +86,7 @@ class Entry:
         return torch.from_numpy(np.ascontiguousarray(numbers, np.float32)).reshape(self.shape)
 
 
-OTHER_TYPE = "update gguf, or quantise the model anew to another type"
+OTHER_TYPE = "update gguf, or quantise the model again to another type"
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _head(path: str) -> tuple[dict[str, Any], dict[str, Entry]]:
     try:
         with open(path, "rb") as file:
             if file.read(4) != MAGIC:
-                raise CheckpointError("is no GGUF file", where=path, remedy="download it again")
+                raise CheckpointError("is not a GGUF file", where=path, remedy="download it again")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Head(path, data).read()
     except (struct.error, IndexError, UnicodeDecodeError, OverflowError, MemoryError) as error:
@@ -199,7 +199,7 @@ class _Head:
             problem = (
                 "is big-endian" if swapped else f"is of version {version}, known are {VERSIONS[0]} and {VERSIONS[1]}"
             )
-            raise CheckpointError(problem, where=self.path, remedy="write it anew with llama.cpp")
+            raise CheckpointError(problem, where=self.path, remedy="write it again with llama.cpp")
         tensors, values = self.number("Q"), self.number("Q")
         metadata = dict[str, Any]()
         for _ in range(values):

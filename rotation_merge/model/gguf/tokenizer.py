@@ -62,7 +62,7 @@ def check_vocabulary(gguf: GgufFile, path: str) -> None:
         beside = {number: token for token, number in vocab.items()} if isinstance(vocab, dict) else {}
         beside.update({token["id"]: token["content"] for token in content.get("added_tokens", [])})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError("is no tokenizer that can be read", where=path, remedy="move it away") from error
+        raise CheckpointError("cannot be read as a tokenizer", where=path, remedy="move it away") from error
     tokens = enumerate(vocabulary(gguf) or [])
     mismatches = [(number, token) for number, token in tokens if beside.get(number, token) != token]
     if mismatches:

@@ -95,9 +95,9 @@ def _wrong_scaling(scaling: Mapping[str, Any], part: Mapping[str, Any]) -> str |
         return f"'{kind}' lacks {named(absent)}"
     factor, theta = scaling.get("factor"), scaling.get("rope_theta", part.get("rope_theta"))
     if kind in NEEDED and factor is not None and not (isinstance(factor, int | float) and factor >= 1):
-        return f"factor is {factor!r}, which is no number from 1 on"
+        return f"factor is {factor!r}, which is not a number of at least 1"
     if theta is not None and not (isinstance(theta, int | float) and theta > 0):
-        return f"rope_theta is {theta!r}, which is no positive number"
+        return f"rope_theta is {theta!r}, which is not a positive number"
     original, longest = scaling.get("original_max_position_embeddings"), part.get("max_position_embeddings")
     if isinstance(original, int) and isinstance(longest, int) and original > longest:
         return f"original_max_position_embeddings is {original}, above max_position_embeddings {longest}"

@@ -60,7 +60,7 @@ def _index(contents: Contents) -> Iterator[Defect]:
             yield Defect("no index", f"{len(contents.shards)} shards, and no index names them", name,
                          "write it ('--mend')", corrections=(written,))  # fmt: skip
         elif single is not None and contents.shards:
-            problem = f"{single} and {named(contents.shards)} are both there"
+            problem = f"{single} and {named(contents.shards)} both exist"
             yield Defect("two sets of weights", problem, single, "move away what is not the model")
         return
     if not contents.weight_map:
@@ -70,7 +70,7 @@ def _index(contents: Contents) -> Iterator[Defect]:
     if absent := sorted(set(contents.weight_map.values()) - contents.names):
         yield Defect("missing shard", f"names {named(absent)}, which is not there", index, AGAIN)
     if single is not None and single not in contents.weight_map.values():
-        problem = f"{single} and {index} are both there"
+        problem = f"{single} and {index} both exist"
         yield Defect("two sets of weights", problem, single, "move away what is not the model")
     known = contents.tensors.keys()
     if contents.whole_files:
