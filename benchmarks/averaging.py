@@ -22,40 +22,32 @@ finetunes: nats per byte on the second halves of two texts, whose first halves t
 from __future__ import annotations
 
 import argparse
-import copy
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
-from click.testing import CliRunner
-from corpora import documents
-from mergekit.scripts.run_yaml import main as mergekit_yaml
+from corpora import documents, in_windows
+from merging import STILL, WHOLE, Models, halves, merge
 from peft import LoraConfig, PeftModel, get_peft_model
 from record import Table
+from shipped import CHECKPOINTS, digits, load, next_token, text, windows
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
-from rotation_merge.cli.app import app
-from rotation_merge.mergekit_plugin.adapter_merge import merge_adapters
-from rotation_merge.run.data import Data, read_batches
-from rotation_merge.run.demo import CHECKPOINTS, digits, text
-from rotation_merge.run.demo import windows as demo_windows
-from rotation_merge.run.evaluate import evaluate
-from rotation_merge.run.functions import load
+import rotation_merge as rm
 from rotation_merge.run.generated_samples import self_written
 
 MATCHINGS: dict[str, dict[str, Any]] = {
-    "none": {"attention": "none", "ffn": "none", "scaling": False},
+    "none": STILL,
     "heads, neurons": {"heads": "permutation"},
-    "residual rotation": {"heads": "permutation", "residual": "rotation"},
+    "residual rotation": WHOLE,
 }
+DOMAINS = ("c", "english")
 CHANGES: dict[str, dict[str, Any]] = {
     "task_arithmetic": {},
     "ties, density 0.5": {"density": 0.5},
@@ -130,191 +122,166 @@ SHIPPED: dict[str, dict[str, Any]] = {
 }
 
 
-def call(*arguments: object) -> str:
-    """One of our commands; its output."""
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if done.exit_code:
-        raise SystemExit(done.output)
-    return done.stdout
-
-
-def merge(anchor: Path, donor: Path, out: Path, parameters: dict[str, Any], statistics: str = "") -> tuple[Any, float]:
-    """Two models half and half: the merged model, and seconds."""
-    of = {anchor: anchor.name, donor: donor.name}
-    named = {p: {"statistics": str(out.parent / f"{name}{statistics}.safetensors")} for p, name in of.items()}
-    own = parameters.get("delegate") in ("fisher", "regmean", "kfac")
-    models = [
-        {"model": str(path), "parameters": {"weight": 0.5, **(named[path] if own else {})}} for path in (anchor, donor)
-    ]
-    return merged(anchor, models, out, parameters)
-
-
-def merged(base: Path, models: list[dict[str, Any]], out: Path, parameters: dict[str, Any]) -> tuple[Any, float]:
-    """Any models: the merged one, and seconds."""
-    recipe = {
-        "merge_method": "rotation_merge",
-        "base_model": str(base),
-        "models": models,
-        "parameters": parameters,
-        "dtype": "float32",
-    }
-    file = out.parent / "recipe.yml"
-    file.write_text(yaml.safe_dump(recipe))
+def merged(base: Path, models: Models, out: Path, parameters: Mapping[str, Any]) -> tuple[Path, float]:
+    """A merge, and its seconds."""
     began = time.perf_counter()
-    done = CliRunner().invoke(mergekit_yaml, [str(file), str(out), "--quiet", "--random-seed", "0"])
-    if done.exit_code:
-        raise SystemExit(done.output)
-    return load(str(out)), time.perf_counter() - began
+    merge(base, models, out, parameters)
+    return out, time.perf_counter() - began
+
+
+def with_statistics(*paths: Path) -> Models:
+    """Models that count equally, their statistics in files beside them."""
+    return {path: {**values, "statistics": f"{path}.safetensors"} for path, values in halves(*paths).items()}
+
+
+def measure(model: Path, samples: Any, work: Path, **options: Any) -> None:
+    config = rm.MeasureConfig(("gram", "kfac", "fisher"), **options)
+    rm.measure(model, samples, config).save(work / f"{model.name}.safetensors")
 
 
 def run_digits(images: int) -> None:
-    anchor, donor = CHECKPOINTS / "vit-0", CHECKPOINTS / "vit-1"
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         training = work / "training.npz"
         np.savez(training, pixel_values=digits()[0][:images].numpy())
+        anchor, donor = (Path(shutil.copytree(CHECKPOINTS / name, work / name)) for name in ("vit-0", "vit-1"))
         aligned = work / "aligned"
-        call("align", anchor, donor, aligned, "--heads", "permutation")
+        rm.align(anchor, donor, heads="permutation").apply(donor).save_pretrained(aligned)
         for path in (anchor, donor, aligned):
-            out = work / f"{path.name}.safetensors"
-            call("measure", path, "--data", training, "--kinds", "gram,kfac,fisher", "--out", out)
+            measure(path, str(training), work)
         table = Table("averaging-digits")
         for name, method in METHODS.items():
             row = {"average": name}
             for matching, options in MATCHINGS.items():
-                row[matching] = digits_cell(anchor, donor, aligned, work, training, method, matching, options)
+                anew = method["delegate"] == "fisher" and matching != "none"  # measured after matching
+                if anew and options == WHOLE:
+                    row[matching] = "cannot be carried"
+                elif anew:
+                    row[matching] = digits_cell(anchor, aligned, training, method, STILL)
+                else:
+                    row[matching] = digits_cell(anchor, donor, training, method, options)
             table.add(row)
 
 
-def digits_cell(
-    anchor: Path,
-    donor: Path,
-    aligned: Path,
-    work: Path,
-    training: Path,
-    method: dict[str, Any],
-    matching: str,
-    options: dict[str, Any],
-) -> str:
+def digits_cell(anchor: Path, donor: Path, training: Path, method: dict[str, Any], options: dict[str, Any]) -> str:
     parameters = {**method, **options}
     if parameters.pop("data", None):
         parameters["data"] = str(training)
-    if method["delegate"] == "fisher" and "residual" in options:
-        return "cannot be carried"
-    anew = method["delegate"] == "fisher" and matching != "none"
-    if anew:
-        donor, parameters = aligned, {**parameters, **MATCHINGS["none"], "heads": "none"}
-    model, _ = merge(anchor, donor, work / "merged", parameters)
-    return f"{evaluate(model, read_batches('demo:digits', str(work / 'merged'), model))[1]:.1%}"
+    measured = method["delegate"] in ("fisher", "regmean", "kfac")
+    models = with_statistics(anchor, donor) if measured else halves(anchor, donor)
+    out = merge(anchor, models, anchor.parent / "merged", parameters)
+    return f"{rm.evaluate(out, 'demo:digits')['accuracy']:.1%}"
 
 
 def run_finetunes(steps: int, samples: int) -> None:
-    halves = {name: windows(name) for name in ("c", "english")}
+    texts = {name: in_halves(name) for name in DOMAINS}
+    held = {name: second for name, (_, second) in texts.items()}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        for seed, (name, (training, _)) in enumerate(halves.items()):
+        for seed, (name, (training, _)) in enumerate(texts.items()):
             tune(training, steps, seed).save_pretrained(work / name)
             for file in ("tokenizer.json", "tokenizer_config.json"):
-                (work / name / file).write_bytes((CHECKPOINTS / "llama-0" / file).read_bytes())
-        for name in halves:
-            out = work / f"{name}.safetensors"
-            kinds = ("--kinds", "gram,kfac,fisher", "--samples", samples)
-            call("measure", work / name, "--data", "self", *kinds, "--out", out)
+                shutil.copy(CHECKPOINTS / "llama-0" / file, work / name)
+            measure(work / name, "self", work, samples=samples)
         table = Table("averaging-finetunes")
-        base = load(str(CHECKPOINTS / "llama-0"))
-        table.add(figures("what they were tuned from", base, halves, 0.0))
-        for name in halves:
-            table.add(figures(f"tuned on {name}", load(str(work / name)), halves, 0.0))
+        table.add(figures("what they were tuned from", CHECKPOINTS / "llama-0", held))
+        for name in DOMAINS:
+            table.add(figures(f"tuned on {name}", work / name, held))
         for title, method in list(METHODS.items())[:4]:
-            model, took = merge(work / "c", work / "english", work / "merged", {**method, **MATCHINGS["none"]})
-            table.add(figures(title, model, halves, took))
+            tuned = [work / name for name in DOMAINS]
+            models = halves(*tuned) if title == "Simple" else with_statistics(*tuned)
+            out, took = merged(tuned[0], models, work / "merged", {**method, **STILL})
+            table.add(figures(title, out, held, took))
 
 
 def run_shipped() -> None:
-    base, texts = CHECKPOINTS / "llama-0", ("c", "english")
-    halves = {name: windows(name) for name in (*texts, "python")}
+    base = CHECKPOINTS / "llama-0"
+    held = {name: in_halves(name)[1] for name in (*DOMAINS, "python")}
     table = Table("averaging-shipped")
-    for suffix in ("", *(f"-{name}" for name in texts)):
-        table.add(figures(f"llama-0{suffix}", load(f"{base}{suffix}"), halves, 0.0, texts))
+    for suffix in ("", *(f"-{name}" for name in DOMAINS)):
+        table.add(figures(f"llama-0{suffix}", f"{base}{suffix}", held))
     for title, method in SHIPPED.items():
-        refit = method["delegate"] == "refit"
-        models = [
-            {"model": f"{base}-{name}", "parameters": {"weight": 1.0, **({"data": f"demo:{name}"} if refit else {})}}
-            for name in texts
-        ]
+        data = {name: {"data": f"demo:{name}"} if method["delegate"] == "refit" else {} for name in DOMAINS}
+        models = {f"{base}-{name}": {"weight": 1.0, **data[name]} for name in DOMAINS}
         if method["delegate"] in ("linear", "refit"):
-            models.insert(0, {"model": str(base), "parameters": {"weight": 0.0}})
+            models = {base: {"weight": 0.0}, **models}
         with tempfile.TemporaryDirectory() as folder:
-            model, took = merged(base, models, Path(folder, "merged"), {**method, **MATCHINGS["none"]})
-            table.add(figures(title, model, halves, took, texts))
+            out, took = merged(base, models, Path(folder, "merged"), {**method, **STILL})
+            table.add(figures(title, out, held, took))
+
+
+def figures(title: str, model: Any, held: Mapping[str, Tensor], took: float = 0.0) -> dict[str, str]:
+    """Losses on held-out text, and the mean over the domains of the fine-tunes."""
+    losses = {name: nats(model, ids) for name, ids in held.items()}
+    cells = {name: f"{loss:.3f}" for name, loss in losses.items()}
+    mean = fmean(losses[name] for name in DOMAINS)
+    return {"model": title, **cells, "mean": f"{mean:.3f}", "seconds": f"{took:.1f}" if took else ""}
+
+
+def nats(model: Any, *held: Tensor) -> float:
+    return fmean(rm.evaluate(model, next_token(ids))["loss"] for ids in held)
+
+
+def tuned_bases(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """Bases that have fine-tunes on both domains, with these."""
+    for base in sorted(folder.glob("llama-?")):
+        if (folder / f"{base.name}-c").exists():
+            yield base, [folder / f"{base.name}-{name}" for name in DOMAINS]
 
 
 def run_changes(folder: Path) -> None:
     table = Table("averaging-changes")
-    domains = ("c", "english")
-    held = {name: demo_windows(name)[:64] for name in domains}
-    for base in sorted(path for path in folder.glob("llama-?") if (folder / f"{path.name}-c").exists()):
-        tuned = [folder / f"{base.name}-{name}" for name in domains]
-        start = load(str(base))
+    held = [windows(name)[:64] for name in DOMAINS]
+    for base, tuned in tuned_bases(folder):
+        start = load(base)
         own = self_written(start, str(base), 32, 128, 1)
 
-        def nats(model: Any, own: Tensor = own) -> tuple[float, float]:
-            losses = [evaluate(model, next_token(ids))[0] for ids in (*held.values(), own)]
-            return sum(losses[:-1]) / len(held), losses[-1]
-
-        def row(title: str, model: Any, base: Path = base, **more: str) -> None:
-            loss, on_base = nats(model)
-            columns = {"texts": f"{loss:.3f}", "base's own text": f"{on_base:.3f}", "at lambda 1": "", "lambda": ""}
-            table.add({"seed": base.name[-1], "merge": title, **columns, "seconds": "", **more})
+        def row(title: str, model: Any, base: Path = base, own: Tensor = own, **more: str) -> None:
+            columns = {"texts": f"{nats(model, *held):.3f}", "base's own text": f"{nats(model, own):.3f}"}
+            empty = {"at lambda 1": "", "lambda": "", "seconds": ""}
+            table.add({"seed": base.name[-1], "merge": title, **columns, **empty, **more})
 
         row("base", start)
         for path in tuned:
-            row(f"tuned on {path.name.split('-')[-1]}", load(str(path)))
+            row(f"tuned on {path.name.split('-')[-1]}", path)
         row("linear", changed(base, tuned, "linear", {"weight": 0.5})[0])
         for title, settings in CHANGES.items():
             model, took = changed(base, tuned, title.partition(",")[0], {"weight": 1.0, **settings})
-            ends = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-            losses = {}
-            for scale in SCALES:
-                losses[scale] = nats(scaled(model, start, ends, scale))[0]
+            line = on_line(start, model)
+            losses = {scale: nats(line(scale), *held) for scale in SCALES}
             best = min(losses, key=lambda scale: losses[scale])
             more = {"at lambda 1": f"{losses[1.0]:.3f}", "lambda": f"{best:g}", "seconds": f"{took:.1f}"}
-            row(title, scaled(model, start, ends, best), **more)
+            row(title, line(best), **more)
 
 
 def run_lora() -> None:
     base, table = CHECKPOINTS / "llama-0", Table("averaging-lora")
+    plain = load(base)
     with tempfile.TemporaryDirectory() as folder:
-        adapters, held = [], {}
+        adapters, held = [], []
         for seed, domain in enumerate(LORA_DOMAINS):
-            training, held_out = (byte_windows(part) for part in documents(domain))
-            held[domain] = held_out[torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))[:48]]
+            training, held_out = (in_windows(b"\n".join(part)) for part in documents(domain))
+            held.append(held_out[torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))[:48]])
             adapters.append(Path(folder, domain))
-            tune_lora(base, training, seed).save_pretrained(adapters[-1])
-
-        def loss(model: Any) -> float:
-            return fmean(evaluate(model.eval(), next_token(ids))[0] for ids in held.values())
+            tune_lora(training, seed).save_pretrained(adapters[-1])
+        start = nats(plain, *held)
 
         def gain(model: Any) -> tuple[float, float]:
             """The most that the base's loss falls by on the line through a merge, and where."""
-            ends = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-            return max((start - loss(scaled(model, plain, ends, scale)), scale) for scale in LORA_SCALES)
+            line = on_line(plain, model)
+            return max((start - nats(line(scale), *held), scale) for scale in LORA_SCALES)
 
-        plain = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
-        start = loss(plain)
         for name, settings in LORA_METHODS.items():
-            models = [{"model": f"{base}+{path}", "parameters": {"weight": 1.0}} for path in adapters]
-            model, took = merged(
-                base, models, Path(folder, "merged"), {"delegate": name, **MATCHINGS["none"], **settings}
-            )
-            whole, scale = gain(model)
+            models = {f"{base}+{path}": {"weight": 1.0} for path in adapters}
+            out, took = merged(base, models, Path(folder, "merged"), {"delegate": name, **STILL, **settings})
+            whole, scale = gain(load(out))
             table.add({"merge": name, "into": "a full model", "mean rank": "", **row(whole, scale, whole, took)})
             for title, options in LORA_RANKS.items():
                 began, out = time.perf_counter(), Path(folder, f"merged-{name}")
-                result = merge_adapters([str(path) for path in adapters], name, parameters=settings, **options)
+                result = rm.merge_adapters([str(path) for path in adapters], name, parameters=settings, **options)
                 result.save(str(out))
                 seconds = time.perf_counter() - began
-                small = PeftModel.from_pretrained(copy.deepcopy(plain), out).merge_and_unload()
+                small = PeftModel.from_pretrained(load(base), out).merge_and_unload()
                 rank = fmean(part.rank for part in result.maps.values())
                 into = {"merge": name, "into": f"an adapter, {title}", "mean rank": f"{rank:.1f}"}
                 table.add({**into, **row(*gain(small), whole, seconds)})
@@ -327,18 +294,11 @@ def row(gained: float, scale: float, whole: float, seconds: float) -> dict[str, 
     return {"gain": f"{gained:.4f}", "share": share, "lambda": f"{scale:g}", "seconds": f"{seconds:.1f}"}
 
 
-def byte_windows(documents: list[bytes]) -> Tensor:
-    """All documents in windows of 128 bytes, (windows, 128)."""
-    ids = torch.frombuffer(bytearray(b"\n".join(documents)), dtype=torch.uint8).long()
-    return ids[: len(ids) // 128 * 128].view(-1, 128)
-
-
-def tune_lora(base: Path, training: Tensor, seed: int) -> Any:
-    """A LoRA of rank 8 on all linear maps of the layers."""
+def tune_lora(training: Tensor, seed: int) -> Any:
+    """A LoRA of rank 8 on all linear maps of the layers of llama-0."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(model, config)
+    model = get_peft_model(load(CHECKPOINTS / "llama-0"), config)
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0)
     for _ in range(150):
         batch = training[torch.randint(len(training), (8,))]
@@ -349,73 +309,63 @@ def tune_lora(base: Path, training: Tensor, seed: int) -> Any:
 
 
 def run_refits(folder: Path) -> None:
-    table, domains = Table("averaging-refits"), ("c", "english")
-    held = {name: demo_windows(name)[64:128] for name in domains}
-    for base in sorted(path for path in folder.glob("llama-?") if (folder / f"{path.name}-c").exists()):
+    table = Table("averaging-refits")
+    held = {name: windows(name)[64:128] for name in DOMAINS}
+    for base, _ in tuned_bases(folder):
         for title, options in REFITS.items():
             samples = {} if "delegate" in options else {"delegate": "refit", "samples": 32}
-            models = [{"model": str(base), "parameters": {"weight": 0.0}}]
-            for name in domains:
-                data = {"data": f"demo:{name}"} if samples else {}
-                models.append({"model": f"{base}-{name}", "parameters": {"weight": 1.0, **data}})
-            parameters = {**samples, **MATCHINGS["none"], **options}
+            data = {name: {"data": f"demo:{name}"} if samples else {} for name in DOMAINS}
+            tuned = {f"{base}-{name}": {"weight": 1.0, **data[name]} for name in DOMAINS}
+            parameters = {**samples, **STILL, **options}
             with tempfile.TemporaryDirectory() as scratch:
-                model, took = merged(base, models, Path(scratch, "merged"), parameters)
-            losses = {name: evaluate(model, next_token(ids))[0] for name, ids in held.items()}
+                out, took = merged(base, {base: {"weight": 0.0}, **tuned}, Path(scratch, "merged"), parameters)
+                losses = {name: nats(out, ids) for name, ids in held.items()}
             cells = {name: f"{loss:.3f}" for name, loss in losses.items()}
             mean = f"{fmean(losses.values()):.3f}"
             table.add({"seed": base.name[-1], "refit": title, **cells, "mean": mean, "seconds": f"{took:.1f}"})
 
 
 def run_unequal(folder: Path) -> None:
-    table, domains = Table("averaging-unequal"), ("c", "english")
-    held = {name: demo_windows(name)[:64] for name in domains}
-    for base in sorted(path for path in folder.glob("llama-?") if (folder / f"{path.name}-c").exists()):
-        start = load(str(base))
-        with tempfile.TemporaryDirectory() as scratch:
-            for longer in domains:
-                model, paths = load(f"{base}-{longer}"), []
-                scaled(model, start, {name: x.clone() for name, x in model.state_dict().items()}, 3.0)
-                model.save_pretrained(Path(scratch, longer))
-                paths = [Path(scratch, longer), *(Path(f"{base}-{name}") for name in domains if name != longer)]
+    table = Table("averaging-unequal")
+    held = [windows(name)[:64] for name in DOMAINS]
+    for base, tuned in tuned_bases(folder):
+        for longer in tuned:
+            with tempfile.TemporaryDirectory() as scratch:
+                on_line(load(base), load(longer))(3.0).save_pretrained(Path(scratch, longer.name))
+                paths = [Path(scratch, longer.name), *(path for path in tuned if path != longer)]
                 for title, settings in UNEQUAL.items():
                     weight = 0.5 if title == "linear" else 1.0
-                    merge, _ = changed(base, paths, title.partition(",")[0], {"weight": weight, **settings})
-                    loss = fmean(evaluate(merge, next_token(ids))[0] for ids in held.values())
-                    table.add({"seed": base.name[-1], "longer": longer, "merge": title, "texts": f"{loss:.3f}"})
+                    model, _ = changed(base, paths, title.partition(",")[0], {"weight": weight, **settings})
+                    cells = {"longer": longer.name.split("-")[-1], "merge": title, "texts": f"{nats(model, *held):.3f}"}
+                    table.add({"seed": base.name[-1], **cells})
 
 
 def changed(base: Path, tuned: list[Path], delegate: str, parameters: dict[str, Any]) -> tuple[Any, float]:
     """The fine-tunes merged by one delegate, nothing aligned, and the seconds that it took."""
     anchor = tuned[0] if delegate == "linear" else base
     with tempfile.TemporaryDirectory() as folder:
-        models = [{"model": str(path)} for path in tuned]
-        return merged(anchor, models, Path(folder, "merged"), {"delegate": delegate, **MATCHINGS["none"], **parameters})
+        parameters = {"delegate": delegate, **STILL, **parameters}
+        out, took = merged(anchor, {path: {} for path in tuned}, Path(folder, "merged"), parameters)
+        return load(out), took
 
 
-@torch.no_grad()
-def scaled(model: Any, base: Any, ends: dict[str, Tensor], scale: float) -> Any:
-    """The model on the line from the base through the merge whose tensors are `ends`."""
-    starts = base.state_dict()
-    for name, tensor in model.state_dict().items():
-        tensor.copy_(torch.lerp(starts[name], ends[name], scale))
-    return model
+def on_line(base: Any, end: Any) -> Callable[[float], rm.View]:
+    """The models on the line from a base through another model, by place."""
+    change = rm.Delta.between(base, end)
+    return lambda scale: change.scaled(scale).applied()
 
 
-def next_token(ids: Tensor) -> Data:
-    return Data([{"input_ids": part, "labels": part} for part in ids.split(32)], "next token", len(ids))
-
-
-def windows(name: str) -> tuple[Tensor, Tensor]:
+def in_halves(name: str) -> tuple[Tensor, Tensor]:
     """The first and the second half of a text, in windows of 128 bytes."""
     whole = text(name)
     cut = len(whole) // 256 * 128
-    return tuple(part[: len(part) // 128 * 128].view(-1, 128) for part in (whole[:cut], whole[cut:]))  # type: ignore[return-value]
+    rest = whole[cut:]
+    return whole[:cut].view(-1, 128), rest[: len(rest) // 128 * 128].view(-1, 128)
 
 
 def tune(training: Tensor, steps: int, seed: int) -> Any:
     """llama-0 after a few steps on a text."""
-    model = copy.deepcopy(load(str(CHECKPOINTS / "llama-0"))).train()
+    model = load(CHECKPOINTS / "llama-0").train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
     draw = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -426,18 +376,6 @@ def tune(training: Tensor, steps: int, seed: int) -> Any:
         optimiser.step()
         optimiser.zero_grad()
     return model.eval()
-
-
-def figures(
-    title: str, model: Any, halves: dict[str, tuple[Tensor, Tensor]], took: float, of: Sequence[str] = ()
-) -> dict[str, str]:
-    """Losses on the second halves, and the mean over all or some of them."""
-    losses = {}
-    for name, (_, held) in halves.items():
-        losses[name] = evaluate(model, next_token(held))[0]
-    mean = sum(losses[name] for name in of or losses) / len(of or losses)
-    cells = {name: f"{loss:.3f}" for name, loss in losses.items()}
-    return {"model": title, **cells, "mean": f"{mean:.3f}", "seconds": f"{took:.1f}" if took else ""}
 
 
 def main() -> None:

@@ -11,105 +11,99 @@ first 160 windows of the shipped texts; `own` is the new base's loss on Python, 
 
 from __future__ import annotations
 
-import os
-import sys
+import argparse
+import re
 import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from merging import STILL, WHOLE
 from record import Table
+from shipped import CHECKPOINTS, loss
 
-from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.transfer import carry
-from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.run import demo
-from rotation_merge.run.data import Data
-from rotation_merge.run.evaluate import evaluate
-from rotation_merge.run.functions import load
+import rotation_merge as rm
 
-NAMES = {
-    "llama-0-english": "fine-tune for English",
-    "llama-0-c": "fine-tune for C",
-    "llama-0-lora-english": "LoRA for English",
-}
-ASKED = next((word for word in ("scale", "distil") if word in sys.argv[1:]), "")
-WHOLE = AlignConfig(heads="permutation", residual="rotation")
-OLD, NEW = (str(demo.CHECKPOINTS / name) for name in ("llama-0", "llama-1"))
+OLD, NEW = (str(CHECKPOINTS / name) for name in ("llama-0", "llama-1"))
+TUNED = (
+    ("fine-tune for English", "llama-0-english", "english"),
+    ("fine-tune for C", "llama-0-c", "c"),
+    ("LoRA for English", "llama-0-lora-english", "english"),
+)
+"""Title, checkpoint, text."""
+TOLD = "scale by held-out samples"
 
-
-def loss(model: str, text: str) -> float:
-    parts = demo.windows(text)[:160].split(32)
-    return evaluate(load(model), Data([{"input_ids": p, "labels": p} for p in parts], "next token", 160))[0]
+Bases = tuple[str, str]
+"""The old one and the new one."""
+Configs = dict[str, rm.TransferConfig]
+"""Ways to carry, by words."""
 
 
-def ways(work: str, out: str, adapter: bool) -> dict[str, Any]:
-    """Ways to carry, as functions that write to `out`."""
+def weights(scale: float | str, groups: dict[str, Any], **options: Any) -> rm.TransferConfig:
+    return rm.TransferConfig(scale=scale, match=rm.AlignConfig(**groups), **options)
 
-    def weights(match: AlignConfig, scale: float) -> Any:
-        return lambda: carry({out: work}, OLD, NEW, TransferConfig(scale=scale, match=match))
 
-    def refit(lora: int, scale: float | None, steps: int = 0) -> Any:
-        method = "distil" if steps else "refit"
-        config = TransferConfig(method, scale, steps=steps or 50, rank=lora, match=WHOLE)
-        return lambda: carry({out: work}, OLD, NEW, config)
+def sampled(method: str, scale: float | None, rank: int = 0, **options: Any) -> rm.TransferConfig:
+    return rm.TransferConfig(method, scale, rank=rank, match=rm.AlignConfig(**WHOLE), **options)
 
-    def scaled() -> Any:
-        return carry({out: work}, OLD, NEW, TransferConfig(scale="auto", match=WHOLE))
 
+def ways(what: str, adapter: bool) -> Configs:
     scale = 0.5 if adapter else 0.75
-    moved = {f"weights, scale {scale}": weights(WHOLE, scale)}
-    if ASKED == "scale":
-        return {**moved, "weights, scale of each block by held-out samples": scaled}
-    if ASKED == "distil":
-        what = {0: "" if adapter else "all weights", 16: "an adapter of rank 16"}
-        return {
-            f"{what[lora]}{', ' * bool(what[lora])}{words}": refit(lora, scale, 50)
-            for lora in what
-            if not (adapter and lora)
-            for words, scale in {"scale 1": 1.0, "scale by held-out samples, own text kept": None}.items()
-        }
-    found = {
-        f"added as it is, scale {scale}": weights(NOTHING, scale),
-        **moved,
-        "refit, scale 1": refit(0, 1.0),
-        "refit, scale by held-out samples": refit(0, None),
-    }
-    return found if adapter else {**found, "refit as an adapter of rank 16, scale 1": refit(16, 1.0)}
+    moved = {f"weights, scale {scale}": weights(scale, WHOLE)}
+    if what == "scale":
+        return {**moved, "weights, scale of each block by held-out samples": weights("auto", WHOLE)}
+    if what == "distil":
+        ranks = {"": 0} if adapter else {"all weights, ": 0, "an adapter of rank 16, ": 16}
+        scales = {"scale 1": 1.0, f"{TOLD}, own text kept": None}
+        return {into + by: sampled("distil", scales[by], ranks[into]) for into in ranks for by in scales}
+    refits = {"refit, scale 1": sampled("refit", 1.0), f"refit, {TOLD}": sampled("refit", None)}
+    if not adapter:
+        refits["refit as an adapter of rank 16, scale 1"] = sampled("refit", 1.0, 16)
+    return {f"added as it is, scale {scale}": weights(scale, STILL), **moved, **refits}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    table = Table(f"carry-{ASKED}" if ASKED else "carry")
-    for name, text in (("llama-0-english", "english"), ("llama-0-c", "c"), ("llama-0-lora-english", "english")):
-        work = str(demo.CHECKPOINTS / name)
-        adapter = "lora" in name
-        title = NAMES[name]
-        old, new, own = loss(OLD, text), loss(NEW, text), loss(NEW, "python")
-        tuned = loss(f"{OLD}+{work}" if adapter else work, text)
-        table.add(row(title, "the new base alone", new, "", own, ""))
+def carried(title: str, text: str, tuned: str, bases: Bases, configs: Configs) -> Iterator[dict[str, str]]:
+    """A row for the new base alone, and one for each way to carry a fine-tune (a model or an adapter) to it."""
+    (old, new), adapter = bases, (Path(tuned) / "adapter_config.json").exists()
+    start = loss(new, text)
+    gain = loss(old, text) - loss(f"{old}+{tuned}" if adapter else tuned, text)
+    yield row(title, "the new base alone", start, "", loss(new, "python"), "", "")
+    for how, config in configs.items():
         with tempfile.TemporaryDirectory() as scratch:
-            for number, (way, transfer) in enumerate(ways(work, f"{scratch}/out", adapter).items()):
-                began = time.perf_counter()
-                transfer()
-                seconds = time.perf_counter() - began
-                out = os.path.join(scratch, str(number))
-                os.rename(f"{scratch}/out", out)
-                model = f"{NEW}+{out}" if os.path.exists(f"{out}/adapter_config.json") else out
-                found = loss(model, text)
-                share = f"{(new - found) / (old - tuned):.0%}"
-                table.add(row(title, way, found, share, loss(model, "python"), f"{seconds:.0f}"))
+            out, began = Path(scratch, "out"), time.process_time()
+            result = rm.transfer(tuned, old, new, config)
+            result.save_pretrained(out)
+            seconds = f"{time.process_time() - began:.0f}"
+            model = f"{new}+{out}" if (out / "adapter_config.json").exists() else str(out)
+            place = re.search(r"change (\S+) has a place", " ".join(getattr(result, "notes", ())))
+            found = loss(model, text)
+            share = f"{(start - found) / gain:.0%}"
+            yield row(title, how, found, share, loss(model, "python"), place[1] if place else "", seconds)
 
 
-def row(carried: str, how: str, found: float, share: str, own: float, seconds: str) -> dict[str, str]:
+def row(title: str, how: str, found: float, share: str, own: float, place: str, seconds: str) -> dict[str, str]:
     return {
-        "carried": carried,
+        "carried": title,
         "how": how,
         "loss": f"{found:.3f}",
         "share of the gain at home": share,
         "own domain": f"{own:.3f}",
+        "place": place,
         "seconds": seconds,
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("scale", "distil"), default="")
+    what = parser.parse_args().what
+    torch.set_num_threads(1)
+    table = Table(f"carry-{what}" if what else "carry")
+    for title, name, text in TUNED:
+        for cells in carried(title, text, str(CHECKPOINTS / name), (OLD, NEW), ways(what, "lora" in name)):
+            table.add({column: cell for column, cell in cells.items() if column != "place"})
 
 
 if __name__ == "__main__":

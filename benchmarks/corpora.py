@@ -6,6 +6,9 @@ import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 TORCH = Path(str(find_spec("torch").origin)).parent  # type: ignore[union-attr]
 SKIPPED = {"site-packages", "test", "tests", "idle_test", "pydoc_data", "encodings", "__pycache__"}
 
@@ -37,6 +40,25 @@ def documents(domain: str) -> tuple[list[bytes], list[bytes]]:
         everything = [(root / name).read_bytes() for name in names if not SKIPPED & set(name.parts)]
     held_out = everything[9::10]
     return [one for index, one in enumerate(everything) if index % 10 != 9], held_out
+
+
+def training_tokens(domain: str) -> Tensor:
+    """All training documents of a domain, a token a byte."""
+    return torch.frombuffer(bytearray(b"".join(documents(domain)[0])), dtype=torch.uint8)
+
+
+def training_text(domain: str, characters: int) -> bytes:
+    """The beginnings of training documents of a domain, in a seeded order."""
+    train, _ = documents(domain)
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    share = max(2000, characters // 100)
+    return b"".join(train[i][:share] for i in order)[:characters]
+
+
+def in_windows(text: bytes, length: int = 128) -> Tensor:
+    """Bytes in consecutive windows, (windows, length)."""
+    ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    return ids[: len(ids) // length * length].view(-1, length)
 
 
 def excerpt(held_out: list[bytes], size: int = 48_000, pieces: int = 12) -> bytes:

@@ -8,30 +8,24 @@ Writes docs/gallery.md and its pictures, and benchmarks/results/gallery.json; tw
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
+from merging import STILL, command, recipe, run_recipe
 from record import ROOT, Table
+from shipped import CHECKPOINTS
 
-from rotation_merge.cli.show import silence_libraries
-from rotation_merge.diagnose import donors_of
-from rotation_merge.diagnose.matchings import ALIGNED, PLAIN
-from rotation_merge.diagnose.paths import Paths
-from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
-from rotation_merge.run.curves import Barrier
-from rotation_merge.run.data import read_batches
-from rotation_merge.run.demo import CHECKPOINTS
-from rotation_merge.run.evaluate import evaluate
-from rotation_merge.run.functions import load
+import rotation_merge as rm
 
 PAGE, PICTURES = ROOT / "docs" / "gallery.md", ROOT / "docs" / "pictures"
-STILL = {"delegate": "linear", "attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 FAR = {"delegate": "linear", "preset": "far"}
 REFIT = {"delegate": "refit", "heads": "permutation", "residual": "rotation", "targets": "mean"}
-READING = {"limit": 32, "batch_size": 16, "length": 128}
+READING = rm.EvaluateConfig(limit=32, batch_size=16)
 POINTS = 5
 GREY, BLUE, ORANGE = "#858c94", "#3d85c6", "#d97d1a"
 
@@ -56,18 +50,12 @@ class Case:
     of_model: dict[str, dict[str, Any]] = field(default_factory=dict)
     against: tuple[str, ...] = ()
 
-    def recipe(self, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    def text(self, plain: bool = False) -> str:
+        """The recipe, or that of the plain average."""
         share = round(1 / len(self.models), 3)
-        settings = {
-            m: {"weight": share, **(self.of_model.get(m, {}) if parameters is None else {})} for m in self.models
-        }
-        return {
-            "merge_method": "rotation_merge",
-            "base_model": self.models[0],
-            "models": [{"model": m, "parameters": settings[m]} for m in self.models],
-            "parameters": self.parameters if parameters is None else parameters,
-            "dtype": "float32",
-        }
+        models = {name: {"weight": share, **({} if plain else self.of_model.get(name, {}))} for name in self.models}
+        parameters = {"delegate": "linear", **STILL} if plain else self.parameters
+        return yaml.safe_dump(recipe(self.models[0], models, parameters), sort_keys=False, width=120)
 
 
 ENGLISH, C = "C/llama-0-english", "C/llama-0-c"
@@ -133,25 +121,19 @@ def here(name: str) -> str:
     return name.replace("C/", f"{CHECKPOINTS}/")
 
 
-def text_of(recipe: dict[str, Any], real: bool) -> str:
-    text = yaml.safe_dump(recipe, sort_keys=False, width=120)
-    return here(text) if real else text
-
-
 def figures(model: str, case: Case) -> tuple[float, float]:
     """Mean loss and accuracy over a case's data."""
-    loaded = load(model)
-    found = [evaluate(loaded, read_batches(data, here(case.models[0]), loaded, **READING)) for data in case.data]
-    return sum(loss for loss, _ in found) / len(found), sum(right for _, right in found) / len(found)
+    found = [rm.evaluate(model, data, READING) for data in case.data]
+    return fmean(one["loss"] for one in found), fmean(one["accuracy"] for one in found)
 
 
 def show(case: Case, table: Table, scratch: Path) -> None:
-    recipe = scratch / f"{case.name}.yml"
-    recipe.write_text(text_of(case.recipe(), real=True))
-    merge_recipe(recipe.read_text(), str(scratch / case.name))
-    merge_recipe(text_of(case.recipe(STILL), real=True), str(scratch / f"{case.name}-plain"))
+    file = scratch / f"{case.name}.yml"
+    file.write_text(here(case.text()))
+    run_recipe(here(case.text()), scratch / "merged")
+    run_recipe(here(case.text(plain=True)), scratch / "plain")
     found = {name: figures(here(name), case) for name in case.models}
-    plain, merged = (figures(str(scratch / name), case) for name in (f"{case.name}-plain", case.name))
+    plain, merged = (figures(str(scratch / name), case) for name in ("plain", "merged"))
     against = case.against or case.models
     best = min(against, key=lambda name: found[name][0])
     named = best.removeprefix("C/")
@@ -161,14 +143,14 @@ def show(case: Case, table: Table, scratch: Path) -> None:
     for name, loss, right, words in (*rows, ("this recipe", *merged, verdict)):
         row = {"case": case.name, "model": name, "loss": f"{loss:.3f}", "accuracy": f"{right:.1%}", "verdict": words}
         table.add(row)
-    paths = Paths(str(recipe), donors_of(str(recipe)), case.data[-1:], POINTS, READING)
-    barrier = paths.barriers([PLAIN, ALIGNED])[0]
+    reading = ("--limit", READING.limit, "--batch-size", READING.batch_size, "--points", POINTS)
+    barrier = json.loads(command("barrier", file, "--data", case.data[-1], *reading, "--json"))[0]
     picture(barrier, PICTURES / f"gallery-{case.name}.svg")
 
 
-def picture(barrier: Barrier, path: Path) -> None:
+def picture(barrier: dict[str, Any], path: Path) -> None:
     """The loss on the straight path, plain and aligned, as a small SVG for light and dark pages."""
-    values = [loss for curve in barrier.curves for loss in curve.loss]
+    values = [loss for curve in barrier["curves"] for loss in curve["loss"]]
     low, high = min(values), max(max(values), min(values) + 1e-3)
 
     def at(t: float, loss: float) -> str:
@@ -176,15 +158,15 @@ def picture(barrier: Barrier, path: Path) -> None:
 
     parts = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 450 200" role="img" font-family="system-ui, sans-serif" '
-        f'font-size="12" fill="{GREY}"><title>Loss on the path, plain and aligned, on {barrier.data}</title>',
+        f'font-size="12" fill="{GREY}"><title>Loss on the path, plain and aligned, on {barrier["data"]}</title>',
         f'<text x="44" y="34" text-anchor="end">{high:.2f}</text>',
         f'<text x="44" y="164" text-anchor="end">{low:.2f}</text>',
         '<text x="50" y="180">anchor</text><text x="430" y="180" text-anchor="end">donor</text>',
     ]
-    for curve, colour, x in zip(barrier.curves, (ORANGE, BLUE), (170, 260), strict=True):
-        points = " ".join(at(t, loss) for t, loss in zip(curve.t, curve.loss, strict=True))
+    for curve, colour, x in zip(barrier["curves"], (ORANGE, BLUE), (170, 260), strict=True):
+        points = " ".join(at(t, loss) for t, loss in zip(curve["t"], curve["loss"], strict=True))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="{x}" y="196" fill="{colour}">{curve.name}</text>')
+        parts.append(f'<text x="{x}" y="196" fill="{colour}">{curve["name"]}</text>')
     path.write_text("\n".join([*parts, "</svg>\n"]), encoding="utf-8")
 
 
@@ -223,14 +205,13 @@ def page() -> str:
     for case in CASES:
         named = ", ".join(f"`{name}`" for name in case.data)
         facts = {"title": case.title, "words": case.words, "name": case.name, "points": POINTS, "named": named}
-        parts.append(SECTION.format(**facts, recipe=text_of(case.recipe(), real=False), data=case.data[-1]))
+        parts.append(SECTION.format(**facts, recipe=case.text(), data=case.data[-1]))
     return "".join(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    silence_libraries()
     table = Table("gallery")
     PAGE.write_text(page(), encoding="utf-8")
     with tempfile.TemporaryDirectory() as scratch:

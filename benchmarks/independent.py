@@ -2,7 +2,8 @@
 
     python benchmarks/independent.py
 
-Loss of the middle and barrier by `rotation-merge barrier`, relative distance by `rotation-merge compare`.
+Loss of the middle and barrier by `rotation-merge barrier`, relative distance by `rotation-merge compare`. And the loss
+on the path between two Llamas, aligned and not: `docs/make_pictures.py` draws the picture of the README from it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from averaging import call
+from merging import command
 from record import Table
-
-from rotation_merge.run.demo import CHECKPOINTS
+from shipped import CHECKPOINTS
 
 LOCAL = ["--heads", "permutation"]
 SIGNED, ROTATION = (["--residual", group] for group in ("signed_permutation", "rotation"))
@@ -32,7 +32,7 @@ PAIRS = {
 
 
 def run(*arguments: str) -> Any:
-    return json.loads(call(*arguments, "--json"))
+    return json.loads(command(*arguments, "--json"))
 
 
 def main() -> None:
@@ -45,6 +45,7 @@ def main() -> None:
             if i == 0:
                 table.add(row("none", plain, measure, gap["distance_before"]))
             table.add(row(title, aligned, measure, gap["distance_after"]))
+    path()
 
 
 def row(words: str, curve: dict[str, Any], measure: str, distance: float) -> dict[str, str]:
@@ -57,6 +58,14 @@ def row(words: str, curve: dict[str, Any], measure: str, distance: float) -> dic
         "barrier": f"{barrier:.3f}",
         "relative distance": f"{distance:.3f}",
     }
+
+
+def path() -> None:
+    pair = [str(CHECKPOINTS / f"llama-{seed}") for seed in (0, 1)]
+    plain, aligned = run("barrier", *pair, *PYTHON, "--points", "11", *LOCAL, *ROTATION)[0]["curves"]
+    table = Table("path", "nats a byte of Python text; t from the anchor to the donor")
+    for t, before, after in zip(plain["t"], plain["loss"], aligned["loss"], strict=True):
+        table.add({"t": f"{t:.1f}", "plain": f"{before:.3f}", "aligned": f"{after:.3f}"})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ Seconds are processor time, without that of what was kept inside.
 from __future__ import annotations
 
 import json
-import time
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,11 @@ FILE = "papers.jsonl"
 """Beside the checkpoints that it is about."""
 TRAINING = "training"
 """Who spends the seconds that these take."""
+
+
+def clock() -> float:
+    """Processor seconds of this process and of the commands that it ran."""
+    return sum(os.times()[:4])
 
 
 class Journal:
@@ -41,9 +46,9 @@ class Journal:
     def kept(self, key: str, compute: Callable[[], Any], by: str) -> Any:
         """What `compute` returns (anything that JSON holds), or has returned in an earlier run under this key."""
         if key not in self.found:
-            began, before = time.process_time(), self.spent
+            began, before = clock(), self.spent
             value = compute()
-            self.keep(key, value, by, time.process_time() - began - (self.spent - before))
+            self.keep(key, value, by, clock() - began - (self.spent - before))
         return self.found[key]["value"]
 
     def keep(self, key: str, value: Any, by: str, seconds: float) -> None:

@@ -14,7 +14,7 @@ from keyword import kwlist
 from typing import Any
 
 import torch
-from corpora import documents
+from corpora import documents, training_tokens
 from torch import Tensor
 from transformers import BertConfig
 
@@ -97,8 +97,7 @@ def encoder(kind: Any) -> Any:
 
 def masked(generator: torch.Generator, size: int = 32) -> Iterator[dict[str, Tensor]]:
     """Windows of Python's library, a sixth of the bytes hidden."""
-    train, _ = documents("python")
-    text = torch.frombuffer(bytearray(b"".join(train)), dtype=torch.uint8)
+    text = training_tokens("python")
     while True:
         starts = torch.randint(len(text) - LENGTH, (size, 1), generator=generator)
         ids = text[starts + torch.arange(1 + LENGTH)].long()

@@ -4,66 +4,49 @@
 
 The checkpoints are those of benchmarks/train_checkpoints.py. Residual rotation and head order, matched on weights, on
 activations of 64 sequences of which each model writes half, and on both. The barrier is that at the middle, in nats a
-byte, over 80 windows of held-out Python; seconds are of the processor, running the models included.
+byte, over 80 windows of held-out Python; seconds are of the processor, of the whole command `align`.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import time
+import tempfile
 from pathlib import Path
+from statistics import fmean
 
-import torch
+from journal import clock
+from merging import command
 from record import Table
+from shipped import loss
 
-from rotation_merge.carrying.bases import open_bases
-from rotation_merge.matching.alignment import Alignment, aligned_source
-from rotation_merge.matching.match import Match, match_model
-from rotation_merge.matching.match_on import SampleMatcher
-from rotation_merge.matching.options import MATCH_ON, WEIGHTS, AlignConfig
-from rotation_merge.run import demo
-from rotation_merge.run.data import Data
-from rotation_merge.run.evaluate import evaluate
-from rotation_merge.run.functions import load
+import rotation_merge as rm
 
-OPTIONS = AlignConfig(heads="permutation", residual="rotation")
+OPTIONS = ("--heads", "permutation", "--residual", "rotation", "--no-verify")
+PAIRS = {f"Llamas {a} and {b}": (f"llama-{a}", f"llama-{b}") for a, b in itertools.combinations(range(3), 2)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", type=Path)
     folder = parser.parse_args().checkpoints
-    torch.set_num_threads(1)
     table = Table("match-on")
-    found: dict[str, list[tuple[float, float]]] = {how: [] for how in MATCH_ON}
-    for pair in itertools.combinations(("llama-0", "llama-1", "llama-2"), 2):
-        for how in MATCH_ON:
-            found[how].append(barrier(*(str(folder / name) for name in pair), how))
-    for how, figures in found.items():
-        barriers = [one for one, _ in figures]
-        each = {"0 and 1": barriers[0], "0 and 2": barriers[1], "1 and 2": barriers[2]}
-        mean, seconds = sum(barriers) / len(barriers), sum(one for _, one in figures) / len(figures)
-        cells = {f"Llamas {name}": f"{value:.3f}" for name, value in each.items()}
-        table.add({"match_on": how, **cells, "mean": f"{mean:.3f}", "seconds": f"{seconds:.0f}"})
+    for how in ("weights", "activations", "both"):
+        began = clock()
+        barriers = {words: barrier(*(folder / name for name in pair), how) for words, pair in PAIRS.items()}
+        seconds = (clock() - began) / len(PAIRS)
+        cells = {words: f"{value:.3f}" for words, value in barriers.items()}
+        table.add({"match_on": how, **cells, "mean": f"{fmean(barriers.values()):.3f}", "seconds": f"{seconds:.0f}"})
 
 
-def barrier(anchor: str, donor: str, how: str) -> tuple[float, float]:
-    """At the middle of two models, and the time that matching takes."""
-    windows = demo.windows("python")[:80]
-    data = Data([{"input_ids": part, "labels": part} for part in windows.split(40)], "next token", 80)
-    bases, model = open_bases(anchor, donor), load(anchor)
-    ends = [evaluate(one, data)[0] for one in (model, load(donor))]
-    (first, second), architecture = bases.sources, bases.architecture
-    began = time.process_time()
-    match: Match = match_model if how == WEIGHTS else SampleMatcher(how, anchor, donor)
-    alignment = match(architecture, first, second, OPTIONS, None)
-    seconds = time.process_time() - began
-    moved = aligned_source(architecture, second, alignment)
-    folded = aligned_source(architecture, first, Alignment({}, alignment.folded))
-    names = [name for name in architecture.named() if name in folded]
-    model.load_state_dict({name: (folded[name] + moved[name]) / 2 for name in names}, strict=False)
-    return evaluate(model, data)[0] - sum(ends) / 2, seconds
+def barrier(anchor: Path, donor: Path, how: str) -> float:
+    """At the middle of two models."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch, "alignment.safetensors")
+        command("align", anchor, donor, Path(scratch, "out"), *OPTIONS, "--match-on", how, "--alignment", file)
+        alignment = rm.Alignment.load(file)
+    middle = rm.average([alignment.apply_anchor(anchor), alignment.apply(donor)])
+    return loss(middle, "python", count=80) - fmean(loss(model, "python", count=80) for model in (anchor, donor))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`mergekit-yaml` with a watch on what its tasks do: processor seconds by phase, bytes read.
+"""`mergekit-yaml` with a watch on what its tasks do: processor seconds by phase.
 
     python benchmarks/phases.py RECIPE OUT RESULT.json [--passes N]
 
@@ -34,7 +34,6 @@ TASKS = {
     "TensorWriterTask": "writing",
 }
 """What tasks do; every other one averages."""
-PHASES = ("reading", "gathering", "matching", "stream", "solving", "moving", "averaging", "writing", "checking", "rest")
 
 
 class Watch:
@@ -44,7 +43,6 @@ class Watch:
         self.spent: dict[str, float] = defaultdict(float)
         self.inside: dict[str, float] = defaultdict(float)
         self.calls: dict[str, int] = defaultdict(int)
-        self.read = 0
         self._threads, self._lock = threading.local(), threading.Lock()
 
     def over(self, owner: Any, name: str, phase: str, in_layer: Callable[..., bool]) -> None:
@@ -74,7 +72,6 @@ class Watch:
     def everything(self) -> None:
         """Watch mergekit's tasks and ours, and what matching is made of."""
         from mergekit.graph import Task
-        from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 
         from rotation_merge.matching import model_pair
         from rotation_merge.matching.stream import StreamStatistics
@@ -94,14 +91,6 @@ class Watch:
         self.over(StreamStatistics, "count", "stream", lambda *_: False)
         self.over(StreamStatistics, "solve", "solving", lambda *_: False)
         self.over(merge, "complete", "checking", lambda *_: False)
-        get = LazyTensorLoader.get_tensor
-
-        def counted(*arguments: Any, **named: Any) -> Any:
-            tensor = get(*arguments, **named)
-            self.read += 0 if tensor is None else tensor.nbytes
-            return tensor
-
-        LazyTensorLoader.get_tensor = counted  # type: ignore[method-assign]
 
 
 def _in_layer(block: Any, *_: Any) -> bool:
@@ -137,8 +126,8 @@ def main() -> None:
     mergekit_yaml([arguments.recipe, arguments.out, "--quiet", "--out-shard-size", "1B"], standalone_mode=False)
     total = time.process_time() - start
     spent = {**watch.spent, "rest": total - sum(watch.spent.values())}
-    found = {"start": start, "total": total, "spent": spent, "inside": watch.inside, "calls": watch.calls}
-    arguments.result.write_text(json.dumps({**found, "read": watch.read}))
+    found = {"total": total, "spent": spent, "inside": watch.inside, "calls": watch.calls}
+    arguments.result.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

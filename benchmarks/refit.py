@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import tempfile
 import time
 from pathlib import Path
 from statistics import fmean
@@ -23,68 +24,34 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
-from corpora import documents
+from corpora import training_text
+from merging import STILL, WHOLE, command, halves, merge
 from record import Table
+from shipped import accuracy, digits, loss
 from transformers.utils import logging
 
-from rotation_merge.averaging.polish import PolishConfig
-from rotation_merge.cli.app import app
-from rotation_merge.cli.polish import polished
-from rotation_merge.files.scratch import Scratch
-from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
-from rotation_merge.run import demo
-from rotation_merge.run.functions import load
+import rotation_merge as rm
 
-WHOLE = {"heads": "permutation", "residual": "rotation"}
-ALONE = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False, "residual": "none"}
-SCRATCH = Scratch()
-
-
+SCRATCH = tempfile.TemporaryDirectory(prefix="refit-")
 NUMBERS = itertools.count()
 
 
 def place(ending: str = "") -> str:
     """Where nothing is yet."""
-    return str(Path(SCRATCH.path) / f"{next(NUMBERS)}{ending}")
+    return str(Path(SCRATCH.name, f"{next(NUMBERS)}{ending}"))
 
 
 def merged(paths: list[str], alignment: str | None = None, **parameters: Any) -> tuple[str, float]:
     """Half of each of two checkpoints: where it is, and the seconds it took."""
-    moved: dict[str, Any] = {} if alignment is None else {"alignment": alignment}
-    recipe = {
-        "merge_method": "rotation_merge",
-        "base_model": paths[0],
-        "models": [
-            {"model": paths[0], "parameters": {"weight": 0.5}},
-            {"model": paths[1], "parameters": {"weight": 0.5, **moved}},
-        ],
-        "parameters": parameters,
-        "dtype": "float32",
-    }
+    moved = {} if alignment is None else {"alignment": alignment}
     out, began = place(), time.process_time()
-    merge_recipe(yaml.safe_dump(recipe, sort_keys=False), out)
+    merge(paths[0], halves(*paths, **moved), out, parameters)
     return out, time.process_time() - began
-
-
-@torch.no_grad()
-def accuracy(path: str) -> float:
-    _, _, pixels, labels = demo.digits()
-    return float((load(path)(pixel_values=pixels).logits.argmax(-1) == labels).float().mean())
-
-
-@torch.no_grad()
-def loss(path: str, *domains: str) -> float:
-    model, total = load(path), 0.0
-    for domain in domains:
-        ids = demo.windows(domain)[:160]
-        total += float(model(input_ids=ids, labels=ids).loss) / len(domains)
-    return total
 
 
 def vits(root: Path) -> None:
     """Seeds of one task: the mean and the worst of six pairs."""
-    table, pixels = Table("refit-vits"), demo.digits()[0]
+    table, pixels = Table("refit-vits"), digits()[0]
     chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))[:300]
     images = place(".npz")
     np.savez(images, pixel_values=pixels[chosen].numpy())
@@ -94,7 +61,7 @@ def vits(root: Path) -> None:
         "mean, aligned": {"delegate": "linear"},
         "refit, 300 images": given,
         "refit, 300 images, not rescaled": {**given, "scaling": False},
-        "refit, 300 images, not aligned": {**given, **ALONE},
+        "refit, 300 images, not aligned": {**given, **STILL, "residual": "none"},
         "refit, 2048 synthetic images, not rescaled": {**made, "scaling": False},
     }
     pairs = list(itertools.combinations([str(root / f"vit-{seed}") for seed in range(4)], 2))
@@ -121,18 +88,11 @@ def llamas(root: Path) -> None:
 
 def learned(root: Path) -> None:
     """The same, a match learned on 200,000 characters of training text first."""
-    train, names = documents("python")[0], [str(root / name) for name in ("llama-0", "llama-1")]
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    names = [str(root / name) for name in ("llama-0", "llama-1")]
     text, alignment = Path(place(".txt")), place(".safetensors")
-    text.write_bytes(b"".join(train[i][:2000] for i in order)[:200_000])
-    began = time.process_time()
-    given = ["fit", *names, "--data", str(text), "--alignment", alignment, "--steps", "400", "--batch-size", "16"]
-    try:
-        app([*given, "--heads", "permutation", "--residual", "rotation"], standalone_mode=False)
-    except SystemExit as done:  # commands end with it
-        if done.code:
-            raise
-    print(f"learned in {time.process_time() - began:.0f} s of processor time")
+    text.write_bytes(training_text("python", 200_000))
+    options = ("--data", text, "--alignment", alignment, "--steps", "400", "--batch-size", "16")
+    command("fit", *names, *options, "--heads", "permutation", "--residual", "rotation")
     own = {"delegate": "refit", "samples": 64, "targets": "mean"}
     variants: dict[str, dict[str, Any]] = {
         "mean, learned match": {"delegate": "linear"},
@@ -201,7 +161,7 @@ def seeds(root: Path) -> None:
 def polished_for(merge: str, teachers: list[str], lora: int) -> tuple[str, float]:
     """A merge polished by teachers on what they write themselves: where it is, and the seconds it took."""
     out, began = place(), time.process_time()
-    polished(merge, out, tuple(teachers), ["self"] * 2, PolishConfig(lora=lora, merge_lora=True))
+    rm.polish(merge, teachers, "self", rm.PolishConfig(lora=lora)).save_pretrained(out)
     return out, time.process_time() - began
 
 

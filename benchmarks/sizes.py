@@ -5,7 +5,6 @@
     python benchmarks/sizes.py --shape llama-300m --busy --threads 0 --cases near
     python benchmarks/sizes.py --shape llama-8b --layers 1 --vocabulary 4000 --whole
     python benchmarks/sizes.py --data                         `measure`, and a refit of two models, on samples
-    python benchmarks/sizes.py --changes --shape llama-8b --layers 1 --vocabulary 4000    changes of two fine-tunes
     python benchmarks/sizes.py --align --layers 1 --vocabulary 128256    `align` and `carry`
     python benchmarks/sizes.py --curves                       cost by layers, width and donors
     python benchmarks/sizes.py --estimates                    the estimates for what has been measured
@@ -40,24 +39,19 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
-from phases import PHASES
 from record import RESULTS, Table
 from shapes import OPTIONS, SHAPES, Shape, add_options, chosen, write
 
 from rotation_merge.architecture import resolve
-from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.passes import PARTS, SAMPLE
-from rotation_merge.mergekit_plugin.recipe.delegates import OWN
-from rotation_merge.report.estimate import PASSES, Estimate, averaging, estimate
+from rotation_merge.report.estimate import PASSES, Estimate, estimate
 
-SIGNS: dict[str, object] = {**OPTIONS, "residual": "signed_permutation"}
 TURNED: dict[str, object] = {**OPTIONS, "residual": "rotation", "untie": True}
 CASES: dict[str, tuple[str, Mapping[str, object]]] = {
     "near": ("near", OPTIONS),
     "planted": ("planted", OPTIONS),
     "far": ("far", OPTIONS),
-    "near, residual: signed_permutation": ("near", SIGNS),
     "near, residual: rotation": ("near", TURNED),
     "far, residual: rotation": ("far", TURNED),
 }
@@ -209,18 +203,9 @@ def compare(shape: Shape, cases: Sequence[str], repeats: int, threads: int, tabl
                 "processor, times linear": f"{cost.processor / linear.processor:.2f}",
                 "peak, MB": f"{cost.peak / 1e6:.0f}",
                 "peak, times linear": f"{cost.peak / linear.peak:.2f}",
-                "read, GB": f"{float(str(cost.found['read'])) / 1e9:.2f}",
-                "start": f"{float(str(cost.found['start'])):.1f}",
-                **{phase: _seconds(cost.of("spent").get(phase, 0.0)) for phase in PHASES},
                 "after the start": f"{cost.total:.1f}",
-                "layers matched, times": f"{cost.rounds(shape.layers):.1f}" if case != LINEAR else "",
-                "stream solved for, times": str(cost.solved) if "residual" in case else "",
             }
         )
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f}" if value >= 0.005 else ""
 
 
 def extrapolated(cost: Cost, part: Shape, full: Shape, rounds: float, solved: float) -> tuple[float, float]:
@@ -273,8 +258,6 @@ def by_layers(part: Shape, full: Shape, cases: Sequence[str], threads: int, tabl
                 f"{full.layers} layers, min": f"{whole / 60:.1f}",
                 "times linear": f"{whole / linear:.2f}",
                 "peak of the part, MB": f"{cost.peak / 1e6:.0f}",
-                "passes": str(PASSES) if turned else "",
-                **{f"{phase}, s": _seconds(cost.of("spent").get(phase, 0.0)) for phase in PHASES},
             }
         )
 
@@ -283,7 +266,7 @@ def estimates(table: Table) -> None:
     """The estimate on one thread for every shape and case, beside what was measured."""
     for name, shape in ((n, s) for n, s in SHAPES.items() if n != "llama-tiny"):
         for case in CASES:
-            if case not in ("planted", "near, residual: signed_permutation"):
+            if case != "planted":
                 guess, took = expected(shape, case), measured(name, shape).get(case)
                 cells = {"shape": name, "merge": case, "measured": _time(took) if took else ""}
                 cells |= {"estimate": _time(guess), "estimate / measured": f"{guess / took:.2f}" if took else ""}
@@ -316,28 +299,6 @@ def with_data(shape: Shape, threads: int, table: Table, folder: Path) -> None:
         "`delegate: refit` of two models": lambda: run(refit, anchor, [donor], threads),
     }
     one_by_one(done, table)
-
-
-def changes(shape: Shape, threads: int, table: Table, folder: Path) -> None:
-    """Averages of the changes of two fine-tunes, and what `inspect` estimates for them."""
-    anchor = write(shape, folder / "anchor")
-    donors = [write(shape, folder / f"near{number}", "near", number) for number in (0, 1)]
-    architecture = resolve(shape.config, list(shape.sizes), "benchmark")
-    alone = AlignConfig(attention="none", heads="none", ffn="none", scaling=False)
-    reading = estimate(architecture, shape.sizes, alone, 2, 2).seconds * len(donors)
-    for delegate in ("linear", "wudi", "iso"):
-        options = {"delegate": delegate, "attention": "none", "heads": "none", "ffn": "none", "scaling": False}
-        cost, more = run(options, anchor, donors, threads), 0.0
-        if delegate != "linear":
-            more = averaging(task_vector_method(delegate), {}, architecture, shape.sizes, len(donors)).seconds
-        cells = {"after the start, s": f"{cost.total:.0f}", "estimate, s": f"{reading + more:.0f}"}
-        table.add({"merge": delegate, **cells, "peak, MB": f"{cost.peak / 1e6:.0f}"})
-
-
-def task_vector_method(delegate: str) -> TaskVectorMethod:
-    method = OWN[delegate]
-    assert isinstance(method, TaskVectorMethod)
-    return method
 
 
 def outside(shape: Shape, threads: int, table: Table, folder: Path) -> None:
@@ -411,7 +372,6 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="extrapolate from these layers to the whole shape")
     parser.add_argument("--curves", action="store_true", help="cost by layers, width and donors instead")
     parser.add_argument("--data", action="store_true", help="measure and refit instead")
-    parser.add_argument("--changes", action="store_true", help="average changes of fine-tunes instead")
     parser.add_argument("--align", action="store_true", help="align and carry instead")
     parser.add_argument("--estimates", action="store_true", help="the estimates for what has been measured instead")
     parser.add_argument("--folder", help="where models are written for the time being")
@@ -427,7 +387,6 @@ def main() -> None:
         modes = (
             ("align", arguments.align, outside),
             ("data", arguments.data, with_data),
-            ("changes", arguments.changes, changes),
         )
         for kind, asked, work in modes:
             if asked:

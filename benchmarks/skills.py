@@ -20,28 +20,24 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
+from merging import STILL, WHOLE, merge
 from record import Table
+from shipped import digits as all_digits
+from shipped import load
 from torch import Tensor
 from train_checkpoints import known, save, train_vit
 from transformers.utils import logging
 
-from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
-from rotation_merge.run import demo
-from rotation_merge.run.functions import load
-
 HALVES = ("01234", "56789")
-ALONE = {"attention": "none", "ffn": "none", "scaling": False}
-WHOLE = {"heads": "permutation", "residual": "rotation"}
 REFIT = {"delegate": "refit", "targets": "own", "ridge": 0.001}
 MERGES: dict[str, tuple[int, dict[str, Any]]] = {
-    "mean, not aligned": (0, {"delegate": "linear", **ALONE}),
+    "mean, not aligned": (0, {"delegate": "linear", **STILL}),
     "mean, residual rotation": (0, {"delegate": "linear", **WHOLE}),
-    "refit, 300 images, not aligned, from the average": (300, {**REFIT, **ALONE}),
-    "refit, 300 images, not aligned, from the anchor": (300, {**REFIT, **ALONE, "start": "anchor"}),
+    "refit, 300 images, not aligned, from the average": (300, {**REFIT, **STILL}),
+    "refit, 300 images, not aligned, from the anchor": (300, {**REFIT, **STILL, "start": "anchor"}),
     "refit, 300 images, residual rotation, from the average": (300, {**REFIT, **WHOLE}),
-    "refit, all 1257 images, not aligned, from the average": (1257, {**REFIT, **ALONE}),
-    "refit, all 1257 images, not aligned, from the anchor": (1257, {**REFIT, **ALONE, "start": "anchor"}),
+    "refit, all 1257 images, not aligned, from the average": (1257, {**REFIT, **STILL}),
+    "refit, all 1257 images, not aligned, from the anchor": (1257, {**REFIT, **STILL, "start": "anchor"}),
 }
 """By words: how many images in all, and the parameters of the recipe."""
 
@@ -90,37 +86,26 @@ def one_pair(folder: Path, pair: int) -> dict[str, tuple[Right, float]]:
 
 def merged(parents: list[Path], folder: Path, images: int, parameters: dict[str, Any], seed: int) -> Path:
     """The merge of two parents, refitted where there are images."""
-    pixels, labels, _, _ = demo.digits()
+    pixels, labels, _, _ = all_digits()
     chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(seed))[:images]
-    models = []
+    models: dict[Path | str, dict[str, Any]] = {path: {"weight": 0.5} for path in parents}
     for path, digits in zip(parents, HALVES, strict=True):
-        own: dict[str, Any] = {"weight": 0.5}
         if images:
             mine = chosen[known(labels[chosen], digits)]
             file = folder / f"{digits}-{images}.npz"
             np.savez(file, pixel_values=pixels[mine].numpy())
-            own |= {"data": str(file), "samples": len(mine)}
-        models.append({"model": str(path), "parameters": own})
-    recipe = {
-        "merge_method": "rotation_merge",
-        "base_model": str(parents[0]),
-        "models": models,
-        "parameters": parameters,
-        "dtype": "float32",
-    }
-    out = folder / "merged"
-    merge_recipe(yaml.safe_dump(recipe, sort_keys=False), str(out))
-    return out
+            models[path] |= {"data": str(file), "samples": len(mine)}
+    return merge(parents[0], models, folder / "merged", parameters)
 
 
 @torch.no_grad()
 def probabilities(path: Path) -> Tensor:
     """On the test digits, (540, 10)."""
-    return load(str(path))(pixel_values=demo.digits()[2]).logits.softmax(-1)
+    return load(path)(pixel_values=all_digits()[2]).logits.softmax(-1)
 
 
 def right(answers: Tensor) -> Right:
-    labels = demo.digits()[3]
+    labels = all_digits()[3]
     hits = (answers.argmax(-1) == labels).float()
     return float(hits.mean()), *(float(hits[known(labels, digits)].mean()) for digits in HALVES)  # type: ignore[return-value]
 

@@ -28,9 +28,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import kinds
+import shipped
 import torch
-from corpora import documents, excerpt, unseen
+from corpora import documents, excerpt, training_tokens, unseen
 from journal import FILE, TRAINING, Journal
+from shipped import CHECKPOINTS, NAMES, TEXTS, held_out_images, load, loss
 from torch import Tensor, nn
 from transformers import (
     BertForMaskedLM,
@@ -43,7 +45,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from rotation_merge.run import demo as data
+import rotation_merge as rm
 from rotation_merge.run.generated_samples import self_written
 
 CONTEXT = 128
@@ -84,13 +86,13 @@ def new_vit(width: int = 64) -> ViTForImageClassification:
     return ViTForImageClassification(config)
 
 
-def new_llama(width: int = 96) -> LlamaForCausalLM:
+def new_llama(width: int = 96, layers: int = 4) -> LlamaForCausalLM:
     """`width` is a multiple of 48: heads of 16, three to a key/value head."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=width,
         intermediate_size=width * 8 // 3,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=width // 16,
         num_key_value_heads=width // 48,
         max_position_embeddings=CONTEXT,
@@ -146,7 +148,7 @@ def known(labels: Tensor, digits: str) -> Tensor:
 
 
 def image_batches(generator: torch.Generator, digits: str = DIGITS, size: int = 64) -> Iterator[dict[str, Tensor]]:
-    pixels, labels, _, _ = data.digits()
+    pixels, labels, _, _ = shipped.digits()
     chosen = known(labels, digits)
     pixels, labels = pixels[chosen], labels[chosen]
     while True:
@@ -155,9 +157,8 @@ def image_batches(generator: torch.Generator, digits: str = DIGITS, size: int = 
 
 
 def text_batches(domain: str, generator: torch.Generator, size: int = 16) -> Iterator[dict[str, Tensor]]:
-    train, _ = documents(domain)
-    tokens = torch.frombuffer(bytearray(b"".join(train)), dtype=torch.uint8)
-    print(f"{domain}: {len(tokens)} training bytes in {len(train)} documents", flush=True)
+    tokens = training_tokens(domain)
+    print(f"{domain}: {len(tokens)} training bytes", flush=True)
     offsets = torch.arange(CONTEXT)
     while True:
         starts = torch.randint(len(tokens) - CONTEXT + 1, (size, 1), generator=generator)
@@ -168,17 +169,25 @@ def text_batches(domain: str, generator: torch.Generator, size: int = 16) -> Ite
 def train_vit(seed: int, steps: int | None, digits: str = DIGITS, width: int = 64) -> PreTrainedModel:
     """A ViT that has seen images of some digits only; its head has ten outputs all the same."""
     model = new_vit(width)
-    steps = steps or 60 * math.ceil(int(known(data.digits()[1], digits).sum()) / 64)
+    steps = steps or 60 * math.ceil(int(known(shipped.digits()[1], digits).sum()) / 64)
     batches = image_batches(torch.Generator().manual_seed(seed), digits)
     fit(model, batches, steps, warm_cosine(steps, 100, 0.0), lr=2e-3, weight_decay=0.05, betas=(0.9, 0.99))
     return model
 
 
-def train_llama(seed: int, steps: int | None, width: int = 96) -> PreTrainedModel:
-    model = new_llama(width)
+def train_llama(seed: int, steps: int | None, width: int = 96, layers: int = 4) -> PreTrainedModel:
+    model = new_llama(width, layers)
     steps = steps or 2000
     batches = text_batches("python", torch.Generator().manual_seed(seed))
-    fit(model, batches, steps, warm_cosine(steps, 100, 0.05), lr=2e-3, weight_decay=0.1, betas=(0.9, 0.95))
+    fit(
+        model,
+        batches,
+        steps,
+        warm_cosine(steps, min(100, steps // 10), 0.05),
+        lr=2e-3,
+        weight_decay=0.1,
+        betas=(0.9, 0.95),
+    )
     return model
 
 
@@ -240,7 +249,6 @@ def adapter(base: Path, teacher: Path, seed: int, out: Path, rank: int = 2, step
 # ---- Evaluating and writing ----
 
 
-@torch.no_grad()
 def evaluate(model: PreTrainedModel) -> dict[str, float]:
     """Accuracy and loss on test digits, or nats per byte of each shipped text, or accuracy on token kinds by domain."""
     model = model.float().eval()
@@ -248,20 +256,8 @@ def evaluate(model: PreTrainedModel) -> dict[str, float]:
         domains = kinds.DOMAINS if isinstance(model, BertForSequenceClassification) else ()
         return {domain: kinds.accuracy(model, domain) for domain in domains}
     if model.config.model_type == "vit":
-        _, _, pixels, labels = data.digits()
-        output = model(pixel_values=pixels, labels=labels)
-        return {"accuracy": (output.logits.argmax(-1) == labels).float().mean().item(), "loss": output.loss.item()}
-    result = {}
-    for name in data.NAMES:
-        ids = data.windows(name, CONTEXT)
-        losses = [model(input_ids=part, labels=part).loss.item() * len(part) for part in ids.split(64)]
-        result[name] = sum(losses) / len(ids)
-    return result
-
-
-def load(path: Path) -> PreTrainedModel:
-    is_vit = json.loads((path / "config.json").read_text())["model_type"] == "vit"
-    return (ViTForImageClassification if is_vit else LlamaForCausalLM).from_pretrained(path, dtype=torch.float32)
+        return rm.evaluate(model, held_out_images())
+    return {name: loss(model, name, count=10**6) for name in NAMES}
 
 
 def save(model: PreTrainedModel, path: Path) -> None:
@@ -304,10 +300,10 @@ def ship(source: Path, out: Path) -> None:
 
 
 def write_texts() -> None:
-    data.TEXTS.mkdir(exist_ok=True)
-    for domain in data.NAMES:
+    TEXTS.mkdir(exist_ok=True)
+    for domain in NAMES:
         train, held_out = documents(domain)
-        (data.TEXTS / f"{domain}.txt").write_bytes(excerpt(unseen(held_out, train)))
+        (TEXTS / f"{domain}.txt").write_bytes(excerpt(unseen(held_out, train)))
         print(f"{domain}: {sum(map(len, train))} training bytes, {sum(map(len, held_out))} held out")
 
 
@@ -342,7 +338,7 @@ def parser() -> argparse.ArgumentParser:
     small.add_argument("--base", type=Path, required=True)
     small.add_argument("--teacher", type=Path, required=True)
     shipping = commands.add_parser("ship")
-    shipping.add_argument("--out", type=Path, default=data.CHECKPOINTS)
+    shipping.add_argument("--out", type=Path, default=CHECKPOINTS)
     for command in (shipping, commands.add_parser("evaluate")):
         command.add_argument("checkpoints", type=Path, nargs="+")
     commands.add_parser("texts")
@@ -365,7 +361,7 @@ PAPERS = {
 def base_of(name: str, out: Path) -> Path:
     """The checkpoint that another is a fine-tune of."""
     base = name.rpartition("-")[0]
-    return out / base if (out / base).exists() else data.CHECKPOINTS / base
+    return out / base if (out / base).exists() else CHECKPOINTS / base
 
 
 def main() -> None:
@@ -376,7 +372,7 @@ def main() -> None:
     elif args.command == "papers":
         journal = Journal(args.out / FILE)
         for name, words in PAPERS.items():
-            if not (args.out / name).exists() and not (data.CHECKPOINTS / name).exists():
+            if not (args.out / name).exists() and not (CHECKPOINTS / name).exists():
                 base = ["--base", str(base_of(name, args.out))] if "--domain" in words else []
                 began = time.process_time()
                 _train(parser().parse_args([*words.split(), *base, "--out", str(args.out)]))

@@ -12,130 +12,69 @@ the change's squared norm that had a place; seconds of the processor.
 from __future__ import annotations
 
 import argparse
-import re
-import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from carry import loss
+from carry import NEW, OLD, Configs, carried, sampled, weights
+from merging import STILL, WHOLE
 from record import Table
-from train_checkpoints import SCHEDULES, byte_tokenizer, fit, new_llama, text_batches, warm_cosine
-from transformers import LlamaForCausalLM, PreTrainedModel
-
-from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.transfer import carry
-from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.run import demo
+from shipped import CHECKPOINTS
+from train_checkpoints import finetune, save, train_llama
+from transformers import PreTrainedModel
 
 STEPS = 400
-WHOLE = AlignConfig(heads="permutation", residual="rotation")
-OLD, TUNED, NEW = (str(demo.CHECKPOINTS / name) for name in ("llama-0", "llama-0-english", "llama-1"))
-
-
-def half() -> PreTrainedModel:
-    """A Llama of width 48."""
-    return python(new_llama(48), 7)
-
-
-def three() -> PreTrainedModel:
-    """A Llama of width 48 with three layers."""
-    config = new_llama(48).config
-    config.num_hidden_layers = 3
-    return python(LlamaForCausalLM(config), 8)
-
-
-def python(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    batches = text_batches("python", torch.Generator().manual_seed(seed))
-    fit(model, batches, STEPS, warm_cosine(STEPS, 40, 0.05), lr=2e-3, weight_decay=0.1, betas=(0.9, 0.95))
-    return model
-
-
-def english(base: Path) -> PreTrainedModel:
-    """A short fine-tune for English."""
-    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
-    steps, rate = SCHEDULES["short"]
-    batches = text_batches("english", torch.Generator().manual_seed(9))
-    fit(model, batches, steps, warm_cosine(steps, 30, 0.05), lr=rate, weight_decay=0.1, betas=(0.9, 0.95))
-    return model
+LARGE_TUNED = str(CHECKPOINTS / "llama-0-english")
 
 
 def trained(folder: Path) -> dict[str, str]:
-    """The checkpoints that are not shipped, by name."""
-    makers = {"half": half, "three": three, "half-english": lambda: english(folder / "half")}
+    """The checkpoints that are not shipped, by name: of width 48, with four layers and with three, and a fine-tune."""
+    makers: dict[str, Callable[[], PreTrainedModel]] = {
+        "half": lambda: train_llama(7, STEPS, 48),
+        "three": lambda: train_llama(8, STEPS, 48, layers=3),
+        "half-english": lambda: finetune(folder / "half", "english", "short", 9, None),
+    }
     for number, (name, make) in enumerate(makers.items()):
         if not (folder / name / "config.json").exists():
             torch.manual_seed(number)
-            make().save_pretrained(folder / name)
-            byte_tokenizer().save_pretrained(folder / name)
+            save(make(), folder / name)
     return {name: str(folder / name) for name in makers}
 
 
-def ways(resizing: Mapping[str, Any], way: str) -> dict[str, Callable[[dict[str, str], str, str], Any]]:
-    """Ways to carry, as functions of what goes where, the old base and the new one.
+def ways(resizing: dict[str, Any], way: str) -> Configs:
+    """Ways to carry: by weights, and one that trains or solves.
 
     Args:
         resizing: what of the bases' shapes may differ, as `TransferConfig` has it.
-        way: weights, and one that trains or solves.
     """
-
-    def weights(match: AlignConfig, scale: float) -> Any:
-        config = TransferConfig(scale=scale, match=match, **resizing)
-        return lambda jobs, old, new: carry(jobs, old, new, config)
-
-    def sampled(method: str, scale: float | str) -> Any:
-        config = TransferConfig(method, scale, match=WHOLE, **resizing)
-        return lambda jobs, old, new: carry(jobs, old, new, config)
-
     if way == "distil":
-        return {"50 steps, scale 1": sampled("distil", 1.0)}
-    found = {
-        "cut or padded as it is, scale 0.75": weights(NOTHING, 0.75),
-        "weights, scale 0.75": weights(WHOLE, 0.75),
+        return {"50 steps, scale 1": sampled("distil", 1.0, **resizing)}
+    by_weights = {
+        "cut or padded as it is, scale 0.75": weights(0.75, STILL, **resizing),
+        "weights, scale 0.75": weights(0.75, WHOLE, **resizing),
     }
-    return {**found, "refit, scale by held-out samples": sampled("refit", "auto")} if way == "refit" else found
+    solved = {"refit, scale by held-out samples": sampled("refit", None, **resizing)} if way == "refit" else {}
+    return {**by_weights, **solved}
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--checkpoints", type=Path, default=Path("checkpoints/unlike"))
-    folder = asked.parse_args().checkpoints
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/unlike"))
+    folder = parser.parse_args().checkpoints
     torch.set_num_threads(1)
-    made = trained(folder)
+    small = trained(folder)
     table = Table("unlike")
     widths, depth = {"widths": True}, {"layers_map": "auto"}
-    for title, old, tuned, new, resizing, way in (
-        ("width 48 to 96", made["half"], made["half-english"], NEW, widths, "refit"),
-        ("four layers to three", made["half"], made["half-english"], made["three"], depth, "weights"),
-        ("width 96 to 48", OLD, TUNED, made["half"], widths, "weights"),
-        ("width 96 to 48", OLD, TUNED, made["half"], widths, "distil"),
+    for title, tuned, bases, resizing, way in (
+        ("width 48 to 96", small["half-english"], (small["half"], NEW), widths, "refit"),
+        ("four layers to three", small["half-english"], (small["half"], small["three"]), depth, "weights"),
+        ("width 96 to 48", LARGE_TUNED, (OLD, small["half"]), widths, "weights"),
+        ("width 96 to 48", LARGE_TUNED, (OLD, small["half"]), widths, "distil"),
     ):
-        before, after, start = loss(old, "english"), loss(tuned, "english"), loss(new, "english")
-        if way != "distil":
-            table.add(row(title, "the new base alone", start, "", loss(new, "python"), "", ""))
-        for how, transfer in ways(resizing, way).items():
-            with tempfile.TemporaryDirectory() as scratch:
-                out, began = f"{scratch}/out", time.process_time()
-                lines = " ".join(transfer({out: tuned}, old, new)[0].lines)
-                seconds = f"{time.process_time() - began:.0f}"
-                found = loss(out, "english")
-                place = re.search(r"change (\S+) has a place", lines)
-                share = f"{(start - found) / (before - after):.0%}"
-                table.add(row(title, how, found, share, loss(out, "python"), place[1] if place else "", seconds))
-
-
-def row(what: str, how: str, found: float, share: str, own: float, place: str, seconds: str) -> dict[str, str]:
-    return {
-        "carried": what,
-        "how": how,
-        "loss": f"{found:.3f}",
-        "share of the gain at home": share,
-        "own domain": f"{own:.3f}",
-        "place": place,
-        "seconds": seconds,
-    }
+        alone, *rows = carried(title, "english", tuned, bases, ways(resizing, way))
+        for cells in rows if way == "distil" else (alone, *rows):
+            table.add(cells)
 
 
 if __name__ == "__main__":

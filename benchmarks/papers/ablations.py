@@ -16,7 +16,7 @@ from carried import METHODS, NOT_ALIGNED, OURS, TRANSFUSION, Family, families
 from record import Row
 from transport import measured
 
-from rotation_merge.matching.options import AlignConfig
+from rotation_merge import AlignConfig
 
 NAME = "papers-ablations"
 TABLES = {NAME: ("models", "from", "changed", "share of the gain at home", "own skill lost")}

@@ -21,7 +21,6 @@ import importlib
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +32,10 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(folder) for folder in (HERE, HERE.parent) if str(folder) not in sys.path]
 
 import torch  # noqa: E402
-from journal import FILE, TRAINING, Journal  # noqa: E402
+from journal import FILE, TRAINING, Journal, clock  # noqa: E402
 from record import RESULTS, ROOT, Row, Table  # noqa: E402
+from shipped import CHECKPOINTS as SHIPPED  # noqa: E402
 from transformers.utils import logging  # noqa: E402
-
-from rotation_merge.run.demo import CHECKPOINTS as SHIPPED  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
 SECONDS = "papers-seconds"
@@ -113,7 +111,7 @@ def run(name: str, arguments: Sequence[str] | None = None) -> dict[str, list[Row
     with tempfile.TemporaryDirectory(prefix="papers-") as scratch:
         script = Path(str(module.__file__)).stem
         journal = Journal((out if quick else asked.checkpoints) / FILE, asked.again)
-        seeds, began = 1 if quick else asked.seeds, time.process_time()
+        seeds, began = 1 if quick else asked.seeds, clock()
         given = Given(quick, seeds, asked.checkpoints, out, Path(scratch), script, journal)
         tables = {table: Table(table, note, out) for table in module.TABLES}
         for table, row in module.rows(given):
@@ -121,7 +119,7 @@ def run(name: str, arguments: Sequence[str] | None = None) -> dict[str, list[Row
                 raise SystemExit(f"{table}: columns {list(row)}, promised were {list(module.TABLES[table])}")
             tables[table].add(row)
         if (rest := f"{script}, what is not kept") not in journal.found:
-            journal.keep(rest, None, script, time.process_time() - began - journal.spent)
+            journal.keep(rest, None, script, clock() - began - journal.spent)
     found = {table: written.rows for table, written in tables.items()}
     for file, text in pictures(module, out if quick else RESULTS, found).items():
         ((asked.out or out if quick else PICTURES) / file).write_text(text, encoding="utf-8")

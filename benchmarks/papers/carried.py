@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from apparatus import Given
-from corpora import documents
+from corpora import training_tokens
 from models import Model, align, open_model
+from shipped import digits, load, next_token, windows
 from torch import Tensor
 from train_checkpoints import CONTEXT, fit, save, warm_cosine
 from transformers import AutoConfig, ViTForImageClassification
 
+from rotation_merge import AlignConfig, Alignment
 from rotation_merge.averaging.ot_fusion import (
     REGULARISATION,
     Plans,
@@ -33,14 +35,10 @@ from rotation_merge.averaging.ot_fusion import (
 )
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.judge import ScaledChange
-from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.planning.transport import PlanStreams
 from rotation_merge.model.source import read_block, unstack
-from rotation_merge.run import demo
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate
-from rotation_merge.run.functions import load
 from rotation_merge.run.generated_samples import self_written
 
 STEPS = 100
@@ -167,7 +165,7 @@ def _base(given: Given, name: str) -> Model:
 
 @functools.cache
 def _opened(folder: Path) -> Model:
-    return open_model(folder.parent, folder.name)
+    return open_model(folder)
 
 
 @functools.cache
@@ -176,14 +174,14 @@ def _alignment(new: Path, old: Path, options: AlignConfig | None) -> Alignment:
 
 
 def _texts(given: Given) -> list[Work]:
-    windows = 4 if given.quick else 48
-    own = _next(demo.windows("python")[:windows])
+    count = 4 if given.quick else 48
+    own = _next(windows("python")[:count])
     written = _Written()
     return [
         Work(
             task,
             _base(given, f"llama-0-{short}"),
-            _next(demo.windows(short)[:windows]),
+            _next(windows(short)[:count]),
             _next(_training(short, FEW["Llamas"])),
             own,
             written,
@@ -206,17 +204,17 @@ class _Written:
 
 def _training(domain: str, count: int) -> Tensor:
     """Windows of a domain's training text, evenly spread."""
-    tokens = torch.frombuffer(bytearray(b"".join(documents(domain)[0])), dtype=torch.uint8).long()
+    tokens = training_tokens(domain).long()
     step = len(tokens) // count
     return torch.stack([tokens[number * step : number * step + CONTEXT] for number in range(count)])
 
 
-def _next(windows: Tensor) -> Data:
-    return Data([{"input_ids": part, "labels": part} for part in windows.split(32)], "next token", len(windows))
+def _next(ids: Tensor) -> Data:
+    return Data(next_token(ids), "next token", len(ids))
 
 
 def _images(given: Given) -> list[Work]:
-    pixels, labels, unseen, answers = demo.digits()
+    pixels, labels, unseen, answers = digits()
     count = 1 if given.quick else FEW["ViTs"] // 10
     few = torch.cat([(labels == digit).nonzero()[:count, 0] for digit in range(10)])
     own, own_few = _classes(unseen, answers), _classes(pixels[few], labels[few])
@@ -237,7 +235,7 @@ def _classes(pixels: Tensor, labels: Tensor) -> Data:
 def _tuned(base: Path, task: str, steps: int) -> Model:
     """A ViT tuned on a task."""
     model = ViTForImageClassification.from_pretrained(base, dtype=torch.float32)
-    pixels, labels, _, _ = demo.digits()
+    pixels, labels, _, _ = digits()
     pixels, draw = IMAGES[task](pixels), torch.Generator().manual_seed(0)
 
     def batches() -> Iterator[dict[str, Tensor]]:
@@ -248,7 +246,7 @@ def _tuned(base: Path, task: str, steps: int) -> Model:
     fit(model, batches(), steps, warm_cosine(steps, 10, 0.05), lr=5e-4, weight_decay=0.05, betas=(0.9, 0.99))
     with tempfile.TemporaryDirectory(prefix="papers-") as scratch:
         save(model, Path(scratch) / f"{base.name}-{task}")
-        return open_model(Path(scratch), f"{base.name}-{task}")
+        return open_model(Path(scratch) / f"{base.name}-{task}")
 
 
 # --- optimal transport of a change -----------------------------------------------------------------------------

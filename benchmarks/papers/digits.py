@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 from apparatus import Given
-from fit import images
 from merges import MATCHINGS, RESIDUAL, Judged, Pair, judged
-from refit import accuracy
+from shipped import accuracy, images
 
 SAMPLES = 200
 """Training images without labels, for statistics, plans, learned matching and refit."""
@@ -36,4 +35,4 @@ def accuracies(given: Given) -> Judged:
 
 
 def percent(path: Path) -> float:
-    return 100 * accuracy(str(path))
+    return 100 * accuracy(path)

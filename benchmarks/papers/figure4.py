@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from apparatus import Given, run, spread
-from averaging import merge
 from digits import pair
 from drawing import bars
-from merges import MATCHINGS, RESIDUAL, STILL, Pair
+from merges import MATCHINGS, RESIDUAL, Pair
+from merging import STILL, halves, merge
 from models import distance, open_model
 from record import Row
 
+from rotation_merge import AlignConfig
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.options import AlignConfig
 
 NAME = "papers-figure4"
 TABLES = {NAME: ("matching", "distance")}
@@ -53,8 +53,8 @@ def share(pair: Pair, words: str) -> float:
     if way is None:
         return 1.0
     if isinstance(way, dict):  # the merge is halfway
-        merge(pair.anchor, pair.donor, pair.scratch / "halfway", way)
-        middle = open_model(pair.scratch, "halfway").state
+        merge(pair.anchor, halves(pair.anchor, pair.donor), pair.scratch / "halfway", way)
+        middle = open_model(pair.scratch / "halfway").state
         return 2 * distance(middle, anchor.state) / distance(donor.state, anchor.state)
     found = match_model(anchor.architecture, anchor.state, donor.state, way)
     fixed = {**anchor.state, **anchor.folded(found)}

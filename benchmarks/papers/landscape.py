@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 from apparatus import Given
-from averaging import call
 from digits import SAMPLES
-from fit import images
 from merges import LEARNED
+from merging import command
 from models import Model, State
+from shipped import images, load
 
+from rotation_merge import AlignConfig
 from rotation_merge.diagnose import RecipeDonor
 from rotation_merge.diagnose.matchings import NAMED, matchings
 from rotation_merge.diagnose.paths import Paths
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.run.curves import Barrier
 from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.evaluate import evaluate
-from rotation_merge.run.functions import architecture_of, load
+from rotation_merge.run.functions import architecture_of
 
 VITS, LLAMAS, TUNED = "ViTs", "Llamas", "fine-tunes of one Llama"
 DATA = {VITS: "demo:digits", LLAMAS: "demo:python", TUNED: "demo:python"}
@@ -60,12 +60,12 @@ class Two:
 
     @cached_property
     def models(self) -> tuple[Model, Model]:
-        loaded = {name: load(str(self.given.model(name))) for name in (self.anchor, self.donor)}
+        loaded = {name: load(self.given.model(name)) for name in (self.anchor, self.donor)}
         return tuple(Model(name, m.state_dict(), architecture_of(m)) for name, m in loaded.items())  # type: ignore[return-value]
 
     @cached_property
     def network(self) -> Any:
-        return load(str(self.given.model(self.anchor)))
+        return load(self.given.model(self.anchor))
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Two:
         data = file.with_suffix(".npz")
         np.savez(data, pixel_values=np.concatenate([batch["pixel_values"] for batch in batches]))
         asked = ["--heads", "permutation", "--residual", "rotation", "--steps", "300", "--batch-size", "32"]
-        call("fit", *self.ends, "--data", data, "--alignment", file, *asked)
+        command("fit", *self.ends, "--data", data, "--alignment", file, *asked)
         return file
 
     def paths(self, names: Sequence[str], points: int) -> Barrier:

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from apparatus import Given
-from averaging import METHODS, call, merge
+from averaging import METHODS
+from merging import STILL, halves, merge
 from models import Model, State, open_model
 from safetensors.torch import save_file
+from shipped import load
 
+import rotation_merge as rm
+from rotation_merge import AlignConfig, Alignment, FitConfig, fit
 from rotation_merge.diagnose.matchings import NAMED
-from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.fit import fit
-from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.options import AlignConfig
-from rotation_merge.run.functions import load
 
 NONE, RESIDUAL, LEARNED = "no matching", "residual", "learned"
 FULL = AlignConfig(heads="permutation", residual="rotation")
@@ -36,7 +35,6 @@ MATCHINGS: dict[str, AlignConfig | None] = {
 }
 """The paper's own (heads in their order, scales after rotations) and its parts, then two of ours that turn the residual
 stream."""
-STILL = {"attention": "none", "ffn": "none", "heads": "none", "scaling": False}
 AVERAGES: dict[str, dict[str, Any]] = {
     **{name: METHODS[name] for name in ("Simple", "Fisher", "RegMean", "OT-ACTS-EMD", "OT-ACTS", "OT-WTS")},
     "refit": {"delegate": "refit", "ridge": 0.001, "data": True},
@@ -74,7 +72,7 @@ class Pair:
         if chosen is None:
             return None
         if matching == LEARNED:
-            models = load(str(self.anchor)), load(str(self.donor))
+            models = load(self.anchor), load(self.donor)
             return fit(
                 models[0], models[1], self.batches, chosen, FitConfig(steps=self.steps, start=self.start)
             ).alignments[0]
@@ -82,7 +80,7 @@ class Pair:
         return match_model(first.architecture, first.state, second.state, chosen)
 
     def models(self) -> tuple[Model, Model]:
-        return tuple(open_model(path.parent, path.name) for path in (self.anchor, self.donor))  # type: ignore[return-value]
+        return tuple(open_model(path) for path in (self.anchor, self.donor))  # type: ignore[return-value]
 
     def aligned(self, matching: str) -> tuple[Path, Path]:
         """Both as checkpoints in the same coordinates, neither with another function."""
@@ -102,27 +100,27 @@ class Pair:
         tensors = {name: tensor.contiguous() for name, tensor in {**state, **changed}.items()}
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
-    def merged(self, average: str, matching: str) -> tuple[Path, float]:
-        """Where the merge of the two lies, and the seconds that it took without matching and measuring."""
+    def merged(self, average: str, matching: str) -> Path:
+        """The merge of the two."""
         parameters = {**AVERAGES[average], **STILL, **self.parameters}
         paths = self.aligned(matching)
-        if kind := MEASURED.get(parameters["delegate"]):
-            for path in paths:
-                self.measure(path, kind)
+        kind = MEASURED.get(parameters["delegate"])
         if parameters.pop("data", None):
             parameters["data"] = str(self.data)
         if parameters["delegate"] == "refit":
             parameters["samples"] = sum(len(next(iter(batch.values()))) for batch in self.batches)
         out = self.scratch / "merged"
-        _, seconds = merge(paths[0], paths[1], out, parameters, f"-{kind}")
-        return out, seconds
+        models = halves(*paths)
+        if kind:
+            models = {path: {**models[path], "statistics": str(self.measure(path, kind))} for path in paths}
+        return merge(paths[0], models, out, parameters)
 
     def measure(self, path: Path, kind: str) -> Path:
         """The statistics of one model on the samples, once."""
         file = self.scratch / f"{path.name}-{kind}.safetensors"
         if not file.exists():
-            few = ("--samples", 64) if kind == "fisher" else ()
-            call("measure", path, "--data", self.data, "--kinds", kind, "--out", file, *few)
+            few = 64 if kind == "fisher" else None
+            rm.measure(path, str(self.data), rm.MeasureConfig((kind,), samples=few)).save(file)
         return file
 
 
@@ -144,7 +142,7 @@ def judged(
     for name, matching, average in itertools.product(pairs, matchings, QUICK if given.quick else averages):
 
         def one(name: str = name, average: str = average, matching: str = matching) -> Any:
-            return judge(opened(name).merged(average, matching)[0], opened(name))
+            return judge(opened(name).merged(average, matching), opened(name))
 
         said = given.kept(f"{key}, {name}, {average}, {matching}", one)
         found.setdefault((average, matching), []).append(said)

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from rotation_merge import AlignConfig
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.matching.alignment import Alignment, aligned_source
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.options import AlignConfig
 
 State = dict[str, Tensor]
 
@@ -35,11 +35,11 @@ class Model:
         return {name: moved[name] for name in self.state}
 
 
-def open_model(folder: Path, name: str) -> Model:
-    state = {key: tensor.float() for key, tensor in load_file(folder / name / "model.safetensors").items()}
-    config = AutoConfig.from_pretrained(folder / name)
-    values = {**json.loads((folder / name / "config.json").read_text()), **config.to_dict()}
-    return Model(name, state, resolve(values, list(state), name))
+def open_model(folder: Path) -> Model:
+    state = {key: tensor.float() for key, tensor in load_file(folder / "model.safetensors").items()}
+    config = AutoConfig.from_pretrained(folder)
+    values = {**json.loads((folder / "config.json").read_text()), **config.to_dict()}
+    return Model(folder.name, state, resolve(values, list(state), folder.name))
 
 
 def distance(a: State, b: State) -> float:

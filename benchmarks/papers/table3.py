@@ -24,9 +24,9 @@ from record import Row
 from train_checkpoints import fit, image_batches, new_vit, warm_cosine
 from transformers import BertForSequenceClassification, RobertaConfig, RobertaForMaskedLM
 
+from rotation_merge import AlignConfig
 from rotation_merge.architecture import resolve
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.options import AlignConfig
 
 NAME = "papers-table3"
 OURS = ("ViT", "encoder", "RoBERTa-base, fine-tune", "RoBERTa-base, drawn anew")

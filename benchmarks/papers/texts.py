@@ -11,17 +11,16 @@ import kinds
 import numpy as np
 import torch
 from apparatus import Given, spread
-from corpora import documents
+from corpora import training_tokens
 from merges import RESIDUAL, Pair, judged
 from record import Row
+from shipped import NAMES, load, loss
 from torch import Tensor
 from train_checkpoints import save
 from transformers import BertForSequenceClassification
 
+from rotation_merge import AlignConfig
 from rotation_merge.diagnose.matchings import NAMED
-from rotation_merge.matching.options import AlignConfig
-from rotation_merge.run import demo
-from rotation_merge.run.functions import load
 
 NONE, MATCH = "no matching", "match"
 CLASSIFIERS = {NONE: None, MATCH: NAMED["paper"], RESIDUAL: AlignConfig(heads="permutation", residual="permutation")}
@@ -73,7 +72,7 @@ def llamas(given: Given, names: tuple[str, str]) -> Pair:
 
 def _windows(domain: str, count: int) -> Tensor:
     """Of training text, 128 bytes each, spread over its documents."""
-    text = torch.frombuffer(bytearray(b"".join(documents(domain)[0])), dtype=torch.uint8)
+    text = training_tokens(domain)
     starts = torch.arange(count) * (len(text) // count)
     return text[starts[:, None] + torch.arange(128)].long()
 
@@ -89,7 +88,7 @@ def _pair(given: Given, paths: tuple[Path, Path], ids: Tensor, matchings: Any, p
 def told(given: Given, out: Path, pair: Pair) -> dict[str, float]:
     """Percent of token kinds that a merge tells, each head in its own domain; and both heads in all other domains."""
     own, (head,) = (domain_of(pair.anchor), domain_of(pair.donor)), (out / "heads").iterdir()
-    models = [load(str(path)) for path in (out, head)]
+    models = [load(path) for path in (out, head)]
     inside = [_right(given, model, domain) for model, domain in zip(models, own, strict=True)]
     outside = [_right(given, model, domain) for model in models for domain in kinds.DOMAINS if domain not in own]
     return {"own": 100 * fmean(inside), "other": 100 * fmean(outside)}
@@ -97,7 +96,7 @@ def told(given: Given, out: Path, pair: Pair) -> dict[str, float]:
 
 def told_by(given: Given, name: str) -> dict[str, float]:
     """By domain, what a classifier tells there."""
-    model = load(str(classifier(given, name)))
+    model = load(classifier(given, name))
     return {domain: 100 * _right(given, model, domain) for domain in kinds.DOMAINS}
 
 
@@ -119,11 +118,9 @@ def nats_by(given: Given, name: str) -> dict[str, float]:
     return nats(given, given.model(name))
 
 
-@torch.no_grad()
 def nats(given: Given, path: Path) -> dict[str, float]:
-    count = 4 if given.quick else 64
-    model, texts = load(str(path)), {domain: demo.windows(domain)[:count] for domain in demo.NAMES}
-    return {domain: float(model(input_ids=ids, labels=ids).loss) for domain, ids in texts.items()}
+    model, count = load(path), 4 if given.quick else 64
+    return {domain: loss(model, domain, count=count) for domain in NAMES}
 
 
 def alone(by_domain: dict[str, dict[str, float]], pair: tuple[str, str], side: str) -> float:

@@ -16,7 +16,7 @@ from carried import METHODS, NOT_ALIGNED, TRANSFUSION, Family, Found, families, 
 from drawing import lines
 from record import Row
 
-from rotation_merge.matching.options import AlignConfig
+from rotation_merge import AlignConfig
 
 SCALES = (0.5, 1.0, 1.5, 2.0)
 QUICK = (1.0,)
