@@ -38,6 +38,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from record import Table
 
+from rotation_merge.averaging.task_vectors import added_by_wudi
+
 PIECES, LENGTH = 8, 256
 SCALES = (0.4, 0.7, 1.0, 1.3)
 BIN = Path(sys.executable).parent
@@ -50,6 +52,7 @@ MERGES: dict[str, dict[str, Any]] = {
     "ties, density 0.5": {"method": "ties", "weight": 1.0, "density": 0.5, "searched": True},
     "dare_ties, density 0.5": {"method": "dare_ties", "weight": 1.0, "density": 0.5},
     "wudi": {"method": "wudi", "ours": True, "searched": True},
+    "wudi, sides: both": {"method": "wudi", "ours": True, "sides": "both"},
     "tsv": {"method": "tsv", "ours": True},
     "iso": {"method": "iso", "ours": True},
     "regmean, own text": {"method": "regmean", "ours": True, "measured": "self", "weight": 1.0},
@@ -489,9 +492,13 @@ def carried(bench: Bench, name: str) -> Iterator[dict[str, str]]:
     if there is not None:
         yield row("not at all: the new base, fine-tuned as long", bench.judged(there))
     yield row("plain addition", bench.once(f"carry {name} plain", partial(added, bench, name, task)))
+    if "lora" not in name and bench.due(f"carry {name} wudi", "wudi"):
+        yield row("wudi, scale 1", bench.once(f"carry {name} wudi", partial(added, bench, name, task, by_wudi=True)))
     for way, options in WAYS.items():
         if bench.due(f"carry {name} {way}", way):
-            yield row(way, bench.once(f"carry {name} {way}", partial(by_command, bench, name, options)))
+            figures = bench.once(f"carry {name} {way}", partial(by_command, bench, name, options))
+            taken = figures.get("taken")
+            yield row(way if taken in (None, way.partition(",")[0]) else f"{way}: {taken} was better", figures)
 
 
 def by_command(bench: Bench, name: str, options: Iterable[object]) -> dict[str, Any]:
@@ -507,12 +514,15 @@ def by_command(bench: Bench, name: str, options: Iterable[object]) -> dict[str, 
 
 
 @torch.no_grad()
-def added(bench: Bench, tuned: str, task: str) -> dict[str, float]:
-    """The fine-tune's change as it stands, on the new base."""
+def added(bench: Bench, tuned: str, task: str, by_wudi: bool = False) -> dict[str, float]:
+    """The fine-tune's change on the new base, as it stands, or as `carry` merges it with the new base's own change."""
     model = read(bench.root / "new-base")
     old, changed = read(bench.root / "base").state_dict(), read(bench.root / tuned).state_dict()
     for name, tensor in model.state_dict().items():
-        tensor += changed[name] - old[name]
+        change = changed[name] - old[name]
+        if by_wudi and name.endswith("proj.weight"):
+            change = added_by_wudi((tensor - old[name]).double(), change.double())
+        tensor += change
     return bench.judge(model, (task, "own"))
 
 

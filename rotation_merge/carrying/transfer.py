@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.carrying.bases import Bases, usable_as_it_is
-from rotation_merge.carrying.config import PLAIN, TransferConfig
+from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.lora import adapter_of, left_out
 from rotation_merge.carrying.session import Execution, TransferResult, TransferSession, bases_of, check_head
 from rotation_merge.carrying.tokens import AddedTokens, adds_tokens
@@ -131,7 +131,7 @@ def _write_sampled(sampled: SampledTransfer, work: str, out: str) -> TransferRes
         check_head(session.bases, session.carrier.alignment, session.execution.storage)
     chosen = sampled.carried(out)
     session = replace(session, report=replace(session.report, lift=chosen.lift.facts()))
-    if by_weights and chosen.method != PLAIN:
+    if chosen.delta.solved is None:
         report = replace(session.report, notes=[*session.report.notes, *chosen.lines])
         return _write_moved(replace(session, report=report, scale=chosen.delta.scale), sampled, work, out)
     how = f"{chosen.how} {chosen.lines[0]}"
