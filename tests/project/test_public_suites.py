@@ -59,6 +59,7 @@ UNITS = {
     "files/test_interrupted.py": ("model", "writes that are cut off at every step"),
     "files/test_interrupted_align.py": ("architecture matching", "writes that are cut off at every step"),
     "files/test_scratch.py": ("files", "folders for temporary files"),
+    "files/test_unfinished.py": ("files matching", "the store's entries, torn and foreign ones among them"),
     "linalg/test_assignment.py": ("linalg", "solvers and certificates, on matrices that no model gives"),
     "linalg/test_linalg.py": ("linalg symmetry", "solvers, on matrices that no model gives"),
     "linalg/test_softmax.py": ("linalg", "one function, against a hand computation"),
@@ -120,7 +121,7 @@ UNITS = {
     "run/test_written.py": ("run", "samples that models write, token by token"),
     "search/test_merge_changes.py": ("model run search", "parts of the search alone: its clock, judge and candidates"),
     "search/test_merge_command.py": (
-        "averaging cli run search",
+        "averaging cli files run search",
         "parts of the search alone: its clock, judge and candidates",
     ),
     "search/test_merge_search.py": (
