@@ -518,7 +518,7 @@ def added(bench: Bench, tuned: str, task: str, by_wudi: bool = False) -> dict[st
     """The fine-tune's change on the new base, as it stands, or as `carry` merges it with the new base's own change."""
     model = read(bench.root / "new-base")
     old, changed = read(bench.root / "base").state_dict(), read(bench.root / tuned).state_dict()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in model.named_parameters():  # a tied head once
         change = changed[name] - old[name]
         if by_wudi and name.endswith("proj.weight"):
             change = added_by_wudi((tensor - old[name]).double(), change.double())
