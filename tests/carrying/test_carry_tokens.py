@@ -147,7 +147,7 @@ def test_an_adapter_without_rows_names_what_is_lost(home: dict[str, Path], tmp_p
     adapter(home, tmp_path / "adapter", rows=False)
     done = run("carry", tmp_path / "adapter", *pair(home, "other"), tmp_path / "out")
     assert done.exit_code == 0, done.output
-    assert "Lost of what it added" in done.output
+    assert "Lost from what it added" in done.output
     assert all(f"`{token}`" in done.output for token in ADDED)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == TEMPLATE
@@ -209,7 +209,7 @@ def test_samples_may_hold_added_tokens(
         assert pieces == carried
         assert logits.shape == expected.shape
     else:
-        assert "Lost of what it added" in done.output
+        assert "Lost from what it added" in done.output
 
 
 def adapter(home: dict[str, Path], where: Path, rows: bool) -> None:

@@ -167,7 +167,7 @@ def test_a_process_whose_fellow_ends_says_so():
             return str(error)
 
     first, second = together(work)
-    assert first.startswith("another process of this fit has ended, or cannot be reached; see what it says")
+    assert first.startswith("another process of this fit has ended, or cannot be reached; read its message")
     assert second == "no such file"
 
 

@@ -367,4 +367,4 @@ def _moved(group: MergeInputs, number: int) -> bool:
 def _unused_at(document: Document, path: Path, why: str) -> None:
     for name in at(document.value, path) or {}:
         if name in MATCHING:
-            document.fault((*path, str(name)), f"'{name}' does nothing: {why}", "leave out one of the two")
+            document.fault((*path, str(name)), f"'{name}' has no effect: {why}", "leave out one of the two")
