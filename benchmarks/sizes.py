@@ -5,6 +5,7 @@
     python benchmarks/sizes.py --shape llama-300m --busy --threads 0 --cases near
     python benchmarks/sizes.py --shape llama-8b --layers 1 --vocabulary 4000 --whole
     python benchmarks/sizes.py --data                         `measure`, and a refit of two models, on samples
+    python benchmarks/sizes.py --changes --shape llama-8b --layers 1 --vocabulary 4000    changes of two fine-tunes
     python benchmarks/sizes.py --align --layers 1 --vocabulary 128256    `align` and `carry`
     python benchmarks/sizes.py --curves                       cost by layers, width and donors
     python benchmarks/sizes.py --estimates                    the estimates for what has been measured
@@ -43,9 +44,11 @@ from record import RESULTS, Table
 from shapes import OPTIONS, SHAPES, Shape, add_options, chosen, write
 
 from rotation_merge.architecture import resolve
+from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.passes import PARTS, SAMPLE
-from rotation_merge.report.estimate import PASSES, Estimate, estimate
+from rotation_merge.mergekit_plugin.recipe.delegates import OWN
+from rotation_merge.report.estimate import PASSES, Estimate, averaging, estimate
 
 TURNED: dict[str, object] = {**OPTIONS, "residual": "rotation", "untie": True}
 CASES: dict[str, tuple[str, Mapping[str, object]]] = {
@@ -301,6 +304,28 @@ def with_data(shape: Shape, threads: int, table: Table, folder: Path) -> None:
     one_by_one(done, table)
 
 
+def changes(shape: Shape, threads: int, table: Table, folder: Path) -> None:
+    """Averages of the changes of two fine-tunes, and what `inspect` estimates for them."""
+    anchor = write(shape, folder / "anchor")
+    donors = [write(shape, folder / f"near{number}", "near", number) for number in (0, 1)]
+    architecture = resolve(shape.config, list(shape.sizes), "benchmark")
+    alone = AlignConfig(attention="none", heads="none", ffn="none", scaling=False)
+    reading = estimate(architecture, shape.sizes, alone, 2, 2).seconds * len(donors)
+    for delegate in ("linear", "wudi", "iso"):
+        options = {"delegate": delegate, "attention": "none", "heads": "none", "ffn": "none", "scaling": False}
+        cost, more = run(options, anchor, donors, threads), 0.0
+        if delegate != "linear":
+            more = averaging(task_vector_method(delegate), {}, architecture, shape.sizes, len(donors)).seconds
+        cells = {"after the start, s": f"{cost.total:.0f}", "estimate, s": f"{reading + more:.0f}"}
+        table.add({"merge": delegate, **cells, "peak, MB": f"{cost.peak / 1e6:.0f}"})
+
+
+def task_vector_method(delegate: str) -> TaskVectorMethod:
+    method = OWN[delegate]
+    assert isinstance(method, TaskVectorMethod)
+    return method
+
+
 def outside(shape: Shape, threads: int, table: Table, folder: Path) -> None:
     """`align` of an independent model, and `carry` of a fine-tune to one, under a rotation of the stream."""
     anchor, far, near = (write(shape, folder / str(kind), kind) for kind in (None, "far", "near"))
@@ -372,6 +397,7 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="extrapolate from these layers to the whole shape")
     parser.add_argument("--curves", action="store_true", help="cost by layers, width and donors instead")
     parser.add_argument("--data", action="store_true", help="measure and refit instead")
+    parser.add_argument("--changes", action="store_true", help="average changes of fine-tunes instead")
     parser.add_argument("--align", action="store_true", help="align and carry instead")
     parser.add_argument("--estimates", action="store_true", help="the estimates for what has been measured instead")
     parser.add_argument("--folder", help="where models are written for the time being")
@@ -387,6 +413,7 @@ def main() -> None:
         modes = (
             ("align", arguments.align, outside),
             ("data", arguments.data, with_data),
+            ("changes", arguments.changes, changes),
         )
         for kind, asked, work in modes:
             if asked:
