@@ -24,7 +24,6 @@ import gc
 import importlib.util
 import itertools
 import json
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,8 +38,6 @@ from train_checkpoints import warm_cosine
 from transformers import AutoTokenizer, BertForTokenClassification
 from transformers.utils import logging
 
-from rotation_merge.averaging.polish import PolishConfig
-from rotation_merge.cli.polish import polished
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.run.data import read_batches
@@ -69,7 +66,6 @@ MERGES: dict[str, Merge] = {
         for count in (16, 32, 64, 128, 384)
     },
     "refit from wudi, 128 texts a task": (128, "", {**REFIT, "samples": 128, "exclude": "classifier", "start": "wudi"}),
-    "wudi, polished with 384 texts a task": (384, "", {"delegate": "wudi", "weight": 1.0, "polish": 200}),
 }
 """By words: texts of each task, what is measured on them ahead of the merge, and the parameters of the recipe."""
 STEPS_UP = ("mean", "task arithmetic", "Fisher", "RegMean", "refit, 128", "refit, 384", OWN)
@@ -219,15 +215,13 @@ def merged(work: Path, scratch: Path, found: dict[str, Task], merge: Merge) -> t
     for name, task in found.items():
         own: dict[str, Any] = dict(weight)
         if count:
-            data = texts(scratch / f"{name}-{count}.jsonl", task.training[:count], tokenizer)
-            own |= {} if of_changes else {"data": data}
+            own["data"] = texts(scratch / f"{name}-{count}.jsonl", task.training[:count], tokenizer)
         if kind:
-            model = str(work / name)
-            own.pop("data", None)
+            model, data = str(work / name), own.pop("data")
             own["statistics"] = str(scratch / f"{name}-{count}-{kind}.safetensors")
             measure(model, data, kind, Path(own["statistics"]))
         models.append({"model": str(work / name), "parameters": own})
-    rest = {key: value for key, value in parameters.items() if key not in ("weight", "polish")}
+    rest = {key: value for key, value in parameters.items() if key != "weight"}
     recipe = {
         "merge_method": "rotation_merge",
         "base_model": str(work / "base"),
@@ -237,13 +231,6 @@ def merged(work: Path, scratch: Path, found: dict[str, Task], merge: Merge) -> t
     }
     out = scratch / "merged"
     merge_recipe(yaml.safe_dump(recipe, sort_keys=False), str(out))
-    if "polish" in parameters:
-        teachers = tuple(str(work / name) for name in found)
-        sources = [str(scratch / f"{name}-{count}.jsonl") for name in found]
-        config = PolishConfig(samples=count, steps=parameters["polish"])
-        shutil.rmtree(scratch / "polished", ignore_errors=True)
-        if polished(str(out), str(scratch / "polished"), teachers, sources, config).gained:
-            out = scratch / "polished"
     return {name: out / "heads" / name for name in found}, time.process_time() - began
 
 
