@@ -143,7 +143,8 @@ class _BlockOfAdapter:
             self._there(key)
             self._write_saved(name, key, whole.pop(key))
         if whole:
-            raise self._refused(f"the shift of a norm adds a constant to '{next(iter(whole))}' has no place", SMALLER)
+            key = next(iter(whole))
+            raise self._refused(f"the shift of a norm adds a constant to '{key}', which cannot hold it", SMALLER)
 
     def _info(self, key: str) -> TensorInfo:
         info = self.block.tensor(key)
@@ -235,7 +236,9 @@ class _BlockOfAdapter:
     def _write_constant(self, entry: AdapterEntry, constant: Tensor) -> None:
         """Write the constant from a norm's shift as peft's `lora_bias` (which is multiplied by the scale)."""
         if stacks(self._info(entry.spot.info.key)) or entry.change.embedding:
-            raise self._refused(f"the shift of a norm adds a constant to '{entry.module}' has no place", SMALLER)
+            raise self._refused(
+                f"the shift of a norm adds a constant to '{entry.module}', which cannot hold it", SMALLER
+            )
         tensors = self.result.adapter.tensors
         bias, added = tensors.get(entry.bias_key), constant / entry.scale
         added = added if bias is None else bias.double() + added

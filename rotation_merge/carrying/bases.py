@@ -304,7 +304,7 @@ def usable_as_it_is(works: Mapping[str, str], bases: Bases) -> dict[str, list[st
             merge = f"merge_method: rotation_merge, delegate: wudi, base_model: {old}, models {new} and {work}"
             lines[out] = [
                 f"{subject}: the change of {work} can be added to {new} as it is ({recipe}).",
-                f"A merge of the two as fine-tunes of {old} costs the new base less of its own ({merge}).",
+                f"A merge of {new} and {work} as two fine-tunes of {old} keeps more of what {new} knows ({merge}).",
             ]
         lines[out].append("Nothing was written. --data FILE judges the change on samples, --force carries it anyway.")
     return lines
