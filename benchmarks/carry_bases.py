@@ -270,10 +270,7 @@ def main() -> None:
     torch.set_num_threads(1)
     long, digits = "long" in args.asked, "digits" in args.asked
     name = ["carry-bases", *sorted(args.asked, reverse=True), *(["controls"] if args.controls else [])]
-    table = Table("-".join(name), KEPT if args.only else "")
-    if args.only:
-        rows = json.loads(table.path.read_text(encoding="utf-8"))["rows"] if table.path.exists() else []
-        table.rows += [row for row in rows if row["fine-tune"] != args.only]
+    table = Table("-".join(name), KEPT, keep=["fine-tune", "how"]) if args.only else Table("-".join(name))
     kind = "vit" if digits else "llama"
     old = str(args.checkpoints / f"{kind}-0")
     numbers = [n for n in (1, 2, 3) if (args.checkpoints / f"{kind}-{n}").exists()]

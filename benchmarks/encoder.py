@@ -266,13 +266,9 @@ def compare(
         only: the mean and those whose words begin like one of these, in the table that is there; none: all.
     """
     rights = dict[str, Rights]()
-    rows = json.loads(table.path.read_text(encoding="utf-8"))["rows"] if only and table.path.exists() else []
-    kept = {row["merge"]: row for row in rows}
     with Scratch() as folder:
         for words, merge in merges.items():
             if only and not words.startswith(("mean", *only)):
-                if words in kept:
-                    table.add(kept[words])
                 continue
             if merge is None:
                 rights[words], took = evaluated({name: work / name for name in found}, asked)
@@ -383,10 +379,10 @@ def main() -> None:
         prepare(given.work, f"{given.encoder}/model", found)
         return
     only = tuple(given.only)
-    note = "several runs" if only else ""
+    kept = {"note": "several runs", "keep": ["merge"]} if only else {}
     if given.what == "choose":
         asked = {name: task.held for name, task in found.items()}
-        compare(Table("encoder-choice", note), given.work, asked, found, {**settings()}, only)
+        compare(Table("encoder-choice", **kept), given.work, asked, found, {**settings()}, only)
     elif given.what in ("fewer", "unequal"):
         asked = {name: task.test[:TEST] for name, task in found.items()}
         with Scratch() as folder:
@@ -402,7 +398,7 @@ def main() -> None:
     else:
         asked = {name: task.test for name, task in found.items()}
         merges = {**MEAN, **arithmetic(given.scale), **fisher(given.fisher), **MERGES, OWN: None}
-        compare_steps(compare(Table("encoder", note), given.work, asked, found, merges, only))
+        compare_steps(compare(Table("encoder", **kept), given.work, asked, found, merges, only))
 
 
 if __name__ == "__main__":

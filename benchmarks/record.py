@@ -25,7 +25,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,14 @@ class Table:
         name: of the file and in the pages' comments.
         note: what a reader must know of this run beyond its command.
         folder: where the file is kept.
+        keep: columns that tell rows apart. Rows in the file stay until one with the same cells there replaces them;
+            empty: the file begins anew.
     """
 
-    def __init__(self, name: str, note: str = "", folder: Path = RESULTS) -> None:
-        self.path, self.rows = folder / f"{name}.json", list[Row]()
+    def __init__(self, name: str, note: str = "", folder: Path = RESULTS, keep: Sequence[str] = ()) -> None:
+        self.path, self.rows, self.keep, self.printed = folder / f"{name}.json", list[Row](), keep, False
+        if keep and self.path.exists():
+            self.rows = json.loads(self.path.read_text(encoding="utf-8"))["rows"]
         self.run = {
             "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *map(_quoted, sys.argv[1:])]),
             "commit": _commit(),
@@ -62,13 +66,19 @@ class Table:
 
     def add(self, row: Row) -> None:
         """One row: cells by column title as they are to be shown, every row with the same titles."""
-        if not self.rows:
+        if not self.printed:
             print(_line(row), _line(["---"] * len(row)), sep="\n")
+        self.printed = True
         print(_line(row.values()), flush=True)
-        self.rows.append(dict(row))
+        same = [number for number, other in enumerate(self.rows) if self.keep and self._name(other) == self._name(row)]
+        at = same[0] if same else len(self.rows)
+        self.rows[at : at + 1] = [dict(row)]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         content = {**self.run, "rows": self.rows}
         self.path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _name(self, row: Row) -> list[Any]:
+        return [row[column] for column in self.keep]
 
 
 def machine() -> str:

@@ -300,7 +300,7 @@ def merges_of(bench: Bench, seed: int, size: str, tasks: tuple[str, ...]) -> Non
 
 def write_merges(bench: Bench, size: str, tasks: tuple[str, ...]) -> None:
     """The table of one number of tasks: means over the seeds, and half their range."""
-    table = Table(f"real-merges-{size}", KEPT)
+    table = Table(f"real-merges-{size}", KEPT, keep=["merge"])
     seeds = [seed for seed in (0, 1) if bench.known(f"{size}-{seed} linear")]
     rows: dict[str, list[dict[str, Any]]] = {"base": [bench.figures("base")] * len(seeds)}
     for place, task in enumerate(tasks):
@@ -319,6 +319,8 @@ def write_merges(bench: Bench, size: str, tasks: tuple[str, ...]) -> None:
             if figures:
                 rows[variant] = figures
     for title, figures in rows.items():
+        if bench.only and title.removesuffix(", best lambda") not in bench.only:
+            continue
         columns = {task: spread([row[task] for row in figures]) for task in tasks}
         columns["mean"] = spread([mean(row[task] for task in tasks) for row in figures])
         columns["base's own text"] = spread([row["own"] for row in figures if "own" in row])
@@ -356,7 +358,7 @@ def loras(bench: Bench) -> None:
     """Two adapters of rank 8 into one of rank 12, and what a merge of full models gives in the same way."""
     tasks, base, out = ("de", "c"), bench.root / "base", bench.root / "merged-lora"
     adapters = [bench.root / f"{task}-lora8" for task in tasks]
-    table = Table("real-loras", KEPT)
+    table = Table("real-loras", KEPT, keep=["merge"])
 
     def row(title: str, figures: dict[str, Any]) -> None:
         cells = {name: f"{figures[name]:.3f}" for name in tasks}
@@ -411,7 +413,7 @@ def by_recipe(recipe: dict[str, Any], out: Path, *options: object) -> dict[str, 
 def coordinates(bench: Bench) -> None:
     """What alignment does to near models, and whether models in other coordinates come back."""
     root = bench.root
-    table = Table("real-coordinates", KEPT)
+    table = Table("real-coordinates", KEPT, keep=["merge"])
 
     def merge(first: str, second: str, options: dict[str, Any], **of_second: Any) -> dict[str, Any]:
         models = [
@@ -459,7 +461,7 @@ WAYS: dict[str, tuple[object, ...]] = {
 
 def carry(bench: Bench) -> None:
     """Fine-tunes of the base, and LoRAs, carried to the second base: recovered lift, net of controls."""
-    table = Table("real-carry", KEPT)
+    table = Table("real-carry", KEPT, keep=["fine-tune", "carried by"])
     for name in [f"{task}-{kind}" for task in TASKS["three"] for kind in ("0", "lora8")]:
         if (bench.root / name).exists() and bench.due(f"carry {name} plain", name):
             for row in carried(bench, name):
@@ -543,7 +545,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], bool]] = {
 
 def command(bench: Bench) -> None:
     """The best merge, as a user asks for it; judged on text that nobody used."""
-    table = Table("real-command", KEPT)
+    table = Table("real-command", KEPT, keep=["pair"])
     for title, (models, with_data) in COMMANDS.items():
         if not bench.due(f"command {title}", title):
             continue
