@@ -257,8 +257,10 @@ def random_change(change: Tensor, draw: torch.Generator) -> Tensor:
     tall = change if change.shape[-2] >= change.shape[-1] else change.mT
     upper = torch.linalg.qr(tall, mode="r").R
     drawn = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in (tall.shape, upper.shape))
-    left_basis, right_basis = (torch.linalg.qr(each).Q for each in drawn)
-    turned = left_basis @ upper @ right_basis
+    left, right = drawn
+    core = upper @ torch.linalg.qr(right).Q
+    cholesky = torch.linalg.cholesky(left.mT @ left)  # `left` times the inverse of its transpose is orthonormal
+    turned = left @ torch.linalg.solve_triangular(cholesky.mT, core, upper=True)
     return turned if tall is change else turned.mT
 
 
