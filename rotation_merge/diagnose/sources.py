@@ -249,7 +249,7 @@ def _residual(document: Document, anchor: Model) -> None:
     for path, _ in scopes(document.value):
         settings = at(document.value, path)
         group = settings.get("residual") if isinstance(settings, Mapping) else None
-        if not isinstance(group, str):
+        if not isinstance(group, str) or document.refused((*path, "residual")):
             continue
         try:
             residual_groups(anchor.architecture, group, str(anchor.reference))

@@ -76,6 +76,12 @@ class TestCheck:
             )
         assert "5 faults" in done.output
 
+    def test_a_misspelt_group_of_the_residual_stream_is_one_fault(self, pair: tuple[str, str], tmp_path: Path):
+        done = run("check", recipe(tmp_path, *pair, "residual: rotatoin"))
+        assert done.exit_code == 1
+        assert "did you mean 'rotation'?" in done.output
+        assert done.output.splitlines()[-1] == "1 fault", done.output
+
     def test_json_holds_line_column_and_remedy(self, pair: tuple[str, str], tmp_path: Path):
         done = run("check", recipe(tmp_path, *pair, "ffn: permutatoin"), "--json")
         assert done.exit_code == 1
