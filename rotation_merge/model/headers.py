@@ -161,7 +161,7 @@ def check_config(folder: str) -> None:
         parts += [value for value in part.values() if isinstance(value, dict)]
         for name, value in part.items():
             if _COUNT.fullmatch(name) and isinstance(value, int | float) and value > max(tensors, _PLAUSIBLE):
-                problem = f"'{name}' is {value:.15g} in config.json, and the weight files hold {tensors} tensors"
+                problem = f"'{name}' is {value:.15g} in config.json, but the weight files hold {tensors} tensors"
                 raise CheckpointError(problem, where=folder, remedy="config.json is damaged, or that of another model")
 
 
@@ -367,8 +367,7 @@ def check_codes(code_types: Mapping[str, str], names: Iterable[str], label: str)
     else:
         numbers = "put 'quantization_config' back into config.json; model.dequantize(), model.save_pretrained(OUT)"
     raise CheckpointError(
-        f"its weights are quantised ({kind}, the first is '{name}'), which config.json does not say; they are codes "
-        "and cannot be aligned",
+        f"its weights are quantised ({kind}, the first is '{name}') and cannot be aligned; config.json does not say so",
         where=label,
         remedy=f"name the model in full precision, or {numbers}",
     )

@@ -212,7 +212,7 @@ def _said(error: Exception, host: str) -> RotationMergeError:
 def _died(error: Exception, address: str) -> RotationMergeError:
     """The error for a piece that no worker finished, or that could not be sent."""
     if type(error).__name__ in FULL:
-        problem = f"Ray has no room for what it hands over ({short(error)})"
+        problem = f"Ray's object store is full ({short(error)})"
         return WorkerError(problem, where=f"--ray {address}", remedy=ROOM)
     if "rotation_merge" in str(error) and "No module named" in str(error):
         problem, remedy = "a worker has no rotation_merge", "install it on every machine, or set PYTHONPATH there"

@@ -142,7 +142,12 @@ def test_peft_runs_the_carried_adapter(form: str, request: pytest.FixtureRequest
 
 
 REFUSED: dict[str, tuple[str, AlignConfig, dict[str, Any], str]] = {
-    "dora under rotations": ("llama", ROTATION, {"target_modules": ["v_proj"], "use_dora": True}, "outputs are turned"),
+    "dora under rotations": (
+        "llama",
+        ROTATION,
+        {"target_modules": ["v_proj"], "use_dora": True},
+        "outputs are rotated",
+    ),
     "norms under rotations": (
         "llama",
         ROTATION,

@@ -265,7 +265,7 @@ def test_a_folder_that_no_search_wrote_is_refused(tmp_path: Path):
     diary.write_text("mine")
     result = run(ENGLISH, C, tmp_path / "out", "--data", "demo:python", *TINY, "--anyway")
     assert result.exit_code == 2
-    assert "no run of rotation-merge wrote it" in result.output
+    assert "rotation-merge did not write it" in result.output
     assert [path.name for path in tmp_path.rglob("*")] == ["out.unfinished", "diary.txt"]
 
 

@@ -10,7 +10,7 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.model.vocabulary import shared_rows
 
-CARRY_FIRST = "carry first ('rotation-merge carry') and {} what that writes, or use delegate task_arithmetic"
+CARRY_FIRST = "carry the donor first ('rotation-merge carry') and {} the output, or use delegate task_arithmetic"
 
 
 def check_meaning(config: MergeConfiguration, donors: Donors) -> None:

@@ -226,7 +226,7 @@ class Donors:
             raise RecipeError(
                 f"has another shape than {base}, {culprit} needs models of one shape",
                 where=str(model),
-                remedy="leave it out, or carry first ('rotation-merge carry') and merge what that writes",
+                remedy="leave it out, or carry it first ('rotation-merge carry') and merge the output",
             )
         origin = ModelReference.model_validate(recipe.of_model("finetuned_from", reader, model))
         bases = open_bases(base, str(origin), untie=recipe.untie, unlike=resize_options(recipe, reader, model))
