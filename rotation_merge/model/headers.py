@@ -128,7 +128,9 @@ def _check_others(folder: str, opened: str) -> None:
     if os.path.isfile(config := os.path.join(folder, "config.json")):
         named = read_json(config).get("transformers_weights")
         if named not in (None, opened):
-            raise _ambiguous(folder, f"config.json names '{named}' (transformers_weights), and {opened} is there")
+            raise _ambiguous(
+                folder, f"config.json names '{named}' (transformers_weights), but the folder also has {opened}"
+            )
 
 
 def _ambiguous(folder: str, problem: str) -> CheckpointError:

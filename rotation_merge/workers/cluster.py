@@ -183,7 +183,7 @@ def do_piece(version: str, work: ObjectReference, step: ObjectReference, item: A
     torch.set_num_threads(1)  # as blocks are matched anywhere else, so that the bytes are the same
     try:
         if version != __version__:
-            problem = f"rotation-merge is {__version__} here, and {version} where the command runs"
+            problem = f"rotation-merge is {__version__} here, but {version} where the command runs"
             raise WorkerError(problem, remedy="install the same version on every machine")
         for name, parcel in (("work", work), ("step", step)):
             if name not in _OPEN or _OPEN[name][0] != parcel.key:

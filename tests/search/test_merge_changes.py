@@ -282,7 +282,7 @@ def test_the_verdict_says_why_a_better_score_was_not_taken(
     done = run("merge", ENGLISH, C, tmp_path / "out", *TINY, *values)
     assert done.exit_code == 0, done.output
     assert "best merge: plain" in done.stdout
-    assert "'refit, plain' scores" in done.stdout
+    assert "Not chosen: 'refit, plain'" in done.stdout
     assert "forgets too much" in done.stdout
     assert "forgets too much" in (tmp_path / "out" / "README.md").read_text()
 

@@ -256,7 +256,7 @@ class Donors:
             for pairs in self.layers.get(model, {}).values()
             for anchor_layer, donor_layer in pairs
         ):
-            problem = f"'match_on: {how}' matches whole models, and the slices pair this one's layers differently"
+            problem = f"'match_on: {how}' matches whole models, but the slices pair this one's layers differently"
             raise RecipeError(problem, where=str(model), remedy="leave it out")
         from rotation_merge.matching.match_on import SampleMatcher
 

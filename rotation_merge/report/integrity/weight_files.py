@@ -57,7 +57,7 @@ def _index(contents: Contents) -> Iterator[Defect]:
         if single is None and contents.shards and contents.whole_files:
             name = f"{STEMS[0] if contents.shards[0].endswith('.safetensors') else STEMS[1]}.index.json"
             written = JsonFile(name, index_of(contents))
-            yield Defect("no index", f"{len(contents.shards)} shards, and no index names them", name,
+            yield Defect("no index", f"{len(contents.shards)} shards, but no index names them", name,
                          "write it ('--mend')", corrections=(written,))  # fmt: skip
         elif single is not None and contents.shards:
             problem = f"{single} and {named(contents.shards)} both exist"
