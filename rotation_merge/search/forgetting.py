@@ -68,8 +68,8 @@ class Forgetting:
         """The reason for rejecting a merge with a better score."""
         return (
             f"Not chosen: '{name}' ({figures.score:.4f} on the selection samples) forgets too much. On the base's own "
-            f"text it loses {self._more(figures, plain):.4f} nats more than the plain average. The limit is a tenth of "
-            f"its gain over the base, {self.gained(figures):.4f}."
+            f"text it loses {self._more(figures, plain):.4f} nats more than the plain average; "
+            f"{TOLERATED * self.gained(figures):.4f} is allowed, a tenth of its gain over the base."
         )
 
 

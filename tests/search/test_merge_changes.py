@@ -262,7 +262,7 @@ def test_a_merge_that_forgets_more_than_it_may_does_not_win() -> None:
     assert forgetting.excess(figures(1.2, 1.14), None) == pytest.approx(0.06)
     assert forgetting.excess(Figures(1.2, None, []), plain) == 0
     words = forgetting.why("ties", figures(1.2, 1.14), plain)
-    assert "'ties' scores 1.2000" in words
+    assert "'ties' (1.2000 on the selection samples) forgets too much" in words
     assert "0.0900 nats more" in words
 
 
