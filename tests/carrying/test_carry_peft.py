@@ -392,7 +392,7 @@ class TestWholeFineTunes:
         bases = ("--from", llama.where / "old", "--to", llama.where / "new", "--heads", "permutation")
         done = run("carry", llama.where / "tuned", *bases, tmp_path / "whole")
         assert done.exit_code == 0, done.output
-        assert "task vector" in done.output
+        assert "Alignment of" in done.output
         assert "base_model_relation: finetune" in (tmp_path / "whole" / "README.md").read_text()
         found = llama.case.model_class.from_pretrained(
             tmp_path / "whole", dtype=torch.float64, attn_implementation="eager"
