@@ -36,6 +36,9 @@ them."""
 TOGETHER = 16
 """Examples of a step, of all teachers together."""
 
+STEP_TOKENS = 2048
+"""Tokens of a step, of all teachers together: of short texts, a step sees more than `TOGETHER`."""
+
 GRADIENT_SAMPLES = 8
 """Batches of each teacher that say where a LoRA begins."""
 
@@ -88,7 +91,7 @@ class PolishOptions:
         last: number of last batches of each teacher to hold out instead; empty: a random share.
         seed: of everything random.
         state: file for the state of an unfinished run; found there, the run goes on from it.
-        batches: of every teacher that a step sees.
+        batches: of every teacher that a step sees; 0: as many as hold `STEP_TOKENS`, or as there are.
     """
 
     steps: int = 50
@@ -99,7 +102,7 @@ class PolishOptions:
     last: tuple[int, ...] = ()
     seed: int = 0
     state: Path | None = None
-    batches: int = 1
+    batches: int = 0
 
     @property
     def usual(self) -> tuple[float, ...]:
@@ -215,6 +218,9 @@ class _Polish:
                 order, held_count = list(reversed(range(answers.count))), options.last[number]
             self.held.append(order[:held_count])
             self.training.append(order[held_count:])
+        tokens = sum(answers.tokens / answers.count for answers in answered)
+        wanted = round(STEP_TOKENS / tokens) if tokens else 1
+        self.batches = options.batches or max(1, min(wanted, *map(len, self.training)))
 
     def run(self) -> PolishReport:
         began = time.perf_counter()
@@ -296,7 +302,7 @@ class _Polish:
         """Yield the batch numbers of each teacher for every step."""
         while True:
             yield [
-                torch.tensor(t)[torch.randint(len(t), (self.options.batches,), generator=generator)]
+                torch.tensor(t)[torch.randint(len(t), (self.batches,), generator=generator)]
                 for t in self.training
             ]
 
@@ -310,7 +316,7 @@ class _Polish:
 
     def gradient(self, teacher: int, number: int) -> float:
         """Add the gradient of one batch of a teacher, and return its part of the divergence."""
-        loss = self.divergence(teacher, number) / (len(self.answered) * self.options.batches)
+        loss = self.divergence(teacher, number) / (len(self.answered) * self.batches)
         loss.backward()
         return float(loss.detach())
 

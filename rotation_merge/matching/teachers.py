@@ -5,6 +5,7 @@ So only one model at a time is in memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,13 @@ class AnsweredSamples:
             self.mark = file.metadata()["mark"]
             self.count = int(file.metadata()["batches"])
             self.names = list(file.keys())
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all texts; 0 for other samples."""
+        with safe_open(self.path, "pt") as file:
+            shapes = [file.get_slice(name).get_shape() for name in self.names if name.endswith(".batch.input_ids")]
+        return sum(math.prod(shape) for shape in shapes)
 
     def read(self, number: int, device: torch.device) -> tuple[Batch, dict[str, Tensor]]:
         """One batch and its answers."""

@@ -346,14 +346,14 @@ def test_lower_rates_are_tried_where_the_lowest_is_best(models: list[Path], tmp_
     """The merge is much nearer to its teacher than a step at the usual rates goes, as pretrained models are."""
     teacher = AutoModelForCausalLM.from_pretrained(models[0])
     with torch.no_grad():
-        teacher.lm_head.weight.mul_(100)
+        teacher.lm_head.weight.mul_(300)
         teacher.save_pretrained(tmp_path / "teacher")
         draw = torch.Generator().manual_seed(0)
         for parameter in teacher.model.parameters():
-            parameter.add_(3e-4 * torch.randn(parameter.shape, generator=draw))
+            parameter.add_(2e-4 * torch.randn(parameter.shape, generator=draw))
     teacher.save_pretrained(tmp_path / "merged")
-    flags = ("--teachers", tmp_path / "teacher", "--samples", 16, "--steps", 10, "--length", 12)
-    found = parsed("polish", tmp_path / "merged", tmp_path / "out", *flags)
+    flags = ("--teachers", tmp_path / "teacher", "--samples", 16, "--steps", 10, "--length", 12, "--json")
+    found = json.loads(run("polish", tmp_path / "merged", tmp_path / "out", *flags).stdout)
     assert len(found["trials"]) > 3
     assert found["rate"] < 2e-4
-    assert found["gained"]
+    assert found["trials"][f"{found['rate']:g}"] < found["trials"]["0.0002"]
