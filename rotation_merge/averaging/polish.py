@@ -301,10 +301,7 @@ class _Polish:
     def draws(self, generator: torch.Generator) -> Iterator[list[Tensor]]:
         """Yield the batch numbers of each teacher for every step."""
         while True:
-            yield [
-                torch.tensor(t)[torch.randint(len(t), (self.batches,), generator=generator)]
-                for t in self.training
-            ]
+            yield [torch.tensor(t)[torch.randint(len(t), (self.batches,), generator=generator)] for t in self.training]
 
     def step(self, optimiser: torch.optim.Optimizer, numbers: Sequence[Tensor]) -> float:
         """Run one step and return the divergence before it."""
