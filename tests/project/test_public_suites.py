@@ -31,7 +31,6 @@ HELPERS = {
     "residual_support.py": "labels and folding of the tiny checkpoints",
     "search/conftest.py": "short budgets for the search",
     "tiny_models.py": "labels of the tiny models, and float64 throughout their forward pass",
-    "widths_support.py": "sizes and labels of widened models",
 }
 """Shared helpers, each with what it needs of the package."""
 
@@ -49,6 +48,10 @@ UNITS = {
         "that drafts and proofs cover every shipped file",
     ),
     "architecture/test_membership.py": ("architecture matching symmetry", "which class belongs to which file"),
+    "carrying/test_carry_parts.py": (
+        "architecture averaging carrying matching mergekit_plugin model run",
+        "single parts: ridges and ranks that no option names, the judge, the search for scales, slices",
+    ),
     "cli/test_cli.py": ("cli diagnose model", "what each command declares of itself"),
     "cli/test_config_options.py": ("cli config matching mergekit_plugin", "that options are made from the configs"),
     "cli/test_inputs_stay.py": ("cli config files mergekit_plugin", "which options name files that are written"),
@@ -158,15 +161,6 @@ NOT_YET = {
     "averaging/test_refit.py": "architecture averaging linalg run",
     "averaging/test_task_vectors.py": "averaging",
     "carrying/test_carry.py": "architecture averaging matching mergekit_plugin model run",
-    "carrying/test_carry_adapters.py": "architecture carrying model",
-    "carrying/test_carry_forms.py": "carrying model run",
-    "carrying/test_carry_near.py": "averaging carrying",
-    "carrying/test_carry_peft.py": "architecture carrying model",
-    "carrying/test_carry_refit.py": "architecture averaging carrying run",
-    "carrying/test_carry_sites.py": "architecture carrying matching model run",
-    "carrying/test_carry_tokens.py": "run",
-    "carrying/test_transport.py": "architecture carrying matching mergekit_plugin model",
-    "carrying/test_unlike_bases.py": "architecture carrying model run",
     "cli/test_bad_inputs.py": "mergekit_plugin",
     "cli/test_inspect.py": "report",
     "matching/test_alignment_file.py": "model",
@@ -192,7 +186,6 @@ NOT_YET = {
     "model/test_cards.py": "architecture matching mergekit_plugin model record report symmetry",
     "model/test_fold.py": "architecture model",
     "model/test_invisible_biases.py": "architecture model run",
-    "model/test_widths.py": "model run",
     "run/test_barrier_ends.py": "cli run",
     "run/test_proof.py": "model run",
     "run/test_sentence.py": "model run search",
