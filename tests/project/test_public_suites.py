@@ -48,6 +48,11 @@ UNITS = {
         "that drafts and proofs cover every shipped file",
     ),
     "architecture/test_membership.py": ("architecture matching symmetry", "which class belongs to which file"),
+    "averaging/test_averaging_parts.py": (
+        "averaging files matching run",
+        "formulas and plans by hand, the divergence from answers, how new adapters begin",
+    ),
+    "averaging/test_task_vector_rules.py": ("averaging", "the rules of task vectors, on matrices"),
     "carrying/test_carry_parts.py": (
         "architecture averaging carrying matching mergekit_plugin model run",
         "single parts: ridges and ranks that no option names, the judge, the search for scales, slices",
@@ -155,11 +160,7 @@ NOT_YET = {
     "architecture/test_bias_flags.py": "architecture model",
     "architecture/test_spoilt_checkpoints.py": "architecture",
     "architecture/test_variants.py": "architecture",
-    "averaging/test_averaging.py": "architecture averaging run",
-    "averaging/test_ot_fusion.py": "averaging matching run",
-    "averaging/test_polish.py": "averaging matching",
     "averaging/test_refit.py": "architecture averaging linalg run",
-    "averaging/test_task_vectors.py": "averaging",
     "carrying/test_carry.py": "architecture averaging matching mergekit_plugin model run",
     "cli/test_bad_inputs.py": "mergekit_plugin",
     "cli/test_inspect.py": "report",
