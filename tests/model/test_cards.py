@@ -91,7 +91,11 @@ def test_whose_nan_it_is(which: str, tensor: str, way: str, models: tuple[Path, 
     pair[which] = spoilt(pair[which], tmp_path / "spoilt", tensor, float("nan"))
     third = [make("llama", tmp_path / "third", seed=2)] if way == "mean" else []
     recipe = recipe_for("linear", *pair.values(), *third)
-    recipe["parameters"] |= {"local": {}, "residual": {"residual": "permutation"}, "mean": {"anchor": "mean"}}[way]
+    recipe["parameters"] |= {
+        "local": {},
+        "residual": {"residual": "permutation"},
+        "mean": {"anchor": "mean", "heads": "none"},
+    }[way]
     done = mergekit_yaml(recipe, tmp_path / "out")
     assert done.exit_code == 2
     line = one_error(done.output)
