@@ -77,7 +77,7 @@ def carried(title: str, text: str, tuned: str, bases: Bases, configs: Configs) -
             result.save_pretrained(out)
             seconds = f"{time.process_time() - began:.0f}"
             model = f"{new}+{out}" if (out / "adapter_config.json").exists() else str(out)
-            place = re.search(r"change (\S+) has a place", " ".join(getattr(result, "notes", ())))
+            place = re.search(r"(\S+) of the change's squared norm fits", " ".join(getattr(result, "notes", ())))
             found = loss(model, text)
             share = f"{(start - found) / gain:.0%}"
             yield row(title, how, found, share, loss(model, "python"), place[1] if place else "", seconds)

@@ -47,14 +47,15 @@ class Table:
         name: of the file and in the pages' comments.
         note: what a reader must know of this run beyond its command.
         folder: where the file is kept.
-        keep: columns that tell rows apart. Rows in the file stay until one with the same cells there replaces them;
-            empty: the file begins anew.
+        keep: columns that tell rows apart. Rows in the file stay until one with the same cells there replaces them,
+            and new ones follow the last one that was added; empty: the file begins anew.
     """
 
     def __init__(self, name: str, note: str = "", folder: Path = RESULTS, keep: Sequence[str] = ()) -> None:
         self.path, self.rows, self.keep, self.printed = folder / f"{name}.json", list[Row](), keep, False
         if keep and self.path.exists():
             self.rows = json.loads(self.path.read_text(encoding="utf-8"))["rows"]
+        self.next = len(self.rows)
         self.run = {
             "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *map(_quoted, sys.argv[1:])]),
             "commit": _commit(),
@@ -71,8 +72,9 @@ class Table:
         self.printed = True
         print(_line(row.values()), flush=True)
         same = [number for number, other in enumerate(self.rows) if self.keep and self._name(other) == self._name(row)]
-        at = same[0] if same else len(self.rows)
-        self.rows[at : at + 1] = [dict(row)]
+        at = same[0] if same else self.next
+        self.rows[at : at + len(same)] = [dict(row)]
+        self.next = at + 1
         self.path.parent.mkdir(parents=True, exist_ok=True)
         content = {**self.run, "rows": self.rows}
         self.path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

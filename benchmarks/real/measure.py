@@ -494,7 +494,7 @@ def carried(bench: Bench, name: str) -> Iterator[dict[str, str]]:
     if there is not None:
         yield row("not at all: the new base, fine-tuned as long", bench.judged(there))
     yield row("plain addition", bench.once(f"carry {name} plain", partial(added, bench, name, task)))
-    if "lora" not in name and bench.due(f"carry {name} wudi", "wudi"):
+    if bench.due(f"carry {name} wudi", "wudi"):
         yield row("wudi, scale 1", bench.once(f"carry {name} wudi", partial(added, bench, name, task, by_wudi=True)))
     for way, options in WAYS.items():
         if bench.due(f"carry {name} {way}", way):

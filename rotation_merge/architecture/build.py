@@ -378,7 +378,7 @@ class Scope:
         """
         if self.tensors is not None and count > max(self.tensors, least):
             raise CheckpointError(
-                f"its config says that there are {count} {items}, and it has {self.tensors} tensors",
+                f"its config says {count} {items}, but it has {self.tensors} tensors",
                 remedy="config.json is damaged, or that of another model",
             )
 

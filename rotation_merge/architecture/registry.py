@@ -181,7 +181,7 @@ def resolve(
     if settings := stores_codes(config):
         kind = settings.get("quant_method") if isinstance(settings, Mapping) else None
         raise CheckpointError(
-            f"its weights are quantised ({kind or 'quantization_config'}); they are codes and cannot be aligned",
+            f"its weights are quantised ({kind or 'quantization_config'}), so they cannot be aligned",
             where=model,
             remedy="name the model in full precision, or write one: "
             "model = AutoModelForCausalLM.from_pretrained(PATH).dequantize(); model.save_pretrained(OUT)",

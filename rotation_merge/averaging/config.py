@@ -50,7 +50,7 @@ class RefitConfig(Config):
     )
     samples: int = option(
         64,
-        "number of samples of each model; 512 with `carry: distil`, if not given",
+        "number of samples of each model (default with `carry: distil`: 512)",
         low=1,
         scope=EACH,
         delegates=("refit",),

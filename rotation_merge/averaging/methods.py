@@ -334,7 +334,7 @@ class RefitMethod(DelegateMethod):
     )
 
     def plan(self) -> Plan:
-        return Plan(MODEL, no_changes="needs whole models, and 'finetuned_from' gives a task vector")
+        return Plan(MODEL, no_changes="needs whole models, but 'finetuned_from' gives a task vector")
 
 
 METHODS: tuple[StatisticsMethod, ...] = (RegMean(), Fisher(), Kfac())

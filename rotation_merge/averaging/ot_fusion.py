@@ -56,7 +56,7 @@ class OtFusion(DelegateMethod):
     )
 
     def plan(self) -> Plan:
-        why = "matches coordinates, and a task vector is in the anchor's already"
+        why = "matches coordinates, but a task vector is already in the anchor's"
         return Plan(BLOCK, maps_only=False, negative=True, no_changes=why)
 
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:

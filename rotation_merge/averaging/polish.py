@@ -26,8 +26,12 @@ from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.run.functions import check_answers, fused_attention, unlabelled
 
 RATES = {"weights": (2e-4, 5e-4, 1e-3), "lora": (1e-3, 2e-3, 5e-3), "new lora": (5e-4, 1e-3)}
-"""Learning rates that are tried: for all weights, for a LoRA that holds something, for one that begins along the
+"""Learning rates that are tried first: for all weights, for a LoRA that holds something, for one that begins along the
 gradient."""
+
+LOWER = (3e-4, 1e-4, 3e-5, 1e-5)
+"""Learning rates that are tried next, in this order, while the lowest one so far is the best. Pretrained models need
+them."""
 
 TOGETHER = 16
 """Examples of a step, of all teachers together."""
@@ -99,7 +103,7 @@ class PolishOptions:
 
     @property
     def usual(self) -> tuple[float, ...]:
-        """The learning rates that are tried."""
+        """The learning rates that are tried first."""
         return self.rates or RATES["weights" if not self.lora else "new lora" if self.new else "lora"]
 
 
@@ -219,21 +223,28 @@ class _Polish:
         report = PolishReport(before, before, history=[(0, 0.0, before)])
         if self.options.new:
             initialise_along_gradient(self.model, self.accumulate_gradients)
-        start, rates = self.kept(), self.options.usual
+        start = self.kept()
         resumed = self.options.state is not None and self.options.state.exists()
         if not resumed:
-            for rate in rates if len(rates) > 1 else ():
-                self.restore(start)
-                report.trials[f"{rate:g}"] = self.trial(rate)
-            self.restore(start)
-            report.rate = best_rate(rates, report.trials, before)
-            _check_number(report.trials.get(f"{report.rate:g}", 0.0))
+            report.rate = self.chosen_rate(start, report)
         best = self.train(report, began, start)
         self.restore(best)
         report.seconds = time.perf_counter() - began
         return report
 
-    def trial(self, rate: float) -> float:
+    def chosen_rate(self, start: dict[str, Tensor], report: PolishReport) -> float:
+        """The learning rate that trials choose, from `start`, which the model then is again."""
+        rates = list(self.options.usual)
+        lower = [] if self.options.rates else [rate for rate in LOWER if rate < min(rates)]
+        for rate in rates if len(rates) > 1 else ():
+            report.trials[f"{rate:g}"] = self.trial(rate, start)
+        while (best := best_rate(rates, report.trials, report.before)) == min(rates) and lower:
+            rates.append(lower.pop(0))
+            report.trials[f"{rates[-1]:g}"] = self.trial(rates[-1], start)
+        _check_number(report.trials.get(f"{best:g}", 0.0))
+        return best
+
+    def trial(self, rate: float, start: dict[str, Tensor]) -> float:
         """The held-out divergence after a whole schedule of a tenth of the steps; infinite if it is not finite."""
         steps = max(1, round(self.options.steps * TRIAL))
         optimiser = self.optimiser(rate)
@@ -244,6 +255,7 @@ class _Polish:
             schedule.step()
             self.watch(f"learning rate {rate:g}", step + 1, steps)
         held_out_divergence = self.score()
+        self.restore(start)
         return held_out_divergence if math.isfinite(held_out_divergence) else math.inf
 
     def train(self, report: PolishReport, began: float, start: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -256,7 +256,7 @@ class _BlockOfAdapter:
         turned = any(p.space.name in maps and maps[p.space.name].mixes(p.role) for p in axis.parts)
         turned = turned or any(p.space.name in centred and p.role == "write" for p in axis.parts)
         if turned or constant is not None or self.scale != 1 or len(info.axes) != 2 or entry.change.embedding:
-            why = "its outputs are turned" if turned else "it has a form without magnitudes of its own"
+            why = "its outputs are rotated" if turned else "it has a form without magnitudes of its own"
             why = "the shift of a norm adds a constant" if constant is not None else why
             why = "its change cannot be scaled" if self.scale != 1 else why
             raise self._refused(f"the DoRA of '{entry.module}' cannot be carried exactly: {why}", WHOLE)
@@ -343,7 +343,7 @@ def separated_adapter(
     if not any(forms):
         return written
     if parsed.saved:
-        problem = f"stores '{next(iter(parsed.saved))}' whole, and in one piece modules that the new base splits"
+        problem = f"stores '{next(iter(parsed.saved))}' whole, and fuses modules that are separate in the new base"
         raise CheckpointError(problem, where=label, remedy=WHOLE)
     tensors = dict(written.tensors)
     modules: list[str] = []

@@ -23,7 +23,7 @@ fine-tunes of the old base, and the unchanged new base."""
 
 @dataclass(frozen=True)
 class TransferConfig(Config):
-    """Options of a transfer between two bases; each is described at its field.
+    """Options of a transfer between two bases.
 
     Attributes:
         match: which groups the bases are matched by; the largest of the residual stream, if not given.

@@ -268,12 +268,12 @@ class FittingNorms:
             for i, norm in enumerate(norms):
                 sums[i] += norm
         each = [f"{name} {placed / whole:.0%}" for name, (placed, whole) in blocks.items() if whole]
-        line = f"Of the squared norm of the change {self.share():.1%} has a place in the new base"
+        line = f"{self.share():.1%} of the change's squared norm fits the new base"
         lines = [f"{line}: {', '.join(each)}." if each else f"{line}."]
         if any(self.lost.values()):
             whole = sum(norm for _, norm in self.found.values()) + sum(self.lost.values())
-            gone = ", ".join(f"{name} {norm / whole:.1%} of it" for name, norm in self.lost.items())
-            lines.append(f"Parts of the old base without a partner, whose change has no place: {gone}.")
+            gone = ", ".join(f"{name} ({norm / whole:.1%} of the change)" for name, norm in self.lost.items())
+            lines.append(f"Not carried, because the new base has no such part: {gone}.")
         return lines
 
 

@@ -239,8 +239,10 @@ class RecoveredLift:
             )
         line = f"Recovered lift: {self.recovered:.0%} of what fine-tuning gained on the old base."
         if self.recovered <= 0:
-            return f"Train on the new base instead: none of the gain arrives. {line}"
-        return f"Train on the new base instead if you can: little arrives. {line}" if self.recovered < LITTLE else line
+            return f"Train on the new base instead: none of the gain transfers. {line}"
+        return (
+            f"Train on the new base instead if you can: little transfers. {line}" if self.recovered < LITTLE else line
+        )
 
 
 def random_change(change: Tensor, draw: torch.Generator) -> Tensor:

@@ -51,7 +51,7 @@ from rotation_merge.run.runner import Runner
 
 REFITTED = "The new base's linear maps were solved layer by layer to reproduce the change on samples."
 HOW = {
-    "activations": "The change was moved by the alignment, then by maps from activations at the inputs of linear maps.",
+    "activations": "The change was moved by the alignment, then by maps fitted to the inputs of linear maps.",
     "refit": REFITTED,
     "distil": f"{REFITTED} From there on it was **trained** for a few steps.",
     MERGED: "The new base and the fine-tune were merged by `wudi` as two fine-tunes of the old base: this had the "
@@ -137,7 +137,7 @@ class SampledTransfer:
             candidate = self._at_best_scale(self.config.method, Delta.from_solved(self.session.carrier, tensors), parts)
         others = [self._at_best_scale(name, make(), parts) for name, make in self._alternatives().items()]
         chosen, lift = self._judged(candidate, others, parts)
-        return ChosenChange(chosen.method, chosen.delta, [*lines, self._in_weights(chosen.delta), *lift.words()], lift)
+        return ChosenChange(chosen.method, chosen.delta, [*lines, *lift.words()], lift)
 
     def _solved(self, parts: TransferSamples, out: str) -> tuple[dict[str, Tensor], list[str]]:
         """The new base's tensors with the change chosen on samples, and the method."""
@@ -263,19 +263,6 @@ class SampledTransfer:
             f"The fine-tune's perplexity is {math.exp(written):.3g} on its own text and {math.exp(judged):.3g} on "
             f"{parts.source}."
         ]
-
-    def _in_weights(self, delta: Delta) -> str:
-        """A line on the carried change's norm and its component along the aligned change."""
-        whole = size = along = 0.0
-        for moved, carried in zip(*(d.changes_by_block(self._tied) for d in (self._moved(), delta)), strict=True):
-            whole += sum(float(change.double().square().sum()) for change in moved.values())
-            size += sum(float(change.square().sum()) for change in carried.values())
-            along += sum(float((c * moved[name].double()).sum()) for name, c in carried.items() if name in moved)
-        size, along = size / (whole or 1.0), max(along, 0.0) / (whole or 1.0)
-        return (
-            f"The carried change has {size:.2g} times the squared norm of the fine-tune's change; its component along "
-            f"the aligned change is {along:.0%}."
-        )
 
     @property
     def _new(self) -> str:

@@ -37,15 +37,17 @@ from rotation_merge.record import REPORT_FILE, MergeReport, versions
 
 MOVED = (
     "Nothing was trained: the change was moved by the alignment of the old base with the new one. If the new base were "
-    "the old one in other coordinates, it would have exactly the same effect. How much of it arrives at another base "
+    "the old one in other coordinates, it would have exactly the same effect. How much transfers to another base "
 )
+ENOUGH = 0.99
+"""Share of a change's squared norm from which a higher rank is not advised."""
 ASK = (
-    "How much of its effect arrives is not measured. '--scale auto' measures it on samples, and tells you if training "
-    "on the new base is better."
+    "How much of its effect transfers is not measured. '--scale auto' measures it on samples, and tells you if "
+    "training on the new base is better."
 )
 OTHER_WORDS = (
-    "How much of its effect arrives is not measured, because the two vocabularies differ. Compare it on your task with "
-    "the new base alone, and with training on the new base."
+    "How much of its effect transfers is not measured, because the two vocabularies differ. Compare it on your task "
+    "with the new base alone, and with training on the new base."
 )
 
 
@@ -169,8 +171,9 @@ class TransferSession:
         """The change of a whole fine-tune as an adapter, with notes on it."""
         delta = self.delta(tuned)
         written, norms = adapter_of(delta, rank, self.bases.new)
-        subject = "the change" if self.carrier.frame is None else "the change that has a place"
-        note = f"An adapter of rank {rank} keeps {share(norms):.1%} of the squared norm of {subject}."
+        subject = "the change" if self.carrier.frame is None else "the part of the change that fits"
+        more = "; a higher rank keeps more" if share(norms) < ENOUGH else ""
+        note = f"Rank {rank} keeps {share(norms):.1%} of {subject} (squared norm){more}."
         return written, [*delta.fitting_notes(), note, *left_out(self.bases.new)]
 
     def report_on(self, work: str) -> MergeReport:
@@ -260,22 +263,21 @@ def check_head(bases: Bases, alignment: Alignment, storage: StorageOptions) -> N
         raise RecipeError(
             f"a rotated stream needs an untied head, '{tied}' is tied to the embedding",
             where=str(bases.new.reference),
-            remedy="add --untie (the output then stores its head), or --residual permutation, or --lora RANK",
+            remedy="add --untie (the output then stores a separate head), or --residual permutation, or --lora RANK",
         )
 
 
 def verdict(bases: Bases, report: MergeReport) -> str:
     """A line on the distance of the bases before and after the alignment."""
     words = report.verdict(str(bases.old.reference))
-    return f"{bases.old.reference} to {bases.new.reference}: {words}."
+    return f"Alignment of {bases.old.reference} to {bases.new.reference}: {words}."
 
 
 def _notes(carried: CarriedAdapter, bases: Bases) -> list[str]:
     change, before = map(sum, zip(*carried.norms.values(), strict=True))
-    notes = [
-        f"{len(carried.norms)} changed tensors were carried.",
-        change_note("The change", change, before, "of the original weights"),
-    ]
+    notes = [f"{len(carried.norms)} changed tensors were carried."]
+    if warning := change_note("The change", change, before):
+        notes.append(warning)
     if carried.constants:
         notes.append(
             f"{len(carried.constants)} modules got a bias (peft's lora_bias), because norms shift their inputs."

@@ -210,7 +210,9 @@ class AddedTokens:
             lines.append("Its chat template was copied.")
         if parts:
             reason = self.reason if written else OF_MERGE
-            lines.append(f"Lost from what it added to its base{f' ({reason})' if reason else ''}: {'; '.join(parts)}.")
+            lines.append(
+                f"Not carried of what it added to its base{f' ({reason})' if reason else ''}: {'; '.join(parts)}."
+            )
         return lines
 
     def extended(self, carrier: Carrier, tuned: TensorSource) -> Carrier:

@@ -223,7 +223,7 @@ def check_places(works: Sequence[str], places: Sequence[str]) -> None:
     for i, place in enumerate(places):
         if place in places[:i]:
             raise CheckpointError(
-                f"would be written to {place}, as {works[places.index(place)]}",
+                f"has the same output as {works[places.index(place)]}: {place}",
                 where=works[i],
                 remedy="carry them one by one",
             )

@@ -29,6 +29,7 @@ def command(recipe: str, offline: bool, as_json: bool) -> int:
     from rotation_merge.averaging.task_vectors import RATIO
     from rotation_merge.diagnose import absent_models, check_text
     from rotation_merge.diagnose.needs import needs_of
+    from rotation_merge.diagnose.sources import HUB_NOTE
     from rotation_merge.diagnose.suggest import lengths_of_changes, suggestions
     from rotation_merge.mergekit_plugin.recipe.detect import read_from
     from rotation_merge.model.remote import remote_headers
@@ -68,5 +69,8 @@ def command(recipe: str, offline: bool, as_json: bool) -> int:
             say(shortage, "yellow")
     if changes is not None:
         say(changes.words, "yellow" if changes.ratio > RATIO else None)
-    say("the recipe is ready to run", "green")
+    if any(HUB_NOTE in fault.what for fault in faults):
+        say("the recipe is ready to run, if the models that were not checked exist and fit", "yellow")
+    else:
+        say("the recipe is ready to run", "green")
     return 0

@@ -30,7 +30,7 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     """
     from rotation_merge.matching.aligned_output import match_pair
     from rotation_merge.matching.open_pair import open_pair
-    from rotation_merge.report.compare import coordinates_verdict, gaps
+    from rotation_merge.report.compare import APART, coordinates_verdict, gaps
 
     options = config_of(AlignConfig, values)
     pair = open_pair(anchor, donor, options, untie)
@@ -62,6 +62,8 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     ]
     summary = coordinates_verdict(measured_gaps)
     say(f"{summary[:1].upper()}{summary[1:]}.")
+    if pair.checked.options.residual == "none" and measured_gaps[-1].angle_before >= APART:
+        say("The residual stream was not aligned: '--residual largest' aligns it, too.")
     headers = ("block", "space", "distance", "aligned", "angle", "aligned", "map: distance from the identity")
     table("", headers, rows, numbers=(2, 3, 4, 5))
     for warning in pair.checked.warnings:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.argument("patient", type=MODELS_OR_RECIPE, metavar="MERGED | RECIPE")
 @click.argument("parents", type=MODEL, nargs=-1)
 @click.option("--mend", is_flag=True, help="Correct headers, configs and small files, in place.")
-@click.option("--mend-weights", is_flag=True, help="Tensors too: drop those not read, take missing ones.")
+@click.option("--mend-weights", is_flag=True, help="Also drop unused tensors, and copy missing ones.")
 @click.option("--out", type=NEW_FOLDER, metavar="DIR", help="Correct a copy instead.")
 @json_option
 @shown
@@ -35,7 +35,8 @@ def command(
     Takes a merged model of any merge method, or a recipe before you run it. Parents are read from mergekit_config.yml
     and rotation_merge.json beside the model; otherwise name PARENTS. Checks the folder (tensors, index, config, token
     ids, small files of the parents), parents that do not fit, tokens at other ids, RoPE, config, tied heads, NaN,
-    overflow of the dtype, coordinates, lineage, and weights and activations that vanish. Exit code 1: a likely cause.
+    overflow of the dtype, models in other coordinates or trained separately, and weights and activations that vanish.
+    Exit code 1: a likely cause.
 
     --mend corrects the folder and prints each correction; each file is replaced atomically. Tensors change only with
     --mend-weights.
@@ -61,11 +62,11 @@ def command(
         )
         return 1 if likely else 0
     for line in corrected:
-        say(f"mended {line}", "green")
+        say(f"corrected {line}", "green")
     for name in case.absent:
-        note(f"{name} cannot be found: it was not compared with the others.")
+        note(f"{name} cannot be found, so it was not compared with the others.")
     if not case.parents and case.merged is not None:
-        note("The parents of the merge are not known: only the merge itself was checked. Name them after it.")
+        note("The parents of the merge are not known, so only the merge was checked. Name the parents after it.")
     for number, cause in enumerate(causes, 1):
         say(f"{number}. {cause.name} ({cause.word}): {cause.where}: {cause.what}", "red" if likely else "yellow")
         say(f"   {cause.remedy}")
@@ -87,7 +88,7 @@ def _mended(case: Case, out: str | None, weights: bool) -> list[str]:
     from rotation_merge.report.integrity.mending import mend, mended_copy
 
     if case.merged is None or not os.path.isdir(case.merged):
-        raise RotationMergeError("is not a model folder", where=case.name, remedy="only a merged model can be mended")
+        raise RotationMergeError("is not a model folder", where=case.name, remedy="name a merged model")
     return (
         mend(case.merged, case.folders, weights)
         if out is None

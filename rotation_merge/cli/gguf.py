@@ -64,9 +64,9 @@ def write_gguf(model: str, out: str, kind: str) -> list[str]:
 def command(model: str, out: str, kind: str, as_json: bool) -> int:
     """Write MODEL as one GGUF file, for llama.cpp and programs built on it.
 
-    Llama, Mistral, Mixtral, Qwen2, Qwen3 and their MoE, Gemma 2 and 3, Phi-3, OLMo2, StarCoder2, Falcon and GPT-2, with
-    their tokenizers. Vectors, routers and positions stay float32. If GGUF cannot hold a part of the model, the error
-    names that part. OUT.gguf is complete or absent.
+    Supports Llama, Mistral, Mixtral, Qwen2, Qwen3 and their MoE, Gemma 2 and 3, Phi-3, OLMo2, StarCoder2, Falcon and
+    GPT-2, with their tokenizers. Vectors, routers and positions stay float32. If GGUF cannot hold a part of the model,
+    the error names that part. OUT.gguf is complete or absent.
     """
     if not out.lower().endswith(".gguf"):
         raise RotationMergeError("is not a GGUF file name", where=out, remedy="let it end in .gguf")

@@ -57,13 +57,13 @@ def command(
 ) -> int:
     """Spaces, sizes and groups of a model, what stays unaligned and why, and the cost of aligning.
 
-    A model is shown as a donor aligned under these options, a recipe with each of its donors under the recipe's.
-    Reads only configs and headers. Time is estimated for this machine; memory comes on top of Python and its libraries.
-    For FILE (an alignment, statistics, or a merge's rotation_merge.json), its content is shown.
+    A model is taken as a donor under these options; a recipe shows each of its donors under its own options. Reads only
+    configs and headers. Time is estimated for this machine; memory does not include Python and its libraries. For FILE
+    (an alignment, statistics, or a merge's rotation_merge.json), shows its content.
 
-    --tensor plans a recipe and runs it as far as the tensor needs; nothing is written. For a merged folder it reads
-    the report, and runs the recipe if the models are still there. Reports, cards and files identify models by
-    fingerprints. These tell weights apart; they do not protect against forgery.
+    --tensor runs a recipe as far as the tensor needs, and writes nothing. For a merged folder it reads the report, and
+    runs the recipe if the models still exist. Reports, cards and files identify models by fingerprints. These tell
+    weights apart; they do not protect against forgery.
     """
     questions = {name: value for name in (*ABOUT, *ALONE, "prove") if (value := values.pop(name))}
     if "html" in questions:

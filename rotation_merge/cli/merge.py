@@ -67,6 +67,8 @@ def command(
     if len(models) < 3:
         raise click.UsageError("name two or more models and the directory to write")
     *names, out = models
+    if names[0].startswith((".", os.sep)) and not os.path.exists(names[0]) and os.path.exists(out):
+        raise click.UsageError(f"{names[0]} does not exist, but {out} does: the directory to write comes last")
     from rotation_merge.model.naming import anywhere, check_different
 
     options = config_of(MergeConfig, values)

@@ -121,7 +121,7 @@ def polished(
         raise RotationMergeError(problem, where=merged, remedy="add '--merge-lora', or leave '--lora' out")
     heads = _heads(merged, teachers)
     if any(heads) and ways.lora:
-        problem = "has heads of its own for its teachers, and one LoRA cannot hold them"
+        problem = "has a separate head for each teacher, but one LoRA cannot hold them"
         raise RotationMergeError(problem, where=merged, remedy="leave '--lora' out")
     progress = Progress()
     with Unfinished(out) as work:

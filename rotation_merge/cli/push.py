@@ -69,9 +69,9 @@ def command(
             print_json({"repository": repo, "revision": commit, "left_out": plan.kept_back})
         else:
             say(f"Published: {repo}@{commit}", "green")
+            say(f"Download it with 'rotation-merge pull {repo}@{commit} DIR'.")
             _say_left_out(plan.kept_back)
             _say_unpublished(plan)
-            say(f"'rotation-merge pull {repo}@{commit} DIR' gets it.")
         return 0
     items = [*plan.first(), *plan.items(UNKNOWN)]
     texts = {item.place: item.text for item in items if item.place in (CARD, RECIPE)}
@@ -80,9 +80,10 @@ def command(
         facts = {"files": files, "left_out": plan.kept_back, "card": texts[CARD], "recipe": texts.get(RECIPE)}
         print_json({"repository": repo, **facts})
         return 0
+    say(f"Nothing was sent. --yes publishes to {repo}; -v shows every file, the card and the recipe.")
     if verbose():
-        rows = [(item.place, bytes_text(item.size), "written anew" if item.changed else "") for item in items]
-        table(f"{repo} would hold:", ("file", "size", ""), rows, (1,))
+        rows = [(item.place, bytes_text(item.size), "rewritten" if item.changed else "") for item in items]
+        table("Files to publish:", ("file", "size", ""), rows, (1,))
         for place in (CARD, RECIPE):
             if place in texts:
                 say(f"\n--- {place}\n{texts[place]}")
@@ -90,21 +91,25 @@ def command(
         _summarise(plan, items)
     _say_left_out(plan.kept_back)
     _say_unpublished(plan)
-    more = f" ({UNKNOWN}: the commit of the files that the recipe reads.)" if verbose() else " -v shows it all."
-    note(f"Nothing was sent: add --yes.{more}")
+    if verbose():
+        note(f"{UNKNOWN}: the commit of the files that the recipe reads.")
     return 0
 
 
 def _summarise(plan: Draft, items: Sequence[Item]) -> None:
-    """Print the number and kinds of files, and the models' names on the hub."""
+    """Print size and names of the files, and the models' names on the hub."""
     from rotation_merge.share.contents import is_weights
 
     weights = [item for item in items if is_weights(item.place)]
     other_places = [item.place for item in items if item not in weights]
     size = bytes_text(sum(item.size for item in items))
-    say(f"{plan.repo} would hold {len(items)} files, {size}: {len(weights)} of weights, {named(other_places)}.")
+    say(f"Files to publish: {len(items)}, {size} in all.")
+    say(f"  weights: {named(item.place for item in weights)}")
+    say(f"  others: {named(other_places)}")
+    if plan.names:
+        say("Names on the hub:")
     for name, target in plan.names.items():
-        say(f"  {name} is called {target}")
+        say(f"  {name}: {target}")
 
 
 def _say_left_out(left_out: Sequence[str]) -> None:
@@ -112,12 +117,12 @@ def _say_left_out(left_out: Sequence[str]) -> None:
 
     statistics = [place for place in left_out if is_statistics(place)]
     if statistics:
-        say(f"Statistics stay here: {named(statistics)}. --with-data publishes them, too.")
+        say(f"Statistics are left out: {named(statistics)}. --with-data publishes them, too.")
     if omitted := [place for place in left_out if place not in statistics]:
         say(f"Left out, because they are not part of a merge: {named(omitted)}. --include PATTERN publishes them, too.")
 
 
 def _say_unpublished(plan: Draft) -> None:
     if plan.unpublished:
-        say("Published without statistics. Measure them again before the merge: the manifest has the commands.")
-        say("--with-data publishes them.")
+        say("The recipe reads statistics that are not published. --with-data publishes them.")
+        say("Otherwise others measure them first, by the commands in the manifest.")

@@ -49,7 +49,7 @@ def draft_of(model: str) -> tuple[dict[str, Any], list[str]]:
         return content, doubts
     labels = {key: content[key] for key in ("family", "title", "classes", "model_types")}
     notes = [f"check: names and shapes would also be those of {', '.join(fits[1:])}"] if fits[1:] else []
-    first = f"check: names and shapes are those of {fits[0]}; the file says that this is one more model of it"
+    first = f"check: names and shapes are those of {fits[0]}; the file declares it as one more model of that family"
     return {**labels, "extends": fits[0]}, [first, *notes, *_ALWAYS]
 
 
@@ -198,7 +198,7 @@ def _layer(
                 section[key] = {"axes": section[key], "optional": True}
     if optional:
         names = ", ".join(sorted({_EACH.sub("experts.{e}.", name) for name in optional}))
-        doubts.append(f"check: tensors that some layers alone have are optional ('when' says which do): {names}")
+        doubts.append(f"check: tensors that only some layers have are optional ('when' selects those layers): {names}")
     return {"norms": norms, "linear": linear, "tensors": tensors}
 
 

@@ -107,7 +107,7 @@ def hints(findings: Sequence[Finding]) -> list[str]:
         advice.append("neurons: look at the order of gate and up, at 'gated', 'activation' and \"scale\": \"fixed\"")
     if attention and neurons and not holds.get("residual: rotation", True) and all(streams[:-1]):
         advice.append(
-            "rotations: a norm's output goes back into the stream, or is read by more than stands in its 'reads'"
+            "rotations: a norm's output goes back into the stream, or has readers that its 'reads' does not list"
         )
     elif attention and neurons and not all(streams):
         advice.append("streams: a tensor that reads or writes a stream is labelled 'fixed'")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
@@ -38,7 +39,7 @@ from rotation_merge.report.integrity import check_folder
 FAULTS = ("vocabulary size", "layer count", "layer types", "head count", "wrong shape", "RoPE", "tensor twice")
 """Kinds of defects with which a model cannot be merged as it is meant."""
 
-HUB_NOTE = "not in the local cache: its files are not checked"
+HUB_NOTE = "not a folder here, and not in the hub's cache: its files are not checked"
 
 
 def check_sources(
@@ -80,7 +81,7 @@ def check_sources(
         elif hub_file is not None:
             absent = True
             remedy = "the merge downloads it; check again afterwards"
-            document.fault(path, f"{name}: {HUB_NOTE.replace('its files are', 'it is')}", remedy, error=False)
+            document.fault(path, f"{name}: not in the hub's cache: it is not checked", remedy, error=False)
         elif not os.path.exists(name):
             advice = "write it with 'rotation-merge align --alignment FILE'"
             document.fault(path, f"{name}: no such file", advice if path[-1] == "alignment" else "check the path")
@@ -152,7 +153,7 @@ def _open(document: Document, path: Path, name: str, models: Models) -> Model | 
         document.fault(path, str(error), "write a directory, or org/name")
         return None
     if is_absent(reference):
-        document.fault(path, f"{name}: {HUB_NOTE}", "download it, or check again after the first merge", error=False)
+        document.fault(path, f"{name}: {HUB_NOTE}", f"{_beside(name)}, or download it and check again", error=False)
         return None
     model = models[reference]
     try:
@@ -165,6 +166,13 @@ def _open(document: Document, path: Path, name: str, models: Models) -> Model | 
         document.fault(path, f"{name}: cannot be read ({error})", "download it again")
         return None
     return model
+
+
+def _beside(name: str) -> str:
+    """Advice on a name that may be a misspelt folder: the nearest one beside it."""
+    parent, base = os.path.split(name)
+    close = get_close_matches(base, os.listdir(parent), n=1) if os.path.isdir(parent) else []
+    return f"did you mean '{os.path.join(parent, close[0])}'?" if close else "check the name"
 
 
 def _whole(document: Document, path: Path, model: Model) -> None:
@@ -249,7 +257,7 @@ def _residual(document: Document, anchor: Model) -> None:
     for path, _ in scopes(document.value):
         settings = at(document.value, path)
         group = settings.get("residual") if isinstance(settings, Mapping) else None
-        if not isinstance(group, str):
+        if not isinstance(group, str) or document.refused((*path, "residual")):
             continue
         try:
             residual_groups(anchor.architecture, group, str(anchor.reference))
@@ -276,7 +284,7 @@ def _plan(document: Document, session: Session, options: MergeOptions) -> None:
     except ValidationError as error:
         document.fault((), *explain(error.errors()[0]))
     except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
-        document.fault((), " ".join(str(error).split()), "mend the recipe")
+        document.fault((), " ".join(str(error).split()), "correct the recipe")
 
 
 def _warn(document: Document, planner: Any) -> None:

@@ -70,8 +70,8 @@ class Lengths:
         if self.ratio <= RATIO:
             return lengths_text
         if self.evened:
-            return f"{lengths_text}; {self.delegate} brings them to the harmonic mean ('lengths: keep' leaves them)"
-        return f"{lengths_text}; the longest decides, and {self.delegate} leaves them so: give it less 'weight'"
+            return f"{lengths_text}; {self.delegate} scales them to their harmonic mean ('lengths: keep' leaves them)"
+        return f"{lengths_text}; the longest dominates with {self.delegate}: give it a lower 'weight'"
 
 
 def lengths_of_changes(path: str) -> Lengths | None:

@@ -130,9 +130,7 @@ class Unfinished:
         """Refuse a folder with files that no run wrote."""
         if self.path.exists() and any(self.path.iterdir()) and not self.file(MARK).exists():
             remedy = "move it away, or write somewhere else"
-            raise RotationMergeError(
-                "exists, and no run of rotation-merge wrote it", where=str(self.path), remedy=remedy
-            )
+            raise RotationMergeError("exists, but rotation-merge did not write it", where=str(self.path), remedy=remedy)
 
     def _empty(self) -> None:
         """Remove everything in the folder but its mark."""

@@ -92,7 +92,7 @@ def check_outputs(outputs: Iterable[Output], inputs: Iterable[Input], cache: str
                 raise RotationMergeError(problem, where=output.path, remedy=output.remedy)
 
 
-SAME, INSIDE, AROUND = "is one of the inputs", "lies in one of the inputs", "holds one of the inputs"
+SAME, INSIDE, AROUND = "is one of the inputs", "is inside one of the inputs", "holds one of the inputs"
 
 
 class _Place:
@@ -164,7 +164,7 @@ def check_replaced(outputs: Iterable[Output], force: bool = False, remedy: str =
             raise RotationMergeError(problem, where=output.path, remedy=f"name {kind} to write")
         replaced = not output.wrote(output.path) if output.kind == FILE else bool(os.listdir(output.path))
         if replaced and output.kind != ROOM and not force:
-            raise RotationMergeError("is there already", where=output.path, remedy=remedy or output.remedy)
+            raise RotationMergeError("already exists", where=output.path, remedy=remedy or output.remedy)
 
 
 def check_writable(outputs: Iterable[Output]) -> None:

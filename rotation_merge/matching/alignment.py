@@ -678,9 +678,9 @@ def _check_basis(basis: Basis) -> None:
     infos = [block.tensor(key) for block in blocks for key in holders(block, [info.key for info in block.tensors])]
     known = {name for info in infos if info is not None for name in info.names if name in basis.shapes}
     if basis.biases and (odd := sorted(known ^ basis.biases.keys())):
-        raise AlignmentError(f"does not fit: the anchor's bias '{odd[0]}' is not in both of its header and its tensors")
+        raise AlignmentError(f"is damaged: the anchor's bias '{odd[0]}' is missing in its header or among its tensors")
     if odd := sorted(basis.donor_biases.keys() - basis.biases.keys()):  # a language half has fewer than its anchor
-        raise AlignmentError(f"does not fit: the anchor has no bias '{odd[0]}', of the donor it has")
+        raise AlignmentError(f"does not fit: it has a bias '{odd[0]}' of the donor, but none of the anchor")
     for side, biases in (("anchor", basis.biases), ("donor", basis.donor_biases)):
         for name, bias in biases.items():
             if tuple(bias.shape) != basis.shapes[name] or not all_finite([bias]):

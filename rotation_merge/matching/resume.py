@@ -84,7 +84,7 @@ class TrainingState:
                 raise AlignmentError(
                     "holds the state of another fit (other models, data or options)",
                     where=str(self.path),
-                    remedy="delete it to start again, or finish that fit as it was begun",
+                    remedy="delete it to start again, or continue that fit with its own options",
                 )
             moments = {i: parts.get(f"optimiser {i}", {}) for i in facts["trained"]}
             self.learned.load_state_dict(parts.get("learned", {}))

@@ -131,11 +131,8 @@ class Run:
 
     def transport_notes(self) -> list[str]:
         """Notes on the carried task vectors."""
-        words = [
-            change_note(f"The task vector of `{donor}`", *norms, "of its base")
-            for donor, norms in sorted(self.carried.items())
-        ]
-        return [*words, *(line for lines in self.later for line in lines())]
+        words = [change_note(f"The task vector of `{donor}`", *norms) for donor, norms in sorted(self.carried.items())]
+        return [*filter(None, words), *(line for lines in self.later for line in lines())]
 
     def add_notes_later(self, words: Callable[[], list[str]]) -> None:
         """Add notes that are known only after all tensors are written."""
@@ -205,16 +202,15 @@ class Run:
             ending()
 
 
-def change_note(subject: str, change: float, origin: float, of: str) -> str:
-    """A line on the size of a change relative to its origin, by squared norms, with advice if it is too large."""
+def change_note(subject: str, change: float, origin: float) -> str | None:
+    """A warning if a change is too large to transfer, by the squared norms of the change and of its base."""
     share = change / origin if origin else 0.0
-    words = f"{subject} has {share:.2g} times the squared norm {of}"
-    if share > FAR:
-        words += (
-            f". Above {FAR}, little of a change transfers and the rest does harm. Try a scale or weight of at most 0.1 "
-            "and compare with the new base alone, or fine-tune the new base"
-        )
-    return f"{words}."
+    if share <= FAR:
+        return None
+    return (
+        f"{subject} is too large to transfer well. Use a scale or weight of at most 0.1 and compare with the new base "
+        f"alone, or fine-tune the new base. Its squared norm is {share:.2g} of its base's; the limit is {FAR}."
+    )
 
 
 def _log(donor: str, block: Block, matches: list[SpaceMatch]) -> None:

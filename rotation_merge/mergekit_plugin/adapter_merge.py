@@ -114,7 +114,9 @@ def merge_adapters(
     """
     chosen = AdapterMergeConfig.of(config, options)
     if len(adapters) < 2:
-        raise CheckpointError("a merge needs two adapters or more", remedy="name another")
+        raise CheckpointError(
+            "a merge needs two adapters or more", remedy="name two or more adapters, then the output folder"
+        )
     read = [read_adapter(path) for path in adapters]
     _check_alike(read, same_base)
     rule = _rule(method, dict(parameters or {}))

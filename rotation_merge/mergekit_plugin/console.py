@@ -56,7 +56,7 @@ def line(error: Exception) -> str:
         case yaml.MarkedYAMLError():
             mark = error.problem_mark or error.context_mark
             place = f"recipe, line {mark.line + 1}, column {mark.column + 1}" if mark else "recipe"
-            return str(RecipeError(f"not valid YAML ({error.problem})", where=place, remedy="mend the syntax"))
+            return str(RecipeError(f"not valid YAML ({error.problem})", where=place, remedy="correct the syntax"))
         case SafetensorError() | OSError():
             return str(_file_error(error))
     text = " ".join(f"{error}".split())

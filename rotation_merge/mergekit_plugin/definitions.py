@@ -88,7 +88,7 @@ def _check_depths(config: MergeConfiguration, models: Models) -> None:
                 raise CheckpointError(
                     f"has {sum(depth.values())} layers, {whole[0].reference} has {sum(depths[0].values())}",
                     where=str(model.reference),
-                    remedy="say under 'slices' which layers belong together",
+                    remedy="pair the layers under 'slices'",
                 )
 
 

@@ -155,7 +155,7 @@ def merge_views(
         held_models.append(model)
     for name in parameters or {}:
         if name in BY_NAME and name not in MERGING and name not in [p.name for p in delegate.spec.parameters]:
-            problem = f"'{name}' is an alignment option, and average does not align"
+            problem = f"'{name}' is an alignment option, but average does not align"
             raise RecipeError(problem, remedy="give it to rotation_merge.align, and average alignment.apply(donor)")
     shared = {name.rstrip("_") if keyword.iskeyword(name[:-1]) else name: x for name, x in (parameters or {}).items()}
     value = {

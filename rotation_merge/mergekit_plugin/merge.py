@@ -135,7 +135,7 @@ def _run(
                 write_page(staging)
             if options.write_model_card:
                 add_section(os.path.join(staging, "README.md"), report)
-        checked = [f"  check: {defect.line}" for defect in defects] or ["  check: the folder is whole"]
+        checked = [f"  check: {defect.line}" for defect in defects] or ["  check: the folder is complete"]
         say([] if options.quiet else [*closing(report, out_path), *checked])
     finally:
         done.end()

@@ -67,10 +67,12 @@ def vocabulary_note(config: MergeConfiguration, folder: str, options: MergeOptio
             alone.setdefault(names[0], []).append(f"'{token}'")
     shared = sum(len(names) == len(known) for names in holders.values())
     partial = sum(1 < len(names) < len(known) for names in holders.values())
-    parts = [f"Vocabulary of {len(result.ids)} tokens: rows of the {shared} that all models have are averaged"]
-    parts += [f"{len(tokens)} only `{name}` has, with its rows ({named(tokens)})" for name, tokens in alone.items()]
+    parts = [f"Vocabulary of {len(result.ids)} tokens: the rows of {shared} tokens that all models have are averaged"]
+    parts += [
+        f"{len(tokens)} tokens that only `{name}` has keep its rows ({named(tokens)})" for name, tokens in alone.items()
+    ]
     parts += (
-        [f"{partial} belong to some of the models (the others contribute the base's row, or the mean)"]
+        [f"for {partial} tokens that some models lack, those models contribute the base's row, or the mean"]
         if partial
         else []
     )
@@ -98,7 +100,7 @@ def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) 
     """Look at the output of another method of mergekit's; nothing is changed."""
     defects = check_folder(folder, parent_folders(config, options))
     lines = [f"rotation_merge: {folder}: {defect.line}" for defect in defects]
-    say(lines or [f"rotation_merge: {folder} is whole"])
+    say(lines or [f"rotation_merge: {folder} is complete"])
 
 
 def say(lines: Iterable[str]) -> None:

@@ -234,7 +234,7 @@ class Adapter:
             return change
         factor = change.b or str(change.shift).removesuffix("bias") + "weight"
         if factor not in self.shapes:
-            raise self._damaged(f"'{key}' stands without '{factor}'")
+            raise self._damaged(f"'{key}' has no matching '{factor}'")
         return replace(change, scale=self.scale(module, (*self.shapes[factor], 0, 0)[1]))
 
     def scale(self, module: str, rank: int) -> float:

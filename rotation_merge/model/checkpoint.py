@@ -128,7 +128,7 @@ class Model:
             raise CheckpointError(
                 f"its config cannot be loaded ({short(error)})",
                 where=path,
-                remedy="mend config.json" if is_folder(path) else "check the repository's name",
+                remedy="correct config.json" if is_folder(path) else "check the repository's name",
             ) from error
         if self.modules:
             setattr(config, SENTENCE, self.modules)
@@ -234,7 +234,7 @@ class Model:
         result = self._of_files(self._head)
         if absent := [name for name in self.names if name not in result]:
             raise CheckpointError(
-                f"the index names '{absent[0]}', its shard does not hold it",
+                f"the index names '{absent[0]}', but its shard does not hold it",
                 where=str(self.reference),
                 remedy="the shards and their index do not belong together; download them again",
             )

@@ -103,7 +103,7 @@ class FolderExchange:
     def _move(self, source: str, path: str, to: str) -> None:
         destination = os.path.join(to, path)
         if os.path.lexists(destination):
-            problem = f"blocks '{path}', which has to come back from {source}"
+            problem = f"is in the way of '{path}', which must be restored from {source}"
             raise RotationMergeError(problem, where=destination, remedy="move it away and run again")
         os.makedirs(os.path.dirname(destination), exist_ok=True)
         os.rename(os.path.join(source, path), destination)
@@ -134,7 +134,7 @@ def interrupted(holder: str, target: str) -> FolderExchange | None:
         staging = os.path.join(holder, moves["staging"])
         return FolderExchange(staging, target, moves["incoming"], moves["outgoing"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        problem = f"is not a journal of an exchange ({error})"
+        problem = f"is not a record of an interrupted write ({error})"
         raise RotationMergeError(problem, where=path, remedy="look at the files beside it, and move it away") from error
 
 

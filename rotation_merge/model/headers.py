@@ -128,7 +128,9 @@ def _check_others(folder: str, opened: str) -> None:
     if os.path.isfile(config := os.path.join(folder, "config.json")):
         named = read_json(config).get("transformers_weights")
         if named not in (None, opened):
-            raise _ambiguous(folder, f"config.json names '{named}' (transformers_weights), and {opened} is there")
+            raise _ambiguous(
+                folder, f"config.json names '{named}' (transformers_weights), but the folder also has {opened}"
+            )
 
 
 def _ambiguous(folder: str, problem: str) -> CheckpointError:
@@ -161,7 +163,7 @@ def check_config(folder: str) -> None:
         parts += [value for value in part.values() if isinstance(value, dict)]
         for name, value in part.items():
             if _COUNT.fullmatch(name) and isinstance(value, int | float) and value > max(tensors, _PLAUSIBLE):
-                problem = f"'{name}' is {value:.15g} in config.json, and the weight files hold {tensors} tensors"
+                problem = f"'{name}' is {value:.15g} in config.json, but the weight files hold {tensors} tensors"
                 raise CheckpointError(problem, where=folder, remedy="config.json is damaged, or that of another model")
 
 
@@ -367,8 +369,7 @@ def check_codes(code_types: Mapping[str, str], names: Iterable[str], label: str)
     else:
         numbers = "put 'quantization_config' back into config.json; model.dequantize(), model.save_pretrained(OUT)"
     raise CheckpointError(
-        f"its weights are quantised ({kind}, the first is '{name}'), which config.json does not say; they are codes "
-        "and cannot be aligned",
+        f"its weights are quantised ({kind}, the first is '{name}') and cannot be aligned; config.json does not say so",
         where=label,
         remedy=f"name the model in full precision, or {numbers}",
     )

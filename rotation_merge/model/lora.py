@@ -19,7 +19,7 @@ from rotation_merge.model.factors import stacks, transposed
 from rotation_merge.model.headers import ADAPTER_CONFIG
 
 WHOLE = "merge the adapter into its base and carry the whole model"
-WRONG_BASE = "name the base that it was trained on by --from"
+WRONG_BASE = "name the base that it was trained on with --from"
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def mend(target: str) -> bool:
         exchange = interrupted(holder, target)
         if exchange is not None:
             exchange.undo()
-            LOG.warning("%s: the exchange of its model was interrupted; it holds what it held before", target)
+            LOG.warning("%s: replacing its model was interrupted; the previous files are restored", target)
             undone = True
         shutil.rmtree(holder, ignore_errors=True)
     return undone

@@ -38,7 +38,7 @@ def missing_biases(config: Mapping[str, Any], architecture: Architecture, names:
             lacking = [block for block in blocks if not _parts(block, FLAGS[flag]) <= holders]
             if lacking:
                 entry = f"{definition.config}.{flag}" if definition.config else flag
-                yield f"'{entry}' is true, and no such bias is stored for {lacking[0].name}"
+                yield f"'{entry}' is true, but no such bias is stored for {lacking[0].name}"
 
 
 def _parts(block: Block, kinds: Collection[str]) -> set[str]:

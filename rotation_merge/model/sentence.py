@@ -111,7 +111,7 @@ def reading(folder: str) -> tuple[str, int | None]:
     prompts, name = settings.get("prompts") or {}, settings.get("default_prompt_name")
     if not isinstance(prompts, dict) or (name is not None and name not in prompts):
         problem = f"its default_prompt_name is '{name}', which is not among its prompts"
-        raise CheckpointError(problem, where=settings_path, remedy="mend the file")
+        raise CheckpointError(problem, where=settings_path, remedy="correct the file")
     most = read_json(lengths).get("max_seq_length") if os.path.isfile(lengths) else None
     prompt = str(prompts[name]) if name is not None else ""
     if prompt and any(module.get("include_prompt") is False for module in read_modules(folder)):

@@ -116,6 +116,10 @@ def _sums(anchor: Tensor, donor: Tensor, aligned: Tensor | None) -> _Sums:
     return _Sums(*(float(torch.dot(x, y)) for x, y in ((a, a), (b, b), (a, b), (c, c), (a, c))))
 
 
+APART = 45.0
+"""Degrees between two models from which they do not share their coordinates."""
+
+
 def coordinates_verdict(gaps: list[Gap]) -> str:
     """One sentence on whether the two are in the same coordinates, and where they diverge."""
     whole = gaps[-1]
@@ -128,7 +132,7 @@ def coordinates_verdict(gaps: list[Gap]) -> str:
     if whole.distance_after < 1e-3 * whole.distance_before:
         return "the two models are one model in two coordinate systems: alignment brings them together" + widest_words
     if gain < 0.01:
-        if whole.angle_before < 45:
+        if whole.angle_before < APART:
             return "the two models share their coordinates: alignment has next to nothing to do" + widest_words
         return (
             "the two models do not share their coordinates, and aligning these spaces does not bring them nearer"
@@ -136,6 +140,6 @@ def coordinates_verdict(gaps: list[Gap]) -> str:
         )
     angles = f"{whole.angle_before:.3g} to {whole.angle_after:.3g} degrees"
     nearer = f"alignment brings them {gain:.0%} nearer (angle {angles})"
-    if whole.angle_before < 45:
+    if whole.angle_before < APART:
         return f"the two models share most of their coordinates: {nearer}{widest_words}"
     return f"the two models do not share their coordinates: {nearer}{widest_words}"

@@ -48,8 +48,8 @@ class Curve:
         if self.barrier() >= gain or gain < LEAST_GAIN:
             return None
         return (
-            f"no barrier on the path, {self.name}: at {place:.2g} the merge is {gain:.4f} better than the line between "
-            "its parents"
+            f"no barrier on the path, {self.name}: at {place:.2g} the loss is {gain:.4f} below the straight line "
+            "between its ends"
         )
 
     def middle(self) -> int:

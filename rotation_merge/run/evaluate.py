@@ -27,12 +27,12 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvaluateConfig(ReadingConfig):
-    """Options of judging a model."""
+    """Options of evaluation."""
 
 
 @dataclass(frozen=True)
 class BarrierConfig(ReadingConfig):
-    """Options of judging the models on a path."""
+    """Options of evaluating models on a path."""
 
     points: int = option(11, "models on the path", low=3, high=101)
 

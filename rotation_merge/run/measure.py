@@ -47,7 +47,7 @@ class MeasureConfig(Config):
     )
     seed: int = option(0, "seed of the samples that the model writes and of sampled labels")
     memory: int | None = option(
-        None, "most bytes for sums. Not given: half of the free memory", int, low=1, command=False
+        None, "largest number of bytes for the sums. Not given: half of the free memory", int, low=1, command=False
     )
     samples: int | None = option(
         None, f"largest number of samples. Not given: all of a file, {SAMPLES} of `self` and `synthetic`", int, low=1

@@ -36,8 +36,8 @@ class MergeConfig(Config):
     base: str | None = option(None, "common base of the models. Not given: found from adapters, cards or weights", str)
     subsets: int = option(
         0,
-        "number of random subsets of three or more models to merge in the best way, too, which shows how often a merge "
-        "beats the best model",
+        "number of random subsets of three or more models that are merged by the best method, too. Shows how often a "
+        "merge beats the best model",
         low=0,
     )
 

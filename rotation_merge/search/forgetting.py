@@ -67,9 +67,9 @@ class Forgetting:
     def why(self, name: str, figures: Figures, plain: Figures | None) -> str:
         """The reason for rejecting a merge with a better score."""
         return (
-            f"'{name}' scores {figures.score:.4f} on the selection samples, but forgets too much: on the base's own "
-            f"text it loses {self._more(figures, plain):.4f} nats more than the plain average, over a tenth of its "
-            f"gain of {self.gained(figures):.4f} over the base."
+            f"Not chosen: '{name}' ({figures.score:.4f} on the selection samples) forgets too much. On the base's own "
+            f"text it loses {self._more(figures, plain):.4f} nats more than the plain average; "
+            f"{TOLERATED * self.gained(figures):.4f} is allowed, a tenth of its gain over the base."
         )
 
 

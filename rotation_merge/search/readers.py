@@ -82,7 +82,7 @@ class TextReader(Reader):
             name for name, x in batch.items() if name not in (*PER_TOKEN, "labels") and x.shape[: ids.ndim] == shape
         }
         if labelled or beside or task == "masked token":
-            problem = f"{self.name} has another tokenizer, and these samples have labels for single tokens"
+            problem = f"{self.name} has another tokenizer, but these samples have labels for single tokens"
             raise DataError(problem, remedy="give text for language models, or examples with one label each")
         encoded = [self._ids(text) for text in texts(batch, self.anchor)]
         longest = max(len(row) for row, _ in encoded)

@@ -100,7 +100,7 @@ class Search:
         """
         out = self.config.out
         if not force and not self.goes_on() and os.path.isdir(out) and os.listdir(out):
-            raise RotationMergeError("is there already", where=out, remedy="write somewhere else, or --force")
+            raise RotationMergeError("already exists", where=out, remedy="write somewhere else, or --force")
         with self.begun():
             self.prepare()
             return self.run()
@@ -275,10 +275,10 @@ class Search:
                 if candidate.name == "plain":
                     self.linear, self.plain = result.figures, self._report(candidate, result)
         except OutOfTime:
-            self.left_out[candidate.title] = f"not finished in the {remaining:.0f} s that the budget left"
+            self.left_out[candidate.title] = f"not finished in the {remaining:.0f} s left of the budget"
         except (RotationMergeError, OneLineError) as error:
             out_of_time = isinstance(error.__context__, OutOfTime) or isinstance(error.__cause__, OutOfTime)
-            late = f"not finished in the {remaining:.0f} s that the budget left"
+            late = f"not finished in the {remaining:.0f} s left of the budget"
             self.left_out[candidate.title] = late if out_of_time else str(error)
         else:
             result.expected = expected

@@ -293,9 +293,9 @@ def check_whole(folder: str, report: MergeReport) -> None:
     fatal = [defect for defect in check_folder(folder, list(filter(None, places))) if defect.fatal]
     if fatal:
         more = f" (and {len(fatal) - 1} more)" if len(fatal) > 1 else ""
-        problem = f"is not whole: {fatal[0].kind}: {fatal[0].what}{more}"
+        problem = f"is damaged: {fatal[0].kind}: {fatal[0].what}{more}"
         raise RotationMergeError(
-            problem, where=folder, remedy=f"see 'rotation-merge doctor {folder}', which mends some"
+            problem, where=folder, remedy=f"run 'rotation-merge doctor {folder}'; --mend corrects some defects"
         )
 
 
@@ -315,7 +315,7 @@ def check_card(text: str) -> None:
         ModelCard(text, ignore_metadata_errors=False)
     except Exception as error:  # of its parser, of YAML's, and of the hub's class
         problem = f"its metadata are refused ({short(error)})"
-        raise RotationMergeError(problem, where=CARD, remedy="mend them") from error
+        raise RotationMergeError(problem, where=CARD, remedy="correct them") from error
 
 
 def _unpublished(folder: str, report: MergeReport, read: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
@@ -356,7 +356,9 @@ def _unknown(folder: str, missing: Sequence[str], data: Sequence[str]) -> Rotati
     upload = f" (not on the hub yet: 'hf upload org/name {model_names[-1]}')" if model_names else ""
     samples = "--with-data to publish samples, or --as FILE=datasets/org/name/file@revision" if data else ""
     remedy = f"add {' and '.join(filter(None, (f'{words}{upload}', samples)))}"
-    return RotationMergeError(f"local paths need a name on the hub: {named(names)}", where=folder, remedy=remedy)
+    others = [name for name in names if name not in model_names[:NAMED]]
+    problem = "local paths need a name on the hub" + (f": {named(others)}" if others else "")
+    return RotationMergeError(problem, where=folder, remedy=remedy)
 
 
 def _report(folder: str) -> MergeReport:

@@ -128,10 +128,10 @@ class ConvolutionGroup(SpaceGroup):
 
     def refuses(self, transform: SpaceTransform) -> str | None:
         if not isinstance(transform, ConvolutionTransform):
-            return "it is not one of a convolution's channels"
+            return "it is not a transform of a convolution's channels"
         index, factor = transform.element.permutation.index, transform.element.scaling.factor
         if index.shape != (COUNT, self.size) or factor.shape != index.shape:
-            return f"it has not {COUNT} factors of {self.size} channels"
+            return f"it does not have {COUNT} factors of {self.size} channels"
         if not is_order(index) or not torch.equal(index, index[:1].expand_as(index)):
             return "the order of its channels is not a permutation"
         if not (self.permute or transform.element.permutation.is_identity()):
@@ -140,7 +140,7 @@ class ConvolutionGroup(SpaceGroup):
             return "channels cannot be rescaled"
         sizes = factor.abs()
         in_reach = bool(((sizes >= 1 / LARGEST_ENTRY) & (sizes <= LARGEST_ENTRY)).all())
-        return None if in_reach else "a factor is zero, infinite or out of reach"
+        return None if in_reach else "a factor is zero, infinite or out of range"
 
     @property
     def words(self) -> str:

@@ -110,7 +110,7 @@ class ExpertGroup(SpaceGroup):
 
     def refuses(self, transform: SpaceTransform) -> str | None:
         if not isinstance(transform, ExpertTransform):
-            return "it is not one of experts"
+            return "it is not a transform of experts"
         if transform.order.shape != (self.neurons.count,) or not is_order(transform.order[None]):
             return f"its order is not a permutation of {self.neurons.count} experts"
         groups = transform.order.reshape(self.routing, -1) // (self.neurons.count // self.routing)

@@ -220,9 +220,9 @@ class HeadGroup(SpaceGroup):
 
     def refuses(self, transform: SpaceTransform) -> str | None:
         if not isinstance(transform, HeadTransform):
-            return "it is not one of heads"
+            return "it is not a transform of heads"
         if (len(transform.groups), *transform.queries.shape) != (self.groups, self.groups, self.per_group):
-            return f"it has not {self.groups} KV heads of {self.per_group} query heads each"
+            return f"it does not have {self.groups} KV heads of {self.per_group} query heads each"
         if not (is_order(transform.groups[None]) and is_order(transform.queries)):
             return "the order of its heads is not a permutation"
         if self.order not in ("permutation", "spectral") and not torch.equal(
@@ -241,10 +241,10 @@ class HeadGroup(SpaceGroup):
             return "query/key: coordinates move apart from the gains of their norms"
         for side, element, group, batch, size in sides:
             if (element.batch, element.size) != (batch, size):
-                return f"{side}: it has not {batch} maps of size {size}"
+                return f"{side}: it does not have {batch} maps of size {size}"
             maps = proven_maps(element)
             if group is None or maps is None or not group.admits(maps):
-                return f"{side}: it is not one of: {group.words if group else 'none'}"
+                return f"{side}: it does not belong to the group: {group.words if group else 'none'}"
         return None
 
     def random(self, generator: torch.Generator) -> HeadTransform:

@@ -36,6 +36,6 @@ class LatentGroup(StreamGroup):
     def refuses(self, transform: SpaceTransform) -> str | None:
         """Rotations are admitted where gains are folded; the alignment records that."""
         if not isinstance(transform, LatentTransform):
-            return "it is not one of a latent"
+            return "it is not a transform of a latent"
         kind = "signed_permutation" if transform.moves_gains else "rotation"
         return StreamGroup(kind, self.size, self.fixes_ones).refuses(transform)

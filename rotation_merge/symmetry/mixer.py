@@ -139,11 +139,11 @@ class MixerGroup(SpaceGroup):
 
     def refuses(self, transform: SpaceTransform) -> str | None:
         if not isinstance(transform, MixerTransform):
-            return "it is not one of a mixer"
+            return "it is not a transform of a mixer"
         still = self.identity()
         shapes = {name: tensor.shape for name, tensor in still.tensors().items()}
         if {name: tensor.shape for name, tensor in transform.tensors().items()} != shapes:
-            return f"it has not {self.groups} groups of {self.per_group} heads"
+            return f"it does not have {self.groups} groups of {self.per_group} heads"
         orders = (transform.groups[None], transform.heads, transform.shared.index, transform.own.index)
         return None if all(map(is_order, orders)) else "the order of its heads or channels is not a permutation"
 

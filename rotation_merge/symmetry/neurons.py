@@ -131,17 +131,17 @@ class NeuronGroup(SpaceGroup):
 
     def refuses(self, transform: SpaceTransform) -> str | None:
         if not isinstance(transform, NeuronTransform):
-            return "it is not one of neurons"
+            return "it is not a transform of neurons"
         index, factor = transform.element.permutation.index, transform.element.scaling.factor
         if index.shape != (self.count, self.size) or factor.shape != index.shape:
-            return f"it has not {self.count} x {self.size} neurons"
+            return f"it does not have {self.count} x {self.size} neurons"
         if not is_order(index) or not (self.permute or transform.element.permutation.is_identity()):
             return (
                 "the order of its neurons is not a permutation" if self.permute else "neurons have to keep their places"
             )
         size = factor.abs()
         if not bool(((size >= 1 / LARGEST_ENTRY) & (size <= LARGEST_ENTRY)).all()):
-            return "a factor is zero, infinite or out of reach"
+            return "a factor is zero, infinite or out of range"
         if transform.degree != (self.degree or 1) or not (self.degree or transform.element.scaling.is_identity()):
             return "its factors do not pass through the activation"
         return None if self.signed or bool((factor > 0).all()) else "its factors have to be positive"

@@ -142,15 +142,15 @@ class StreamGroup(SpaceGroup):
     def refuses(self, transform: SpaceTransform) -> str | None:
         element = transform.element if isinstance(transform, StreamTransform) else None
         if element is None or (element.batch, element.size) != (1, self.size):
-            return f"it is not one of a stream of {self.size}"
+            return f"it is not a transform of a stream of size {self.size}"
         if isinstance(element, Orthogonal):
             all_ones = torch.ones(self.size, 1, dtype=torch.float64)
             if not self.rotates or proven_maps(element) is None:
-                return f"it is not one of: {self.words}"
+                return f"it does not belong to the group: {self.words}"
             stays = not self.fixes_ones or bool(((element.matrix[0] @ all_ones - all_ones).abs() <= 1e-6).all())
-            return None if stays else "it turns the all-ones vector, which LayerNorm takes off"
+            return None if stays else "it moves the all-ones vector, which LayerNorm subtracts"
         if not isinstance(element, Monomial) or self.kind not in ("permutation", "signed_permutation"):
-            return f"it is not one of: {self.words}"
+            return f"it does not belong to the group: {self.words}"
         factor = element.scaling.factor
         if factor.shape != element.permutation.index.shape or not is_order(element.permutation.index):
             return "its order is not a permutation"

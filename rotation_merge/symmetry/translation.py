@@ -97,7 +97,7 @@ class TranslationGroup(SpaceGroup):
         if not isinstance(transform, TranslationTransform):
             return "it is not a translation"
         right = transform.vector.shape == (self.size,) and bool(transform.vector.isfinite().all())
-        return None if right else f"it has not {self.size} entries, or some that are no numbers"
+        return None if right else f"it does not have {self.size} entries, or some are not numbers"
 
     @property
     def words(self) -> str:

@@ -183,7 +183,7 @@ def do_piece(version: str, work: ObjectReference, step: ObjectReference, item: A
     torch.set_num_threads(1)  # as blocks are matched anywhere else, so that the bytes are the same
     try:
         if version != __version__:
-            problem = f"rotation-merge is {__version__} here, and {version} where the command runs"
+            problem = f"rotation-merge is {__version__} here, but {version} where the command runs"
             raise WorkerError(problem, remedy="install the same version on every machine")
         for name, parcel in (("work", work), ("step", step)):
             if name not in _OPEN or _OPEN[name][0] != parcel.key:
@@ -212,7 +212,7 @@ def _said(error: Exception, host: str) -> RotationMergeError:
 def _died(error: Exception, address: str) -> RotationMergeError:
     """The error for a piece that no worker finished, or that could not be sent."""
     if type(error).__name__ in FULL:
-        problem = f"Ray has no room for what it hands over ({short(error)})"
+        problem = f"Ray's object store is full ({short(error)})"
         return WorkerError(problem, where=f"--ray {address}", remedy=ROOM)
     if "rotation_merge" in str(error) and "No module named" in str(error):
         problem, remedy = "a worker has no rotation_merge", "install it on every machine, or set PYTHONPATH there"

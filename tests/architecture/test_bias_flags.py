@@ -44,7 +44,7 @@ def test_every_way_says_it(models: tuple[Path, Path], order: int, tmp_path: Path
     """Of an anchor and of a donor: check, merge, align and Python."""
     anchor, donor = models[::order]
     recipe = recipe_for("linear", anchor, donor)
-    words = "'attention_bias' is true, and no such bias is stored for"
+    words = "'attention_bias' is true, but no such bias is stored for"
     assert words in " ".join(run("check", write_recipe(recipe, tmp_path / "recipe.yml")).output.split())
     done = mergekit_yaml(recipe, tmp_path / "out")
     assert done.exit_code == 0, done.output

@@ -324,7 +324,7 @@ class TestBadInput:
         made["models"][1]["parameters"] |= {"finetuned_from": str(pair[1]), "carry": "refit"}
         said = self.refused(made, tmp_path)
         assert "needs statistics of the carried model" in said
-        assert "measure and merge what that writes" in said
+        assert "and measure and merge the output" in said
 
     def test_of_other_weights(self, pair: tuple[Path, Path], tmp_path: Path):
         made = _weighted("regmean", *pair)

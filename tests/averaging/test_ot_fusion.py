@@ -115,9 +115,9 @@ def test_bad_words_and_data_are_refused(tmp_path: Path):
     assert "slices pair layers differently" in one_error(mergekit_yaml(made, tmp_path / "out").output)
     made = fused(anchor, donor)
     made["models"][1]["parameters"]["finetuned_from"] = str(anchor)
-    assert "a task vector is in the anchor's already" in one_error(mergekit_yaml(made, tmp_path / "out").output)
+    assert "a task vector is already in the anchor's" in one_error(mergekit_yaml(made, tmp_path / "out").output)
     made = fused(anchor, donor)
     made["models"][0]["parameters"]["data"] = "self"
     done = mergekit_yaml(made, tmp_path / "out")
-    assert "data' of their own" in one_error(done.output)
+    assert "their own 'data'" in one_error(done.output)
     assert not (tmp_path / "out").exists()

@@ -223,3 +223,20 @@ def test_bad_input(
     assert expected in done.output
     assert "Traceback" not in done.output
     assert not list(tmp_path.glob("out*"))
+
+
+def test_lower_rates_are_tried_where_the_lowest_is_best(models: list[Path], tmp_path: Path) -> None:
+    """The merge is much nearer to its teacher than a step at the usual rates goes, as pretrained models are."""
+    teacher = AutoModelForCausalLM.from_pretrained(models[0])
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(100)
+        teacher.save_pretrained(tmp_path / "teacher")
+        draw = torch.Generator().manual_seed(0)
+        for parameter in teacher.model.parameters():
+            parameter.add_(3e-4 * torch.randn(parameter.shape, generator=draw))
+    teacher.save_pretrained(tmp_path / "merged")
+    flags = ("--teachers", tmp_path / "teacher", "--samples", 16, "--steps", 10, "--length", 12)
+    found = parsed("polish", tmp_path / "merged", tmp_path / "out", *flags)
+    assert len(found["trials"]) > 3
+    assert found["rate"] < 2e-4
+    assert found["gained"]

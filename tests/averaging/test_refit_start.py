@@ -133,11 +133,11 @@ def test_samples_held_out_are_the_next_of_the_file(models: dict[str, Path], tmp_
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_refit_that_is_worse_is_not_written(dtype: str, models: dict[str, Path], tmp_path: Path) -> None:
-    """What it started from is. Here one word, again and again, is all that the refit sees, and others judge it."""
+    """What it started from is. Here two words, again and again, are all that the refit sees, and others judge it."""
     texts = tmp_path / "texts.jsonl"
-    texts.write_text(f"{json.dumps({'input_ids': [3] * 12})}\n" * 24 + models["texts"].read_text())
+    texts.write_text(f"{json.dumps({'input_ids': [3, 4] * 6})}\n" * 24 + models["texts"].read_text())
     plain = merged({**recipe(models, "linear"), "dtype": dtype}, tmp_path / "linear")
-    narrow = recipe({**models, "texts": texts}, start="average", ridge=1e-9, alpha=0.0)
+    narrow = recipe({**models, "texts": texts}, ridge=1e-9)
     found = merged({**narrow, "dtype": dtype}, tmp_path / "refit")
     for name, tensor in plain.items():
         torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=0.02)

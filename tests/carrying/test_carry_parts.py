@@ -231,7 +231,7 @@ def test_recovered_lift_and_its_controls() -> None:
     assert "above the better control is 20.0%" in controlled.words()[-2]
     assert controlled.facts()["random controls"]["mean"] == pytest.approx(0.0)
     assert "train on the new base instead" in replace(lift, carried=(2.45, 1.5)).words()[-1].lower()
-    assert "none of the gain arrives" in replace(lift, carried=(2.6, 1.5)).words()[-1]
+    assert "none of the gain transfers" in replace(lift, carried=(2.6, 1.5)).words()[-1]
     assert "Recovered lift: 0%" in replace(lift, method="none", carried=lift.new).words()[-1]
     assert "recovered lift is unknown" in replace(lift, old=1.0).words()[-1]
     assert any("it writes no text" in line for line in replace(lift, writes=False).words())

@@ -145,7 +145,7 @@ def test_an_adapter_without_rows_names_what_is_lost(home: dict[str, Path], tmp_p
     adapter(home, tmp_path / "adapter", rows=False)
     done = run("carry", tmp_path / "adapter", *pair(home, "other"), tmp_path / "out")
     assert done.exit_code == 0, done.output
-    assert "Lost from what it added" in done.output
+    assert "Not carried of what it added" in done.output
     assert all(f"`{token}`" in done.output for token in ADDED)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == TEMPLATE
@@ -155,9 +155,9 @@ def test_an_adapter_without_rows_names_what_is_lost(home: dict[str, Path], tmp_p
 def test_a_new_adapter_names_what_is_lost(home: dict[str, Path], tmp_path: Path) -> None:
     done = run("carry", home["tuned"], *pair(home), tmp_path / "out", "--lora", 4)
     assert done.exit_code == 0, done.output
-    assert done.output.index("Lost from what it added to its base") > done.output.index("rank 4")
+    assert done.output.index("Not carried of what it added to its base") > done.output.index("Rank 4")
     facts = json.loads((tmp_path / "out" / "rotation_merge.json").read_text())
-    assert any("Lost" in note and ADDED[0] in note for note in facts["notes"])
+    assert any("Not carried" in note and ADDED[0] in note for note in facts["notes"])
 
 
 def test_a_merge_names_what_is_lost(home: dict[str, Path], tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_merge_names_what_is_lost(home: dict[str, Path], tmp_path: Path) -> No
     done = mergekit_yaml(recipe, tmp_path / "out")
     assert done.exit_code == 0, done.output
     facts = json.loads((tmp_path / "out" / "rotation_merge.json").read_text())
-    assert any("Lost" in note and ADDED[0] in note and "template" in note for note in facts["notes"])
+    assert any("Not carried" in note and ADDED[0] in note and "template" in note for note in facts["notes"])
     assert len(state(tmp_path / "out")["lm_head.weight"]) == SIZE
 
 
@@ -207,7 +207,7 @@ def test_samples_may_hold_added_tokens(
         assert pieces == carried
         assert logits.shape == expected.shape
     else:
-        assert "Lost from what it added" in done.output
+        assert "Not carried of what it added" in done.output
 
 
 def adapter(home: dict[str, Path], where: Path, rows: bool) -> None:

@@ -28,7 +28,7 @@ def carried(tuned: Any, old: Any, new: Any, **options: Any) -> tuple[rm.View, fl
     """What a fine-tune of the old base is at the new one, and how many percent of it had a place; layers stay still."""
     still = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
     view = rm.transfer(tuned, old, new, **still, **options)
-    (place,) = (note for note in view.notes if "has a place in the new base" in note)
+    (place,) = (note for note in view.notes if "fits the new base" in note)
     return view, float(place.partition("%")[0].split()[-1])
 
 
@@ -111,7 +111,7 @@ def test_a_fine_tune_of_a_larger_base_returns_to_the_smaller_one(
     )
     lines = done["written"][0]["lines"]
     assert any("larger than" in line and "left out" in line for line in lines)
-    place = next(line for line in lines if "has a place in the new base" in line)
+    place = next(line for line in lines if "fits the new base" in line)
     assert "100.0%" in place or "99." in place
     assert "model.layers.0" in place
     assert place in (out / "README.md").read_text()
@@ -142,8 +142,8 @@ def test_what_has_no_place_is_said(models: dict[str, Path], tmp_path: Path) -> N
     tuned = write_state(tuned_from(state(models["other"])), models["other"], tmp_path / "tuned")
     pair = ("--from", models["other"], "--to", models["small"], "--widths", "--residual", "none")
     done = parsed("carry", tuned, tmp_path / "out", *pair)
-    place = next(line for line in done["written"][0]["lines"] if "has a place" in line)
-    assert 10 < float(place.split("change ")[1].split("%")[0]) < 80
+    place = next(line for line in done["written"][0]["lines"] if "fits the new base" in line)
+    assert 10 < float(place.split("%")[0]) < 80
     assert logits(tmp_path / "out").isfinite().all()
 
 
@@ -174,7 +174,7 @@ def test_adapters_are_carried_to_a_larger_base(models: dict[str, Path], tmp_path
     pair = ("--from", models["small"], "--to", models["wide"])
     done = parsed("carry", *adapters, tmp_path / "out", *pair, *HOW)
     for adapter, written in zip(adapters, done["written"], strict=True):
-        assert any("rank 2 keeps 100.0%" in line for line in written["lines"])
+        assert any("Rank 2 keeps 100.0%" in line for line in written["lines"])
         out = tmp_path / "out" / adapter.name
         config = json.loads((out / "adapter_config.json").read_text())
         assert (config["r"], set(config["rank_pattern"].values())) == (2, {1})
@@ -252,7 +252,7 @@ def test_a_recipe_carries_between_unlike_bases(
     merged(made, tmp_path / "out")
     assert near(tmp_path / "out", logits(models["tuned"]), models[new])
     report = (tmp_path / "out" / "rotation_merge.json").read_text()
-    assert "has a place in the new base" in report
+    assert "fits the new base" in report
     assert f"(carried over from {models[old].name})" in (tmp_path / "out" / "README.md").read_text()
     assert run("check", write_recipe(made, tmp_path / "recipe.yml")).exit_code == 0
 

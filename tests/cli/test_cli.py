@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,29 @@ class TestCheck:
                 done.output
             )
         assert "5 faults" in done.output
+
+    def test_a_misspelt_group_of_the_residual_stream_is_one_fault(self, pair: tuple[str, str], tmp_path: Path):
+        done = run("check", recipe(tmp_path, *pair, "residual: rotatoin"))
+        assert done.exit_code == 1
+        assert "did you mean 'rotation'?" in done.output
+        assert done.output.splitlines()[-1] == "1 fault", done.output
+
+    def test_a_misspelt_key_is_not_missing_too(self, pair: tuple[str, str], tmp_path: Path):
+        path = recipe(tmp_path, *pair)
+        path.write_text(path.read_text().replace("base_model", "base_modle").replace("{weight", "{weigth", 1))
+        done = run("check", path)
+        assert [line.rsplit("; ")[-1] for line in done.output.splitlines()] == [
+            "did you mean 'base_model'?",
+            "did you mean 'weight'?",
+            "2 faults",
+        ]
+
+    def test_a_misspelt_folder_is_named(self, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.chdir(tmp_path)
+        shutil.copytree(pair[0], "models/donor-7b")
+        done = run("check", recipe(tmp_path, pair[0], "models/doner-7b"))
+        assert "did you mean 'models/donor-7b'?" in done.output
+        assert "if the models that were not checked exist" in done.output
 
     def test_json_holds_line_column_and_remedy(self, pair: tuple[str, str], tmp_path: Path):
         done = run("check", recipe(tmp_path, *pair, "ffn: permutatoin"), "--json")

@@ -316,9 +316,9 @@ def test_keys_replace_nothing_that_they_did_not_write(what: str, tmp_path: Path,
     before = snapshot(tmp_path)
     result = mergekit(text, out)
     assert result.exit_code == 2
-    assert f"{victim}: is there already" in one_error(result.output)
+    assert f"{victim}: already exists" in one_error(result.output)
     if asked is not True:
-        assert "is there already" in run("check", text).output
+        assert "already exists" in run("check", text).output
     assert snapshot(tmp_path) == before
 
 
@@ -332,7 +332,7 @@ def test_keys_replace_what_they_wrote_themselves(tmp_path: Path, pair: tuple[Pat
     assert run("check", text).exit_code == 0
     other = recipe_for("linear", pair[0], twin(pair[0], tmp_path / "third", 5), save_alignment=str(tmp_path / "maps"))
     result = mergekit(write_recipe(other, tmp_path / "other.yml"), tmp_path / "another")
-    assert "is there already" in one_error(result.output)
+    assert "already exists" in one_error(result.output)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_a_pulled_recipe_writes_below_the_folder_it_is_run_in(
     before = snapshot(tmp_path)
     result = mergekit(text, here / "out")
     assert result.exit_code == 2
-    assert "the recipe was pulled" in one_error(result.output)
+    assert "where a pulled recipe may not write" in one_error(result.output)
     assert snapshot(tmp_path) == before
 
 
@@ -382,13 +382,13 @@ def test_options_replace_nothing_without_force(tmp_path: Path, pair: tuple[Path,
     (tmp_path / "maps-2.safetensors").write_text("mine")
     third = twin(pair[0], tmp_path / "third", 5)
     arguments = ["fit", *pair, third, "--data", "self", "--alignment", tmp_path / "maps.safetensors"]
-    assert "maps-2.safetensors: is there already" in one_error(run(*arguments).output)
+    assert "maps-2.safetensors: already exists" in one_error(run(*arguments).output)
     (third / "statistics.safetensors").write_text("mine")
-    assert "statistics.safetensors: lies in one of" in one_error(run("measure", third, "--data", "self").output)
+    assert "statistics.safetensors: is inside one of" in one_error(run("measure", third, "--data", "self").output)
     assert (third / "statistics.safetensors").read_text() == "mine"
     (tmp_path / "barrier.json").write_text("[]")
     arguments = ["barrier", *pair, "--data", "self", "--save", tmp_path]
-    assert "barrier.json: is there already" in one_error(run(*arguments).output)
+    assert "barrier.json: already exists" in one_error(run(*arguments).output)
     (tmp_path / "path.svg").write_text("mine")
     arguments = ["barrier", *pair, "--data", "self", "--plot", tmp_path / "path.svg"]
-    assert "path.svg: is there already" in one_error(run(*arguments).output)
+    assert "path.svg: already exists" in one_error(run(*arguments).output)

@@ -100,4 +100,4 @@ def test_offline_as_ever(published: dict[str, Path], home: Hub, tmp_path: Path) 
     found = checked(recipe(tmp_path, *NAMES), "--offline")
     assert found["ok"]
     assert not [line for line in home.asked if "org/" in line]
-    assert any("not in the local cache" in fault["what"] for fault in found["faults"])
+    assert any("not in the hub's cache" in fault["what"] for fault in found["faults"])

@@ -98,15 +98,15 @@ def test_other_coordinates_and_what_brings_them_together(models: dict[str, Path]
     assert found["other coordinates"]["word"] == "certain"
     (merged / "mergekit_config.yml").unlink()
     alone = run("doctor", merged)
-    assert "Name them after it" in alone.output
+    assert "Name the parents after it" in alone.output
     assert "other coordinates" in causes(merged, tmp_path, *pair)
     assert not causes(Path(f"{CHECKPOINTS}/llama-0+{CHECKPOINTS}/llama-0-lora-english"), tmp_path)
 
 
-def test_another_lineage(models: dict[str, Path], tmp_path: Path):
+def test_separate_training(models: dict[str, Path], tmp_path: Path):
     found = causes(recipe(models["anchor"], models["stranger"]), tmp_path)
-    assert found["lineage"]["where"] == str(models["stranger"])
-    assert "samples" in found["lineage"]["remedy"]
+    assert found["separate training"]["where"] == str(models["stranger"])
+    assert "samples" in found["separate training"]["remedy"]
 
 
 def test_tokens_at_other_ids(models: dict[str, Path], tmp_path: Path):

@@ -186,4 +186,4 @@ def test_trained_models(tmp_path: Path) -> None:
     recipe["parameters"] = {"delegate": "linear", "preset": "near"}
     merged(recipe, tmp_path / "out")
     names = {cause.name for cause in diagnose(open_case(str(tmp_path / "out")))}
-    assert names <= {"other coordinates", "lineage", "vanished variance"}
+    assert names <= {"other coordinates", "separate training", "vanished variance"}

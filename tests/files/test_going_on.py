@@ -240,7 +240,7 @@ def test_a_folder_that_no_run_wrote_stays(tmp_path: Path) -> None:
     diary = tmp_path / "out.matching.unfinished" / "diary.txt"
     diary.parent.mkdir()
     diary.write_text("mine")
-    refused = pytest.raises(RotationMergeError, match=r"exists, and no run of rotation-merge wrote it; move it away")
+    refused = pytest.raises(RotationMergeError, match=r"exists, but rotation-merge did not write it; move it away")
     with refused, kept_beside(str(tmp_path / "out"), lambda: "mark") as entries:
         entries.get("a")
     assert diary.read_text() == "mine"

@@ -86,7 +86,7 @@ def test_a_folder_that_no_run_wrote_is_refused_and_stays(tmp_path: Path) -> None
     diary.parent.mkdir()
     diary.write_text("mine")
     for names in ((), ("diary.txt",)):
-        refused = pytest.raises(RotationMergeError, match="no run of rotation-merge wrote it; move it away")
+        refused = pytest.raises(RotationMergeError, match="rotation-merge did not write it; move it away")
         with refused, Unfinished(str(tmp_path / "out")) as work:
             work.of("mark", *names)
         assert diary.read_text() == "mine"

@@ -273,10 +273,10 @@ def with_layers_by_the_million(tensors: dict[str, torch.Tensor], basis: dict[str
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (without_a_bias, "is not in both"),
+        (without_a_bias, "is missing in its header"),
         (with_a_bias_of_nan, "bias '.*' is damaged"),
         (with_a_class_twice, "loses classes"),
-        (with_layers_by_the_million, "map.safetensors: its config says that there are 400000000 layers"),
+        (with_layers_by_the_million, "map.safetensors: its config says 400000000 layers"),
     ],
 )
 def test_what_a_file_says_of_its_models_is_not_believed(change: Any, words: str, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_files_of_others_stay(pair: Pair, tmp_path: Path) -> None:
     file.write_bytes(before := (pair[0] / "model.safetensors").read_bytes())
     statistics = rm.measure(str(pair[0]), samples())
     for value in (alignment, statistics):
-        with pytest.raises(rm.RotationMergeError, match="is there already; name another file"):
+        with pytest.raises(rm.RotationMergeError, match="already exists; name another file"):
             value.save(str(file))
         assert file.read_bytes() == before
         value.save(str(tmp_path / "own"))

@@ -66,7 +66,13 @@ def test_added_tokens_and_other_positions(parents: Parents, tmp_path: Path) -> N
     edit(tuned, vocab_size=rows + 2, rope_parameters=rope, max_position_embeddings=4096)
     out = merged(parents, tmp_path / "out", tokenizer={"source": "union"})
     said = notes(out)
-    for words in ("2 only", "<tool>", "'max_position_embeddings' is 4096", "rope_theta", "uses the anchor's positions"):
+    for words in (
+        "2 tokens that only",
+        "<tool>",
+        "'max_position_embeddings' is 4096",
+        "rope_theta",
+        "uses the anchor's positions",
+    ):
         assert words in said, words
         assert words.strip("<>") in (out / "README.md").read_text()
     model = LlamaForCausalLM.from_pretrained(out)

@@ -285,7 +285,7 @@ def test_a_journal_is_not_believed(tmp_path: Path, journal: str) -> None:
     (tmp_path / "victim").write_text("mine")
     out = write(tmp_path / "out", {**MODEL, f"{holder}/exchange.json": journal, f"{holder}/old/x": "old"})
     before = files(tmp_path)
-    with pytest.raises(RotationMergeError, match=r"exchange.json: is not a journal"):
+    with pytest.raises(RotationMergeError, match=r"exchange.json: is not a record"):
         put(out, {"config.json": "new"})
     assert files(tmp_path) == before
 

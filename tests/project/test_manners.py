@@ -189,7 +189,7 @@ def test_what_is_there_is_not_written_over(tmp_path: Path):
     ):
         result = run(*arguments)
         assert result.exit_code == 2, arguments
-        assert "is there already" in result.output
+        assert "already exists" in result.output
         assert "--force" in result.output
     assert file.read_text() == "mine"
     assert run("align", *LLAMAS, "--alignment", file, "--force").exit_code == 0
@@ -248,7 +248,7 @@ def test_below_the_line_is_explained():
 
     better = Curve("aligned", [0.0, 0.5, 1.0], [2.0, 1.5, 2.2], [0.0] * 3)
     assert better.barrier() == 0.0
-    assert "at 0.5 the merge is 0.6000 better than the line between its parents" in (better.verdict() or "")
+    assert "at 0.5 the loss is 0.6000 below the straight line between its ends" in (better.verdict() or "")
     for losses in ([2.0, 3.0, 2.0], [2.0, 2.0, 2.0]):
         assert Curve("plain", [0.0, 0.5, 1.0], losses, [0.0] * 3).verdict() is None
 

@@ -175,7 +175,7 @@ def test_other_versions_models_that_are_too_large_and_clusters_that_are_not_ther
     lost = module._died(RuntimeError("failed to import: No module named 'rotation_merge'"), "auto")
     assert str(lost).startswith("--ray auto: a worker has no rotation_merge; install it on every machine")
     full = module._died(ray.exceptions.OutOfDiskError("full"), "auto")
-    assert str(full).startswith("--ray auto: Ray has no room for what it hands over")
+    assert str(full).startswith("--ray auto: Ray's object store is full")
     assert "RAY_TMPDIR" in str(full)
     for address in ("127.0.0.1:1", "nowhere"):
         line = one_error(run("align", *pair, "out", "--ray", address).output)

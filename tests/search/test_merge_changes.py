@@ -262,7 +262,7 @@ def test_a_merge_that_forgets_more_than_it_may_does_not_win() -> None:
     assert forgetting.excess(figures(1.2, 1.14), None) == pytest.approx(0.06)
     assert forgetting.excess(Figures(1.2, None, []), plain) == 0
     words = forgetting.why("ties", figures(1.2, 1.14), plain)
-    assert "'ties' scores 1.2000" in words
+    assert "'ties' (1.2000 on the selection samples) forgets too much" in words
     assert "0.0900 nats more" in words
 
 
@@ -282,7 +282,7 @@ def test_the_verdict_says_why_a_better_score_was_not_taken(
     done = run("merge", ENGLISH, C, tmp_path / "out", *TINY, *values)
     assert done.exit_code == 0, done.output
     assert "best merge: plain" in done.stdout
-    assert "'refit, plain' scores" in done.stdout
+    assert "Not chosen: 'refit, plain'" in done.stdout
     assert "forgets too much" in done.stdout
     assert "forgets too much" in (tmp_path / "out" / "README.md").read_text()
 

@@ -70,7 +70,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
 def test_the_best_is_written_and_its_recipe_gives_the_same_bytes(merged: tuple[Path, dict], tmp_path: Path):
     out, found = merged
     forgetful = " ".join(found["notes"])
-    rivals = [entry for entry in found["tried"] if f"'{entry['name']}' scores" not in forgetful]
+    rivals = [entry for entry in found["tried"] if f"Not chosen: '{entry['name']}'" not in forgetful]
     scores = [entry["figures"]["score"] for entry in rivals if not entry["figures"]["unfinished"]]
     assert found["tried"][0]["figures"]["score"] == min(scores)
     assert "plain" in [entry["name"] for entry in found["tried"]]
@@ -265,7 +265,7 @@ def test_a_folder_that_no_search_wrote_is_refused(tmp_path: Path):
     diary.write_text("mine")
     result = run(ENGLISH, C, tmp_path / "out", "--data", "demo:python", *TINY, "--anyway")
     assert result.exit_code == 2
-    assert "no run of rotation-merge wrote it" in result.output
+    assert "rotation-merge did not write it" in result.output
     assert [path.name for path in tmp_path.rglob("*")] == ["out.unfinished", "diary.txt"]
 
 

@@ -127,7 +127,13 @@ def test_an_existing_folder_is_refused_before_anything_is_loaded(tmp_path: Path)
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2 set()\n"
-    assert one_error(done.stderr).endswith("is there already; write somewhere else, or --force")
+    assert one_error(done.stderr).endswith("already exists; write somewhere else, or --force")
+
+
+def test_the_output_in_first_place_is_named(tmp_path: Path) -> None:
+    done = run("merge", tmp_path / "best", ENGLISH, C)
+    assert done.exit_code == 2
+    assert "the directory to write comes last" in done.output
 
 
 def slow_merge(seconds: float, only_after: int = 1) -> Callable[..., None]:
@@ -155,7 +161,7 @@ def test_a_budget_holds_and_no_number_is_negative(tmp_path: Path, monkeypatch: p
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert [tried["name"] for tried in found["tried"]] == ["plain"]
-    assert "that the budget left" in found["left_out"]["wudi"]
+    assert "left of the budget" in found["left_out"]["wudi"]
     assert not re.search(r"-\d+(\.\d+)? s", done.stderr)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 

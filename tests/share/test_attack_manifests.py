@@ -145,7 +145,7 @@ def test_force_replaces_a_model_and_keeps_what_else_is_there(home: Hub, tmp_path
         (out / place).write_bytes(content)
     files = {**HONEST, "model.safetensors": b"new", "heads/a/config.json": b"{}", "heads/a/model.safetensors": b"new"}
     publish_as_push_does(home, REPO, files)
-    assert "is there already" in one_error(run("pull", REPO, out).output)
+    assert "already exists" in one_error(run("pull", REPO, out).output)
     assert run("pull", REPO, out, "--force").exit_code == 0
     found = on_disk(out)
     found.pop(MANIFEST_FILE)

@@ -149,14 +149,14 @@ def test_a_dry_run_shows_a_summary_and_sends_nothing(local: Any, home: Hub, capl
     before = len(home.asked)
     done = run("push", local[2], "me/other", *named(local))
     assert done.exit_code == 0, done.output
-    for words in ("README.md", "alignment/0-maps.safetensors", "org/anchor@", MANIFEST_FILE, "add --yes"):
+    for words in ("README.md", "alignment/0-maps.safetensors", "org/anchor@", MANIFEST_FILE, "--yes publishes"):
         assert words in done.output
     assert len(done.output.splitlines()) < 8
     assert not any(line.startswith("POST") for line in home.asked[before:])
     assert "models/me/other" not in home.repos
     caplog.set_level("INFO", "rotation_merge")
     done = run("push", local[2], "me/other", *named(local), "-v")
-    for words in ("README.md", "base_model:", "org/anchor@", "REVISION", "add --yes"):
+    for words in ("README.md", "base_model:", "org/anchor@", "REVISION", "--yes publishes"):
         assert words in done.output
 
 
@@ -203,7 +203,7 @@ def test_what_was_polished_is_published_with_its_base(lora: bool, local: Any, ho
     far = make("llama", tmp_path / "far", 5)
     assert run("polish", anchor, tmp_path / "out", "--teachers", far, *flags).exit_code == 0
     again = run("polish", anchor, tmp_path / "out", "--teachers", donor, *flags)
-    assert "is there already" in one_error(again.output)
+    assert "already exists" in one_error(again.output)
     spelled = f"{anchor.parent}/./{anchor.name}"
     names = ["--as", f"{spelled}=org/anchor@{revisions['anchor']}", "--as", f"{far}=org/far@1"]
     assert parsed("push", tmp_path / "out", "me/polished", *names, "--yes")["repository"] == "me/polished"
@@ -310,7 +310,7 @@ def test_statistics_stay_here_and_the_manifest_says_how_they_are_measured(
     merged(recipe, work / "out")
     done = run("push", work / "out", "me/stay", *named(local), "--yes")
     assert done.exit_code == 0, done.output
-    assert "without statistics" in done.output
+    assert "statistics that are not published" in done.output
     files = home.files("me/stay")
     assert not [place for place in files if "statistics" in place or place.startswith("data")]
     assert not [place for place, content in files.items() if str(tmp_path).encode() in content]

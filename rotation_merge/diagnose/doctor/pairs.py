@@ -1,4 +1,4 @@
-"""Causes found by comparing two parents: sizes, vocabularies, configs, tied heads, other coordinates, other lineage."""
+"""Causes found by comparing two parents: sizes, vocabularies, configs, tied heads, coordinates, training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rotation_merge.record import RELATED as NEAR
 from rotation_merge.report.estimate import estimate
 
 LONGEST = 120.0
-"""Seconds that matching two models may take, as estimated, to tell coordinates from lineage."""
+"""Seconds that matching two models may take, as estimated, to tell other coordinates from separate training."""
 
 POSITIONS = "the merge uses the anchor's positions"
 """Consequence, in `architecture/fields.json`, of entries that place tokens."""
@@ -28,10 +28,10 @@ ONE = 0.1
 """Share of the distance that may be left where two models are one in two coordinate systems."""
 
 STILL_FAR = 0.4
-"""Relative distance that is left between aligned models of one lineage at most."""
+"""Relative distance that is left between aligned models trained from one base at most."""
 
 LEARN = "learn an alignment on samples ('rotation-merge fit', or 'merge --data')"
-APART = f"they come from different trainings: {LEARN}, or do not average the two"
+APART = f"do not average the two, or {LEARN}"
 
 EVERYTHING = AlignConfig(heads="permutation", residual="largest")
 
@@ -114,7 +114,7 @@ def _tied(anchor: Model, donor: Model) -> Iterator[Cause]:
         return
     tied, untied = (anchor, donor) if heads[0] else (donor, anchor)
     yield Cause(
-        *("tied head", 0.8, f"its output head is tied to the embedding, that of {untied.reference} is not"),
+        *("tied head", 0.8, f"its output head is tied to the embedding, but that of {untied.reference} is not"),
         str(tied.reference),
         "set 'untie: true' in a rotation_merge recipe, or untie the head first",
     )
@@ -126,7 +126,10 @@ def _coordinates(case: Case, anchor: Model, donor: Model, progress: Progress | N
     cosine = likeness(anchor, donor)
     if cosine >= RELATED or (known is not None and (known.file or known.origin)):
         return
-    words = f"mean cosine of its matrices to those of {anchor.reference}: {cosine_text(cosine)} (fine-tunes: above 0.9)"
+    words = (
+        f"its weights have little in common with those of {anchor.reference} (mean cosine {cosine_text(cosine)}; "
+        "fine-tunes of one base: above 0.9)"
+    )
     tried = [known.options] if known is not None and known.options != NOTHING else []
     for options in (*tried, EVERYTHING):
         try:
@@ -142,18 +145,18 @@ def _coordinates(case: Case, anchor: Model, donor: Model, progress: Progress | N
         before, after = report.relative_distances(name)
         moved = f"from {before:.2f} to {after:.2f}"
         if after > NEAR * before:
-            words += f"; alignment (residual: {pair.checked.options.residual}) brings the distance {moved}"
+            words += f"; alignment (residual: {pair.checked.options.residual}) hardly helps: the distance goes {moved}"
             continue
         if options not in tried:
-            remedy = f"merge_method: {METHOD} with 'preset: far' brings the distance {moved}"
+            remedy = f"use 'merge_method: {METHOD}' with 'preset: far', which lowers the distance {moved}"
             yield Cause(
                 "other coordinates", 0.92 if after <= ONE * before else 0.88, words, name, remedy + _more(after)
             )
         elif after > STILL_FAR:
-            words += f"; aligned, the distance falls {moved} only"
-            yield Cause("lineage", 0.4, words, name, APART)
+            words += f"; alignment lowers the distance {moved} only"
+            yield Cause("separate training", 0.4, words, name, APART)
         return
-    yield Cause("lineage", 0.85, words, name, APART)
+    yield Cause("separate training", 0.85, words, name, APART)
 
 
 def _more(after: float) -> str:

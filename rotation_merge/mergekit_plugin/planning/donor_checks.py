@@ -10,7 +10,7 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.model.vocabulary import shared_rows
 
-CARRY_FIRST = "carry first ('rotation-merge carry') and {} what that writes, or use delegate task_arithmetic"
+CARRY_FIRST = "carry the donor first ('rotation-merge carry') and {} the output, or use delegate task_arithmetic"
 
 
 def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
@@ -35,7 +35,7 @@ def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
         if plan.unit == MODEL and donor.origin is None:
             _one_vocabulary(donors, model, f"{name} runs all models on one set of token ids", "use another delegate")
         if plan.statistics and donor.carried.carrying is not None:
-            problem = f"{name} needs statistics of the carried model, and these are the donor's"
+            problem = f"{name} needs statistics of the carried model, but these are the donor's"
             raise RecipeError(problem, where=str(model), remedy=CARRY_FIRST.format("measure and merge"))
         if by_row and rearranged:
             _one_vocabulary(donors, model, f"{name} weighs the row of every token", "use delegate regmean or kfac")
@@ -57,14 +57,14 @@ def check_pool(donors: Donors) -> None:
             for pairs in donors.layers.get(model, {}).values()
             for anchor_layer, donor_layer in pairs
         ):
-            problem = "delegate ot_fusion compares activations of whole models, and the slices pair layers differently"
+            problem = "delegate ot_fusion compares activations of whole models, but the slices pair layers differently"
             raise RecipeError(problem, where=str(model), remedy="leave 'data' out: plans then come from weights")
 
 
 def _one_vocabulary(donors: Donors, model: ModelReference, why: str, remedy: str) -> None:
     base = donors.models[donors.recipe.base]
     if shared_rows([base, donors.models[model]]) is not None:
-        raise RecipeError(f"{why}, and its tokens are not those of {base.reference}", where=str(model), remedy=remedy)
+        raise RecipeError(f"{why}, but its tokens are not those of {base.reference}", where=str(model), remedy=remedy)
 
 
 def _check_layers(config: MergeConfiguration, donors: Donors) -> None:
@@ -79,7 +79,7 @@ def _check_layers(config: MergeConfiguration, donors: Donors) -> None:
         for model, layers in layers_of.items():
             if count and layers != list(range(count)):
                 raise RecipeError(
-                    f"delegate refit runs whole models, the slices take layers {layers} of {count}",
+                    f"delegate refit runs whole models, but the slices take layers {layers} of {count}",
                     where=str(model),
                     remedy="take all layers in their order ('models:'), or another delegate",
                 )

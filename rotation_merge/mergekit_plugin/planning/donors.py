@@ -226,7 +226,7 @@ class Donors:
             raise RecipeError(
                 f"has another shape than {base}, {culprit} needs models of one shape",
                 where=str(model),
-                remedy="leave it out, or carry first ('rotation-merge carry') and merge what that writes",
+                remedy="leave it out, or carry it first ('rotation-merge carry') and merge the output",
             )
         origin = ModelReference.model_validate(recipe.of_model("finetuned_from", reader, model))
         bases = open_bases(base, str(origin), untie=recipe.untie, unlike=resize_options(recipe, reader, model))
@@ -256,7 +256,7 @@ class Donors:
             for pairs in self.layers.get(model, {}).values()
             for anchor_layer, donor_layer in pairs
         ):
-            problem = f"'match_on: {how}' matches whole models, and the slices pair this one's layers differently"
+            problem = f"'match_on: {how}' matches whole models, but the slices pair this one's layers differently"
             raise RecipeError(problem, where=str(model), remedy="leave it out")
         from rotation_merge.matching.match_on import SampleMatcher
 

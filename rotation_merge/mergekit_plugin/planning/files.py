@@ -95,7 +95,7 @@ def check_pulled(config: MergeConfiguration, path: str | None = None) -> None:
     for output in recipe_outputs(config, None):
         place = os.path.realpath(output.path)
         if os.path.isabs(output.path) or os.path.commonpath((folder, place)) != folder:
-            problem = f"'{output.path}' lies outside the folder that the command is run in, and the recipe was pulled"
+            problem = f"'{output.path}' is outside the folder of the command, where a pulled recipe may not write"
             raise RecipeError(problem, where=output.option, remedy="read the recipe, and name a file in that folder")
 
 

@@ -133,7 +133,7 @@ class RotationMergePlanner(MergePlanner):
                 raise RecipeError(
                     f"layer {index} is asked for, the model has {len(layers)}",
                     where=f"slices, {source.model}",
-                    remedy="mend layer_range",
+                    remedy="correct layer_range",
                 )
             parts.append(BlockPart(source.model, architecture, layers[index]))
         self.plan_block(parts, self._current_module_layers, cfg_reader.with_t(t))

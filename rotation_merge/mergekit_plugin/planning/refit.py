@@ -113,7 +113,7 @@ def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, opti
     if start not in ("average", "anchor") and not any(t.model != recipe.base for t in teachers):
         remedy = "name the fine-tunes under 'models', and their base as 'base_model'"
         raise RecipeError(
-            f"'start: {start}' merges task vectors, and there are none", where="parameters", remedy=remedy
+            f"'start: {start}' merges task vectors, but there are none", where="parameters", remedy=remedy
         )
     return RefitPlan(
         read(teachers, donors, seed),

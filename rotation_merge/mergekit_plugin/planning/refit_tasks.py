@@ -91,13 +91,16 @@ class RefitModels:
             count = sum(t.held_out.examples for t in lesson.teachers if t.held_out is not None)
             written = f"; that is worse, so the {lesson.start_in_words} was written" * (after > before)
             change = f"{before:.4f} before the refit and {after:.4f} after it"
-            run.note(f"On {count} samples held out the loss was {change}{written}.")
+            run.note(f"On {count} held-out samples the loss was {change}{written}.")
         for why, names in result.kept.items():
             listed = ", ".join(f"`{name}`" for name in names)
             run.note(f"Refit kept the {lesson.start_in_words} ({why}): {listed}.")
         head = self.donors.models[self.donors.recipe.base].tied_head
         if head is not None and not self.donors.recipe.untie:
-            run.note(f"Refit did not solve the head `{head}`, which is tied to an embedding ('untie: true' frees it).")
+            run.note(
+                f"Refit did not solve the head `{head}`, which is tied to an embedding ('untie: true' gives it its own "
+                "tensor)."
+            )
         if result.whole:
             run.note("Refit held each model whole in memory: transformers stores it in another form than the files.")
 
@@ -199,7 +202,7 @@ class _RefitRun:
             try:
                 losses.append(sum(share * score(answers, data).loss for share, data in judged))
             except DataError as error:
-                self.donors.run.note(f"The refit was not judged on samples held out: {error}.")
+                self.donors.run.note(f"The refit was not judged on held-out samples: {error}.")
                 return None
         total = sum(share for share, _ in judged)
         return losses[0] / total, losses[1] / total
@@ -249,7 +252,7 @@ class _RefitRun:
         if any(run.heads.values()):
             run.note(
                 "Refit also solved each donor's head, on its samples under the merged body ('exclude: NAME' "
-                "keeps what the name is part of)."
+                "leaves out tensors with NAME in their names)."
             )
 
     def _source(self, teacher: Teacher, alignment: Alignment | None) -> TensorSource:

@@ -32,7 +32,7 @@ def check_keepable(session: Session, anchor: BlockPart, sources: list[BlockPart]
     for source in sources:
         if session.run.kept_transforms is not None and source.block.index != anchor.block.index:
             raise RecipeError(
-                f"layer {source.block.index} of {source.model} meets layer {anchor.block.index} of {anchor.model}, and "
+                f"layer {source.block.index} of {source.model} meets layer {anchor.block.index} of {anchor.model}, but "
                 "an alignment file cannot hold layers of different numbers",
                 where="parameters.save_alignment",
                 remedy="leave it out",

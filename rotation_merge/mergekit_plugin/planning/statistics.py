@@ -104,7 +104,11 @@ class CarriedStatistics:
         if self.plan.maps_only:
             note = f"Delegate {self.name}: embeddings, biases, norms and other tensors that are not linear maps"
             tied = self.models[self.recipe.base].tied_head is not None and not self.recipe.untie
-            head = ", and the head, which is tied to the embedding ('untie: true' frees it)," if tied else ""
+            head = (
+                ", and the head, which is tied to the embedding ('untie: true' gives it its own tensor),"
+                if tied
+                else ""
+            )
             self.run.note(f"{note}{head} keep the average.")
 
     def needs(self, request: OutputTensor, models: Sequence[ModelReference]) -> dict[ModelReference, AuxiliaryInput]:

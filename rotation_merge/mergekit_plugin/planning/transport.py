@@ -158,7 +158,7 @@ class Transport:
     def needs(self, request: OutputTensor, models: Sequence[ModelReference]) -> dict[ModelReference, AuxiliaryInput]:
         if request.parameters["stream"] == "transport" and self.recipe.value("heads_of") == "each":
             problem = (
-                "'heads_of: each' puts the body under every donor's head, and plans of the stream do not move heads"
+                "'heads_of: each' puts the body under every donor's head, but plans of the stream do not move heads"
             )
             raise RecipeError(problem, where="parameters", remedy="add 'stream: identity'")
         self._settle_data(request.reader, request.shares)
@@ -177,7 +177,7 @@ class Transport:
         files = {self.recipe.of_model("data", reader, model) for model in models}
         if len(files) > 1:
             raise RecipeError(
-                "delegate ot_fusion compares activations on the same samples, and models have 'data' of their own",
+                "delegate ot_fusion compares activations on the same samples, but models have their own 'data'",
                 where="parameters",
                 remedy="write 'data' once, under the recipe's parameters",
             )

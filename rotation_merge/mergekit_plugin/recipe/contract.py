@@ -75,7 +75,8 @@ def _check_required(
 ) -> None:
     name, problem = parameter.name, f"delegate {delegate} needs the parameter '{parameter.name}'"
     if parameter.scope == ParameterScope.SHARED:
-        document.fault(("parameters",), problem, f"add '{name}: ...' under parameters")
+        if not document.misspelt(("parameters", name)):
+            document.fault(("parameters",), problem, f"add '{name}: ...' under parameters")
         return
     for i, model in enumerate(group.inputs(base)):
         if model == base and parameter.scope == ParameterScope.NON_BASE:
@@ -83,5 +84,5 @@ def _check_required(
         if i >= len(group.models):
             remedy = f"list {model} under 'models' with its own '{name}' (0 leaves it out)"
             document.fault(("base_model",), f"{problem} for {model}, the base", remedy)
-        elif name not in group.settings[i]:
+        elif name not in group.settings[i] and not document.misspelt((*group.entries[i], name)):
             document.fault(group.entries[i], f"{problem} for {model}", f"add 'parameters: {{{name}: ...}}'")

@@ -61,6 +61,15 @@ class Document:
         if fault not in self.faults:
             self.faults.append(fault)
 
+    def refused(self, path: Path) -> bool:
+        """Whether a fault has been recorded at a path."""
+        return any(fault.error and fault.where == dotted(path) for fault in self.faults)
+
+    def misspelt(self, path: Path) -> bool:
+        """Whether a fault beside, or below, a missing key names it as the word that was meant."""
+        place, remedy = dotted(path[:-1]), f"did you mean '{path[-1]}'?"
+        return any(fault.remedy == remedy and fault.where.startswith(place) for fault in self.faults)
+
     @property
     def first(self) -> Fault | None:
         """The fault to report: a misspelt key before the missing key that it causes; else the first one."""

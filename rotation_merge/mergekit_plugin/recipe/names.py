@@ -120,7 +120,7 @@ class RecipeConfig(Config):
         choices=("near", "far", "auto"),
         scope=RECIPE,
     )
-    prove: bool = option(False, "check that donors that alignment files move keep their outputs", scope=RECIPE)
+    prove: bool = option(False, "check that donors moved by alignment files keep their outputs", scope=RECIPE)
     report: bool = option(False, "also write the report as an HTML page, `report.html`", scope=RECIPE)
 
 

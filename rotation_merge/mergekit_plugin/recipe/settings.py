@@ -69,7 +69,7 @@ def check_settings(document: Document) -> None:
         if isinstance(method, str) and method not in known:
             document.fault(("merge_method",), f"there is no merge method '{method}'", nearest(method, known))
         return
-    if document.value.get("base_model") is None:
+    if document.value.get("base_model") is None and not document.misspelt(("base_model",)):
         document.fault((), "base_model is missing", "name the model that donors are aligned to")
     for key in ("dtype", "out_dtype"):
         _dtype(document, key)
@@ -119,6 +119,8 @@ def _types(document: Document) -> None:
         reported: set[Path] = set()
         for problem in error.errors():
             path = existing(document.value, tuple(problem["loc"]))
+            if problem["type"] == "missing" and document.misspelt(tuple(problem["loc"])):
+                continue
             if path not in reported and not any(known[: len(path)] == path for known in reported):
                 reported.add(path)
                 document.fault(path, *explain(problem))
@@ -190,7 +192,13 @@ def _parameters(document: Document, path: Path, ours: tuple[str, ...], delegate:
             document.fault(setting_path, f"parameter '{name}' does not belong here", _where(name))
         elif delegate is not None and name not in LEGACY:
             problem = f"there is no parameter '{name}' (delegate {delegate.spec.name})"
-            document.fault(setting_path, problem, nearest(str(name), [*specs, *ours]))
+            remedy = "leave it out" if _of_others(name) else nearest(str(name), [*specs, *ours])
+            document.fault(setting_path, problem, remedy)
+
+
+def _of_others(name: object) -> bool:
+    """Whether some delegate has a parameter of this name."""
+    return any(spec.name == name for known in delegates.names() for spec in delegates.get(known).spec.parameters)
 
 
 def _where(name: str) -> str:
@@ -206,7 +214,7 @@ def _setting(
     key = BY_NAME.get(name)
     if key is not None and key.option.scope != BLOCK and varies(value):
         if name != "delegate":  # of which it has been said that it is no method
-            problem = f"parameter '{name}' holds for the whole model and takes no lists or filters"
+            problem = f"parameter '{name}' applies to the whole model and takes no lists or filters"
             remedy = "write ranges such as '0-5,11' in one string" if name == "layers" else "give one value"
             document.fault(path, problem, remedy)
         return
@@ -307,14 +315,16 @@ def check_words(document: Document, architecture: Architecture, tensors: Iterabl
     option_path = ("parameters", "exclude")
     for word in str(at(document.value, option_path) or "").split(","):
         if word.strip() and not any(word.strip() in name for name in known):
-            document.fault(option_path, f"no tensor's name holds '{word.strip()}'", _like(word.strip(), known))
+            document.fault(option_path, f"no tensor name contains '{word.strip()}'", _like(word.strip(), known))
 
 
 def _like(word: str, names: list[str]) -> str:
     """Parts of names that resemble a word."""
     parts = {part for name in names for part in name.split(".") if not part.isdigit()}
     close = difflib.get_close_matches(word.rpartition(".")[2], sorted(parts), n=3, cutoff=0.4)
-    return f"names hold {', '.join(close)}" if close else f"names are like '{names[0]}'" if names else "none is known"
+    return (
+        f"names contain {', '.join(close)}" if close else f"names are like '{names[0]}'" if names else "none is known"
+    )
 
 
 def check_filters(document: Document, blocks: Iterable[str]) -> None:
@@ -330,7 +340,7 @@ def check_filters(document: Document, blocks: Iterable[str]) -> None:
             for text in filters(setting) if option in OPTIONS else ():
                 if not any(text in name for name in known):
                     problem = f"the filter '{text}' of '{option}' matches no block"
-                    remedy = f"options of the alignment hold for whole blocks, which are called like '{example}'"
+                    remedy = f"alignment options apply to whole blocks, with names such as '{example}'"
                     document.fault((*path, option), problem, remedy)
 
 

@@ -129,7 +129,7 @@ def open_gguf(path: str) -> GgufFile:
     """
     paths = split_files(path)
     if missing := next((file for file in paths if not os.path.isfile(file)), None):
-        problem = f"is one of {len(paths)} files, and {os.path.basename(missing)} is missing"
+        problem = f"is one of {len(paths)} files, but {os.path.basename(missing)} is missing"
         raise CheckpointError(problem, where=path, remedy="download it, too")
     stamps = tuple((stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in map(os.stat, paths))
     return _opened(paths, stamps)
@@ -156,11 +156,11 @@ def _opened(paths: tuple[str, ...], stamps: tuple[tuple[int, int, int], ...]) ->
         entries.update(tensors)
     count = metadata.get("split.count", 1)
     if len(paths) == 1 and isinstance(count, int) and count > 1:
-        problem = f"is one of {count} files, and its name does not say which"
+        problem = f"is one of {count} files, but its name does not say which"
         raise CheckpointError(problem, where=paths[0], remedy=f"name them NAME-00001-of-{count:05}.gguf, as they were")
     total = metadata.get("split.tensors.count", len(entries))
     if total != len(entries):
-        problem = f"has {len(entries)} tensors in {len(paths)} files, and its header says {total}"
+        problem = f"has {len(entries)} tensors in {len(paths)} files, but its header says {total}"
         raise CheckpointError(problem, where=paths[0], remedy="the files do not belong together; download them again")
     return GgufFile(paths, metadata, entries)
 

@@ -260,7 +260,7 @@ def _vocabulary(model: Model, rows: int, family: Family, label: str) -> tuple[di
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
         tokenizer = None
     if tokenizer is None or has_only_special_tokens(tokenizer):
-        return {"tokenizer.ggml.model": "none"}, ["The model has no tokenizer, and nor has the file."]
+        return {"tokenizer.ggml.model": "none"}, ["The model has no tokenizer, so the file has none either."]
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise CheckpointError("its tokenizer cannot be written to GGUF", where=label, remedy=CONVERTER)
     metadata = write_vocabulary(tokenizer, rows, family.architecture, label)

@@ -58,7 +58,7 @@ def _tokenizer(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defe
         if parent is not None:
             yield _lacking("no tokenizer", contents, parent, _matching(parent, TOKENIZER_FILES))
         elif any(_matching(parent, VOCABULARY_FILES) for parent in parents):
-            problem = "there is none, and those of the parents are of another vocabulary size"
+            problem = "it is missing, and the parents' have another vocabulary size"
             yield Defect("no tokenizer", problem, "tokenizer.json", "copy the one that the merge was made with")
     elif parent is not None and TOKENIZER_CONFIG in parent.names and TOKENIZER_CONFIG not in contents.names:
         yield _lacking("no tokenizer config", contents, parent, [TOKENIZER_CONFIG])
@@ -69,7 +69,7 @@ def _tokenizer(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defe
             yield _lacking("no chat template", contents, source, files, fatal=source is parents[0])
         elif TOKENIZER_CONFIG in contents.names:
             problem = f"a parent has one in its {TOKENIZER_CONFIG}"
-            yield Defect("no chat template", problem, TOKENIZER_CONFIG, "take it over", fatal=source is parents[0])
+            yield Defect("no chat template", problem, TOKENIZER_CONFIG, "copy it", fatal=source is parents[0])
 
 
 def _processors(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:

@@ -129,11 +129,11 @@ def _codes(contents: Contents) -> Iterator[Defect]:
     stated = contents.config.get("quantization_config")
     if quantised and not stated:
         name, kind = next(iter(quantised.items()))
-        problem = f"{len(quantised)} matrices are {kind} codes, '{name}' first, and there is no quantization_config"
+        problem = f"{len(quantised)} matrices are {kind} codes, '{name}' first, but there is no quantization_config"
         yield Defect("quantised weights", problem, CONFIG, "put it back, or dequantise the model")
     elif stated and contents.tensors and not quantised:
         corrections = (JsonEntries(CONFIG, {"quantization_config": None}),)
-        problem = "quantization_config is there, and all weights are plain numbers"
+        problem = "there is a quantization_config, but the weights are not quantised"
         yield Defect("quantised weights", problem, CONFIG, "remove it ('--mend')", corrections=corrections)
 
 

@@ -123,9 +123,9 @@ def _settings(headers: _Headers) -> Any:
         check_config(headers.folder)
         return transformers.AutoConfig.from_pretrained(headers.folder, local_files_only=True)
     except CheckpointError as error:
-        return Defect("config that cannot be loaded", error.what, CONFIG, error.remedy or "mend it")
+        return Defect("config that cannot be loaded", error.what, CONFIG, error.remedy or "correct it")
     except Exception as error:  # of many classes
-        return Defect("config that cannot be loaded", short(error), CONFIG, "mend it, or update transformers")
+        return Defect("config that cannot be loaded", short(error), CONFIG, "correct it, or update transformers")
 
 
 @lru_cache(maxsize=8)
@@ -160,8 +160,8 @@ def _loading(headers: _Headers) -> Loading | Defect | None:
     except Exception as error:
         if "automatic conversion" in str(error):  # of tensors that transformers brings together
             problem = f"{model_class.__name__} cannot combine the tensors that are stored separately"
-            return Defect("wrong shape", problem, CONFIG, "mend the config's sizes, or merge again")
-        return Defect("config that makes no model", short(error), CONFIG, "mend it")
+            return Defect("wrong shape", problem, CONFIG, "correct the config's sizes, or merge again")
+        return Defect("config that makes no model", short(error), CONFIG, "correct it")
     return _loading_into(
         model,
         tuple(sorted(info["missing_keys"])),
@@ -404,7 +404,7 @@ def _differences(
         )
         entries = _sizes(contents, parents)
         corrections = (JsonEntries(CONFIG, entries),) if entries else ()
-        yield Defect("wrong shape", problem, CONFIG, "mend the config's sizes", corrections=corrections)
+        yield Defect("wrong shape", problem, CONFIG, "correct the config's sizes", corrections=corrections)
 
 
 def _place(contents: Contents) -> str:
@@ -454,6 +454,6 @@ def _stored_head(contents: Contents, loading: Loading) -> Iterator[Defect]:
     embedding = None if loading.embedding is None else _stored_name(contents, loading.embedding)
     if heads and embedding is not None and embedding not in heads:
         problem = f"'{heads[0]}' is stored, and config.json ties it to '{embedding}': its weights count twice"
-        remedy = "'--mend-weights' drops it; if it is a head of its own, set 'tie_word_embeddings': false"
+        remedy = "'--mend-weights' drops it; if it is a separate head, set 'tie_word_embeddings': false"
         file = os.path.basename(contents.tensors[heads[0]].file)
         yield Defect("tied head stored", problem, file, remedy, fatal=False, corrections=_dropped(contents, heads))

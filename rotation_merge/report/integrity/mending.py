@@ -107,7 +107,9 @@ def _carry_out(folder: str, correction: Correction) -> None:
             case ShardTensors(dropped=dropped, taken=taken):
                 _rewrite(path, {}, dropped, taken)
     except (OSError, ValueError) as error:
-        raise RotationMergeError(f"cannot be mended ({error})", where=path, remedy="check rights and space") from error
+        raise RotationMergeError(
+            f"cannot be corrected ({error})", where=path, remedy="check permissions and free space"
+        ) from error
 
 
 def _with_entries(path: str, entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,11 +57,11 @@ def _index(contents: Contents) -> Iterator[Defect]:
         if single is None and contents.shards and contents.whole_files:
             name = f"{STEMS[0] if contents.shards[0].endswith('.safetensors') else STEMS[1]}.index.json"
             written = JsonFile(name, index_of(contents))
-            yield Defect("no index", f"{len(contents.shards)} shards, and no index names them", name,
+            yield Defect("no index", f"{len(contents.shards)} shards, but no index names them", name,
                          "write it ('--mend')", corrections=(written,))  # fmt: skip
         elif single is not None and contents.shards:
             problem = f"{single} and {named(contents.shards)} both exist"
-            yield Defect("two sets of weights", problem, single, "move away what is not the model")
+            yield Defect("two sets of weights", problem, single, "move away the files of the other model")
         return
     if not contents.weight_map:
         mended = (JsonFile(index, index_of(contents)),) if contents.shards and contents.whole_files else ()
@@ -71,7 +71,7 @@ def _index(contents: Contents) -> Iterator[Defect]:
         yield Defect("missing shard", f"names {named(absent)}, which is not there", index, AGAIN)
     if single is not None and single not in contents.weight_map.values():
         problem = f"{single} and {index} both exist"
-        yield Defect("two sets of weights", problem, single, "move away what is not the model")
+        yield Defect("two sets of weights", problem, single, "move away the files of the other model")
     known = contents.tensors.keys()
     if contents.whole_files:
         yield from _disagreements(contents, index)
@@ -80,10 +80,10 @@ def _index(contents: Contents) -> Iterator[Defect]:
     if unnamed and contents.whole_files:
         corrections = (JsonFile(index, index_of(contents, unnamed)),)
         problem = f"lacks {named(unnamed)}, whose tensors are in no other file"
-        yield Defect("index disagrees", problem, index, "write it anew ('--mend')", corrections=corrections)
+        yield Defect("index disagrees", problem, index, "rewrite it ('--mend')", corrections=corrections)
     elif stray:
         problem = f"no index names {named(stray)}"
-        yield Defect("stray shard", problem, stray[0], "remove what is of another model", fatal=False)
+        yield Defect("stray shard", problem, stray[0], "remove the files of another model", fatal=False)
 
 
 def _disagreements(contents: Contents, index: str) -> Iterator[Defect]:
@@ -95,7 +95,7 @@ def _disagreements(contents: Contents, index: str) -> Iterator[Defect]:
         problem = f"lacks {len(wrong)} tensors of its shards, '{wrong[0]}' first"
     if wrong:
         corrections = (JsonFile(index, index_of(contents)),)
-        yield Defect("index disagrees", problem, index, "write it anew ('--mend')", corrections=corrections)
+        yield Defect("index disagrees", problem, index, "rewrite it ('--mend')", corrections=corrections)
         return
     metadata = contents.mapping(index).get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
@@ -112,7 +112,7 @@ def _twice(contents: Contents) -> Iterator[Defect]:
         for name in tensors:
             if name in holders:
                 problem = f"'{name}' is in {holders[name]}, too"
-                yield Defect("tensor twice", problem, file, "remove what is not of the model")
+                yield Defect("tensor twice", problem, file, "remove the files that are not the model's")
                 return
             holders[name] = file
 
