@@ -305,6 +305,8 @@ def polish(
             write_answers(module, unpadded(data.batches, data.source), path, "", teacher.name)
             answered.append(AnsweredSamples(path))
         model = for_evaluation(opened).requires_grad_(True)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # else training would change the caller's tensors
         student = with_lora(model, config.lora, config.seed) if config.lora else model
         rates = () if config.learning_rate is None else (config.learning_rate,)
         options = PolishOptions(config.steps, config.lora, config.lora > 0, rates, seed=config.seed)

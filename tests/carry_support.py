@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from rotation_merge import AlignConfig, Alignment
+import rotation_merge as rm
 from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.model.factors import stacks, transposed
-from rotation_merge.model.fold import FoldedSource
-from rotation_merge.model.lora import AdapterWeights
-from rotation_merge.model.source import transform_state
 
 RANK, ALPHA = 2, 3.0
 PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Made:
+    """An adapter's config and tensors."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def save_pretrained(self, where: Path | str) -> None:
+        """Also into a folder that holds another one, or its base."""
+        Path(where).mkdir(exist_ok=True)
+        (Path(where) / "adapter_config.json").write_text(json.dumps(self.config))
+        save_file({n: x.contiguous() for n, x in self.tensors.items()}, Path(where) / "adapter_model.safetensors")
 
 
 def targets(architecture: Architecture, state: dict[str, Tensor]) -> list[TensorInfo]:
@@ -42,7 +56,7 @@ def embeds(info: TensorInfo) -> bool:
 
 def make_adapter(
     architecture: Architecture, state: dict[str, Tensor], seed: int = 0, embeddings: bool = True, **config: Any
-) -> AdapterWeights:
+) -> Made:
     """Random factors for every target."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
@@ -76,11 +90,11 @@ def make_adapter(
                 tensors[f"{module}.lora_A.weight"] = random(RANK, *shape[1:])
                 tensors[f"{module}.lora_B.weight"] = random(shape[0], RANK, *[1] * len(kernel))
     content = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "base_model_name_or_path": "old"}
-    return AdapterWeights({**content, "target_parameters": parameters, **config}, tensors)
+    return Made({**content, "target_parameters": parameters, **config}, tensors)
 
 
 def merged(
-    adapter: AdapterWeights, architecture: Architecture, state: dict[str, Tensor], scale: float = ALPHA / RANK
+    adapter: Any, architecture: Architecture, state: dict[str, Tensor], scale: float = ALPHA / RANK
 ) -> dict[str, Tensor]:
     """The base with the adapter's changes added, as peft's merge_and_unload adds them; every tensor must be used."""
     result, used = dict(state), set()
@@ -127,23 +141,15 @@ def merged(
     return {name: tensor for name, tensor in result.items() if tensor is not None}
 
 
-def other_coordinates(
-    architecture: Architecture, state: dict[str, Tensor], options: AlignConfig, seed: int = 5
-) -> tuple[dict[str, Tensor], Alignment]:
+def other_coordinates(model: Any, options: rm.AlignConfig, seed: int = 5) -> tuple[dict[str, Tensor], rm.Alignment]:
     """A base that computes the same in other coordinates, and what brings the first one there.
 
     Where the stream is turned, the norms of the new base get gains and shifts of their own.
     """
-    generator = torch.Generator().manual_seed(seed)
-    turned = {n: "rotation" for n, groups in architecture.stream_groups.items() if "rotation" in groups}
-    folded = architecture.folds(turned) if options.residual == "rotation" else ()
-    gauge = random_gauge(architecture, options, generator)
-    own = dict(state)
-    if folded:
-        seen = FoldedSource(architecture, state, folded)
-        own = {name: seen[name] for name in state}
-    new = transform_state(architecture, own, gauge)
-    return (unfolded(architecture, new, folded, generator) if folded else new), Alignment(gauge, folded)
+    alignment = rm.Alignment.random(model, options, seed=seed)
+    view = alignment.apply(model)
+    drawn = torch.Generator().manual_seed(seed)
+    return unfolded(view.architecture, view.state_dict(), alignment.folded, drawn), alignment
 
 
 def unfolded(

@@ -14,8 +14,6 @@ from tiny_models import ALL, Case, difference, inputs, make, outputs, save
 from torch import Tensor
 
 import rotation_merge as rm
-from rotation_merge.architecture import Architecture, resolve
-from rotation_merge.model.fold import FoldedSource
 
 
 def case(family: str, name: str) -> Case:
@@ -40,8 +38,11 @@ class Checkpoint:
         return state(self.path)
 
     @property
-    def architecture(self) -> Architecture:
-        return resolve(self.config, list(self.state), self.case.name, untie=self.untied)
+    def architecture(self) -> Any:
+        """The labels of its tensors."""
+        still = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
+        model = self.state, self.config
+        return rm.Alignment.random(model, untie=self.untied, **still).apply(model).architecture
 
     @property
     def whole_state(self) -> dict[str, Tensor]:
@@ -52,9 +53,9 @@ class Checkpoint:
 
     def folded(self) -> dict[str, Tensor]:
         """Tensors with all norm gains folded into their readers."""
-        architecture, own = self.architecture, self.whole_state
-        seen = FoldedSource(architecture, own, tuple(architecture.streams))
-        return {name: seen[name] for name in own}
+        model = self.whole_state, self.config
+        rotated = rm.Alignment.random(model, untie=self.untied, residual="rotation")
+        return rotated.apply_anchor(model).state_dict()
 
     def outputs(self, path: Path | None = None) -> dict[str, Tensor]:
         """What the checkpoint (or another one of its class) computes, in float64."""

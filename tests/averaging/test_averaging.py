@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +16,28 @@ from plugin_support import EVERYTHING, build, from_file, make, merged, mergekit_
 from residual_support import Checkpoint, checkpoint, recipe, report
 from residual_support import twin as residual_twin
 from safetensors.torch import load_file
+from tiny_models import ALL, inputs
 from torch import Tensor
-from transformers import RwkvConfig, RwkvForCausalLM
+from transformers import LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
 
-from rotation_merge import Statistics
-from rotation_merge.architecture import families
-from rotation_merge.averaging.methods import Fisher, Kfac, RegMean, Source
-from rotation_merge.run.measure import scores
-from rotation_merge.run.statistics_file import NAME
+import rotation_merge as rm
 
 TOLERANCE = 2e-4
+NAME = "statistics.safetensors"
 
 
-def data_for(path: Path, where: Path, rows: int = 24) -> str:
-    """A file of random inputs of a tiny checkpoint's kind, with labels where it has classes."""
-    from rotation_merge.run.functions import load
-    from rotation_merge.run.inputs import random_batch
-
-    model, draw = load(str(path)), torch.Generator().manual_seed(0)
-    batches = [random_batch(model, draw) for _ in range(rows // 2)]
-    arrays = {name: torch.cat([batch[name] for batch in batches]).numpy() for name in batches[0]}  # as processors give
-    np.savez(where, **arrays)
+def data_for(model: Path | Checkpoint, where: Path, rows: int = 24) -> str:
+    """A file of random inputs of a tiny checkpoint's kind; of a path's, which takes words, random words."""
+    if isinstance(model, Checkpoint):
+        module = model.case.model_class.from_pretrained(model.path)
+        batches = [inputs(model.case, module, seed) for seed in range(rows // 2)]
+        takes = signature(module.forward).parameters
+        batches = [{name: tensor for name, tensor in batch.items() if name in takes} for batch in batches]
+    else:
+        draw = torch.Generator().manual_seed(0)
+        batches = [{"input_ids": torch.randint(3, 40, (rows, 12), generator=draw)}]
+    arrays = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}  # as processors give
+    np.savez(where, **{name: (x.float() if x.is_floating_point() else x).numpy() for name, x in arrays.items()})
     return str(where)
 
 
@@ -107,16 +110,16 @@ HEADLESS = ("clip", "dinov3", "siglip")
 """Families whose first tiny model gives no probabilities, hence no gradients that kfac could take."""
 
 
-@pytest.mark.parametrize("family", sorted(set(families()) - {"nomic_bert"}))  # nomic_bert is refused: see below
+@pytest.mark.parametrize("family", sorted({case.family for case in ALL} - {"nomic_bert"}))  # see below
 def test_twins_give_the_anchor_in_every_family(family: str, tmp_path: Path):
     """Measured into files, carried, and averaged by whole merges; in memory: tests/carrying/test_carry.py."""
     kinds, delegate = ("gram", "regmean") if family in HEADLESS else ("gram,kfac", "kfac")
     if family in CLASSIFIERS:
-        anchor = checkpoint(family, "classifier", tmp_path / "anchor").path
+        model = checkpoint(family, "classifier", tmp_path / "anchor")
     else:
-        anchor = _first(family, tmp_path / "anchor").path
+        model = _first(family, tmp_path / "anchor")
+    anchor, data = model.path, data_for(model, tmp_path / "data.npz", rows=2)
     moved = twin(anchor, tmp_path / "twin")
-    data = data_for(anchor, tmp_path / "data.npz", rows=2)
     for path in (anchor, moved):
         parsed("measure", path, "--data", data, "--kinds", kinds)
     assert worst(merged(_weighted(delegate, anchor, moved), tmp_path / "out"), state(anchor)) < TOLERANCE
@@ -169,7 +172,7 @@ def test_twins_moved_in_the_stream_give_the_anchor(family: str, delegate: str, t
     """Gains folded, stream turned, experts reordered: what a plain average of the aligned twin gives, this gives."""
     anchor = _first(family, tmp_path / "anchor")
     moved = residual_twin(anchor, tmp_path / "twin", "rotation")
-    data = data_for(anchor.path, tmp_path / "data.npz")
+    data = data_for(anchor, tmp_path / "data.npz")
     for one in (anchor, moved):
         measure(one.path, data)
     extra = {"untie": True} if anchor.untied else {}
@@ -202,8 +205,6 @@ def test_statistics_go_along_with_a_donor_into_a_merge(family: str, tmp_path: Pa
 
 
 def _first(family: str, where: Path) -> Checkpoint:
-    from tiny_models import ALL
-
     name = next(c.name for c in ALL if c.family == family)
     found = checkpoint(family, name, where)
     tied = any(t.tied and t.name not in found.state for t in Checkpoint(found.case, where, True).architecture.tensors())
@@ -222,7 +223,7 @@ def test_regmean_is_the_least_squares_optimum(tmp_path: Path):
     name = "model.layers.0.self_attn.k_proj.weight"
     weights, grams = [], []
     for path in (first, second):
-        found, tensors = Statistics.open(path / NAME), state(path)
+        found, tensors = rm.Statistics.open(path / NAME), state(path)
         gram, gain = found.gram(name), tensors["model.layers.0.input_layernorm.weight"].double()
         assert gram is not None
         assert gram.split
@@ -232,46 +233,9 @@ def test_regmean_is_the_least_squares_optimum(tmp_path: Path):
     torch.testing.assert_close(result[name].double(), best, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_averages_by_hand(count: int):
-    """Shares, ridges in both sums, shrinking, scales of losses, norms and floors: against the formulas, spelled out."""
-    draw = torch.Generator().manual_seed(count)
-
-    def some(*size: int) -> Tensor:
-        return torch.randn(*size, generator=draw, dtype=torch.float64)
-
-    def whole(matrix: Tensor) -> Tensor:
-        off = 0.8 * matrix + 0.2 * torch.diag(matrix.diagonal())
-        return off + 0.05 * matrix.diagonal().mean() * torch.eye(len(matrix), dtype=torch.float64)
-
-    shares, parameters = (0.2, 0.3, 0.5)[:count], {"shrink": 0.8, "ridge": 0.05, "normalize": True, "floor": 0.4}
-    sources = []
-    for number, share in enumerate(shares):
-        inputs, gradients = (x.T @ x for x in (some(9, 4), some(9, 3)))
-        held = {"dense": inputs, "gradient": gradients, "fisher": some(3, 4).square()}
-        sources.append(Source(some(3, 4), share, held, {"loss_scale": 2.0 + number, "fisher_norm": 3.0 - number}))
-    grams = [s.share * whole(s.held["dense"]) for s in sources]
-    best = sum(s.weight @ g for s, g in zip(sources, grams, strict=True)) @ torch.linalg.inv(sum(grams))
-    torch.testing.assert_close(RegMean().average(sources, parameters), best)
-    krons = [
-        s.share / s.made["loss_scale"] * torch.kron(whole(s.held["gradient"]), whole(s.held["dense"])) for s in sources
-    ]
-    right = sum(k @ s.weight.flatten() for k, s in zip(krons, sources, strict=True))
-    best = torch.linalg.solve(sum(krons), right).reshape(3, 4)
-    torch.testing.assert_close(Kfac().average(sources, parameters), best, rtol=1e-6, atol=1e-6)
-    floors = [0.4, 0.0, 0.0]
-    rows = [
-        s.share / s.made["fisher_norm"] * s.held["fisher"].clamp(min=f) for s, f in zip(sources, floors, strict=False)
-    ]
-    best = sum(r * s.weight for r, s in zip(rows, sources, strict=True)) / sum(rows)
-    torch.testing.assert_close(Fisher().average(sources, parameters), best)
-
-
 def test_storage_does_not_matter(twins: dict[str, tuple[Path, ...]], tmp_path: Path):
     """bfloat16 output, and a donor in shards."""
     anchor, moved, _ = twins["llama"]
-    from transformers import LlamaForCausalLM
-
     sharded = tmp_path / "sharded"
     save(LlamaForCausalLM.from_pretrained(moved), sharded, max_shard_size="20KB")
     assert len(list(sharded.glob("*.safetensors"))) > 1
@@ -291,26 +255,24 @@ def test_the_same_seed_gives_the_same_bytes_and_an_interrupted_run_goes_on(
     once = parsed("measure", path, "--data", "self", "--samples", "8", "--length", "12", "--batch-size", "2")
     first = (path / NAME).read_bytes()
     assert once["samples"] == 8
-    from rotation_merge.run.measure import ModelMeasurement
+    stock, calls = LlamaForCausalLM.forward, []
 
-    stock, calls = ModelMeasurement.outputs, []
-
-    def interrupted(self: Any, batch: Any) -> Any:
-        calls.append(batch)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return stock(self, batch)
+    @wraps(stock)
+    def interrupted(self: LlamaForCausalLM, *given: Any, **options: Any) -> Any:
+        if options["input_ids"].shape == (2, 12):  # a batch that is measured
+            calls.append(options)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+        return stock(self, *given, **options)
 
     (path / NAME).unlink()
     arguments = ("measure", path, "--data", "self", "--samples", 8, "--length", 12, "--batch-size", 2)
-    monkeypatch.setattr(ModelMeasurement, "outputs", interrupted)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", interrupted)
     assert run(*arguments).exit_code != 0
     assert not (path / NAME).exists()
-    calls.clear()
     assert (tmp_path / "model" / f"{NAME}.unfinished").is_dir()
-    calls.extend([None] * 5)
     assert run(*arguments).exit_code == 0
-    assert len(calls) == 5 + 2 + 2  # two looks at the maps, and the two batches that were left
+    assert len(calls) == 3 + 2  # the two batches that were left
     assert (path / NAME).read_bytes() == first
     assert not (tmp_path / "model" / f"{NAME}.unfinished").exists()
 
@@ -324,21 +286,8 @@ def test_neurons_may_be_kept_at_low_rank(tmp_path: Path):
         for path in (first, second):
             assert run("measure", path, "--data", "self", "--samples", 4, "--length", 8, *rank).exit_code == 0
         results[rank] = merged(_weighted("regmean", first, second), tmp_path / f"out{len(rank)}")
-    assert Statistics.open(first / NAME).gram("model.layers.0.mlp.down_proj.weight").matrix is None
+    assert rm.Statistics.open(first / NAME).gram("model.layers.0.mlp.down_proj.weight").matrix is None
     assert worst(results[("--rank", "40")], results[()]) < 1e-3
-
-
-@pytest.mark.parametrize("task", ["regression", "labels"])
-def test_scores_of_the_datas_own_numbers(task: str):
-    """Of a likelihood that grows where the data are: its gradient by the outputs is what they lack."""
-    draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, 1 if task == "regression" else 3, generator=draw, requires_grad=True)
-    labels = torch.rand(5, generator=draw) if task == "regression" else torch.tensor([[1.0, 0, 1]] * 5)
-    model = build("bert", num_labels=logits.shape[1])
-    (score,) = scores(model, {"logits": logits}, {"labels": labels}, task, "data", draw)
-    (found,) = torch.autograd.grad(score, logits)
-    given = logits if task == "regression" else logits.sigmoid()
-    torch.testing.assert_close(found, labels.reshape(logits.shape) - given)
 
 
 class TestBadInput:
@@ -483,7 +432,6 @@ def test_adapters_alignment_files_and_several_stages(tmp_path: Path):
     """A donor that is a model and its adapter merges as what the two make; so it does by a file, and in a stage."""
     from peft import LoraConfig, get_peft_model
     from plugin_support import write_recipe
-    from transformers import LlamaForCausalLM
 
     base = make("llama", tmp_path / "base")
     config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"])

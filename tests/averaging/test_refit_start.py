@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import rotation_merge as rm
-from rotation_merge.mergekit_plugin.planning import refit_tasks
 
 State = dict[str, Tensor]
 
@@ -134,14 +132,13 @@ def test_samples_held_out_are_the_next_of_the_file(models: dict[str, Path], tmp_
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_refit_that_is_worse_is_not_written(
-    dtype: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it started from is."""
+def test_a_refit_that_is_worse_is_not_written(dtype: str, models: dict[str, Path], tmp_path: Path) -> None:
+    """What it started from is. Here two words, again and again, are all that the refit sees, and others judge it."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(f"{json.dumps({'input_ids': [3, 4] * 6})}\n" * 24 + models["texts"].read_text())
     plain = merged({**recipe(models, "linear"), "dtype": dtype}, tmp_path / "linear")
-    losses = iter((0.0, 9.0))
-    monkeypatch.setattr(refit_tasks, "score", lambda *_: SimpleNamespace(loss=next(losses)))
-    found = merged({**recipe(models), "dtype": dtype}, tmp_path / "refit")
+    narrow = recipe({**models, "texts": texts}, ridge=1e-9)
+    found = merged({**narrow, "dtype": dtype}, tmp_path / "refit")
     for name, tensor in plain.items():
         torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=0.02)
     assert "that is worse, so the average was written" in (tmp_path / "refit" / "rotation_merge.json").read_text()

@@ -1,4 +1,4 @@
-"""Delegates that merge task vectors: optimal, equivariant, exact where the answer is known; in recipes."""
+"""Delegates that merge task vectors, in recipes; their rules: test_task_vector_rules.py."""
 
 from __future__ import annotations
 
@@ -11,145 +11,9 @@ import torch
 import yaml
 from cli_support import run
 from plugin_support import merged, mergekit_yaml, one_error
-from residual_support import Checkpoint, checkpoint, report, twin
-from torch import Tensor
+from residual_support import Checkpoint, checkpoint, twin
 
-from rotation_merge.averaging.task_vectors import (
-    TASK_VECTORS,
-    TaskVectorMethod,
-    added_by_wudi,
-    both_sides,
-    mean_of,
-    one_side,
-    with_even_lengths,
-)
-
-BY_NAME = {method.spec.name: method for method in TASK_VECTORS}
-
-
-def defaults(method: TaskVectorMethod, **values: Any) -> dict[str, Any]:
-    return {parameter.name: parameter.default for parameter in method.spec.parameters} | values
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def orthogonal(size: int, seed: int) -> Tensor:
-    return torch.linalg.qr(random(size, size, seed=seed))[0]
-
-
-CASES = [("wudi", {}), ("wudi", {"sides": "both", "ridge": 0.3}), ("wudi", {"gram_norm": "trace"})]
-CASES += [("tsv", {}), ("iso", {}), ("iso", {"share": 0.5})]
-
-
-@pytest.mark.parametrize(("name", "values"), CASES)
-@pytest.mark.parametrize("shape", [(6, 9), (9, 6)])
-def test_merged_changes_follow_rotations(name: str, values: dict[str, Any], shape: tuple[int, int]) -> None:
-    """f(L D R^T) = L f(D) R^T: merging commutes with an alignment."""
-    method = BY_NAME[name]
-    changes = [random(*shape, seed=seed) for seed in range(3)]
-    left, right = orthogonal(shape[0], 7), orthogonal(shape[1], 8)
-    parameters, weights = defaults(method, **values), [1.0, 2.0, 0.5]
-    merged_change = method.change(changes, weights, parameters)
-    turned = method.change([left @ d @ right.T for d in changes], weights, parameters)
-    torch.testing.assert_close(turned, left @ merged_change @ right.T, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["wudi", "tsv"])
-def test_one_change_is_kept(name: str) -> None:
-    method, change = BY_NAME[name], random(5, 7)
-    torch.testing.assert_close(method.change([change], [1.0], defaults(method)), change, atol=1e-10, rtol=1e-10)
-
-
-@pytest.mark.parametrize("name", ["wudi", "tsv"])
-def test_changes_that_do_not_meet_are_all_kept(name: str) -> None:
-    """Two tasks that read and write different directions: the merged change does what each of them does."""
-    u, v = orthogonal(8, 1), orthogonal(8, 2)
-    changes = [u[:, :3] @ random(3, 3, seed=3) @ v[:, :3].T, u[:, 3:6] @ random(3, 3, seed=4) @ v[:, 3:6].T]
-    method = BY_NAME[name]
-    parameters = defaults(method, **({"ridge": 1e-10} if name == "wudi" else {}))
-    merged_change = method.change(changes, [1.0, 1.0], parameters)
-    for change, inputs in zip(changes, (v[:, :3], v[:, 3:6]), strict=True):
-        torch.testing.assert_close(merged_change @ inputs, change @ inputs, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (2, 6, 9)])
-def test_a_change_beside_another_one(shape: tuple[int, ...]) -> None:
-    """It is kept where the two read from orthogonal inputs; else it follows rotations, and disturbs the other less."""
-    inputs = orthogonal(shape[-1], 1)
-    apart = random(*shape, seed=2) @ inputs[:, :4] @ inputs[:, :4].T
-    first = random(*shape, seed=3) @ inputs[:, 4:] @ inputs[:, 4:].T
-    torch.testing.assert_close(added_by_wudi(first, apart), apart, atol=1e-10, rtol=1e-10)
-    first, second = random(*shape, seed=4), random(*shape, seed=5)
-    added = added_by_wudi(first, second)
-    left, right = orthogonal(shape[-2], 7), orthogonal(shape[-1], 8)
-    turned = added_by_wudi(left @ first @ right.T, left @ second @ right.T)
-    torch.testing.assert_close(turned, left @ added @ right.T, atol=1e-9, rtol=1e-9)
-    assert float((added @ first.mT).norm()) < float((second @ first.mT).norm())
-    for none in (torch.zeros_like(first), first):
-        kept = added_by_wudi(none, torch.zeros_like(first) if none is first else second)
-        torch.testing.assert_close(kept, torch.zeros_like(first) if none is first else second)
-
-
-def test_one_side_is_the_minimum_of_its_objective() -> None:
-    """sum_t a_t |(D - D_t) D_t^T|^2 + l |D - M|^2: the gradient vanishes."""
-    changes, shares = [random(4, 6, seed=seed) for seed in range(3)], [0.2, 0.5, 1.0]
-    prior = mean_of(changes, shares)
-    merged_change = one_side(changes, shares, prior, 0.1)
-    values = torch.linalg.eigvalsh(sum(a * d.T @ d for a, d in zip(shares, changes, strict=True)))
-    penalty = 0.1 * float(values.square().sum() / values.sum())
-    x = merged_change.clone().requires_grad_()
-    objective = sum(a * ((x - d) @ d.T).square().sum() for a, d in zip(shares, changes, strict=True))
-    (objective + penalty * (x - prior).square().sum()).backward()
-    assert x.grad is not None
-    assert float(x.grad.abs().max()) < 1e-9
-
-
-def test_both_sides_solve_their_equation() -> None:
-    changes, weights = [random(5, 4, seed=seed) for seed in range(2)], [1.0, 3.0]
-    merged_change = both_sides(changes, weights, 0.1)
-    left = [d @ d.T / d.square().sum() for d in changes]
-    right = [d.T @ d / d.square().sum() for d in changes]
-    spectra = [torch.linalg.eigvalsh(gram) for gram in right]
-    start = 0.7 * sum(changes)
-    ridge = sum(w * (0.1 * s.square().sum()) ** 2 for w, s in zip(weights, spectra, strict=True))
-    rest = sum(w * a @ (d - merged_change) @ b for w, a, d, b in zip(weights, left, changes, right, strict=True))
-    torch.testing.assert_close(rest + ridge * (start - merged_change), torch.zeros(5, 4).double(), atol=1e-8, rtol=0)
-
-
-@pytest.mark.parametrize("values", [{}, {"sides": "both"}])
-def test_low_rank_changes_are_not_blown_up(values: dict[str, Any]) -> None:
-    """Changes of rank 2 whose inputs nearly coincide, as those of LoRAs: the result is no longer than their sum."""
-    common = random(2, 60)
-    changes = [random(40, 2, seed=t) @ (common + 0.1 * random(2, 60, seed=10 + t)) for t in range(1, 3)]
-    method = BY_NAME["wudi"]
-    merged_change = method.change(changes, [1.0, 1.0], defaults(method, **values))
-    assert float(merged_change.norm()) < sum(float(d.norm()) for d in changes)
-
-
-def test_iso_evens_all_singular_values() -> None:
-    method = BY_NAME["iso"]
-    values = torch.linalg.svdvals(method.change([random(4, 6), random(4, 6, seed=1)], [1.0, 1.0], defaults(method)))
-    torch.testing.assert_close(values, values[0].expand(4))
-
-
-def test_lengths_are_evened_where_they_differ_by_more_than_two() -> None:
-    short = random(3, 3)
-    long = random(3, 3, seed=1)
-    long *= 2.5 * short.norm() / long.norm()
-    even, ratio = with_even_lengths([short, long, torch.zeros(3, 3).double()])
-    assert ratio == pytest.approx(2.5)
-    harmonic = 2 / (1 / short.norm() + 1 / long.norm())
-    assert [float(d.norm()) for d in even[:2]] == pytest.approx([float(harmonic)] * 2)
-    assert not even[2].any()
-    assert torch.equal(with_even_lengths([short, 1.5 * short])[0][0], short)
-    least, most = with_even_lengths([short, 1e9 * long])[0]  # by no more than the number of changes
-    torch.testing.assert_close(least, 2 * short)
-    torch.testing.assert_close(most, 0.5e9 * long)
-
-
-# --- recipes ---------------------------------------------------------------------------------------------------------
+NAMES = ("wudi", "tsv", "iso")
 
 
 def tuned(base: Checkpoint, where: Path, seed: int, noise: float = 0.01) -> Checkpoint:
@@ -173,35 +37,6 @@ def three(tmp_path: Path) -> list[Checkpoint]:
     """A base and two fine-tunes of it."""
     base = checkpoint("llama", "llama", tmp_path / "base")
     return [base, tuned(base, tmp_path / "one", 1), tuned(base, tmp_path / "two", 2)]
-
-
-@pytest.mark.parametrize("name", list(BY_NAME))
-def test_recipes_merge_the_changes_of_every_map(name: str, three: list[Checkpoint], tmp_path: Path) -> None:
-    base, one, two = three
-    result = merged(recipe(base.path, one.path, two.path, delegate=name, **{"lambda": 1.2}), tmp_path / "out")
-    start, first, second = (c.state for c in three)
-    method = BY_NAME[name]
-    for tensor in ("model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"):
-        changes = [(state[tensor] - start[tensor]).double() for state in (first, second)]
-        wanted = start[tensor] + 1.2 * method.change(changes, [1.0, 1.0], defaults(method))
-        torch.testing.assert_close(result[tensor].double(), wanted.double(), atol=1e-5, rtol=1e-5)
-    norm = "model.norm.weight"
-    mean = start[norm] + 1.2 * ((first[norm] + second[norm]) / 2 - start[norm])
-    torch.testing.assert_close(result[norm], mean, atol=1e-6, rtol=1e-5)
-    notes = " ".join(report(tmp_path / "out")["notes"])
-    assert f"Delegate {name} merged the changes of" in notes
-
-
-def test_conv1d_is_merged_as_the_map_that_it_is(tmp_path: Path) -> None:
-    """GPT-2 stores (inputs, outputs): the rule is not the same along the other side."""
-    base = checkpoint("gpt2", "untied", tmp_path / "base")
-    models = [tuned(base, tmp_path / str(seed), seed) for seed in (1, 2)]
-    result = merged(recipe(base.path, *(m.path for m in models), delegate="wudi"), tmp_path / "out")
-    name = next(n for n in base.state if n.endswith("h.0.mlp.c_fc.weight"))
-    changes = [(m.state[name] - base.state[name]).double().T for m in models]
-    method = BY_NAME["wudi"]
-    wanted = base.state[name].double() + method.change(changes, [1.0, 1.0], defaults(method)).T
-    torch.testing.assert_close(result[name].double(), wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_equal_models_stay_bit_for_bit(three: list[Checkpoint], tmp_path: Path) -> None:
@@ -264,7 +99,7 @@ def test_the_base_is_required_and_alone_no_merge(three: list[Checkpoint], tmp_pa
 
 def test_delegates_are_listed() -> None:
     result = run("inspect", "--methods")
-    assert all(name in result.output for name in BY_NAME)
+    assert all(name in result.output for name in NAMES)
 
 
 def written(recipe: dict[str, Any], path: Path) -> str:
@@ -305,7 +140,7 @@ def test_inspect_says_what_the_averaging_costs(three: list[Checkpoint], tmp_path
     assert "Delegate tsv: " in run("inspect", path).output
 
 
-@pytest.mark.parametrize("name", list(BY_NAME))
+@pytest.mark.parametrize("name", NAMES)
 def test_weights_that_are_no_numbers_are_named_in_one_line(name: str, three: list[Checkpoint], tmp_path: Path) -> None:
     base, one, two = three
     spoilt = dict(two.state)

@@ -23,9 +23,7 @@ from plugin_support import (
 )
 from residual_support import checkpoint
 
-from rotation_merge import transfer
-from rotation_merge.averaging.task_vectors import added_by_wudi
-from rotation_merge.carrying.sampled import JudgedChange, SampledTransfer
+import rotation_merge as rm
 
 Tensors = dict[str, torch.Tensor]
 
@@ -126,32 +124,6 @@ def test_a_merge_of_both_changes_is_tried(name: str, map_name: str, along: int, 
     assert (losses["wudi"] == pytest.approx(losses["plain addition"], abs=1e-5)) == apart
 
 
-@pytest.mark.parametrize("name", ["plain addition", "wudi"])
-def test_what_samples_chose_is_written(
-    name: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By weights, too, where another change is written than the one that the method moved."""
-    judged = SampledTransfer._judged
-
-    def chosen(self: SampledTransfer, candidate: JudgedChange, others: list[JudgedChange], parts: Any) -> Any:
-        _, lift = judged(self, candidate, others, parts)
-        return next(each for each in others if each.method == name), lift
-
-    monkeypatch.setattr(SampledTransfer, "_judged", chosen)
-    monkeypatch.setattr("rotation_merge.carrying.sampled.SCALES", (1.0,))
-    data = ("--data", models["texts"], "--samples", 32, "--scale", "auto")
-    done = run(*command(models, tmp_path / "out", *data, work="tuned"))
-    assert done.exit_code == 0, done.output
-    result, plain = state(tmp_path / "out"), added(models)
-    if name == "plain addition":
-        assert_added(result, models)
-    old, new, tuned = (state(models[which]) for which in ("old", "new", "tuned"))
-    for tensor in (n for n in plain if n.endswith("proj.weight") and name == "wudi"):
-        change = added_by_wudi(*((each[tensor] - old[tensor]).double() for each in (new, tuned)))
-        torch.testing.assert_close(result[tensor], (new[tensor] + change).float(), atol=1e-5, rtol=1e-4)
-        assert not torch.allclose(result[tensor], plain[tensor], atol=1e-4)
-
-
 def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
     """Nothing need turn between bases that share their coordinates, so no head of its own is asked for."""
     old = make("llama", tmp_path / "old", tie_word_embeddings=True)
@@ -213,10 +185,10 @@ def test_recipes_add_the_change_as_it_is(models: dict[str, Path], tmp_path: Path
 def test_python_adds_the_change_as_it_is(models: dict[str, Path]) -> None:
     config = json.loads((models["old"] / "config.json").read_text())
     states = [(state(models[name]), config) for name in ("tuned", "old", "new")]
-    carried = transfer(*states)
+    carried = rm.transfer(*states)
     assert_added(carried.state_dict(), models)
     assert "nothing was matched" in " ".join(carried.notes)
-    assert "nothing was matched" not in " ".join(transfer(*states, heads="permutation").notes)
-    assert_added(transfer(*(models[name] for name in ("tuned", "old", "new"))).state_dict(), models)
+    assert "nothing was matched" not in " ".join(rm.transfer(*states, heads="permutation").notes)
+    assert_added(rm.transfer(*(models[name] for name in ("tuned", "old", "new"))).state_dict(), models)
     far = [(state(models[name]), config) for name in ("tuned", "old", "neurons")]
-    assert not transfer(*far).notes
+    assert not rm.transfer(*far).notes

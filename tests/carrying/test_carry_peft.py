@@ -5,27 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from carry_support import other_coordinates
-from cli_support import run
+from cli_support import parsed, run
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import ALL, Case, make, outputs, save
 from tiny_models import inputs as given_inputs
 from torch import Tensor
 
-from rotation_merge import AlignConfig, Alignment, Delta, RotationMergeError
-from rotation_merge.architecture import resolve
-from rotation_merge.carrying.adapter import CarriedAdapter, carry_adapter
-from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.delta import share
-from rotation_merge.carrying.lora import adapter_of
+import rotation_merge as rm
+from rotation_merge import AlignConfig, Alignment
 from rotation_merge.errors import AlignmentError, CheckpointError
-from rotation_merge.model.adapters import Adapter
 
 ROTATION = AlignConfig(heads="permutation", residual="rotation")
 PERMUTATION = AlignConfig(heads="permutation", residual="permutation")
@@ -41,10 +35,9 @@ class Home:
         model = make(self.case)
         self.given = given_inputs(self.case, model)
         self.config, self.state = save(model, where / "old")
-        self.architecture = resolve(self.config, list(self.state), name, untie=True)
 
     def new(self, options: AlignConfig) -> tuple[dict[str, Tensor], Alignment]:
-        state, alignment = other_coordinates(self.architecture, self.state, options)
+        state, alignment = other_coordinates((self.state, self.config), options)
         folder = self.where / "new"
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text((self.where / "old" / "config.json").read_text())
@@ -58,8 +51,8 @@ class Home:
         loaded.config._experts_implementation = "eager"
         return loaded.eval()
 
-    def adapter(self, **config: Any) -> tuple[Adapter, Tensor]:
-        """An adapter with everything trainable made random, and what the old base computes with it."""
+    def adapter(self, **config: Any) -> Tensor:
+        """Write an adapter with everything trainable made random; what the old base computes with it."""
         torch.manual_seed(0)
         wanted = LoraConfig(**{"r": 2, "lora_alpha": 3, **config})
         model = get_peft_model(self.base("old"), wanted, autocast_adapter_dtype=False)
@@ -67,14 +60,17 @@ class Home:
             if parameter.requires_grad:
                 parameter.data = parameter.data + 0.3 * torch.randn_like(parameter)
         model.save_pretrained(self.where / "adapter", save_embedding_layers=False)
-        return Adapter(str(self.where / "adapter")), self.logits(model)
+        return self.logits(model)
 
-    def carried(self, adapter: Adapter, options: AlignConfig, **others: Any) -> tuple[CarriedAdapter, Tensor]:
-        """The adapter on the new base, and what that computes with it."""
+    def carried(self, work: str, options: AlignConfig, **others: Any) -> tuple[Any, Tensor]:
+        """What was made for the old base as an adapter of the new one, and what that computes with it."""
         state, alignment = self.new(options)
-        carrier = Carrier(self.architecture, self.state, state, alignment)
-        result = carry_adapter(adapter, carrier, self.config, str(self.where / "new"), **others)
-        result.adapter.save_pretrained(str(self.where / "carried"))
+        given: Any = self.where / work
+        if work != "adapter":
+            given = load_file(given / "model.safetensors"), self.config
+        config = rm.TransferConfig(alignment=alignment, **others)
+        result = rm.transfer(given, self.where / "old", (state, self.config), config)
+        result.save_pretrained(str(self.where / "carried"))
         model = PeftModel.from_pretrained(self.base("new"), self.where / "carried", autocast_adapter_dtype=False)
         return result, self.logits(model)
 
@@ -134,11 +130,11 @@ FORMS: dict[str, tuple[str, AlignConfig, dict[str, Any]]] = {
 def test_peft_runs_the_carried_adapter(form: str, request: pytest.FixtureRequest) -> None:
     family, options, config = FORMS[form]
     home = request.getfixturevalue(family)
-    adapter, expected = home.adapter(**config)
+    expected = home.adapter(**config)
     assert float((home.logits(home.base("old")) - expected).abs().max()) > 1e-2
-    result, found = home.carried(adapter, options)
+    result, found = home.carried("adapter", options)
     torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-8)
-    assert {x.dtype for x in result.adapter.tensors.values()} == {torch.float64}
+    assert {x.dtype for x in result.tensors.values()} == {torch.float64}
 
 
 REFUSED: dict[str, tuple[str, AlignConfig, dict[str, Any], str]] = {
@@ -167,23 +163,25 @@ REFUSED: dict[str, tuple[str, AlignConfig, dict[str, Any], str]] = {
 def test_forms_that_cannot_express_it_are_refused(form: str, request: pytest.FixtureRequest) -> None:
     family, options, config, words = REFUSED[form]
     home = request.getfixturevalue(family)
+    home.adapter(**config)
     with pytest.raises(AlignmentError, match=words):
-        home.carried(home.adapter(**config)[0], options)
+        home.carried("adapter", options)
 
 
 def test_scale(llama: Home) -> None:
-    adapter, _ = llama.adapter(target_modules=["q_proj", "down_proj"])
-    once, twice = (llama.carried(adapter, ROTATION, scale=scale)[0] for scale in (1.0, 2.0))
-    key = next(key for key in once.adapter.tensors if "lora_B" in key)
-    torch.testing.assert_close(twice.adapter.tensors[key], 2 * once.adapter.tensors[key])
+    llama.adapter(target_modules=["q_proj", "down_proj"])
+    once, twice = (llama.carried("adapter", ROTATION, scale=scale)[0].tensors for scale in (1.0, 2.0))
+    key = next(key for key in once if "lora_B" in key)
+    torch.testing.assert_close(twice[key], 2 * once[key])
 
 
 def test_a_gain_of_zero_is_refused(llama: Home) -> None:
-    adapter, _ = llama.adapter(target_modules=["q_proj"])
+    llama.adapter(target_modules=["q_proj"])
     state, alignment = llama.new(ROTATION)
     state["model.layers.0.input_layernorm.weight"][3] = 0
+    work, old, new = llama.where / "adapter", llama.where / "old", (state, llama.config)
     with pytest.raises(AlignmentError, match=r"entry 3 of the gain.*near zero"):
-        carry_adapter(adapter, Carrier(llama.architecture, llama.state, state, alignment), llama.config, "new")
+        rm.transfer(work, old, new, rm.TransferConfig(alignment=alignment))
 
 
 class TestBadInput:
@@ -273,10 +271,10 @@ def test_command(llama: Home, tmp_path: Path) -> None:
     """Two adapters at once, each exactly and in its own ranks; without and with a file of maps."""
     first, second = llama.where / "adapter", tmp_path / "second"
     ranks = {"r": 3, "rank_pattern": {"layers.0.mlp.up_proj": 1}}
-    home = {second: llama.adapter(target_modules=["up_proj", "v_proj"], **ranks)[1]}
+    home = {second: llama.adapter(target_modules=["up_proj", "v_proj"], **ranks)}
     shutil.copytree(first, second)
     (second / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n")
-    home[first] = llama.adapter(target_modules=["q_proj", "down_proj"])[1]
+    home[first] = llama.adapter(target_modules=["q_proj", "down_proj"])
     llama.new(ROTATION)
     bases = ("--from", llama.where / "old", "--to", llama.where / "new")
     done = run("carry", first, second, *bases, tmp_path / "both", "--heads", "permutation")
@@ -343,8 +341,8 @@ def test_an_adapter_of_another_base(llama: Home, tmp_path: Path) -> None:
 
 
 class TestWholeFineTunes:
-    def tuned(self, home: Home, norms: bool = True) -> tuple[dict[str, Tensor], Tensor]:
-        """A fine-tune of the old base, and what it computes."""
+    def tuned(self, home: Home, norms: bool = True) -> Tensor:
+        """Write a fine-tune of the old base; what it computes."""
         generator = torch.Generator().manual_seed(3)
         state = {
             name: x + 0.1 * torch.randn(x.shape, generator=generator, dtype=x.dtype) if norms or x.ndim > 1 else x
@@ -354,40 +352,39 @@ class TestWholeFineTunes:
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text((home.where / "old" / "config.json").read_text())
         save_file(state, folder / "model.safetensors", {"format": "pt"})
-        return state, home.logits(home.base("tuned"))
+        return home.logits(home.base("tuned"))
 
     @pytest.mark.parametrize("options", [ROTATION, PERMUTATION], ids=["rotation", "permutation"])
-    def test_at_full_rank_an_adapter_says_it_all(self, llama: Home, options: AlignConfig) -> None:
+    def test_at_full_rank_an_adapter_says_it_all(self, llama: Home, options: AlignConfig, tmp_path: Path) -> None:
         """Changed norms go into what reads them where the stream is turned, else into modules_to_save."""
-        state, expected = self.tuned(llama)
-        new, alignment = llama.new(options)
-        tuned = Delta(Carrier(llama.architecture, llama.state, new, alignment), state)
-        config = {**llama.config, "architectures": [llama.case.class_name]}
-        base = SimpleNamespace(config=config, reference=llama.where / "new", tied_head=None)
-        written, kept = adapter_of(tuned, 64, base)
-        assert share(kept) == pytest.approx(1.0, abs=1e-9)
-        written.save_pretrained(str(llama.where / "lora"))
-        model = PeftModel.from_pretrained(llama.base("new"), llama.where / "lora", autocast_adapter_dtype=False)
-        torch.testing.assert_close(llama.logits(model), expected, atol=1e-4, rtol=1e-4)
-        _, less = adapter_of(tuned, 4, base)
-        assert 0.1 < share(less) < 0.9
+        expected = self.tuned(llama)
+        _, found = llama.carried("tuned", options, rank=64)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        kept = {rank: self.kept(llama, tmp_path, rank, "--residual", options.residual) for rank in (64, 4)}
+        assert kept[64] == 100.0
+        assert 10 < kept[4] < 90
 
-    def test_biases_and_what_has_no_place(self, gpt2: Home) -> None:
+    def kept(self, home: Home, out: Path, rank: int, *flags: object) -> float:
+        """How many percent of a change an adapter keeps."""
+        tuned, old, new = (home.where / name for name in ("tuned", "old", "new"))
+        flags = ("--heads", "permutation", "--lora", rank, *flags)
+        (done,) = parsed("carry", tuned, "--from", old, "--to", new, out / str(rank), *flags)["written"]
+        (words,) = (line for line in done["lines"] if f"Rank {rank} keeps" in line)
+        return float(words.partition("keeps ")[2].partition("%")[0])
+
+    def test_biases_and_what_has_no_place(self, gpt2: Home, tmp_path: Path) -> None:
         """Beside biases peft has no place for embeddings: their change is counted as lost."""
-        state, _ = self.tuned(gpt2)
-        new, alignment = gpt2.new(ROTATION)
-        tuned = Delta(Carrier(gpt2.architecture, gpt2.state, new, alignment), state)
-        config = {**gpt2.config, "architectures": [gpt2.case.class_name]}
-        base = SimpleNamespace(config=config, reference=gpt2.where / "new", tied_head=None)
-        written, kept = adapter_of(tuned, 96, base)
-        lost = {key for key, (norm, rest) in kept.items() if rest < 0.5 * norm}
+        self.tuned(gpt2)
+        written, _ = gpt2.carried("tuned", ROTATION, rank=96)
+        state = load_file(gpt2.where / "new" / "model.safetensors")
+        changed = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in written.tensors}
+        lost = {name for name in state if name.rpartition(".")[0] not in changed and state[name].ndim > 1}
         assert lost
-        assert all("wte" in key or "wpe" in key or "ln_f" in key or "lm_head" in key for key in lost), lost
-        written.save_pretrained(str(gpt2.where / "lora"))
-        PeftModel.from_pretrained(gpt2.base("new"), gpt2.where / "lora")
+        assert all("wte" in key or "wpe" in key or "lm_head" in key for key in lost), lost
+        assert self.kept(gpt2, tmp_path, 96, "--residual", "rotation") < 99
 
     def test_commands(self, llama: Home, tmp_path: Path) -> None:
-        _, expected = self.tuned(llama)
+        expected = self.tuned(llama)
         llama.new(ROTATION)
         bases = ("--from", llama.where / "old", "--to", llama.where / "new", "--heads", "permutation")
         done = run("carry", llama.where / "tuned", *bases, tmp_path / "whole")
@@ -426,4 +423,4 @@ class TestWholeFineTunes:
 
 
 def test_errors_are_of_our_own() -> None:
-    assert issubclass(CheckpointError, RotationMergeError)
+    assert issubclass(CheckpointError, rm.RotationMergeError)

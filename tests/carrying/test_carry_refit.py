@@ -1,288 +1,21 @@
-"""A change refitted on samples: exact where the bases are one in other coordinates; its rank; its scale."""
+"""A change refitted or distilled on samples: what is written and said of it; runs that were stopped go on."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from carry_support import other_coordinates
 from cli_support import run
 from click.testing import Result
 from plugin_support import state
 from recipe_models import stand_in
 from safetensors.torch import load_file
-from tiny_models import ALL, load, make, reload, save
-from torch.nn.functional import kl_div
-
-from rotation_merge import AlignConfig, Alignment, Delta, RotationMergeError, TransferConfig
-from rotation_merge.architecture import Architecture, resolve
-from rotation_merge.averaging import polish as polish_module
-from rotation_merge.carrying.bases import open_bases
-from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.config import MERGED, NONE, PLAIN
-from rotation_merge.carrying.distil import best_target
-from rotation_merge.carrying.judge import (
-    SCALES,
-    RecoveredLift,
-    ScaledChange,
-    TransferSamples,
-    halves,
-    random_change,
-    search,
-)
-from rotation_merge.carrying.refit import ChangeOptions, of_rank, refit_change
-from rotation_merge.carrying.sampled import JudgedChange, SampledTransfer
-from rotation_merge.run import functions
-from rotation_merge.run.data import Data
 
 STOPPED_AT = 6
 """Steps after which a run is stopped: three rates of one step, then four of training."""
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "residual"), [("llama", "llama", "rotation"), ("gpt2", "untied", "rotation")]
-)
-def test_bases_that_are_one_in_other_coordinates(family: str, name: str, residual: str, tmp_path: Path) -> None:
-    """What the new base then gives on the samples is what the fine-tune gives."""
-    case = next(c for c in ALL if (c.family, c.name) == (family, name))
-    config, state = save(make(case), tmp_path)
-    architecture = resolve(config, list(state), name, untie=True)
-    draw = torch.Generator().manual_seed(0)
-    tuned = {n: x + 0.05 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in state.items()}
-    tuned |= {n: x for n, x in state.items() if x.ndim < 2 or "wte" in n or "wpe" in n or "embed" in n}
-    new, alignment = other_coordinates(architecture, state, AlignConfig(heads="permutation", residual=residual))
-    ids = torch.randint(0, config["vocab_size"], (24, 12), generator=draw)
-    solved, done = refit_change(
-        Carrier(architecture, state, new, alignment),
-        transformers.AutoConfig.from_pretrained(tmp_path),
-        tuned,
-        [{"input_ids": part} for part in ids.split(12)],
-        ChangeOptions(ridge=1e-5),
-    )
-    assert done.maps
-    with torch.no_grad():
-        wanted, plain, found = (
-            reload(case, tmp_path, s)(input_ids=ids).logits
-            for s in (tuned, new, {n: solved.get(n, x).double() for n, x in new.items()})
-        )
-    assert float((found - wanted).norm()) <= 0.05 * float((plain - wanted).norm())
-    load(case, tmp_path)
-
-
-@pytest.fixture
-def unlike(tmp_path: Path) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
-    """Between two tiny Llamas that have nothing in common: logits of the new base with a refitted change on some
-    sequences, by options and text of the new base's own; and the sequences."""
-    case = next(c for c in ALL if (c.family, c.name) == ("llama", "llama"))
-    config, old = save(make(case), tmp_path)
-    architecture = resolve(config, list(old), "llama", untie=True)
-    draw = torch.Generator().manual_seed(0)
-    new, tuned = (
-        {n: x + (s * torch.randn(x.shape, generator=draw, dtype=x.dtype) if x.ndim > 1 else 0) for n, x in old.items()}
-        for s in (0.3, 0.1)
-    )
-    texts = {n: torch.randint(0, config["vocab_size"], (8, 12), generator=draw) for n in ("samples", "own")}
-
-    def logits(ids: torch.Tensor, options: ChangeOptions | None, own: Collection[torch.Tensor] = ()) -> torch.Tensor:
-        tensors: Mapping[str, torch.Tensor] = {}
-        if options is not None:
-            given = Carrier(architecture, old, new, Alignment({})), transformers.AutoConfig.from_pretrained(tmp_path)
-            base_texts = [{"input_ids": text} for text in own]
-            samples = [{"input_ids": texts["samples"]}]
-            tensors = refit_change(*given, tuned, samples, options, base_texts=base_texts)[0]
-        with torch.no_grad():
-            return reload(case, tmp_path, {n: tensors.get(n, x).double() for n, x in new.items()})(input_ids=ids).logits
-
-    changed = [reload(case, tmp_path, state)(input_ids=texts["samples"]).logits.detach() for state in (new, tuned, old)]
-    return logits, {**texts, "answers": changed[0] + changed[1] - changed[2]}
-
-
-def test_a_head_is_fitted_to_probabilities(
-    unlike: tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]],
-) -> None:
-    logits, texts = unlike
-    divergence = {
-        ridge: float(
-            kl_div(*(x.log_softmax(-1) for x in (logits(texts["samples"], options), texts["answers"])), log_target=True)
-        )
-        for ridge, options in ((ridge, ChangeOptions(softmax=ridge)) for ridge in (None, 1e-4))
-    }
-    assert divergence[1e-4] < 0.9 * divergence[None]
-
-
-def test_text_of_the_new_base_holds_it(unlike: tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]) -> None:
-    logits, texts = unlike
-    before, free, held = (
-        logits(texts["own"], options, own)
-        for options, own in (
-            (None, ()),
-            (ChangeOptions(softmax=1e-3), ()),
-            (ChangeOptions(softmax=1e-3), [texts["own"]]),
-        )
-    )
-    assert float((held - before).norm()) < 0.7 * float((free - before).norm())
-
-
-def test_rank_is_cut_where_the_inputs_see_least() -> None:
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(200, 9, generator=draw, dtype=torch.float64) * torch.logspace(0, -2, 9, dtype=torch.float64)
-    with_one = torch.cat([x, torch.ones(200, 1, dtype=torch.float64)], 1)
-    change = torch.randn(7, 10, generator=draw, dtype=torch.float64)
-    cut = of_rank(change, with_one.mT @ with_one, 2)
-    assert int(torch.linalg.matrix_rank(cut[:, :9])) == 2
-    assert torch.equal(cut[:, 9], change[:, 9])
-    best = torch.linalg.svdvals(x @ change[:, :9].mT)[2:].norm()
-    torch.testing.assert_close((x @ (change - cut)[:, :9].mT).norm(), best)
-
-
-def test_recovered_lift_and_its_controls() -> None:
-    lift = RecoveredLift(2.0, 1.0, (2.5, 1.5), (2.2, 1.6), "refit", " at scale 1")
-    assert lift.recovered == pytest.approx(0.3)
-    assert lift.words()[-1] == "Recovered lift: 30% of what fine-tuning gained on the old base."
-    controlled = replace(lift, controls=(2.55, 2.45, 2.5), negated=2.4)
-    assert controlled.net == pytest.approx(0.2)
-    assert "above the better control is 20.0%" in controlled.words()[-2]
-    assert controlled.facts()["random controls"]["mean"] == pytest.approx(0.0)
-    assert "train on the new base instead" in replace(lift, carried=(2.45, 1.5)).words()[-1].lower()
-    assert "none of the gain transfers" in replace(lift, carried=(2.6, 1.5)).words()[-1]
-    assert "Recovered lift: 0%" in replace(lift, method="none", carried=lift.new).words()[-1]
-    assert "recovered lift is unknown" in replace(lift, old=1.0).words()[-1]
-    assert any("it writes no text" in line for line in replace(lift, writes=False).words())
-
-
-@pytest.mark.parametrize("shape", [(7, 4), (4, 7), (3, 5, 4), (6, 3, 2, 2), (9,)])
-def test_a_random_change_has_the_same_singular_values(shape: tuple[int, ...]) -> None:
-    draw = torch.Generator().manual_seed(0)
-    change = torch.randn(shape, generator=draw, dtype=torch.float64)
-    drawn = random_change(change, draw)
-    flat = (lambda x: x.flatten(1)) if len(shape) > 3 else (lambda x: x if x.ndim > 1 else x[None])
-    torch.testing.assert_close(torch.linalg.svdvals(flat(drawn)), torch.linalg.svdvals(flat(change)))
-    assert float((drawn * change).sum().abs()) < 0.9 * float(change.square().sum())
-
-
-def test_halves_share_no_sample() -> None:
-    rows = torch.arange(10)[:, None]
-    first, second = halves(Data([{"input_ids": rows[:7]}, {"input_ids": rows[7:]}], "next token", 10))
-    numbers = [sorted(int(row) for batch in half.batches for row in batch["input_ids"]) for half in (first, second)]
-    assert sorted([*numbers[0], *numbers[1]]) == list(range(10))
-    assert not set(numbers[0]) & set(numbers[1])
-    with pytest.raises(RotationMergeError, match="one sample to judge by"):
-        halves(Data([{"input_ids": rows[:1]}], "next token", 1))
-
-
-@pytest.mark.parametrize(
-    ("choice", "judged", "factor", "taken"),
-    [
-        ({"refit": 1, "plain addition": 2, "none": 3}, {"refit": 1, "plain addition": 2, "none": 3}, None, "refit"),
-        ({"refit": 1, "plain addition": 2, "none": 3}, {"refit": 3, "plain addition": 2, "none": 4}, None, PLAIN),
-        ({"refit": 1, "plain addition": 2, "none": 3}, {"refit": 3, "plain addition": 2, "none": 1}, None, NONE),
-        ({"refit": 3, "plain addition": 2, "none": 4}, {"refit": 1, "plain addition": 2, "none": 3}, None, PLAIN),
-        ({"refit": 3, "plain addition": 2, "none": 1}, {"refit": 3, "plain addition": 2, "none": 1}, 1.0, "refit"),
-        ({"refit": 3, PLAIN: 2, MERGED: 1, "none": 4}, {"refit": 3, PLAIN: 2, MERGED: 1, "none": 4}, None, MERGED),
-        ({"refit": 3, PLAIN: 2, MERGED: 1, "none": 4}, {"refit": 3, PLAIN: 1, MERGED: 2, "none": 4}, None, PLAIN),
-    ],
-)
-def test_never_below_plain_addition_nor_the_new_base(
-    choice: dict[str, float],
-    judged: dict[str, float],
-    factor: float | None,
-    taken: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On samples held out of every choice; a scale that was given is kept."""
-    change = Delta.from_solved(Carrier(Architecture("none", {}, {}, (), {}), {}, {}, Alignment({})), {})
-    names = [name for name in choice if name != NONE]
-    candidate, *others = [JudgedChange(name, change, "", lambda name=name: name) for name in names]
-    session = SimpleNamespace(config=TransferConfig("refit", factor))
-    sampled = SampledTransfer(session, "tuned", {}, 0)  # type: ignore[arg-type]
-    monkeypatch.setattr(SampledTransfer, "_model", lambda *_: NONE)
-    monkeypatch.setattr(SampledTransfer, "_old", "old")
-    monkeypatch.setattr(SampledTransfer, "_loaded", lambda _, name: name)
-    monkeypatch.setattr("rotation_merge.carrying.sampled.evaluate", lambda *_: (1.0, 1.0))
-
-    def held(losses: dict[str, float]) -> Any:
-        return SimpleNamespace(losses=lambda model: (losses[model], 0.0), tuned=None, writes=True)
-
-    chosen, lift = sampled._judged(candidate, others, TransferSamples(None, held(choice), held(judged), ""))  # type: ignore[arg-type]
-    assert (chosen.method, lift.method) == (taken, taken)
-    assert lift.carried == (judged[taken], 0.0)
-
-
-def test_what_the_new_base_loses_counts_as_much_as_what_is_gained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the scale of what is solved, in the scales of blocks, and between the method, plain addition and nothing."""
-    change = Delta.from_solved(Carrier(Architecture("none", {}, {}, (), {}), {}, {}, Alignment({})), {})
-    sampled = SampledTransfer(SimpleNamespace(config=TransferConfig("refit")), "tuned", {}, 0)  # type: ignore[arg-type]
-    monkeypatch.setattr(SampledTransfer, "_model", lambda *_: NONE)
-    monkeypatch.setattr(SampledTransfer, "_old", "old")
-    monkeypatch.setattr(SampledTransfer, "_loaded", lambda _, name: name)
-    monkeypatch.setattr("rotation_merge.carrying.sampled.evaluate", lambda *_: (1.0, 1.0))
-    both = {scale: (1 - scale, 2 * scale**2) for scale in SCALES}  # the gain alone would take the largest
-    tried = iter(both.values())
-    parts = TransferSamples(None, SimpleNamespace(losses=lambda _: next(tried)), None, "")  # type: ignore[arg-type]
-    assert sampled._at_best_scale("refit", change, parts).delta.scale == 0.25
-    scales, *_ = search(["a"], lambda scales: (1 - scales["a"], 2 * scales["a"] ** 2))
-    assert scales == {"a": 0.25}
-    losses = {"refit": (1.0, 5.0), PLAIN: (2.0, 3.0), NONE: (3.0, 0.5)}
-    held = SimpleNamespace(losses=losses.get, tuned=None, writes=True)
-    names = [name for name in losses if name != NONE]
-    candidate, *others = [JudgedChange(name, change, "", lambda name=name: name) for name in names]
-    assert sampled._judged(candidate, others, TransferSamples(None, held, held, ""))[0].method == NONE  # type: ignore[arg-type]
-
-
-def test_scales_are_searched_block_by_block() -> None:
-    """Towards the least sum of both losses; where nothing is better than none, none."""
-    wanted = {"a": 1.0, "b": 0.0, "c": 0.5}
-
-    def losses(scales: Mapping[str, float]) -> tuple[float, float]:
-        return 2 + sum((scales[b] - wanted[b]) ** 2 for b in wanted), 1.0
-
-    found, zero, there = search(list(wanted), losses)
-    assert found == wanted
-    assert (sum(zero), sum(there)) == (4.25, 3.0)
-    worse: tuple[Callable[[Collection[float]], float], ...] = (
-        sum,
-        lambda _: 0.0,
-        lambda scales: any(scales) and 1 + sum((scale - 0.5) ** 2 for scale in scales),
-    )
-    for loss in worse:
-        found, zero, there = search(list(wanted), lambda scales, loss=loss: (float(loss(scales.values())), 0.0))
-        assert (set(found.values()), zero) == ({0.0}, there)
-
-
-def test_deep_models_ask_no_more_often() -> None:
-    """Neighbouring blocks share a scale; every block has one."""
-    blocks, asked = [f"block {i}" for i in range(40)], []
-
-    def losses(scales: Mapping[str, float]) -> tuple[float, float]:
-        asked.append(dict(scales))
-        return 1 + sum((scales[block] - (i < 20)) ** 2 for i, block in enumerate(blocks)), 0.0
-
-    scales, *_ = search(blocks, losses)
-    assert [scales[block] for block in blocks] == [1.0] * 20 + [0.0] * 20
-    assert len(asked) < 50
-
-
-def test_scales_of_what_weights_carry(lessons: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    """Zero is the new base; one is what is carried without samples."""
-    _, (old, new, _, tuned) = lessons
-    bases = open_bases(str(new), str(old))
-    alignment, _ = bases.match(AlignConfig(residual="rotation"))
-    carrier, source = bases.carrier(alignment), bases.tuned(str(tuned))
-    scaled, how = ScaledChange(carrier, source, bases.new.reference.config()), ("--residual", "rotation")
-    assert run("carry", tuned, "--from", old, "--to", new, tmp_path / "out", *how).exit_code == 0
-    ids = torch.arange(20)[None]
-    with torch.no_grad():
-        for scale, path in ((0.0, new), (1.0, tmp_path / "out")):
-            wanted = functions.load(str(path))(input_ids=ids).logits
-            found = scaled.model(dict.fromkeys(scaled.blocks, scale))(input_ids=ids).logits
-            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_command(tmp_path: Path) -> None:
@@ -341,15 +74,15 @@ def test_distilling_goes_on_where_it_was_stopped(
     assert "**trained**" in (tmp_path / "whole" / "README.md").read_text()
     whole = state(tmp_path / "whole")
     assert whole.keys() == state(new).keys()
-    train, seen = polish_module._Polish.step, []
+    train, seen = torch.optim.AdamW.step, []
 
-    def stop(self: polish_module._Polish, *arguments: Any) -> float:
+    def stop(self: torch.optim.AdamW, *arguments: Any) -> Any:
         seen.append(1)
         if len(seen) == STOPPED_AT:
             raise KeyboardInterrupt
         return train(self, *arguments)
 
-    monkeypatch.setattr(polish_module._Polish, "step", stop)
+    monkeypatch.setattr(torch.optim.AdamW, "step", stop)
     assert distilled(tmp_path / "again", tuned, lessons, "--scale", 1).exit_code != 0
     assert (tmp_path / "again.unfinished" / "answers.safetensors").exists()
     assert " at 0x" not in (tmp_path / "again.unfinished" / "run.txt").read_text()  # another process knows it, too
@@ -358,34 +91,6 @@ def test_distilling_goes_on_where_it_was_stopped(
     assert not (tmp_path / "again.unfinished").exists()
     for name, tensor in state(tmp_path / "again").items():
         assert torch.equal(tensor, whole[name]), name
-
-
-class TokenTable(torch.nn.Module):
-    """Logits of the next token by the present one alone."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        super().__init__()
-        self.logits = torch.nn.Parameter(logits)
-
-    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.logits[input_ids])
-
-
-@pytest.mark.parametrize("share", [1.0, 0.5])
-def test_held_out_samples_choose_the_target(share: float) -> None:
-    """Text that was drawn from one of the targets has its lowest loss there; a fine-tune's own text, at the half."""
-    draw = torch.Generator().manual_seed(0)
-    new, old, tuned = (TokenTable(torch.randn(8, 8, generator=draw)) for _ in range(3))
-    chances = (tuned.logits + (share == 1) * (new.logits - old.logits)).detach().softmax(-1)
-    columns = [torch.randint(8, (40,), generator=draw)]
-    for _ in range(30):
-        columns.append(torch.multinomial(chances[columns[-1]], 1, generator=draw)[:, 0])
-    text = torch.stack(columns, 1)
-    models = {"new": new, "old": old, "tuned": tuned}
-    with torch.no_grad():
-        target = best_target(models, Data([{"input_ids": text, "labels": text}], "next token", 40))
-        expected = tuned.logits + share * (new.logits - old.logits)
-        torch.testing.assert_close(target(input_ids=torch.arange(8)[None]).logits[0], expected)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import rotation_merge as rm
-from rotation_merge import AlignConfig
-from rotation_merge.run.functions import architecture_of
 
 SIZE = 60
 ADDED = ["<|im_start|>", "<|im_end|>"]
 TEMPLATE = "{% for message in messages %}<|im_start|> {{ message['content'] }} <|im_end|>{% endfor %}"
-TURNED = AlignConfig(residual="rotation", attention="rotation", heads="permutation", ffn="permutation")
+TURNED = rm.AlignConfig(residual="rotation", attention="rotation", heads="permutation", ffn="permutation")
 
 
 def words_of(tokens: list[str], where: Path, added: list[str] = (), **special: Any) -> None:
@@ -52,7 +50,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     draw = torch.Generator().manual_seed(0)
     old = build("llama", vocab_size=SIZE)
     before = {name: tensor.double() for name, tensor in old.state_dict().items()}
-    after, _ = other_coordinates(architecture_of(old), before, TURNED)
+    after, _ = other_coordinates(old.double(), TURNED)
     changed = {
         name: tensor + 0.05 * torch.randn(tensor.shape, generator=draw, dtype=torch.float64)
         for name, tensor in before.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,16 +13,6 @@ from residual_support import Checkpoint, checkpoint, recipe, report, transport, 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
-
-import rotation_merge as rm
-from rotation_merge import AlignConfig, Delta
-from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.carrying import carrier as carry
-from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.matching.match import match_model
-from rotation_merge.mergekit_plugin.planning import tasks
-from rotation_merge.model import biases, slices
-from rotation_merge.model.apply import transform_tensor
 
 
 def tuned(base: Checkpoint, where: Path, size: float = 0.02, seed: int = 0) -> Checkpoint:
@@ -108,44 +97,6 @@ def test_weight_scales_the_task_vector(trio: Any, tmp_path: Path) -> None:
     assert anchor.differs(tmp_path / "0.0") <= 1e-5
     for name, tensor in states[0.5].items():
         torch.testing.assert_close(tensor, (states[0.0][name] + states[1.0][name]) / 2, atol=1e-5, rtol=1e-4)
-
-
-def test_long_vocabularies_are_moved_in_slices(
-    trio: tuple[Checkpoint, Checkpoint, Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By `align`, by `carry` and in a recipe, with the same result and no widened copy of one."""
-    anchor, old, fine = trio
-    architecture, anchors, olds, fines = anchor.architecture, anchor.state, old.state, fine.state
-    found = match_model(architecture, anchors, olds, AlignConfig(residual="rotation"))
-    tuned = Delta(Carrier(architecture, olds, anchors, found), fines)
-    largest: dict[str, int] = {}
-
-    def watch(module: ModuleType) -> None:
-        def watched(tensor: Tensor, info: TensorInfo, *rest: Any, **named: Any) -> Tensor:
-            if info.vocabulary_axis is not None:
-                largest[module.__name__] = max(largest.get(module.__name__, 0), tensor.numel())
-            return transform_tensor(tensor, info, *rest, **named)
-
-        monkeypatch.setattr(module, "transform_tensor", watched)
-
-    for module in (biases, carry, tasks):
-        watch(module)
-    states, norms, seen = list[dict[str, Tensor]](), list[float](), list[dict[str, int]]()
-    for most in (slices.LONG, 1000):
-        monkeypatch.setattr(slices, "LONG", most)
-        carried = [*tuned.tensors()]
-        merge = merged(transport(anchor, (fine, old), residual="rotation"), tmp_path / str(most))
-        aligned = rm.align(anchor.path, old.path, residual="rotation").apply(old.path)
-        states.append({f"align {n}": x for n, x in aligned.items()})
-        states[-1].update((f"carry {n}", x) for _, pieces, *_ in carried for n, x in pieces.items())
-        states[-1].update((f"recipe {n}", x) for n, x in merge.items())
-        norms += [change for *_, change, before in carried]
-        seen.append(dict(largest))
-        largest.clear()
-    assert len(seen[0]) == 3
-    assert all(seen[1][name] <= 1000 < size for name, size in seen[0].items())
-    assert norms[: len(norms) // 2] == pytest.approx(norms[len(norms) // 2 :], rel=1e-5)
-    torch.testing.assert_close(states[1], states[0], atol=1e-6, rtol=0)
 
 
 def test_two_fine_tunes_of_two_old_bases(trio: Any, tmp_path: Path) -> None:

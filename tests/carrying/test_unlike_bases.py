@@ -9,110 +9,78 @@ from typing import Any
 import pytest
 import torch
 from cli_support import parsed, run
+from plugin_support import load as load_model
 from plugin_support import make as make_checkpoint
-from plugin_support import merged, mergekit_yaml, recipe_for, state, twin, write_recipe, write_state
+from plugin_support import merged, mergekit_yaml, recipe_for, state, write_recipe, write_state
 from safetensors.torch import load_file, save_file
 from test_plugin_inputs import with_tokenizer
-from tiny_models import ALL, Case, difference, inputs, keep_float64, make, outputs, reload, save
+from tiny_models import ALL, Case, difference, outputs, planted, reload
 from torch import Tensor
-from widths_support import CASES, doubled, widening
+from widths_support import CASES, doubled, of_sizes, tuned_from, unlike_models, widened
 
-from rotation_merge import AlignConfig, Alignment, Delta
-from rotation_merge.architecture import Architecture, resolve
-from rotation_merge.architecture.registry import tied_head
-from rotation_merge.carrying.bases import open_bases
-from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.frame import ResizeOptions, frame_of
-from rotation_merge.carrying.refit import ChangeOptions, refit_change
-from rotation_merge.model.depth import in_order
-from rotation_merge.model.fold import FoldedSource
-from rotation_merge.model.widen import WidenedSource
-from rotation_merge.run.functions import load as load_model
+import rotation_merge as rm
 
-LARGE = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 8, "num_key_value_heads": 4}
 IDS = torch.arange(12).view(2, 6)
 EVERY = list({case.family: case for case in ALL}.values())
 
 
-def tuned_from(state: dict[str, Tensor], size: float = 0.05) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    noise = {n: size * torch.randn(t.shape, generator=draw, dtype=torch.float64) for n, t in state.items()}
-    return {n: (t + noise[n]).to(t.dtype) if t.is_floating_point() else t for n, t in state.items()}
-
-
-def carried(
-    new: tuple[Architecture, dict[str, Tensor]],
-    old: tuple[Architecture, dict[str, Tensor]],
-    tuned: dict[str, Tensor],
-    folded: tuple[str, ...],
-    tied: str | None,
-) -> tuple[dict[str, Tensor], float]:
-    """What a fine-tune of the old base is at the new one, which is the same model, and the share that had a place."""
-    layers = {module: [(i, i) for i in range(len(new[0].layers(module)))] for module in new[0].layers_key}
-    frame = frame_of(new[0], old[0], layers, tied, ("new", "old"))
-    still = {name: new[0].stream_group(name, "rotation").identity() for name in folded}
-    alignment, there = Alignment(still, folded), frame.of_old(old[1], old[0])
-    carrier = Carrier(new[0], there, new[1], alignment, frame=frame)
-    moving = Delta(carrier, frame.of_old(tuned, old[0]))
-    found = {name: tensor for _, pieces, _, _ in moving.tensors() for name, tensor in pieces.items()}
-    return {**new[1], **found}, moving.places.share()
+def carried(tuned: Any, old: Any, new: Any, **options: Any) -> tuple[rm.View, float]:
+    """What a fine-tune of the old base is at the new one, and how many percent of it had a place; layers stay still."""
+    still = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
+    view = rm.transfer(tuned, old, new, **still, **options)
+    (place,) = (note for note in view.notes if "fits the new base" in note)
+    return view, float(place.partition("%")[0].split()[-1])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.family)
 def test_a_change_goes_to_twice_the_sizes_and_back(case: Case, tmp_path: Path) -> None:
-    model = make(case)
-    config, own = save(model, tmp_path)
-    tuned, wide, given = tuned_from(own), doubled(config), inputs(case, model)
-    grown = widening(config, own, wide)
-    large, large_tuned = (
-        {name: WidenedSource(source, grown)[name].contiguous() for name in own} for source in (own, tuned)
-    )
-    small_base, large_base = ((resolve(c, list(own), "it"), s) for c, s in ((config, own), (wide, large)))
-    tied = tied_head(config, own, "it")
-    turned = () if tied else small_base[0].folds(dict.fromkeys(small_base[0].admitting("rotation"), "rotation"))
-    for folded in {(), turned}:
-        down, share = carried(small_base, large_base, large_tuned, folded, tied and tied[0])
-        assert share > 0.999  # gains of coordinates that hold nothing changed, too
-        up, share = carried(large_base, small_base, tuned, folded, tied and tied[0])
-        assert share == pytest.approx(1.0, abs=1e-9)
-        with keep_float64():
-            (tmp_path / "config.json").write_text(json.dumps(config))
-            home = outputs(reload(case, tmp_path, tuned), given)
-            assert difference(home, outputs(reload(case, tmp_path, down), given)) < 1e-9
-            (tmp_path / "config.json").write_text(json.dumps(wide))
-            assert difference(home, outputs(reload(case, tmp_path, up), given)) < 1e-9
+    model = planted(case)
+    own, tuned = model.state, tuned_from(model.state)
+    config, wide = ({**c, "dtype": "float64"} for c in (model.config, doubled(model.config)))
+    grown = widened(of_sizes(case, wide, tmp_path / "large"), (own, config))
+    large, large_tuned = ((grown.apply((state, config), strict=False).state_dict(), wide) for state in (own, tuned))
+    home = outputs(model.holding(tuned), model.given)
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    tied = config.get("tie_word_embeddings") or not rm.Alignment.random((own, config), residual="largest").folded
+    for residual in ("none",) if tied else ("none", "rotation"):
+        down, share = carried(large_tuned, large, (own, config), widths=True, residual=residual)
+        assert share > 99.9  # gains of coordinates that hold nothing changed, too
+        up, share = carried((tuned, config), (own, config), large, widths=True, residual=residual)
+        assert share == 100.0
+        assert difference(home, outputs(model.holding(down.state_dict()), model.given)) < 1e-9
+        assert difference(home, outputs(reload(case, tmp_path, up.state_dict()), model.given)) < 1e-9
 
 
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: case.family)
 def test_a_layer_s_change_goes_to_the_layer_that_it_meets(case: Case, tmp_path: Path) -> None:
     """A base whose first layer is the old one's second: there the change arrives, the second stays as it is."""
-    config, own = save(make(case), tmp_path)
-    tied = tied_head(config, own, "it")
-    architecture = resolve(config, list(own), "it")
-    turned = () if tied else architecture.folds(dict.fromkeys(architecture.admitting("rotation"), "rotation"))
-    tuned, old, layers = tuned_from(own), dict(own), {}
-    new, wanted = dict(own), dict(tuned_from(own))
+    model = planted(case)
+    architecture, config, own = model.architecture, model.config, model.state
+    tuned, layers = tuned_from(own), []
+    new, wanted = dict(own), dict(tuned)
     for module in architecture.layers_key:
         blocks = architecture.layers(module)
         forms = [[(info.key, [own[n].shape for n in info.names if n in own]) for info in b.tensors] for b in blocks]
         met = 1 if len(blocks) > 1 and forms[0] == forms[1] else 0
-        layers[module] = [(0, met)]
+        layers.append(f"{module}={met}:0" if len(architecture.layers_key) > 1 else f"{met}:0")
         for number, block in enumerate(blocks):
             for info in block.tensors:
                 other = blocks[met].tensor(info.key) if number == 0 else None
                 for place, name in enumerate(info.names):
                     if name in own and other is not None:
-                        new[name], wanted[name] = old[other.names[place]], tuned[other.names[place]]
+                        new[name], wanted[name] = own[other.names[place]], tuned[other.names[place]]
                     elif name in own:
                         wanted[name] = new[name]
-    for folded in {(), turned}:
-        frame = frame_of(architecture, architecture, layers, tied and tied[0], ("new", "old"))
-        carrier = Carrier(architecture, frame.of_old(old, architecture), new, Alignment({}, folded), frame=frame)
-        moving = Delta(carrier, frame.of_old(tuned, architecture))
-        expected = FoldedSource(architecture, wanted, folded)
-        for name, tensor in ((n, t) for _, pieces, _, _ in moving.tensors() for n, t in pieces.items()):
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9, msg=name)
-        assert bool(moving.places.found)
+    bases = (tuned, config), (own, config), (new, config)
+    found, share = carried(*bases, layers_map=",".join(layers), residual="none")
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-9, atol=1e-9, msg=name)
+    assert share > 0
+    if rm.Alignment.random((own, config), residual="largest").folded and not config.get("tie_word_embeddings"):
+        found, _ = carried(*bases, layers_map=",".join(layers), residual="largest")
+        there = outputs(model.holding(wanted), model.given)
+        assert difference(there, outputs(model.holding(found.state_dict()), model.given)) < 1e-9
+        assert any(not torch.allclose(tensor, wanted[name]) for name, tensor in found.items())
 
 
 def logits(path: object) -> Tensor:
@@ -127,32 +95,7 @@ def near(path: object, home: Tensor, base: object, within: float = 1e-5) -> bool
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small Llama and its fine-tune, both as a larger one in other coordinates, and with layers that do nothing."""
-    folder = tmp_path_factory.mktemp("unlike")
-    small = make_checkpoint("llama", folder / "small")
-    large = make_checkpoint("llama", folder / "large", seed=5, **LARGE)
-    config = json.loads((large / "config.json").read_text())
-    tuned = write_state(tuned_from(state(small)), small, folder / "tuned")
-    grown = widening(json.loads((small / "config.json").read_text()), state(small), config)
-    own = state(small)
-    only = {n: t if "proj" in n else own[n] for n, t in state(tuned).items()}
-    maps = write_state(only, small, folder / "maps")  # of which nothing but linear maps changed
-    found = {"small": small, "tuned": tuned, "maps": maps, "other": large}
-    for name, path in (("wide", small), ("wide-tuned", tuned), ("wide-maps", maps)):
-        source = FoldedSource(grown.wide, WidenedSource(state(path), grown), ("residual",))
-        inner = write_state({n: source[n].contiguous() for n in state(small)}, large, folder / f"{name}-inner")
-        found[name] = twin(inner, folder / name, residual="rotation", heads="permutation")
-    deep = make_checkpoint("llama", folder / "deep", seed=3, num_hidden_layers=4)
-    for name, path in (("deep", small), ("deep-tuned", tuned), ("deep-maps", maps)):
-        found[name] = write_state(inserted(state(path), state(deep)), deep, folder / f"{name}-made")
-    return found
-
-
-def inserted(own: dict[str, Tensor], deep: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The layers 0 and 1 of a model as 1 and 2 of a deeper one, whose others write nothing."""
-    idle = {n: t.zero_() if "o_proj" in n or "down_proj" in n else t for n, t in deep.items()}
-    moved = {n.replace("layers.1.", "layers.2.").replace("layers.0.", "layers.1."): t for n, t in own.items()}
-    return {**idle, **moved}
+    return unlike_models(tmp_path_factory.mktemp("unlike"))
 
 
 HOW = ("--widths", "--heads", "permutation", "--residual", "rotation")
@@ -220,12 +163,6 @@ def test_layers_that_do_nothing_change_nothing(models: dict[str, Path], tmp_path
         assert near(tmp_path / name, home, models[new])
 
 
-def test_layers_in_order_with_the_greatest_sum() -> None:
-    table = torch.tensor([[0.1, 0.9, 0.0, 0.0], [0.2, 0.8, 0.3, 0.0], [0.0, 0.0, 0.1, 0.5]])
-    assert in_order(table) == [(0, 1), (1, 2), (2, 3)]
-    assert in_order(table.mT) == [(1, 0), (2, 1), (3, 2)]
-
-
 def test_adapters_are_carried_to_a_larger_base(models: dict[str, Path], tmp_path: Path) -> None:
     """Several at once; each stays one of its rank in every module."""
     own = state(models["small"])
@@ -288,37 +225,6 @@ def test_samples_say_what_arrives_between_unlike_bases(
     assert said in lines
     assert "Loss on the judging samples" in lines
     assert logits(tmp_path / "out").isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "unlike"),
-    [
-        ("wide", "small", ResizeOptions(True)),
-        ("small", "wide", ResizeOptions(True)),
-        ("deep", "small", ResizeOptions(layers="1-2:0-1")),
-        ("small", "deep", ResizeOptions(layers="0-1:1-2")),
-    ],
-    ids=["smaller", "larger", "shallower", "deeper"],
-)
-def test_a_refit_gives_what_the_fine_tune_gives(
-    models: dict[str, Path], old: str, new: str, unlike: ResizeOptions
-) -> None:
-    """Where one base is the other one with zeros around it, or with layers that do nothing."""
-    bases = open_bases(str(models[new]), str(models[old]), unlike=unlike)
-    alignment, _ = bases.match(AlignConfig(heads="permutation", residual="rotation"))
-    name = "maps" if old == "small" else f"{old}-maps"
-    base, tuned, there = (load_model(str(models[which])) for which in (old, name, new))
-    ids = torch.randint(0, 40, (32, 12), generator=torch.Generator().manual_seed(0))
-    batches = [{"input_ids": part} for part in ids.split(16)]
-    carrier, options = bases.carrier(alignment), ChangeOptions(ridge=1e-5)
-    config = bases.new.reference.config()
-    solved, done = refit_change(carrier, config, carrier.old, batches, options, pair=(base, tuned))
-    assert len(done.maps) == 15
-    with torch.no_grad():
-        wanted, plain = tuned(ids).logits, there(ids).logits
-        there.load_state_dict({**there.state_dict(), **solved})
-        found = there(ids).logits
-    assert float((found - wanted).norm()) < 1e-3 * float((plain - wanted).norm())
 
 
 def recipe(models: dict[str, Path], old: str, new: str, tuned: str, **given: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from mergekit.merge_methods.base import TensorGroup
 from plugin_support import make, one_error
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import rotation_merge as rm
 from rotation_merge import RotationMergeError, merge_adapters
-from rotation_merge.averaging.task_vectors import TASK_VECTORS, with_even_lengths
-from rotation_merge.model.adapter_files import AdapterFactors, read_adapter
 
 MAPS = {"q_proj": (12, 10), "up_proj": (16, 10), "down_proj": (10, 16)}
 BASE = "org/base"
@@ -43,20 +44,46 @@ def write_peft(
     return folder
 
 
-def changes(adapter: AdapterFactors) -> dict[str, Tensor]:
-    return {module: b @ a for module, factors in adapter.maps.items() for a, b in [factors.flat()]}
-
-
 def of(path: Path | str) -> dict[str, Tensor]:
-    return changes(read_adapter(str(path)))
+    """The changes of an adapter by its modules, each as a matrix: scale B A."""
+    folder = Path(path).is_dir()
+    tensors = load_file(Path(path) / "adapter_model.safetensors" if folder else path)
+    config = json.loads((Path(path) / "adapter_config.json").read_text()) if folder else {}
+    found = {}
+    for key in tensors:
+        form = next((pair for pair in FORMS if f".{pair[0]}" in key), None)
+        if form is None:
+            continue
+        module = key.partition(f".{form[0]}")[0]
+        a, b = tensors[key].double(), tensors[key.replace(form[0], form[1])].double()
+        rank = len(a)
+        alpha = tensors.get(f"{module}.alpha", torch.tensor(config.get("lora_alpha", rank)))
+        alpha = next(
+            (v for p, v in config.get("alpha_pattern", {}).items() if re.fullmatch(rf"(.*\.)?{p}", module)),
+            float(alpha),
+        )
+        scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+        found[module.removeprefix("base_model.model.")] = scale * b.flatten(1) @ a.flatten(1)
+    assert found
+    return found
+
+
+FORMS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"), ("lora_down", "lora_up"))
+
+
+def changes(merged: Any, folder: Path) -> dict[str, Tensor]:
+    """The changes of a merge of adapters, as it is written."""
+    merged.save(str(folder))
+    return of(folder)
 
 
 @pytest.fixture
 def three(tmp_path: Path) -> list[str]:
     """Adapters of mixed ranks and scalings, one of which leaves a map as it is."""
+    patterns = {"rank_pattern": {"q_proj": 1}, "alpha_pattern": {"up_proj": 5}}
     return [
         str(write_peft(tmp_path / "one", 0)),
-        str(write_peft(tmp_path / "two", 1, 3, use_rslora=True, rank_pattern={"q_proj": 1}, alpha_pattern={"up": 5})),
+        str(write_peft(tmp_path / "two", 1, 3, use_rslora=True, **patterns)),
         str(write_peft(tmp_path / "three", 2, 2, maps=("q_proj", "down_proj"))),
     ]
 
@@ -82,22 +109,30 @@ def test_linear_loses_nothing(three: list[str], tmp_path: Path) -> None:
         ("tsv", {"lambda": 1.4}),
     ],
 )
-def test_cores_give_what_the_full_changes_give(
-    name: str, settings: dict[str, Any], three: list[str], tmp_path: Path
-) -> None:
-    method = next(method for method in TASK_VECTORS if method.spec.name == name)
-    defaults = {spec.name: spec.default for spec in method.spec.parameters}
-    parameters = {**defaults, **settings}
-    parts = [of(path) for path in three]
-    merged = changes(merge_adapters(three, name, parameters=settings).adapter)
-    for module, found in merged.items():
-        full, _ = with_even_lengths([part.get(module, torch.zeros_like(found)) for part in parts])
-        expected = parameters["lambda"] * method.change(full, [1.0] * 3, parameters)
+def test_it_is_the_merge_of_the_models(name: str, settings: dict[str, Any], three: list[str], tmp_path: Path) -> None:
+    """As `rotation_merge.average` gives it, of models that the adapters were added to."""
+    sizes = {
+        "hidden_size": 10,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+    }
+    config = LlamaConfig(vocab_size=8, num_hidden_layers=1, architectures=["LlamaForCausalLM"], **sizes)
+    base = {n: torch.zeros_like(x).double() for n, x in LlamaForCausalLM(config).state_dict().items()}
+    names = {
+        module: next(n for n in base if n.endswith(f"{module.rpartition('.')[2]}.weight")) for module in of(three[0])
+    }
+    models = [{**base, **{names[module]: change for module, change in of(path).items()}} for path in three]
+    parameters = {f"{key}_" if key == "lambda" else key: value for key, value in settings.items()}
+    wanted = rm.average([(state, config) for state in (base, *models)], name, **parameters)
+    for module, found in changes(merge_adapters(three, name, parameters=settings), tmp_path / "out").items():
+        expected = wanted[names[module]]
         torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.norm()), rtol=1e-4)
 
 
-def test_iso_gives_one_value_to_all_directions_that_the_adapters_span(three: list[str]) -> None:
-    for merged in changes(merge_adapters(three, "iso").adapter).values():
+def test_iso_gives_one_value_to_all_directions_that_the_adapters_span(three: list[str], tmp_path: Path) -> None:
+    for merged in changes(merge_adapters(three, "iso"), tmp_path / "out").values():
         values = torch.linalg.svdvals(merged)
         values = values[values > 1e-5]
         torch.testing.assert_close(values, values.mean().expand_as(values), atol=1e-5, rtol=1e-5)
@@ -110,7 +145,7 @@ def test_iso_gives_one_value_to_all_directions_that_the_adapters_span(three: lis
 def test_mergekits_methods_as_for_full_models(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """At a rank that holds any matrix of the size."""
     paths = [str(write_peft(tmp_path / str(seed), seed, rank=6)) for seed in range(2)]
-    found = changes(merge_adapters(paths, name, parameters=settings, seed=3).adapter)
+    found = changes(merge_adapters(paths, name, parameters=settings, seed=3), tmp_path / "out")
     parts, method = [of(path) for path in paths], registry.get(name)
     defaults = {spec.name: spec.default for spec in method.spec.parameters if spec.name != "weight"}
     values = {**defaults, **settings}
@@ -136,7 +171,7 @@ def test_changes_of_embeddings(name: str, settings: dict[str, Any], tmp_path: Pa
         }
         save_file(as_embedding, file)
     paths = [str(tmp_path / folder) for folder in ("one", "two")]
-    (merged,) = changes(merge_adapters(paths, name, parameters=settings).adapter).values()
+    (merged,) = changes(merge_adapters(paths, name, parameters=settings), tmp_path / "out").values()
     full = [next(iter(of(path).values())) for path in paths]
     if name == "wudi":
         expected = (full[0] + full[1]) / 2

@@ -12,17 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from cli_support import run
-from click.testing import CliRunner
+from gguf import GGUFReader
 from gguf_support import TEXT, byte_tokenizer, case_of, saved, written
 from mergekit.io.tasks import LoaderCache
-from mergekit.scripts.run_yaml import main as mergekit_yaml
-from safetensors.torch import load_file
+from plugin_support import load, merged, state
 from transformers import AutoTokenizer
 
 import rotation_merge as rm
-from rotation_merge.model.checkpoint import open_model
-from rotation_merge.model.gguf.file import open_gguf
-from rotation_merge.run.functions import load
 
 ROOT = str(Path(__file__).parents[2])
 CASE = case_of("llama", "llama")
@@ -49,13 +45,9 @@ def _run(*arguments: object) -> str:
     return result.output
 
 
-def _merged(recipe: str, out: Path) -> dict[str, torch.Tensor]:
-    LoaderCache.loaders.clear()
-    file = out.with_suffix(".yml")
-    file.write_text(recipe)
-    result = CliRunner().invoke(mergekit_yaml, [str(file), str(out), "--quiet"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return load_file(out / "model.safetensors")
+def _read(path: object) -> rm.View:
+    """The tensors of a model, as they are."""
+    return rm.average([str(path)])
 
 
 RECIPES = {
@@ -72,8 +64,8 @@ def test_a_merge_of_files_is_the_merge_of_the_checkpoints(name: str, models: Pat
         "base_model: {a}\nmodels:\n- model: {a}\n  parameters: {{weight: 0.3}}\n"
         "- model: {b}\n  parameters: {{weight: 0.7}}\ndtype: float32\n"
     )
-    first = _merged(recipe.format(a=models / "a", b=models / "b"), tmp_path / "first")
-    again = _merged(recipe.format(a=models / "a.gguf", b=models / "alone"), tmp_path / "again")
+    first = merged(recipe.format(a=models / "a", b=models / "b"), tmp_path / "first")
+    again = merged(recipe.format(a=models / "a.gguf", b=models / "alone"), tmp_path / "again")
     assert first.keys() == again.keys()
     for key, tensor in first.items():
         torch.testing.assert_close(again[key], tensor, rtol=1e-5, atol=1e-5)
@@ -95,8 +87,7 @@ def test_a_name_of_the_hub(models: Path, tmp_path: Path, monkeypatch: pytest.Mon
     shutil.copyfile(models / "b.gguf", snapshot / "b.gguf")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for name in ("org/b-GGUF:b.gguf", "org/b-GGUF"):
-        model = open_model(name)
-        assert (model["model.norm.weight"] == open_model(str(models / "b.gguf"))["model.norm.weight"]).all()
+        assert torch.equal(_read(name)["model.norm.weight"], _read(models / "b.gguf")["model.norm.weight"])
     result = run("verify", "org/b-GGUF:gone.gguf", models / "b")
     assert result.exit_code == 2
     assert "org/b-GGUF/gone.gguf: is neither a file nor in the hub's cache" in result.output
@@ -108,11 +99,11 @@ def test_commands_take_a_file_and_write_one(models: Path, tmp_path: Path) -> Non
     out = tmp_path / "aligned"
     _run("align", models / "a.gguf", models / "alone", out, "--gguf", tmp_path / "aligned.gguf")
     assert "same" in _run("verify", tmp_path / "aligned.gguf", models / "b")
-    kept = open_gguf(str(tmp_path / "aligned.gguf"))
-    assert set(kept.kinds) == {"F16", "F32"}
+    assert {entry.tensor_type.name for entry in GGUFReader(tmp_path / "aligned.gguf").tensors} == {"F16", "F32"}
     _run("gguf", out, tmp_path / "small.gguf", "--type", "q8_0")
-    small = open_gguf(str(tmp_path / "small.gguf"))
-    assert small.kinds["Q8_0"] == sum(e.shape[-1] % 32 == 0 and len(e.shape) > 1 for e in small.entries.values())
+    small = GGUFReader(tmp_path / "small.gguf").tensors
+    fitting = {entry.name for entry in small if entry.shape[0] % 32 == 0 and len(entry.shape) > 1}
+    assert {entry.name for entry in small if entry.tensor_type.name == "Q8_0"} == fitting
     again = run("gguf", out, tmp_path / "small.gguf")
     assert again.exit_code == 2
     assert "already exists" in again.output
@@ -122,11 +113,12 @@ def test_commands_take_a_file_and_write_one(models: Path, tmp_path: Path) -> Non
 def test_a_refusal_imports_no_libraries(models: Path, tmp_path: Path) -> None:
     (tmp_path / "there.gguf").write_bytes(b"mine")
     code = (
-        "import sys; from rotation_merge.cli.app import app\n"
-        "try: app(['gguf', sys.argv[1], sys.argv[2]])\n"
+        "import sys; from importlib.metadata import entry_points as points\n"
+        "(command,) = points(group='console_scripts', name='rotation-merge')\n"
+        "try: command.load()()\n"
         "except SystemExit as end: print(end.code, sorted({'torch', 'gguf', 'numpy'} & set(sys.modules)))"
     )
-    arguments = [sys.executable, "-c", code, str(models / "a"), str(tmp_path / "there.gguf")]
+    arguments = [sys.executable, "-c", code, "gguf", str(models / "a"), str(tmp_path / "there.gguf")]
     result = subprocess.run(
         arguments, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": ROOT}
     )
@@ -165,9 +157,9 @@ def test_the_search_takes_files_and_writes_one(models: Path, tmp_path: Path) -> 
     out, file = tmp_path / "out", tmp_path / "out.gguf"
     _run("merge", models / "a.gguf", models / "b.gguf", out, *sizes, "--gguf", file)
     assert f"model: {models / 'a.gguf'}" in (out / "recipe.yml").read_text()
-    merged, again = open_model(str(out)), open_model(str(file))
-    for key in merged.names:
-        torch.testing.assert_close(again[key].float(), merged[key].float(), rtol=1e-3, atol=1e-4)
+    again = _read(file)
+    for key, tensor in state(out).items():
+        torch.testing.assert_close(again[key].float(), tensor.float(), rtol=1e-3, atol=1e-4)
 
 
 def test_python_takes_files(models: Path, tmp_path: Path) -> None:
@@ -175,8 +167,8 @@ def test_python_takes_files(models: Path, tmp_path: Path) -> None:
     alignment = rm.align(anchor, donor, rm.AlignConfig(heads="permutation"))
     alignment.apply(donor).save_pretrained(tmp_path / "moved")
     rm.average([anchor, donor]).save_pretrained(tmp_path / "mean")
-    first, second, mean = (open_model(str(path)) for path in (anchor, donor, tmp_path / "mean"))
-    for key in first.names:
+    first, second, mean = (_read(path) for path in (anchor, donor, tmp_path / "mean"))
+    for key in first:
         torch.testing.assert_close(
             mean[key].float(), (first[key].float() + second[key].float()) / 2, rtol=1e-2, atol=1e-2
         )
@@ -191,10 +183,15 @@ def test_q8_0_is_near(models: Path, tmp_path: Path) -> None:
         assert difference < 1 / 127, key
 
 
-def test_config_and_tokenizer_are_made_once(models: Path, gguf_home: str) -> None:
-    folder = open_model(str(models / "a.gguf")).folder
-    assert folder.startswith(os.path.join(gguf_home, "rotation_merge", "gguf", "a-"))
-    before = {name: os.stat(os.path.join(folder, name)).st_mtime_ns for name in os.listdir(folder)}
-    assert open_model(str(models / "a.gguf")).folder == folder
-    assert before == {name: os.stat(os.path.join(folder, name)).st_mtime_ns for name in os.listdir(folder)}
-    assert not any(name.endswith((".safetensors", ".bin")) for name in before)
+def test_config_and_tokenizer_are_made_once(models: Path, gguf_home: str, tmp_path: Path) -> None:
+    file = shutil.copyfile(models / "a.gguf", tmp_path / "once.gguf")
+
+    def made() -> dict[Path, int]:
+        load(str(file))
+        (folder,) = Path(gguf_home, "rotation_merge", "gguf").glob("once-*")
+        return {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+
+    before = made()
+    assert made() == before
+    assert {"config.json", "tokenizer.json"} <= {file.name for file in before}
+    assert not any(file.suffix in (".safetensors", ".bin") for file in before)

@@ -15,6 +15,7 @@ from plugin_support import merged, mergekit_yaml, one_error, recipe_for, state
 
 from rotation_merge.averaging.methods import TENSOR, WEIGHT, DelegateMethod, Plan, Source, Target
 from rotation_merge.mergekit_plugin.recipe import delegates
+from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
 
 Pair = tuple[Path, Path]
 
@@ -84,3 +85,10 @@ def test_a_new_averaging_is_one_class(pair: Pair, tmp_path: Path, monkeypatch: p
     got, states = merged(recipe, tmp_path / "out"), [state(path) for path in pair]
     for name, tensor in got.items():
         assert torch.equal(tensor, torch.minimum(states[0][name], states[1][name])), name
+
+
+def test_no_parameter_of_ours_has_the_name_of_a_delegates() -> None:
+    """One value would hold for both."""
+    methods = {m.spec.name: {p.name for p in m.spec.parameters} for m in merge_methods.registered_methods()}
+    shared = {m: names & set(BY_NAME) for m, names in methods.items() if m != "rotation_merge"}
+    assert {m: names for m, names in shared.items() if names} == {}

@@ -9,8 +9,6 @@ import torch
 from mergekit import merge_methods
 from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, relative_distances, state, twin
 
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
-
 PARAMETERS = {
     "slerp": {"t": 0.3},
     "nearswap": {"t": 0.1},
@@ -40,13 +38,6 @@ def test_delegate(models: tuple[Path, Path, Path], delegate: str, tmp_path: Path
         recipe["models"] = recipe["models"][1:]
     distances = relative_distances(merged(recipe, tmp_path / "out"), state(anchor))
     assert max(distances.values()) <= 1e-5, sorted(distances.items(), key=lambda item: -item[1])[:5]
-
-
-def test_no_parameter_of_ours_has_the_name_of_a_delegates() -> None:
-    """One value would hold for both."""
-    methods = {m.spec.name: {p.name for p in m.spec.parameters} for m in merge_methods.registered_methods()}
-    shared = {m: names & set(BY_NAME) for m, names in methods.items() if m != "rotation_merge"}
-    assert {m: names for m, names in shared.items() if names} == {}
 
 
 def test_passthrough_gives_the_aligned_donor(models: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from mergekit.io import loader
+from mergekit.io import LazyTensorLoader, loader
 from plugin_support import (
     build,
     make,
@@ -30,8 +30,6 @@ from plugin_support import (
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-from rotation_merge.mergekit_plugin.planning import prefetch, tasks
 
 Pair = tuple[Path, Path]
 
@@ -159,7 +157,7 @@ def test_pickles_read_lazily(pair: Pair, tmp_path: Path, shards: int, monkeypatc
         at_once[:] = [0]
 
     monkeypatch.setattr(loader, "torch_lazy_load", watched)
-    monkeypatch.setattr(prefetch, "workers_for", lambda _: 3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # as many blocks are read at once
     pickled = [as_pickle(model, tmp_path / f"{number}", shards) for number, model in enumerate(pair)]
     recipe = recipe_for("linear", *pickled)
     result = mergekit_yaml(recipe, out, "--lazy-unpickle")
@@ -363,14 +361,14 @@ def test_a_checkpoint_that_changes_while_it_is_read(
 ) -> None:
     """Half of one model and half of another is neither."""
     anchor, donor = pair[0], Path(shutil.copytree(pair[1], tmp_path / "donor"))
-    other, stock = make("llama", tmp_path / "other", seed=7), tasks.match_block
+    other, stock = make("llama", tmp_path / "other", seed=7), LazyTensorLoader.get_tensor
 
-    def exchanged(*given: Any) -> Any:
+    def exchanged(*given: Any, **options: Any) -> Any:
         shutil.copy(other / "model.safetensors", tmp_path / "new")
         (tmp_path / "new").rename(donor / "model.safetensors")
-        return stock(*given)
+        return stock(*given, **options)
 
-    monkeypatch.setattr(tasks, "match_block", exchanged)
+    monkeypatch.setattr(LazyTensorLoader, "get_tensor", exchanged)
     line = one_error(mergekit_yaml(recipe_for("linear", anchor, donor), tmp_path / "out").output)
     assert line.startswith(f"Error: {donor}/model.safetensors: was changed while it was read")
     assert not (tmp_path / "out").exists()

@@ -10,8 +10,6 @@ import torch
 from cli_support import parsed, run
 from plugin_support import make, merged, recipe_for, state, twin, write_recipe, write_state
 
-from rotation_merge.diagnose import donors_of
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -41,14 +39,15 @@ def test_auto_tells_fine_tunes_from_models_in_other_coordinates(models, donor: s
     if found == "far":
         folded = merged(recipe(models, "twin", heads="permutation", residual="rotation"), tmp_path / "by-hand")
         assert all(torch.equal(result[name], folded[name]) for name in result)
-    (seen,) = donors_of(str(write_recipe(recipe(models, donor, preset="auto"), tmp_path / "r.yml")))
-    assert seen.options.residual == ("none" if found == "near" else "largest")
+    (seen,) = parsed("inspect", write_recipe(recipe(models, donor, preset="auto"), tmp_path / "r.yml"))
+    assert seen["options"]["residual"] == ("none" if found == "near" else "largest")
 
 
 def test_what_a_recipe_says_itself_holds(models, tmp_path: Path):
-    (seen,) = donors_of(str(write_recipe(recipe(models, "twin", preset="far", heads="none"), tmp_path / "r.yml")))
-    assert seen.options.heads == "none"
-    assert seen.options.residual == "largest"
+    document = recipe(models, "twin", preset="far", heads="none")
+    (seen,) = parsed("inspect", write_recipe(document, tmp_path / "r.yml"))
+    assert seen["options"]["heads"] == "none"
+    assert seen["options"]["residual"] == "largest"
 
 
 @pytest.mark.parametrize(("donor", "suggested"), [("tuned", "near"), ("twin", "far")])

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from cli_support import parsed, run
-from plugin_support import from_file, make, merged, twin, write_recipe
+from plugin_support import from_file, load, make, merged, twin, write_recipe
 from plugin_support import recipe_for as local_recipe
 from residual_support import Checkpoint, checkpoint, recipe, report, transport
 from residual_support import twin as moved
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_transport import tuned
-from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +28,9 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoi
 
 def loss(path: Path, data: Path) -> float:
     """Of the model itself, on the data."""
-    from rotation_merge.run.data import read_batches
-    from rotation_merge.run.evaluate import evaluate
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    return evaluate(model, read_batches(str(data), str(path), model))[0]
+    ids = load_file(data)["input_ids"].long()
+    with torch.no_grad():
+        return float(load(str(path))(input_ids=ids, labels=ids).loss)
 
 
 class TestCarriedOver:

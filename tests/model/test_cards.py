@@ -12,9 +12,10 @@ import yaml
 from cli_support import run
 from plugin_support import from_file, make, merged, mergekit_yaml, one_error, recipe_for, state, write_state
 
-from rotation_merge.mergekit_plugin.recipe.delegates import OWN
-from rotation_merge.report.html import read_report, write_page
-from rotation_merge.symmetry.admitted import asks
+import rotation_merge as rm
+
+OWN = ("regmean", "fisher", "refit")
+"""Averages that mergekit does not have."""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,11 @@ def test_whose_nan_it_is(which: str, tensor: str, way: str, models: tuple[Path, 
     pair[which] = spoilt(pair[which], tmp_path / "spoilt", tensor, float("nan"))
     third = [make("llama", tmp_path / "third", seed=2)] if way == "mean" else []
     recipe = recipe_for("linear", *pair.values(), *third)
-    recipe["parameters"] |= {"local": {}, "residual": {"residual": "permutation"}, "mean": {"anchor": "mean"}}[way]
+    recipe["parameters"] |= {
+        "local": {},
+        "residual": {"residual": "permutation"},
+        "mean": {"anchor": "mean", "heads": "none"},
+    }[way]
     done = mergekit_yaml(recipe, tmp_path / "out")
     assert done.exit_code == 2
     line = one_error(done.output)
@@ -114,34 +119,25 @@ def test_whose_nan_it_is_in_commands(which: str, models: tuple[Path, Path], tmp_
 @pytest.mark.parametrize("residual", ["none", "permutation"])
 def test_distances_to_the_mean_are_those_of_the_transforms(residual: str, tmp_path: Path) -> None:
     """The report's distances are those between the tensors that were merged; the card says what the anchor was."""
-    from rotation_merge import AlignConfig
-    from rotation_merge.architecture import resolve
-    from rotation_merge.matching.block import squared_distances
-    from rotation_merge.matching.mean import match_to_mean
-    from rotation_merge.model.source import read_block
-
     paths = [make("llama", tmp_path / str(seed), seed=seed) for seed in range(3)]
-    options = {"heads": "permutation", "residual": residual, "scaling": False}
-    recipe = recipe_for("linear", *paths, **options)
-    recipe["parameters"]["anchor"] = "mean"
+    recipe = recipe_for("linear", *paths, heads="permutation", residual=residual, scaling=False)
+    recipe["parameters"] |= {"anchor": "mean", "save_alignment": True}
     merged(recipe, tmp_path / "out")
     assert "running mean" in card(tmp_path / "out")
-    states = {str(path): state(path) for path in paths}
-    config = json.loads((paths[0] / "config.json").read_text())
-    architecture = resolve(config, list(states[str(paths[0])]), "anchor")
-    base = states[str(paths[0])]
-    found = match_to_mean(architecture, states, str(paths[0]), AlignConfig(**options))
-    rows = report(tmp_path / "out")["rows"]
-    for name, alignment in found.items():
-        for block in architecture.blocks:
-            anchor, donor = read_block(block, base), read_block(block, states[name])
-            for space in block.spaces.values():
-                if not asks(space, AlignConfig(**options)):
-                    assert space.kind == "translation"
-                    continue
-                row = next(r for r in rows if (r["donor"], r["space"]) == (name, space.name))
-                apart = squared_distances(block, space, anchor, donor, alignment.transforms)[0]
-                assert row["distance_after"] == pytest.approx(apart**0.5, rel=1e-5)
+    base = state(paths[0])
+    for path, name in zip(paths[1:], ("alignment", "alignment-2"), strict=True):
+        moved = rm.Alignment.load(tmp_path / "out" / f"{name}.safetensors").apply(str(path))
+        rows = [row for row in report(tmp_path / "out")["rows"] if row["donor"] == str(path)]
+        assert [row["kind"] for row in rows] == ["attention", "ffn"] * 2 + ["stream"] * (residual != "none")
+        for row in rows:
+            within = {
+                "attention": f"layers.{row['layer']}.self_attn",
+                "ffn": f"layers.{row['layer']}.mlp",
+                "stream": "",
+            }
+            names = [name for name in base if within[row["kind"]] in name]
+            apart = sum(float((moved[name] - base[name]).double().square().sum()) for name in names)
+            assert row["distance_after"] == pytest.approx(apart**0.5, rel=1e-5)
 
 
 NOTHING = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
@@ -166,7 +162,7 @@ def test_a_card_of_an_alignment_file(models: tuple[Path, Path], tmp_path: Path) 
     merged(from_file(recipe_for("linear", *models), tmp_path / "map"), tmp_path / "out")
     assert "moved by the transforms in map" in card(tmp_path / "out")
     assert report(tmp_path / "out")["files"] == {str(models[1]): str(tmp_path / "map")}
-    write_page(str(tmp_path / "out"))
+    assert run("inspect", tmp_path / "out", "--html", tmp_path / "page.html").exit_code == 0
 
 
 def test_a_donor_that_has_vanished(models: tuple[Path, Path], tmp_path: Path) -> None:
@@ -236,15 +232,6 @@ def test_what_was_not_aligned_is_listed(known: bool, models: tuple[Path, Path], 
         assert ("value_head.weight" if known else "lm_head.weight") in path.read_text()
 
 
-def test_a_map_that_leads_away_is_not_called_nothing() -> None:
-    """Learned maps serve a loss, not nearness."""
-    from rotation_merge.record import gained
-
-    assert "next to nothing" in gained(0.5, 0.5)
-    assert "50% less" in gained(0.5, 0.25)
-    assert gained(0.1, 1.0).startswith("the transforms increase the distance")
-
-
 PLAIN_WORDS = ("practically the plain one", "this is the plain merge", "mergekit alone")
 """What holds where models were averaged by position only."""
 
@@ -268,15 +255,15 @@ def test_only_averages_of_positions_are_called_plain(
     elif delegate == "refit":
         recipe["parameters"] |= {"samples": 2}
     merged(recipe, tmp_path / "out")
-    page = Path(write_page(str(tmp_path / "out"))).read_text()
+    assert run("inspect", tmp_path / "out", "--html", tmp_path / "page.html").exit_code == 0
+    page = (tmp_path / "page.html").read_text()
     for text in (card(tmp_path / "out"), page):
         assert any(words in text for words in PLAIN_WORDS) == (delegate not in OWN), text
         assert "Nothing was matched" not in text
     assert ("is a method of it" in card(tmp_path / "out")) == (delegate in OWN)
     notes = " ".join(report(tmp_path / "out")["notes"])
     assert (delegate not in OWN) or "Refit solved" in notes or "by statistics on samples" in notes
-    written = read_report(str(tmp_path / "out" / "rotation_merge.json"))
-    assert written.own_method == (delegate in OWN)
+    assert report(tmp_path / "out")["own_method"] == (delegate in OWN)
 
 
 def slices(anchor: str, donor: str) -> dict[str, Any]:

@@ -8,14 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from gguf import GGUFReader
 from gguf_support import TEXT, byte_tokenizer, case_of, piece_tokenizer, saved, written
+from plugin_support import load, state
 
-from rotation_merge.model.checkpoint import open_model
-from rotation_merge.model.gguf.file import open_gguf
-from rotation_merge.run.functions import load
+import rotation_merge as rm
 
 SCALAR = {"query_pre_attn_scalar": 12, "sliding_window": 4}
 
@@ -66,28 +67,18 @@ def _logits(model: Any) -> torch.Tensor:
     return found
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Config and tokenizer of GGUF files go to a folder of the tests."""
-    from huggingface_hub import constants
-
-    before, constants.HF_HOME = constants.HF_HOME, str(tmp_path_factory.mktemp("home"))
-    yield
-    constants.HF_HOME = before
+pytestmark = pytest.mark.usefixtures("gguf_home")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_written_is_read_back(name: str, tmp_path: Path) -> None:
     model = saved(FAMILIES[name], tmp_path / "model")
     out = written(tmp_path / "model", tmp_path / "out.gguf")
-    first, again = open_model(str(tmp_path / "model")), open_model(str(out))
-    tensors = {key for key in first.names if key != first.tied_head}
-    assert set(again.names) == tensors
-    assert again.architecture.family == first.architecture.family
-    for key in tensors:
-        torch.testing.assert_close(again[key].float(), first[key], rtol=0, atol=1e-6)
-        assert again.dtypes[key] == again[key].dtype
-        assert again.shapes[key] == first.shapes[key]
+    first, again = state(tmp_path / "model"), rm.average([str(out)])
+    assert set(again) == set(first)
+    assert again.architecture.family == rm.average([str(tmp_path / "model")]).architecture.family
+    for key, tensor in first.items():
+        torch.testing.assert_close(again[key].float(), tensor, rtol=0, atol=1e-6)
     torch.testing.assert_close(_logits(load(str(out))), _logits(model.eval()), rtol=1e-4, atol=1e-4)
 
 
@@ -137,23 +128,30 @@ CONVERTED = (*PLAIN, "qwen2_moe", "qwen3_moe", "starcoder2", "olmo2", "falcon, t
 @pytest.mark.parametrize("name", CONVERTED)
 def test_the_file_is_that_of_llama_cpps_converter(name: str, tmp_path: Path) -> None:
     saved(FAMILIES[name], tmp_path / "model")
-    ours = open_gguf(str(written(tmp_path / "model", tmp_path / "ours.gguf")))
+    written(tmp_path / "model", tmp_path / "ours.gguf")
     arguments = [str(tmp_path / "model"), "--outfile", str(tmp_path / "theirs.gguf"), "--outtype", "f16"]
     subprocess.run([sys.executable, "-c", CONVERTER, os.environ["LLAMA_CPP"], *arguments], check=True)
-    theirs = open_gguf(str(tmp_path / "theirs.gguf"))
-    assert ours.entries.keys() == theirs.entries.keys()
-    for key, entry in theirs.entries.items():
-        assert ours.entries[key].kind == entry.kind
-        torch.testing.assert_close(ours.entries[key].read().squeeze(), entry.read().squeeze(), rtol=1e-6, atol=0)
-    first, again = open_model(str(tmp_path / "model")), open_model(str(tmp_path / "theirs.gguf"))
-    for key in again.names:
-        torch.testing.assert_close(again[key].float(), first[key], rtol=0, atol=1e-6)
+    names = ("ours.gguf", "theirs.gguf")
+    ours, theirs = ({entry.name: entry for entry in GGUFReader(tmp_path / name).tensors} for name in names)
+    assert ours.keys() == theirs.keys()
+    for key, entry in theirs.items():
+        assert ours[key].tensor_type == entry.tensor_type
+        np.testing.assert_allclose(ours[key].data.squeeze(), entry.data.squeeze(), rtol=1e-6, atol=0)
+    first = state(tmp_path / "model")
+    for key, tensor in rm.average([str(tmp_path / "theirs.gguf")]).items():
+        torch.testing.assert_close(tensor.float(), first[key], rtol=0, atol=1e-6)
+
+
+def _tokenizer(file: Path) -> Any:
+    """The tokenizer that goes with a file, beside what is written of it."""
+    folder = file.with_suffix("")
+    rm.average([str(file)]).save_pretrained(folder)
+    return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def test_the_tokenizer_comes_back(tmp_path: Path) -> None:
     saved(FAMILIES["llama"], tmp_path / "model")
-    out = written(tmp_path / "model", tmp_path / "out.gguf")
-    ours, first = transformers.AutoTokenizer.from_pretrained(open_model(str(out)).folder), byte_tokenizer()
+    ours, first = _tokenizer(written(tmp_path / "model", tmp_path / "out.gguf")), byte_tokenizer()
     assert ours(TEXT).input_ids == first(TEXT).input_ids
     assert ours.decode(ours(TEXT).input_ids) == TEXT
     assert (ours.bos_token, ours.eos_token, ours.chat_template) == (
@@ -170,27 +168,10 @@ def test_sentencepieces_tokenizer_comes_back(tmp_path: Path) -> None:
     first.save_pretrained(tmp_path / "model")
     out = written(tmp_path / "model", tmp_path / "out.gguf")
     first = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
-    ours = transformers.AutoTokenizer.from_pretrained(open_model(str(out)).folder)
+    ours = _tokenizer(out)
     for text in (TEXT, "the fathers and   the other", " a", ""):
         assert ours(text).input_ids == first(text).input_ids, text
         assert ours.decode(ours(text).input_ids) == first.decode(first(text).input_ids)
     assert (ours.bos_token_id, ours.eos_token_id, ours.unk_token_id) == (1, 2, 0)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="out.gguf")
     assert ours("the fathers and the other").input_ids == theirs("the fathers and the other").input_ids
-
-
-def test_types_that_are_not_written_here_are_read_as_ggml_reads_them() -> None:
-    """K-quants and others, from a file that ggml's reference code made, with what it makes of each."""
-    entries = open_gguf(str(Path(__file__).with_name("quantised.gguf"))).entries
-    kinds = [name for name in entries if f"{name}.numbers" in entries]
-    assert {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"} <= set(kinds)
-    for name in kinds:
-        assert entries[name].kind == name
-        torch.testing.assert_close(entries[name].read(), entries[f"{name}.numbers"].read(), rtol=0, atol=0)
-
-
-def test_one_expert_is_read_without_the_others(tmp_path: Path) -> None:
-    saved(FAMILIES["mixtral"], tmp_path / "model")
-    whole = open_gguf(str(written(tmp_path / "model", tmp_path / "out.gguf"))).entries["blk.0.ffn_up_exps.weight"]
-    assert whole.part(2).size * 4 == whole.size
-    assert (whole.part(2).read() == whole.read()[2]).all()

@@ -1,4 +1,4 @@
-"""GGUF files that cannot be read as a model are told in one line: what is wrong, and what helps."""
+"""Reading GGUF files: entries of every type; those that are no model are told in one line, with what helps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from gguf_support import case_of, saved, written
 
 from rotation_merge.errors import CheckpointError
@@ -215,3 +216,30 @@ def test_what_gguf_would_lose_is_refused(
         plan_gguf(open_model(str(tmp_path / "model")))
     assert words in str(caught.value)
     assert "convert_hf_to_gguf.py" in str(caught.value)
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "qwen2"), ("phi3", "grouped"), ("mixtral", "untied")])
+def test_headers_say_what_is_read(family: str, name: str, tmp_path: Path) -> None:
+    saved(case_of(family, name), tmp_path / "model")
+    first = open_model(str(tmp_path / "model"))
+    again = open_model(str(written(tmp_path / "model", tmp_path / "out.gguf")))
+    for key in again.names:
+        assert again.dtypes[key] == again[key].dtype
+        assert again.shapes[key] == first.shapes[key] == tuple(again[key].shape)
+
+
+def test_types_that_are_not_written_here_are_read_as_ggml_reads_them() -> None:
+    """K-quants and others, from a file that ggml's reference code made, with what it makes of each."""
+    entries = open_gguf(str(Path(__file__).with_name("quantised.gguf"))).entries
+    kinds = [name for name in entries if f"{name}.numbers" in entries]
+    assert {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"} <= set(kinds)
+    for name in kinds:
+        assert entries[name].kind == name
+        torch.testing.assert_close(entries[name].read(), entries[f"{name}.numbers"].read(), rtol=0, atol=0)
+
+
+def test_one_expert_is_read_without_the_others(tmp_path: Path) -> None:
+    saved(case_of("mixtral", "untied"), tmp_path / "model")
+    whole = open_gguf(str(written(tmp_path / "model", tmp_path / "out.gguf"))).entries["blk.0.ffn_up_exps.weight"]
+    assert whole.part(2).size * 4 == whole.size
+    assert (whole.part(2).read() == whole.read()[2]).all()

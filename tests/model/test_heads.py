@@ -14,8 +14,6 @@ from residual_support import checkpoint, recipe, twin
 from safetensors.torch import load_file, save_file
 from tiny_models import inputs
 
-from rotation_merge.model.writing import SplicedWriter
-
 
 def heads_recipe(anchor: Path, *donors: Path, **parameters: object) -> dict:
     share = 1 / (1 + len(donors))
@@ -89,22 +87,6 @@ def test_bodies_in_several_files_and_in_pickles(options: tuple[str, ...], tmp_pa
     files = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
     assert (len(files) > 2) == ("5K" in options)
     assert all(path.stat().st_nlink == 1 for path in files)
-
-
-def test_shared_tensors_stand_where_their_type_may(tmp_path: Path):
-    """Half precision with an odd number of elements, before single precision: the widest come first."""
-    body = {"a": torch.arange(3).to(torch.bfloat16), "b": torch.ones(2, dtype=torch.bool), "c": torch.zeros(4)}
-    (tmp_path / "out").mkdir()
-    save_file(body, tmp_path / "model.safetensors")
-    writer = SplicedWriter(str(tmp_path), ["a", "b"], str(tmp_path / "out"))
-    writer.save_tensor("c", torch.full((5, 1), 2.0))
-    writer.save_tensor("d", torch.tensor(7))
-    writer.finalize()
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(found["a"], body["a"])
-    assert torch.equal(found["b"], body["b"])
-    assert found["c"].tolist() == [[2.0]] * 5
-    assert found["d"] == 7
 
 
 @pytest.mark.parametrize("residual", ["rotation", "permutation"])

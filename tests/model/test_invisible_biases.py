@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,23 +20,50 @@ from tiny_models import Case, planted, twin_of
 from torch import Tensor
 from variants import ONE
 
-import rotation_merge
-from rotation_merge.architecture import Architecture
-from rotation_merge.architecture.model import Part
-from rotation_merge.model.biases import HiddenBiases, block_hidden_biases
-from rotation_merge.run.statistics_writer import checkpoint_of
+import rotation_merge as rm
 
 TOLERANCE = 2e-4
 BIASED = ("vit", "bert", "opt", "gpt2", "whisper", "bart", "clip", "distilbert", "siglip", "dinov2", "phi", "gpt_neox")
 HEADS = {"heads": "permutation"}
 
 
-def shifted(architecture: Architecture, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+def hidden(block: Any) -> Iterator[SimpleNamespace]:
+    """By a block's labels: of each attention the biases of keys and values that softmax cannot see, if it has any."""
+    for space in (s for s in block.spaces.values() if s.kind == "attention" and not s.visible_bias):
+        infos = [info for info in block.tensors if space in info.spaces()]
+        maps = {role: [i for i in infos if len(i.axes) > 1 and role in roles(i, space)] for role in "qkvo"}
+        if any(roles(info, space) - set("qkvo") for info in infos) or any(len(found) != 1 for found in maps.values()):
+            continue
+        (output,) = maps["o"]
+        bias = block.tensor(output.key.removesuffix("weight") + "bias")
+        seen = space.rotary or space.norm is not None
+        keys = None if seen else only(infos, space, "k")
+        values = only(infos, space, "v") if space.values == "free" and bias is not None else None
+        yield SimpleNamespace(space=space, keys=keys, values=values, output=output, bias=bias)
+
+
+def roles(info: Any, space: Any) -> set[str]:
+    return {part.role for axis in info.axes for part in axis.parts if part.space == space}
+
+
+def only(infos: list[Any], space: Any, role: str) -> Any:
+    """The vector with entries of this role alone, if there is one."""
+    alone = [
+        i
+        for i in infos
+        if len(i.axes) == 1
+        for p in i.axes[0].pieces
+        if [(x.space, x.role) for x in p] == [(space, role)]
+    ]
+    return alone[0] if len(alone) == 1 else None
+
+
+def shifted(architecture: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
     """A model with other key biases and with value biases moved into output biases; and how many were changed."""
     found, changed = {name: tensor.clone() for name, tensor in tensors.items()}, 0
     generator = torch.Generator().manual_seed(4)
     for block in architecture.blocks:
-        for one in block_hidden_biases(block):
+        for one in hidden(block):
             for role in ("k", "v"):
                 place = _place(one, role)
                 if place is None:
@@ -48,13 +76,14 @@ def shifted(architecture: Architecture, tensors: Mapping[str, Tensor]) -> tuple[
                     assert one.output is not None
                     assert one.bias is not None
                     heads = shift.unflatten(0, one.space.factors("v"))[:, None].expand(one.space.factors("o")).flatten()
-                    weight, reads = found[one.output.name], Part(one.space, "o")
-                    columns = next(d for d, a in enumerate(one.output.axes) if reads in a.parts)
+                    weight, reads = found[one.output.name], (one.space, "o")
+                    places = enumerate(one.output.axes)
+                    columns = next(d for d, a in places if any((p.space, p.role) == reads for p in a.parts))
                     found[one.bias.name] = found[one.bias.name] - torch.tensordot(weight, heads, dims=([columns], [0]))
     return found, changed
 
 
-def _place(one: HiddenBiases, role: str) -> tuple[str, Tensor] | None:
+def _place(one: Any, role: str) -> tuple[str, Tensor] | None:
     """A bias's name and its entries of one role, in the order of the role's own factors."""
     info = one.keys if role == "k" else one.values
     if info is None:
@@ -88,7 +117,7 @@ def test_a_twin_with_other_unseen_biases_is_the_anchor(case: Case) -> None:
 
 def moved(donor: dict[str, Tensor], anchor: dict[str, Tensor], config: Any, **options: Any) -> dict[str, Tensor]:
     """The tensors of a donor in the anchor's coordinates."""
-    return rotation_merge.align((anchor, config), (donor, config), **options).apply((donor, config)).state_dict()
+    return rm.align((anchor, config), (donor, config), **options).apply((donor, config)).state_dict()
 
 
 def _other_donors(case: Case) -> None:
@@ -101,9 +130,7 @@ def _other_donors(case: Case) -> None:
     aligned = moved(model.state, anchor, model.config, **HEADS, **options)
     assert model.differs(aligned) <= 1e-9
     for block in model.architecture.blocks:
-        for name, rows in (
-            p for one in block_hidden_biases(block) for role in "kv" if (p := _place(one, role)) is not None
-        ):
+        for name, rows in (p for one in hidden(block) for role in "kv" if (p := _place(one, role)) is not None):
             torch.testing.assert_close(aligned[name][rows], anchor[name][rows])
 
 
@@ -121,7 +148,7 @@ def test_a_turned_stream_takes_them_along() -> None:
 
 def test_disentangled_attention_sees_the_biases_of_keys() -> None:
     model = planted(next(case for case in ONE if case.family == "deberta_v2"))
-    assert not any(list(block_hidden_biases(block)) for block in model.architecture.blocks)
+    assert not any(list(hidden(block)) for block in model.architecture.blocks)
 
 
 def test_a_donor_that_is_the_anchor_stays_bit_for_bit() -> None:
@@ -130,8 +157,8 @@ def test_a_donor_that_is_the_anchor_stays_bit_for_bit() -> None:
     assert all(torch.equal(aligned[name], tensor) for name, tensor in model.state.items())
 
 
-def architecture(path: Path) -> Architecture:
-    return checkpoint_of(str(path)).architecture
+def architecture(path: Path) -> Any:
+    return rm.average([str(path)]).architecture
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from interrupted_support import equal, forked, load, start
 from plugin_support import one_error, recipe_for, state, write_recipe
+from safetensors.torch import load_file, save_file
 
 from rotation_merge import RotationMergeError
 from rotation_merge.files import locks
 from rotation_merge.model import folder_exchange
 from rotation_merge.model.output import mend_interrupted, staged
+from rotation_merge.model.writing import SplicedWriter
 
 MODEL = {"config.json": "{}", "model-00001-of-00002.safetensors": "a", "model-00002-of-00002.safetensors": "b"}
 
@@ -319,3 +322,19 @@ def test_heads_of_an_earlier_merge_go_and_other_folders_stay(tmp_path: Path) -> 
             (out / "heads" / "mine" / "notes.txt").write_text("kept")
     assert sorted(path.name for path in (out / "heads").iterdir()) == ["mine", "other"]
     assert (out / "heads" / "mine" / "notes.txt").read_text() == "kept"
+
+
+def test_shared_tensors_stand_where_their_type_may(tmp_path: Path) -> None:
+    """Half precision with an odd number of elements, before single precision: the widest come first."""
+    body = {"a": torch.arange(3).to(torch.bfloat16), "b": torch.ones(2, dtype=torch.bool), "c": torch.zeros(4)}
+    (tmp_path / "out").mkdir()
+    save_file(body, tmp_path / "model.safetensors")
+    writer = SplicedWriter(str(tmp_path), ["a", "b"], str(tmp_path / "out"))
+    writer.save_tensor("c", torch.full((5, 1), 2.0))
+    writer.save_tensor("d", torch.tensor(7))
+    writer.finalize()
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["a"], body["a"])
+    assert torch.equal(found["b"], body["b"])
+    assert found["c"].tolist() == [[2.0]] * 5
+    assert found["d"] == 7

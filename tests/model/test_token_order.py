@@ -11,14 +11,12 @@ import torch
 import yaml
 from carry_support import make_adapter
 from cli_support import parsed, run
-from plugin_support import merged, mergekit_yaml, one_error
+from plugin_support import load, merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, recipe, transport, twin
 from safetensors.torch import load_file
 from test_plugin_inputs import with_tokenizer
 
 import rotation_merge as rm
-from rotation_merge.model.fold import FoldedSource
-from rotation_merge.run.functions import load
 
 WARNED = "have other ids than in"
 
@@ -135,7 +133,7 @@ def test_streams_are_matched_on_shared_tokens(
     assert "share 50 tokens" in done.output
     assert "share 50 tokens" in (tmp_path / "out" / "README.md").read_text()
     found = Checkpoint(anchor.case, tmp_path / "out").state
-    wanted = FoldedSource(anchor.architecture, anchor.state, ("residual",))
+    wanted = rm.Alignment.random(str(anchor.path), residual="rotation").apply_anchor(str(anchor.path)).state_dict()
     for name, tensor in found.items():
         own = wanted[name][rows] if name in ("model.embed_tokens.weight", "lm_head.weight") else wanted[name]
         torch.testing.assert_close(tensor, own, rtol=1e-3, atol=1e-4)

@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 from cli_support import parsed, run
+from plugin_support import load as load_model
 from plugin_support import make as make_checkpoint
 from plugin_support import merged, recipe_for, relative_distances, state, twin, write_state
-from tiny_models import ALL, Case, difference, inputs, keep_float64, load, make, outputs, reload, save
-from widths_support import CASES, doubled, widening
+from tiny_models import ALL, Case, difference, inputs, load, make, outputs, reload, save
+from widths_support import CASES, LARGE, doubled, of_sizes, widened
 
-from rotation_merge import RotationMergeError, align
-from rotation_merge.model.fold import FoldedSource
-from rotation_merge.model.widen import WidenedSource, wide_shapes
-from rotation_merge.run.functions import load as load_model
+import rotation_merge as rm
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.family)
@@ -26,38 +24,35 @@ def test_a_model_of_twice_the_sizes_computes_the_same(case: Case, tmp_path: Path
     model = make(case)
     config, own = save(model, tmp_path)
     given = inputs(case, model)
+    before = outputs(load(case, tmp_path), given)
     wide = doubled(config)
-    grown = widening(config, own, wide)
-    source = WidenedSource(own, grown)
-    with keep_float64():
-        before = outputs(load(case, tmp_path), given)
-        (tmp_path / "config.json").write_text(json.dumps(wide))
-        tensors = {name: source[name].contiguous() for name in own}
-        after = outputs(reload(case, tmp_path, tensors), given)
+    view = widened(of_sizes(case, wide, tmp_path / "large"), (own, config)).apply((own, config))
+    tensors = {name: tensor.contiguous() for name, tensor in view.items()}
+    (tmp_path / "config.json").write_text(json.dumps({**wide, **view.config}))
+    after = outputs(reload(case, tmp_path, tensors), given)
     assert difference(before, after) < 1e-9
     assert sum(t.numel() for t in tensors.values()) > 1.5 * sum(t.numel() for t in own.values())
-    shapes = wide_shapes({name: tuple(tensor.shape) for name, tensor in own.items()}, grown)
-    assert shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert view.config.items() >= {key: value for key, value in wide.items() if value != config[key]}.items()
 
 
 def refused() -> Iterator[Any]:
     """Models whose sizes cannot change, which of them, and what is said."""
-    yield pytest.param("bert", "masked words", "", "zeros would change its mean", id="post-norm")
-    yield pytest.param("bert", "bare", "", "is an output of the model", id="output")
-    yield pytest.param("gpt2", "tied", "", "add '--untie'", id="tied and centred")
-    yield pytest.param("qwen3_next", "moe", "linear_value_head_dim", "is normalised", id="normalised")
-    yield pytest.param("t5", "tokens", "num_heads", "roles depend on their number", id="shared biases")
+    yield pytest.param("bert", "masked words", (), "zeros would change its mean", id="post-norm")
+    yield pytest.param("bert", "bare", (), "is an output of the model", id="output")
+    yield pytest.param("gpt2", "tied", (), "add '--untie'", id="tied and centred")
+    yield pytest.param("qwen3_next", "moe", ("linear_value_head_dim",), "is normalised", id="normalised")
+    yield pytest.param("t5", "tokens", ("num_heads",), "roles depend on their number", id="shared biases")
 
 
 @pytest.mark.parametrize(("family", "name", "only", "words"), list(refused()))
-def test_sizes_that_decide_a_function_stay(family: str, name: str, only: str, words: str, tmp_path: Path) -> None:
+def test_sizes_that_decide_a_function_stay(
+    family: str, name: str, only: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
     case = next(case for case in ALL if case.family == family and case.name == name)
     config, own = save(make(case), tmp_path)
-    with pytest.raises(RotationMergeError, match=words):
-        widening(config, own, doubled(config, only))
-
-
-LARGE = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 8, "num_key_value_heads": 4}
+    wide = doubled(config, *only)
+    with pytest.raises(rm.RotationMergeError, match=words):
+        widened(of_sizes(case, wide, tmp_path / "large"), (own, config))
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +61,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("widths")
     small = make_checkpoint("llama", folder / "small")
     large = make_checkpoint("llama", folder / "large", seed=5, **LARGE)
-    config = json.loads((large / "config.json").read_text())
-    grown = widening(json.loads((small / "config.json").read_text()), state(small), config)
-    source = FoldedSource(
-        grown.wide, WidenedSource(state(small), grown), ("residual",)
-    )  # so that the stream may be turned
-    inner = write_state({name: source[name].contiguous() for name in state(small)}, large, folder / "inner")
+    inner = folder / "inner"
+    widened(str(large), str(small)).apply(str(small)).save_pretrained(inner)
     return small, twin(inner, folder / "planted", residual="rotation", heads="permutation")
 
 
@@ -97,7 +88,7 @@ def test_what_was_widened_can_be_merged(models: tuple[Path, Path], tmp_path: Pat
 
 def test_modules_are_widened_in_memory(models: tuple[Path, Path]) -> None:
     small, planted = (load_model(str(path)) for path in models)
-    alignment = align(planted, small, widths=True, residual="rotation", heads="permutation")
+    alignment = rm.align(planted, small, widths=True, residual="rotation", heads="permutation")
     moved = alignment.apply(small).state_dict()
     assert max(relative_distances(planted.state_dict(), moved).values()) < 1e-3
     assert any("was widened" in line for line in alignment.report.notes)

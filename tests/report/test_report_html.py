@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from plugin_support import make, twin
 
 from rotation_merge import RotationMergeError
-from rotation_merge.record import MergeReport, SpaceRow
+from rotation_merge.record import MergeReport, SpaceRow, gained
 from rotation_merge.report.html import Line, chart, page, ticks, write_page
 from rotation_merge.run.curves import Barrier, Curve
 
@@ -183,3 +183,10 @@ def test_ticks_are_round_and_inside():
 
 def test_a_chart_of_one_point():
     assert "<circle" in chart([Line("a", [0], [1.0], "s0")], "layer", "distance")
+
+
+def test_a_map_that_leads_away_is_not_called_nothing() -> None:
+    """Learned maps serve a loss, not nearness."""
+    assert "next to nothing" in gained(0.5, 0.5)
+    assert "50% less" in gained(0.5, 0.25)
+    assert gained(0.1, 1.0).startswith("the transforms increase the distance")
