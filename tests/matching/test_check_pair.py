@@ -23,7 +23,6 @@ from variants import FIRST, try_make
 import rotation_merge
 from rotation_merge import AlignConfig, RotationMergeError
 from rotation_merge.architecture import resolve
-from rotation_merge.architecture.fields import differences
 from rotation_merge.architecture.registry import tied_head
 from rotation_merge.matching.check_pair import CheckedPair, check_pair
 from rotation_merge.matching.options import NOTHING
@@ -421,11 +420,3 @@ def test_every_path_into_matching_asks(
 
 
 MATCHING = ("match_model", "match_block", "match_to_mean")
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_note_on_tied_heads_is_true_of_either_anchor(tied: bool) -> None:
-    """It says of the anchor's head only what both kinds of anchors are."""
-    (found,) = differences({"tie_word_embeddings": tied}, {"tie_word_embeddings": not tied})
-    assert "only where the anchor's is" in found.field.why
-    assert not found.field.why.endswith("as the anchor does")

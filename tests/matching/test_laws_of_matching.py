@@ -21,6 +21,7 @@ from rotation_merge.matching.experts import match_experts
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.mean import _relative
+from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.source import transform_state
 from rotation_merge.symmetry import DirectSum, Orthogonal, Planar, Scaling
 from rotation_merge.symmetry.planar import PlanarGroup
@@ -148,6 +149,17 @@ def test_what_reads_a_layer_normed_stream_raw_forbids_rotations(layer: bool, raw
     groups = stream_groups(spec, config, "residual", [block])
     assert ("rotation" in groups) == (not (layer and raw))
     assert ("signed_permutation" in groups) == (not layer)
+
+
+def test_a_fingerprint_is_taken_of_each_tensor_once() -> None:
+    state = {str(seed): torch.randn(4, 3, generator=gen(seed)) for seed in range(4)}
+    marks = [Fingerprint(), Fingerprint()]
+    for name, tensor in state.items():
+        marks[0].add(name, tensor)
+    for name, tensor in reversed(state.items()):
+        marks[1].add(name, tensor)
+        marks[1].add(name, torch.zeros(3))
+    assert len({mark.hexdigest({}) for mark in marks}) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
