@@ -65,6 +65,7 @@ UNITS = {
     "linalg/test_assignment.py": ("linalg", "solvers and certificates, on matrices that no model gives"),
     "linalg/test_linalg.py": ("linalg symmetry", "solvers, on matrices that no model gives"),
     "linalg/test_softmax.py": ("linalg", "one function, against a hand computation"),
+    "matching/test_activations.py": ("matching", "activations of other weights than those that are matched"),
     "matching/test_devices.py": (
         "architecture linalg matching symmetry",
         "that each step stays on its device, with a stand-in of a second one",
@@ -175,9 +176,6 @@ NOT_YET = {
     "matching/test_kinds.py": "architecture",
     "matching/test_labels.py": "matching model",
     "matching/test_language_half.py": "architecture report",
-    "matching/test_layer_spans.py": "matching model",
-    "matching/test_match_on.py": "matching model",
-    "matching/test_matching_trained.py": "architecture matching model",
     "matching/test_mean.py": "matching model",
     "matching/test_measuring.py": "matching run",
     "matching/test_paths.py": "api architecture cli matching symmetry",
