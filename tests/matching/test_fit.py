@@ -48,16 +48,9 @@ def batches(count: int, labels: bool, size: int = 32) -> list[dict[str, torch.Te
 
 def tiny_llama(seed: int, **kwargs) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **kwargs,
-    )
-    return LlamaForCausalLM(config).eval()
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **kwargs})).eval()
 
 
 def token_batches(count: int = 4) -> list[dict[str, torch.Tensor]]:

@@ -70,6 +70,7 @@ UNITS = {
         "architecture linalg matching symmetry",
         "that each step stays on its device, with a stand-in of a second one",
     ),
+    "matching/test_fit_sparing.py": ("matching", "what a step of learning holds in memory, operation by operation"),
     "matching/test_laws_of_matching.py": (
         "architecture linalg matching model symmetry",
         "single lines of matching, each on an input made for it",
@@ -170,11 +171,7 @@ NOT_YET = {
     "carrying/test_unlike_bases.py": "architecture carrying model run",
     "matching/test_check_pair.py": "architecture matching mergekit_plugin model",
     "matching/test_fit.py": "architecture matching model run symmetry",
-    "matching/test_fit_command.py": "cli",
-    "matching/test_fit_sparing.py": "diagnose matching run",
-    "matching/test_fit_together.py": "matching",
     "matching/test_kinds.py": "architecture",
-    "matching/test_labels.py": "matching model",
     "matching/test_language_half.py": "architecture report",
     "matching/test_mean.py": "matching model",
     "matching/test_measuring.py": "matching run",
@@ -197,7 +194,6 @@ NOT_YET = {
     "model/test_invisible_biases.py": "architecture model run",
     "model/test_token_order.py": "model run",
     "model/test_widths.py": "model run",
-    "run/test_barrier_ends.py": "cli run",
     "run/test_proof.py": "model run",
     "run/test_sentence.py": "model run search",
 }
