@@ -42,5 +42,3 @@ def test_partial_whitening_turns_with_what_is_whitened() -> None:
     torch.testing.assert_close(centred(x + 5.0) @ turn.mT, centred(x @ turn.mT))
     before, after = (torch.linalg.svdvals(m) for m in (x - x.mean(0), centred(x)))
     torch.testing.assert_close(after[0] / after[-1], (before[0] / before[-1]).sqrt())
-
-

@@ -17,6 +17,7 @@ from test_fit import tiny_llama, token_batches
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models, an adapter of the second and what it makes of that, and samples."""

@@ -70,6 +70,10 @@ UNITS = {
         "architecture linalg matching symmetry",
         "that each step stays on its device, with a stand-in of a second one",
     ),
+    "matching/test_fit_figures.py": (
+        "matching",
+        "losses of a fit, what is held out and its path, against a hand computation",
+    ),
     "matching/test_fit_sparing.py": ("matching", "what a step of learning holds in memory, operation by operation"),
     "matching/test_laws_of_matching.py": (
         "architecture linalg matching model symmetry",
@@ -83,6 +87,10 @@ UNITS = {
     "matching/test_matching_ffn.py": (
         "architecture linalg matching model symmetry",
         "single steps of matching against exhaustive search",
+    ),
+    "matching/test_paths.py": (
+        "api cli",
+        "puts transforms that are drawn in the place of the best ones, which no option does",
     ),
     "matching/test_workers.py": (
         "architecture matching mergekit_plugin workers",
@@ -171,11 +179,7 @@ NOT_YET = {
     "carrying/test_unlike_bases.py": "architecture carrying model run",
     "matching/test_check_pair.py": "architecture matching mergekit_plugin model",
     "matching/test_fit.py": "architecture matching model run symmetry",
-    "matching/test_kinds.py": "architecture",
-    "matching/test_language_half.py": "architecture report",
     "matching/test_mean.py": "matching model",
-    "matching/test_measuring.py": "matching run",
-    "matching/test_paths.py": "api architecture cli matching symmetry",
     "matching/test_residual.py": "matching model symmetry workers",
     "matching/test_save_alignment.py": "architecture matching model report symmetry",
     "matching/test_translations.py": "architecture matching model symmetry",
