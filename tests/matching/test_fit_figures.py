@@ -65,5 +65,3 @@ def test_the_score_of_a_fit_measures_above_the_line_from_the_anchor_to_the_donor
     assert sorted(now) == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert now[0.0] == 0.0
     assert now[1.0] == 10.0
-
-

@@ -131,7 +131,10 @@ def test_whatever_computes_otherwise_is_named(one: Case, other: Case) -> None:
             except (RuntimeError, ValueError, TypeError):
                 continue  # transformers cannot compute with it
             why = named(model, found)
-            assert any(wanted in why for wanted in (REFUSED, *change.keys() & {*TOLD})) or apart <= SAME, (change, apart)
+            assert any(wanted in why for wanted in (REFUSED, *change.keys() & {*TOLD})) or apart <= SAME, (
+                change,
+                apart,
+            )
             if not change and apart <= SAME and kind(one) not in ("cohere", "lfm2"):  # tiny ones lack what is other
                 assert REFUSED not in why
 

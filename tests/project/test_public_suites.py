@@ -181,7 +181,6 @@ NOT_YET = {
     "matching/test_fit.py": "architecture matching model run symmetry",
     "matching/test_mean.py": "matching model",
     "matching/test_residual.py": "matching model symmetry workers",
-    "matching/test_save_alignment.py": "architecture matching model report symmetry",
     "matching/test_translations.py": "architecture matching model symmetry",
     "mergekit_plugin/test_adapter_merge.py": "averaging model",
     "mergekit_plugin/test_average_in_memory.py": "averaging",
