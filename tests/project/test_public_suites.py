@@ -179,7 +179,6 @@ NOT_YET = {
     "carrying/test_unlike_bases.py": "architecture carrying model run",
     "matching/test_check_pair.py": "architecture matching mergekit_plugin model",
     "matching/test_fit.py": "architecture matching model run symmetry",
-    "matching/test_mean.py": "matching model",
     "matching/test_residual.py": "matching model symmetry workers",
     "matching/test_translations.py": "architecture matching model symmetry",
     "mergekit_plugin/test_adapter_merge.py": "averaging model",
