@@ -7,6 +7,7 @@ import torch
 from matching_support import gen
 from test_devices import weights
 from test_matching_ffn import block_tensors, mixtral
+from tiny_models import ALL, outputs, planted, reload
 from torch import Tensor
 
 from rotation_merge import AlignConfig
@@ -19,6 +20,7 @@ from rotation_merge.linalg.polar import nuclear_norm
 from rotation_merge.matching.attention import match_attention
 from rotation_merge.matching.experts import match_experts
 from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.match import match_model
 from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.mean import _relative
 from rotation_merge.model.biases import AlignedSource
@@ -62,6 +64,21 @@ def test_sources_of_sources() -> None:
     assert moved[name] is state[name]
     assert "extra" in moved
     assert torch.equal(moved["extra"], torch.ones(2))
+
+
+@pytest.mark.parametrize("family", ["deberta_v2", "mpnet", "nomic_bert"])
+def test_biases_of_a_tied_head_are_shifted_alone(family: str) -> None:
+    """Which pairs of models are refused before; where heads are their own, test_translations.py looks at all of it."""
+    model = planted(next(c for c in ALL if c.family == family and c.class_name.endswith("ForMaskedLM")))
+    shift = AlignConfig(attention="none", heads="none", ffn="none", scaling=False, shift_head=True)
+    after = transform_state(model.architecture, model.state, random_gauge(model.architecture, shift, gen(1)))
+    assert [n.rpartition(".")[2] for n in after if not torch.equal(after[n], model.state[n])] == ["bias"]
+    there = outputs(reload(model.case, model.folder, after), model.given)["logits"]
+    assert (there - model.expected["logits"]).abs().max() > 1e-2
+    assert (there.log_softmax(-1) - model.expected["logits"].log_softmax(-1)).abs().max() <= 1e-9
+    found = match_model(model.architecture, model.state, after, shift)
+    back = transform_state(model.architecture, after, found.transforms)
+    assert all((back[n] - model.state[n]).abs().max() <= 1e-9 for n in back)
 
 
 def test_experts_that_are_alike_follow_their_router_rows() -> None:

@@ -180,7 +180,6 @@ NOT_YET = {
     "matching/test_check_pair.py": "architecture matching mergekit_plugin model",
     "matching/test_fit.py": "architecture matching model run symmetry",
     "matching/test_residual.py": "matching model symmetry workers",
-    "matching/test_translations.py": "architecture matching model symmetry",
     "mergekit_plugin/test_adapter_merge.py": "averaging model",
     "mergekit_plugin/test_average_in_memory.py": "averaging",
     "mergekit_plugin/test_gguf_recipes.py": "cli model run",
