@@ -75,6 +75,7 @@ UNITS = {
         "losses of a fit, what is held out and its path, against a hand computation",
     ),
     "matching/test_fit_sparing.py": ("matching", "what a step of learning holds in memory, operation by operation"),
+    "matching/test_gathering.py": ("matching model workers", "what matching of streams reads, part by part"),
     "matching/test_laws_of_matching.py": (
         "architecture linalg matching model symmetry",
         "single lines of matching, each on an input made for it",
@@ -179,7 +180,6 @@ NOT_YET = {
     "carrying/test_unlike_bases.py": "architecture carrying model run",
     "matching/test_check_pair.py": "architecture matching mergekit_plugin model",
     "matching/test_fit.py": "architecture matching model run symmetry",
-    "matching/test_residual.py": "matching model symmetry workers",
     "mergekit_plugin/test_adapter_merge.py": "averaging model",
     "mergekit_plugin/test_average_in_memory.py": "averaging",
     "mergekit_plugin/test_gguf_recipes.py": "cli model run",
