@@ -89,6 +89,10 @@ UNITS = {
         "architecture linalg matching model symmetry",
         "single steps of matching against exhaustive search",
     ),
+    "matching/test_only_way_in.py": (
+        "architecture matching model",
+        "that every path asks one function, which is replaced; tensors that only recipes admit",
+    ),
     "matching/test_paths.py": (
         "api cli",
         "puts transforms that are drawn in the place of the best ones, which no option does",
@@ -178,7 +182,6 @@ NOT_YET = {
     "carrying/test_carry_tokens.py": "run",
     "carrying/test_transport.py": "architecture carrying matching mergekit_plugin model",
     "carrying/test_unlike_bases.py": "architecture carrying model run",
-    "matching/test_check_pair.py": "architecture matching mergekit_plugin model",
     "matching/test_fit.py": "architecture matching model run symmetry",
     "mergekit_plugin/test_adapter_merge.py": "averaging model",
     "mergekit_plugin/test_average_in_memory.py": "averaging",
