@@ -19,7 +19,7 @@ PUBLIC = {"errors"}
 
 HELPERS = {
     "carry_support.py": "adapters and bases in other coordinates are made from the labels of an architecture",
-    "cli_support.py": "runs the command line in this process: its entry point and the list of its commands",
+    "cli_support.py": "runs the command line in this process: its entry point, its commands and the demo's data",
     "faults_support.py": "damages folders that doctor and the check of folders must name",
     "fresh_support.py": "a fresh interpreter in which the plugin is not installed yet",
     "gguf_support.py": "writes the GGUF files that tests read",
@@ -79,6 +79,10 @@ UNITS = {
     "matching/test_laws_of_matching.py": (
         "architecture linalg matching model symmetry",
         "single lines of matching, each on an input made for it",
+    ),
+    "matching/test_learned_maps.py": (
+        "architecture matching model run symmetry",
+        "the parts of a fit: learned transforms, mixes, layers run again",
     ),
     "matching/test_matching_attention.py": ("matching symmetry", "single steps of matching against exhaustive search"),
     "matching/test_matching_convolution.py": (
@@ -182,7 +186,6 @@ NOT_YET = {
     "carrying/test_carry_tokens.py": "run",
     "carrying/test_transport.py": "architecture carrying matching mergekit_plugin model",
     "carrying/test_unlike_bases.py": "architecture carrying model run",
-    "matching/test_fit.py": "architecture matching model run symmetry",
     "mergekit_plugin/test_adapter_merge.py": "averaging model",
     "mergekit_plugin/test_average_in_memory.py": "averaging",
     "mergekit_plugin/test_gguf_recipes.py": "cli model run",
