@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from cli_support import parsed, run
 from plugin_support import make, one_error, state, write_state
 from tiny_models import ALL, save
