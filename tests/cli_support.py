@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 import rotation_merge
 from rotation_merge.cli.app import COMMANDS as COMMANDS
 from rotation_merge.cli.app import app as app
+from rotation_merge.run.demo import digits as digits
 
 CHECKPOINTS = Path(rotation_merge.__file__).parent / "run" / "checkpoints"
 TEXTS = CHECKPOINTS.with_name("texts")

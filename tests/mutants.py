@@ -53,28 +53,35 @@ MERGES = (
     "carrying/test_transport.py::test_excluded_tensors_are_the_anchors",
     "mergekit_plugin/test_presets.py",
 )
-FITS = tuple(
-    f"matching/test_fit.py::test_{name}"
-    for name in (
-        "permutations_are_learned_only_when_asked",
-        "soft_and_hardened_elements_agree",
-        "identities_move_nothing",
-        "names_of_spaces_follow_the_checkpoint",
-        "impossible_objectives_are_refused",
-        "models_of_other_classes_are_refused",
-        "nothing_to_learn_is_said",
-        "mixes_are_convex_combinations",
-        "gradients_under_checkpointing",
-        "a_fit_that_finds_nothing_stops_early",
-        "the_state_of_the_same_fit_is_taken",
-        "the_state_of_another_fit_is_refused[groups]",
-        "never_worse_than_the_start_and_says_when_nothing_was_found",
-        "three_models_are_learned_jointly[True]",
-    )
+FITS = (
+    "matching/test_learned_maps.py::test_permutations_are_learned_only_when_asked",
+    "matching/test_learned_maps.py::test_soft_and_hardened_elements_agree",
+    "matching/test_learned_maps.py::test_identities_move_nothing",
+    "matching/test_learned_maps.py::test_names_of_spaces_follow_the_checkpoint",
+    "matching/test_learned_maps.py::test_mixes_are_convex_combinations",
+    "matching/test_learned_maps.py::test_gradients_under_checkpointing",
+    *(
+        f"matching/test_fit.py::test_{name}"
+        for name in (
+            "impossible_objectives_are_refused",
+            "models_of_other_classes_are_refused",
+            "nothing_to_learn_is_said",
+            "a_fit_that_finds_nothing_stops_early",
+            "the_state_of_the_same_fit_is_taken",
+            "the_state_of_another_fit_is_refused[groups]",
+            "never_worse_than_the_start_and_says_when_nothing_was_found",
+            "three_models_are_learned_jointly[True]",
+        )
+    ),
 )
 CARRIES = ("carrying/test_carry_recipe.py", "carrying/test_carry_refit.py")
 REFITS = ("averaging/test_refit_sources.py", "averaging/test_refit.py")
-MEASURES = ("matching/test_measuring.py", "averaging/test_averaging.py", "run/test_measure_by_layer.py")
+MEASURES = (
+    "matching/test_measuring.py",
+    "matching/test_fit_figures.py",
+    "averaging/test_averaging.py",
+    "run/test_measure_by_layer.py",
+)
 TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/symmetry": ("symmetry/test_groups.py", "symmetry/test_group_laws.py", "project/test_add_group.py"),
     "rotation_merge/linalg/scaling.py": ("linalg/test_linalg.py", "matching/test_laws_of_matching.py"),
@@ -92,13 +99,18 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/matching/products.py": ("symmetry/test_group_laws.py", "matching/test_matching_attention.py"),
     "rotation_merge/matching/gauge.py": ("project/test_add_group.py", "matching/test_laws_of_matching.py"),
     "rotation_merge/matching/mean.py": ("matching/test_laws_of_matching.py", "matching/test_mean.py"),
-    "rotation_merge/matching/stream.py": ("matching/test_residual.py",),
-    "rotation_merge/matching/stream_products.py": ("matching/test_residual.py",),
+    "rotation_merge/matching/stream.py": ("matching/test_residual.py", "matching/test_gathering.py"),
+    "rotation_merge/matching/stream_products.py": ("matching/test_residual.py", "matching/test_gathering.py"),
     "rotation_merge/files/ledger.py": ("files/test_going_on.py",),
-    "rotation_merge/matching/passes.py": ("matching/test_residual.py", "matching/test_layer_spans.py"),
+    "rotation_merge/matching/passes.py": (
+        "matching/test_residual.py",
+        "matching/test_gathering.py",
+        "matching/test_layer_spans.py",
+    ),
     "rotation_merge/matching/alignment.py": ("matching/test_mean.py", "matching/test_residual.py"),
     "rotation_merge/matching/model_pair.py": (
         "matching/test_residual.py",
+        "matching/test_gathering.py",
         "matching/test_workers.py",
         "matching/test_layer_spans.py",
     ),

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from click.testing import CliRunner, Result
@@ -179,6 +180,21 @@ def command(name: str, *arguments: object, **options: Any) -> subprocess.Complet
     return subprocess.run(
         [program, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=300, **options
     )
+
+
+def reads_of_files(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """From now on, the folder and the name of each tensor that mergekit reads from a file, in order."""
+    from mergekit.io.lazy_tensor_loader import LazyTensorLoader
+
+    reads: list[tuple[str, str]] = []
+    real = LazyTensorLoader.get_tensor
+
+    def counting(self: LazyTensorLoader, key: str, *given: Any, **options: Any) -> torch.Tensor | None:
+        reads.append((str(self.index.base_path), key))
+        return real(self, key, *given, **options)
+
+    monkeypatch.setattr(LazyTensorLoader, "get_tensor", counting)
+    return reads
 
 
 def one_error(text: str) -> str:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import rotation_merge as rm
 from rotation_merge.architecture import Architecture, resolve
-from rotation_merge.architecture.registry import shipped
+from rotation_merge.architecture.registry import shipped, tied_head
 from rotation_merge.diagnose.proof import keep_float64
 
 CONFIGS = Path(__file__).parent / "architectures"
@@ -250,6 +250,11 @@ class Planted:
     def twin(self, config: rm.AlignConfig | None = None, seed: int = 5, **options: Any) -> dict[str, Tensor]:
         """Its tensors in other coordinates; see `twin_of`."""
         return twin_of(self.pair, config, seed, **options)
+
+    @functools.cached_property
+    def tied(self) -> tuple[str, str] | None:
+        """A head that shares the embedding's tensor, and the stream that it reads."""
+        return tied_head(self.config, list(self.state), self.case.name)
 
     @functools.cached_property
     def rotatable(self) -> tuple[str, ...]:

@@ -7,26 +7,24 @@ from pathlib import Path
 
 import pytest
 import tiny_models as tiny
-import torch
 from cli_support import run
 from plugin_support import make, mergekit_yaml, recipe_for, write_recipe
 
 import rotation_merge as rm
-from rotation_merge.architecture import resolve
-from rotation_merge.model.paired_model import FLAGS, missing_biases
 
+FLAGS = ("attention_bias", "qkv_bias", "use_qkv_bias", "mlp_bias", "use_bias", "bias")
 PROMISING = [case for case in tiny.ALL if any(case.config.get(flag) for flag in FLAGS)]
+WORDS = "is true, but no such bias is stored for"
 
 
 @pytest.mark.parametrize("case", PROMISING, ids=lambda case: f"{case.family}-{case.name}")
 def test_models_that_transformers_makes_keep_the_promise(case: tiny.Case) -> None:
     """Also where only some of the linear maps have a bias; without their biases some of the promise is broken."""
-    with torch.device("meta"):
-        model = case.model_class(case.model_class.config_class(**case.config))
-    config, names = {**model.config.to_dict(), "architectures": [case.model_class.__name__]}, list(model.state_dict())
-    assert not list(missing_biases(config, resolve(config, names, "model"), names))
-    bare = [name for name in names if not name.endswith(".bias")]
-    assert list(missing_biases(config, resolve(config, names, "model"), bare))
+    model = case.model_class(case.model_class.config_class(**case.config))
+    config, state = {**model.config.to_dict(), "architectures": [case.model_class.__name__]}, model.state_dict()
+    bare = {name: tensor for name, tensor in state.items() if not name.endswith(".bias")}
+    told = [" ".join(rm.Alignment.random((tensors, config)).notes) for tensors in (state, bare)]
+    assert [WORDS in notes for notes in told] == [False, True]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +42,7 @@ def test_every_way_says_it(models: tuple[Path, Path], order: int, tmp_path: Path
     """Of an anchor and of a donor: check, merge, align and Python."""
     anchor, donor = models[::order]
     recipe = recipe_for("linear", anchor, donor)
-    words = "'attention_bias' is true, but no such bias is stored for"
+    words = f"'attention_bias' {WORDS}"
     assert words in " ".join(run("check", write_recipe(recipe, tmp_path / "recipe.yml")).output.split())
     done = mergekit_yaml(recipe, tmp_path / "out")
     assert done.exit_code == 0, done.output

@@ -12,14 +12,7 @@ import pytest
 from cli_support import CHECKPOINTS, parsed, run
 from plugin_support import make
 
-from rotation_merge.report import estimate
-
 LLAMA = CHECKPOINTS / "llama-0-english"
-
-
-@pytest.fixture(autouse=True)
-def speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "flops_per_second", lambda: 1e9)
 
 
 def changed(folder: Path, **entries: Any) -> Path:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plugin_support import reads_of_files
 from residual_support import Checkpoint, checkpoint, twin
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -17,8 +17,6 @@ from tiny_models import difference, inputs, outputs
 
 import rotation_merge as rm
 from rotation_merge import RotationMergeError
-from rotation_merge.matching.alignment import BIAS
-from rotation_merge.model.model_inputs import open_like
 
 CASES = [
     ("llama", "llama", "rotation"),
@@ -29,12 +27,15 @@ CASES = [
 """Rotary and not, LayerNorm folded, biases that softmax cannot see, a tied head."""
 
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[2]}")
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Checkpoint, Checkpoint, str]:
-    """Two independent models of one class, and the residual group."""
-    family, name, residual = request.param
-    anchor, donor = (checkpoint(family, name, tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor")))
-    return anchor, donor, residual
+Pair = tuple[Checkpoint, Checkpoint, rm.Alignment]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[2]}")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Two independent models of one class, aligned."""
+    (family, name, residual), folder = request.param, tmp_path_factory.mktemp("pair")
+    anchor, donor = (checkpoint(family, name, folder / n, seed=i) for i, n in enumerate(("anchor", "donor")))
+    return anchor, donor, rm.align(anchor.path, donor.path, heads="permutation", residual=residual)
 
 
 def answers(view: rm.View, like: Checkpoint, where: Path) -> dict[str, torch.Tensor]:
@@ -43,9 +44,8 @@ def answers(view: rm.View, like: Checkpoint, where: Path) -> dict[str, torch.Ten
     return like.outputs(where)
 
 
-def test_applied_alignment_keeps_the_function(pair: tuple[Checkpoint, Checkpoint, str], tmp_path: Path) -> None:
-    anchor, donor, residual = pair
-    alignment = rm.align(anchor.path, donor.path, heads="permutation", residual=residual)
+def test_applied_alignment_keeps_the_function(pair: Pair, tmp_path: Path) -> None:
+    anchor, donor, alignment = pair
     moved = alignment.apply(donor.path)
     assert difference(answers(moved, donor, tmp_path / "moved"), donor.outputs()) <= 1e-4
     stored = donor.state
@@ -55,9 +55,8 @@ def test_applied_alignment_keeps_the_function(pair: tuple[Checkpoint, Checkpoint
     assert difference(still, anchor.outputs()) <= 1e-4
 
 
-def test_files_need_no_model_and_give_the_same_bytes(pair: tuple[Checkpoint, Checkpoint, str], tmp_path: Path) -> None:
-    anchor, donor, residual = pair
-    alignment = rm.align(anchor.path, donor.path, heads="permutation", residual=residual)
+def test_files_need_no_model_and_give_the_same_bytes(pair: Pair, tmp_path: Path) -> None:
+    _, donor, alignment = pair
     alignment.save(tmp_path / "map.safetensors")
     moved = alignment.apply(donor.path).state_dict()
     loaded = rm.Alignment.load(tmp_path / "map.safetensors").apply(donor.path)
@@ -65,9 +64,8 @@ def test_files_need_no_model_and_give_the_same_bytes(pair: tuple[Checkpoint, Che
     assert all(torch.equal(tensor, moved[name]) for name, tensor in loaded.items())
 
 
-def test_any_form_of_a_model_is_moved_alike(pair: tuple[Checkpoint, Checkpoint, str]) -> None:
-    anchor, donor, residual = pair
-    alignment = rm.align(anchor.path, donor.path, heads="permutation", residual=residual)
+def test_any_form_of_a_model_is_moved_alike(pair: Pair) -> None:
+    _, donor, alignment = pair
     moved = alignment.apply(donor.path).state_dict()
     again = alignment.apply((donor.state, donor.config)).state_dict()
     assert all(torch.equal(again[name], moved[name]) for name in moved)
@@ -78,11 +76,8 @@ def test_any_form_of_a_model_is_moved_alike(pair: tuple[Checkpoint, Checkpoint, 
     assert module is not computed
 
 
-def test_the_inverse_brings_the_function_back_to_the_old_coordinates(
-    pair: tuple[Checkpoint, Checkpoint, str], tmp_path: Path
-) -> None:
-    anchor, donor, residual = pair
-    alignment = rm.align(anchor.path, donor.path, heads="permutation", residual=residual)
+def test_the_inverse_brings_the_function_back_to_the_old_coordinates(pair: Pair, tmp_path: Path) -> None:
+    _, donor, alignment = pair
     back = alignment.inverse().apply(alignment.apply(donor.path))
     assert difference(answers(back, donor, tmp_path / "back"), donor.outputs()) <= 1e-4
     if not alignment.irreversible_notes():
@@ -111,27 +106,14 @@ def test_weights_of_an_average_count(tmp_path: Path) -> None:
     assert torch.equal(rm.average([first.path])["lm_head.weight"], a["lm_head.weight"])
 
 
-class Recorded(dict[str, torch.Tensor]):
-    """A state dict that remembers which tensors were asked for."""
-
-    def __init__(self, state: dict[str, torch.Tensor]) -> None:
-        super().__init__(state)
-        self.asked: set[str] = set()
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        self.asked.add(name)
-        return super().__getitem__(name)
-
-
-def test_views_compute_nothing_before_they_are_asked(tmp_path: Path) -> None:
+def test_views_compute_nothing_before_they_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     alignment = rm.align(anchor.path, donor.path, heads="permutation")
-    opened = open_like((donor.state, donor.config))
-    recorded = Recorded(donor.state)
-    view = alignment.apply(replace(opened, source=recorded))
-    assert not recorded.asked
-    view["model.layers.1.mlp.up_proj.weight"]
-    assert recorded.asked == {"model.layers.1.mlp.up_proj.weight"}
+    reads, name = reads_of_files(monkeypatch), "model.layers.1.mlp.up_proj.weight"
+    view = alignment.apply(donor.path)
+    assert not reads
+    view[name]
+    assert set(reads) == {(str(donor.path), name)}
 
 
 @pytest.mark.parametrize("form", ["folder", "module"])
@@ -255,11 +237,11 @@ def rewritten(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, A
 
 
 def without_a_bias(tensors: dict[str, torch.Tensor], basis: dict[str, Any]) -> None:
-    del tensors[next(key for key in tensors if key.startswith(BIAS))]
+    del tensors[next(key for key in tensors if key.startswith("bias of the anchor|"))]
 
 
 def with_a_bias_of_nan(tensors: dict[str, torch.Tensor], basis: dict[str, Any]) -> None:
-    tensors[next(key for key in tensors if key.startswith(BIAS))].fill_(torch.nan)
+    tensors[next(key for key in tensors if key.startswith("bias of the anchor|"))].fill_(torch.nan)
 
 
 def with_a_class_twice(tensors: dict[str, torch.Tensor], basis: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -14,8 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_fit import tiny_llama, token_batches
 from torch import Tensor, nn
-
-from rotation_merge.cli import fit as command
+from transformers import PreTrainedModel
 
 
 @pytest.fixture(scope="module")
@@ -86,23 +86,24 @@ def test_models_stay_in_the_type_that_they_are_stored_in(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless numbers would change: what is learned is what models of the same numbers in float32 learn."""
-    options, held = "--start matched --match-on both", list[set[torch.dtype]]()
-    to_stored_dtype = command.to_stored_dtype
+    options, held = "--start matched --match-on both", list[dict[str, torch.dtype]]()
+    to = nn.Module.to
 
-    def watched(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-        held.append({parameter.dtype for parameter in to_stored_dtype(model, dtype).parameters()})
-        return model
+    def watched(model: nn.Module, *place: Any, **how: Any) -> nn.Module:
+        if isinstance(model, PreTrainedModel) and place == ("cpu",):  # as the command places what it has loaded
+            held.append({name: parameter.dtype for name, parameter in model.named_parameters()})
+        return to(model, *place, **how)
 
-    monkeypatch.setattr(command, "to_stored_dtype", watched)
+    monkeypatch.setattr(nn.Module, "to", watched)
     found, wanted = (
         learned(models, tmp_path / kind, str(models / f"anchor-{kind}"), str(models / f"donor-{kind}"), options=options)
         for kind in ("half", "rounded")
     )
     same(found, wanted, 1e-5)
-    assert held == [{torch.bfloat16}] * 2 + [{torch.float32}] * 2
-    tuned = command.load(f"{models / 'donor-half'}+{models / 'lora'}")
-    kinds = {name: parameter.dtype for name, parameter in to_stored_dtype(tuned, torch.bfloat16).named_parameters()}
-    assert {kinds[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qk"} == {torch.float32, torch.bfloat16}
+    assert [set(kinds.values()) for kinds in held] == [{torch.bfloat16}] * 2 + [{torch.float32}] * 2
+    learned(models, tmp_path / "tuned", str(models / "anchor-half"), f"{models / 'donor-half'}+{models / 'lora'}")
+    kinds = [held[-1][f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qk"]
+    assert kinds == [torch.float32, torch.bfloat16]
 
 
 def test_several_devices_take_the_models_in_turn(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

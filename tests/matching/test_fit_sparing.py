@@ -19,13 +19,10 @@ from second_device import Far, second_device
 from test_fit import tiny_llama, token_batches
 from torch import Tensor
 
-from rotation_merge import AlignConfig, FitConfig, fit
-from rotation_merge.diagnose.proof import keep_float64
+from rotation_merge import AlignConfig, Alignment, FitConfig, fit
 from rotation_merge.matching import engine
 from rotation_merge.matching.engine import Path, untie_heads
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.mixing import Mixed, Mixing
-from rotation_merge.run.functions import architecture_of
 
 FAMILIES = ("llama", "mixtral", "gpt2", "t5", "deberta_v2", "vit", "deepseek")
 """Maps of every kind: heads in groups, stacked experts, transposed maps, shared tables, biases, latents."""
@@ -47,7 +44,7 @@ def leaves(held: Any) -> Iterator[Tensor]:
 
 def outputs_and_gradients(path: Path, gauges: list, share: Tensor, given: dict[str, Tensor]) -> list[Tensor]:
     moved = [tensor.requires_grad_(True) for tensor in (share, *leaves(gauges))]
-    with keep_float64():
+    with tiny_models.keep_float64():
         weights = path.weights(gauges, share)
         with path.holding(weights):
             found = dict(tiny_models._floating("", path.outputs(weights, given)))
@@ -63,15 +60,14 @@ def test_nothing_held_is_the_same_as_all_held(family: str, monkeypatch: pytest.M
     """Three models, all in float64: with maps on activations, on weights, and the whole model mixed."""
     case = FIRST[family]
     models = [tiny_models.make(case, seed) for seed in range(3)]
-    architecture = architecture_of(models[0], untie=True)
-    folded = architecture.folds({s: groups[-1] for s, groups in architecture.stream_groups.items()})
+    drawn = [Alignment.random(models[0], WIDEST, seed=seed, untie=True) for seed in range(2)]
+    architecture, folded = drawn[0].basis.architecture, drawn[0].folded
     if folded:
         for model in models:
             untie_heads(model, architecture)
     given = tiny_models.inputs(case, models[0])
     states = [dict(model.state_dict()) for model in models]
-    generator = torch.Generator().manual_seed(0)
-    gauges = [random_gauge(architecture, WIDEST, generator) for _ in states[1:]]
+    gauges = [alignment.transforms for alignment in drawn]
     share = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
     found = []
     for held, acting in ((True, False), (False, True), (False, False)):
@@ -90,7 +86,8 @@ def test_parents_on_two_devices_learn_the_same(held: bool, half: bool, monkeypat
     monkeypatch.setattr(engine, "LARGEST_HELD", 1 << 20 if held else 0)
     found = []
     for far in (False, True):
-        models = [tiny_llama(seed).to(torch.bfloat16 if half else torch.float32) for seed in range(2)]
+        dtype = torch.bfloat16 if half else torch.float32
+        models = [tiny_llama(seed, num_hidden_layers=1).to(dtype) for seed in range(2)]
         with second_device() if far else nullcontext():
             for name, parameter in list(models[1].named_parameters()) if far else []:
                 owner, _, leaf = name.rpartition(".")
@@ -122,7 +119,7 @@ def test_mixed_weights_are_gone_when_the_forward_is_done(acting: bool, monkeypat
     monkeypatch.setattr(Mixing, "_plainly", watched)
     monkeypatch.setattr(Mixing, "_less", lambda *_: acting)
     models = [tiny_llama(seed) for seed in range(2)]
-    architecture = architecture_of(models[0], untie=True)
+    architecture = Alignment.random(models[0], untie=True).basis.architecture
     states = [dict(model.state_dict()) for model in models]
     path = Path.between(models[0], architecture, states[0], states[1:], (), torch.device("cpu"), in_memory=False)
     share = torch.tensor([0.5, 0.5], requires_grad=True)

@@ -6,7 +6,8 @@ import multiprocessing
 import os
 import pickle
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from test_fit import tiny_llama, token_batches
+from torch import distributed
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -28,10 +30,16 @@ from transformers import (
     ViTModel,
 )
 
-from rotation_merge import AlignConfig, FitConfig, RotationMergeError, fit
+from rotation_merge import AlignConfig, FitConfig, fit
 from rotation_merge.errors import RecipeError
-from rotation_merge.matching.fit import FitResult
-from rotation_merge.matching.fit_processes import joined
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """As a program of several processes joins them itself."""
+    distributed.init_process_group("gloo")
+    yield
+    distributed.destroy_process_group()
 
 
 def _one(rank: int, port: int, work: Callable[[int], Any], out: Any) -> None:
@@ -65,7 +73,7 @@ def together(work: Callable[[int], Any]) -> list[Any]:
 OPTIONS = FitConfig(steps=2, start="identity", learning_rate=0.01)
 
 
-def _llama(**labels: bool) -> FitResult:
+def _llama(**labels: bool) -> Any:
     models, data = [tiny_llama(seed) for seed in (0, 1)], token_batches(4)
     data[1]["attention_mask"] = torch.ones_like(data[1]["input_ids"]).triu(2)
     data[3] = {name: tensor[:1] for name, tensor in data[3].items()}  # fewer rows than processes
@@ -76,7 +84,7 @@ def _llama(**labels: bool) -> FitResult:
     return fit(*models, data, options=OPTIONS)
 
 
-def _hidden() -> FitResult:
+def _hidden() -> Any:
     """Of hidden states, and with mixes of samples."""
     config = ViTConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
@@ -99,7 +107,7 @@ LABELLED: dict[str, tuple[type, type, dict[str, Any]]] = {
 }
 
 
-def _labelled(kind: str) -> FitResult:
+def _labelled(kind: str) -> Any:
     """Labels of which some do not count, other ones in each row."""
     made, config, sizes = LABELLED[kind]
     models = []
@@ -114,7 +122,7 @@ def _labelled(kind: str) -> FitResult:
     return fit(*models, data, options=OPTIONS)
 
 
-WORK: dict[str, Callable[[], FitResult]] = {
+WORK: dict[str, Callable[[], Any]] = {
     "logits": _llama,
     "labels": lambda: _llama(labels=True),
     "hidden": _hidden,
@@ -123,11 +131,11 @@ WORK: dict[str, Callable[[], FitResult]] = {
 
 
 @pytest.mark.parametrize("work", WORK.values(), ids=list(WORK))
-def test_two_processes_with_half_of_each_batch_are_one_with_all(work: Callable[[], FitResult]):
+def test_two_processes_with_half_of_each_batch_are_one_with_all(work: Callable[[], Any]):
     once = work()
 
-    def both(_: int) -> FitResult:
-        with joined("cpu"):
+    def both(_: int) -> Any:
+        with joined():
             return work()
 
     results = together(both)
@@ -148,44 +156,44 @@ def test_a_model_that_compares_the_examples_of_a_batch_is_refused():
     models = [CLIPModel(config).eval() for _ in range(2)]
     data = [{**batch, "pixel_values": torch.randn(len(batch["input_ids"]), 3, 8, 8)} for batch in token_batches(2)]
 
-    def work(_: int) -> FitResult:
-        with joined("cpu"):
+    def work(_: int) -> Any:
+        with joined():
             return fit(*models, data, AlignConfig(), OPTIONS)
 
     with pytest.raises(RecipeError, match="CLIPModel compares all examples of a batch"):
         together(work)
 
 
-def test_a_process_whose_fellow_ends_says_so():
-    def work(rank: int) -> str:
-        try:
-            with joined("cpu") as (processes, _):
-                if rank:
-                    raise RecipeError("no such file")
-                return str(processes.total(torch.ones(1)))
-        except RotationMergeError as error:
-            return str(error)
-
-    first, second = together(work)
-    assert first.startswith("another process of this fit has ended, or cannot be reached; read its message")
-    assert second == "no such file"
-
-
-def test_the_first_process_writes_and_speaks(tmp_path: Path):
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    """What `rotation-merge fit` of two small models and some data says, and how it ends."""
     paths = [str(tmp_path / name) for name in ("anchor", "donor")]
     for seed, path in enumerate(paths):
         tiny_llama(seed).save_pretrained(path)
     save_file({"input_ids": torch.cat([b["input_ids"] for b in token_batches(2)])}, tmp_path / "data.safetensors")
-    given = ["fit", *paths, "--data", str(tmp_path / "data.safetensors"), "--batch-size", "4", "--steps", "1"]
 
-    def run(rank: int) -> tuple[int, str]:
-        result = cli_support.run(*given, "--alignment", tmp_path / f"of-{rank}", "--start", "identity")
-        return result.exit_code, result.output
+    def run(rank: int, data: str = "data.safetensors") -> tuple[int, str, str]:
+        given = ["fit", *paths, "--data", tmp_path / data, "--batch-size", "4", "--steps", "1", "--start", "identity"]
+        result = cli_support.run(*given, "--alignment", tmp_path / f"of-{rank}")
+        return result.exit_code, result.stdout, result.stderr
 
-    (code, said), (other, nothing) = together(run)
-    assert (code, other) == (0, 0), said + nothing
+    return run
+
+
+def test_a_process_whose_fellow_ends_says_so(command: Callable[..., tuple[int, str, str]]):
+    (first, _, said), (second, _, reason) = together(
+        lambda rank: command(rank, "nothing.npz" if rank else "data.safetensors")
+    )
+    assert (first, second) == (2, 2)
+    assert "another process of this fit has ended, or cannot be reached; read its message" in said
+    assert "nothing.npz" in reason
+
+
+def test_the_first_process_writes_and_speaks(command: Callable[..., tuple[int, str, str]], tmp_path: Path):
+    (code, said, _), (other, nothing, errors) = together(command)
+    assert (code, other) == (0, 0), said + errors
     assert "written to" in said
-    assert nothing == ""
+    assert nothing + errors == ""
     assert (tmp_path / "of-0").exists()
     assert not (tmp_path / "of-1").exists()
     assert not list(tmp_path.glob("*.unfinished"))

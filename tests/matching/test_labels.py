@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,17 @@ import yaml
 from cli_support import parsed, run
 from plugin_support import build, from_file, make, merged, mergekit_yaml, one_error, recipe_for, save, twin, write_state
 from test_averaging import data_for, measure, state, worst
-from tiny_models import ALL, Case, load_file, planted
+from tiny_models import ALL, Case, Planted, load_file, planted
 from torch import Tensor
 
-import rotation_merge
-from rotation_merge import RotationMergeError
-from rotation_merge.matching.check_pair import check_pair
-from rotation_merge.matching.options import NOTHING
-from rotation_merge.model.labels import label_rows, labels
-from rotation_merge.model.paired_model import PairedModel
+from rotation_merge import RotationMergeError, align
 
 NAMES = ("bad", "good", "fair")
 MOVED = ("fair", "bad", "good")
 OTHER = ("bad", "good", "fine")
 HEADS = ("SequenceClassification", "ImageClassification", "TokenClassification")
 CLASSIFIERS = list({case.family: case for case in ALL if case.class_name.endswith(HEADS)}.values())
-TWICE = {"anchor": ("a", "b", "a"), "donor": ("b", "a", "a")}
+STILL = {"attention": "none", "ffn": "none", "scaling": False}
 TOLERANCE = 2e-4
 HEADS_MOVE = ("--heads", "permutation")
 
@@ -38,58 +32,67 @@ def called(names: tuple[str, ...]) -> dict[str, dict[str, object]]:
     return {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
 
 
-class NamedTensors(dict[str, Tensor]):
-    """A state dict that knows its config."""
-
-    config: Mapping[str, Any]
-
-
 def reordered(tensors: Mapping[str, Tensor], rows: Mapping[str, tuple[int, tuple[int, ...]]]) -> dict[str, Tensor]:
     return {n: t.index_select(rows[n][0], torch.tensor(rows[n][1])) if n in rows else t for n, t in tensors.items()}
 
 
-def member(name: str, case: Case, names: tuple[str, ...]) -> PairedModel:
-    own = planted(case)
-    shapes = {key: tuple(tensor.shape) for key, tensor in own.state.items()}
-    return PairedModel(name, {**own.config, **called(names)}, own.architecture, shapes)
+def rows_of(*models: Any) -> Mapping[str, tuple[int, tuple[int, ...]]]:
+    """What puts the second's classes into the first's order."""
+    return align(*models, **STILL).basis.rows
 
 
 @pytest.mark.parametrize("case", CLASSIFIERS, ids=lambda case: case.class_name)
-def test_every_family_is_put_into_the_anchors_order(case: Case) -> None:
+def test_every_family_is_put_into_the_anchors_order(case: Case, tmp_path: Path) -> None:
     """Moved by a random gauge besides, the aligned donor computes what the anchor does, class by class."""
     model = planted(case)
     names = tuple(map(str, range(model.config.get("num_labels", len(model.config["id2label"])))))
-    first, second = member("anchor", case, names), member("donor", case, names[::-1])
-    back = label_rows(second, first)
+    anchor = model.state, {**model.config, **called(names)}
+    other = {**model.config, **called(names[::-1])}
+    back = rows_of(anchor, (model.state, other))
     assert back
-    whole = model.state, model.config
-    moved = rotation_merge.Alignment.random(whole, heads="permutation", seed=2).apply(whole).state_dict()
-    donor = NamedTensors(reordered(moved, back))
-    donor.config = second.config
-    assert model.differs(dict(donor)) > 1e-3
-    pair = (model.state, first.config), (donor, second.config)
-    alignment = rotation_merge.align(*pair, heads="permutation")
-    aligned = alignment.apply(pair[1]).state_dict()
-    assert model.differs(aligned) <= 1e-9
+    donor = reordered(model.twin(heads="permutation", seed=2), back), other
+    assert model.differs(donor[0]) > 1e-3
+    alignment = align(anchor, donor, heads="permutation")
+    assert model.differs(alignment.apply(donor).state_dict()) <= 1e-9
     assert any("another order" in note for note in alignment.report.notes)
     with pytest.raises(RotationMergeError, match=r"other names than anchor: row 0 is 'x', against '0'"):
-        check_pair(first, member("donor", case, ("x", *names[1:])), NOTHING)
-    check_pair(first, member("donor", case, ("x", *names[1:])), NOTHING, excluded=list(back).__contains__)
-    assert not check_pair(first, second, NOTHING, excluded=list(back).__contains__).rows
+        rows_of(anchor, (model.state, {**model.config, **called(("x", *names[1:]))}))
+    for number, own in enumerate((("x", *names[1:]), names[::-1])):
+        said = checked_without(list(back), model, names, own, tmp_path / str(number))
+        assert "id2label" not in said
+        assert "another order" not in said
+
+
+def checked_without(heads: list[str], model: Planted, names: tuple[str, ...], own: tuple[str, ...], at: Path) -> str:
+    """What `check` says of a merge with these names of classes that leaves out the heads."""
+    paths = [renamed(write_state(model.state, model.folder, at / n), o) for n, o in (("a", names), ("b", own))]
+    recipe = recipe_for("linear", *paths, **STILL, heads="none", exclude=",".join(heads))
+    (at / "recipe.yml").write_text(yaml.safe_dump(recipe))
+    done = run("check", at / "recipe.yml")
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
 def test_what_has_no_classes_has_none() -> None:
-    case = next(c for c in ALL if c.class_name == "LlamaForCausalLM")
-    assert not check_pair(member("anchor", case, NAMES), member("donor", case, MOVED), NOTHING).rows
-    twice = next(c for c in CLASSIFIERS if c.family == "bert")
-    first, second = (replace(member(n, twice, o), shapes={"classifier.weight": (3, 32)}) for n, o in TWICE.items())
-    with pytest.raises(RotationMergeError, match="some labels occur twice"):
-        label_rows(first, second)
+    model = planted(next(c for c in ALL if c.class_name == "LlamaForCausalLM"))
+    assert not rows_of(*((model.state, {**model.config, **called(names)}) for names in (NAMES, MOVED)))
 
 
 def test_names_of_no_ones_making_are_none() -> None:
-    assert labels({"id2label": {0: "LABEL_0", 1: "LABEL_1"}}) == () == labels({}) == labels({"id2label": ["a", "b"]})
-    assert labels({"id2label": {"10": "c", "9": "b", 0: "a"}}) == ("a", "b", "c")
+    model = build("bert", num_labels=3)
+    config = {**model.config.to_dict(), "architectures": ["BertForSequenceClassification"]}
+
+    def rows(*names: Any) -> Any:
+        found = rows_of(*((model.state_dict(), {**config, "id2label": own}) for own in names))
+        return found and found["classifier.weight"][1]
+
+    moved = dict(enumerate(MOVED))
+    for none in ({i: f"LABEL_{i}" for i in range(3)}, None, list(NAMES)):
+        assert not rows(none, moved)
+        assert not rows(moved, none)
+    assert rows({"10": "c", "9": "b", "0": "a"}, dict(enumerate("cab"))) == (1, 2, 0)
+    with pytest.raises(RotationMergeError, match="some labels occur twice"):
+        rows(dict(enumerate("aba")), dict(enumerate("baa")))
 
 
 @pytest.fixture(scope="module")

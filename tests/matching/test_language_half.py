@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,6 @@ from plugin_support import merged, one_error, recipe_for, state
 from tiny_models import ALL, Case, difference, inputs, load, make, outputs, save
 
 import rotation_merge
-from rotation_merge.architecture import resolve
-from rotation_merge.report.integrity import check_folder
 
 TEXT = {
     "gemma3_vlm": "Gemma3ForCausalLM",
@@ -60,12 +59,13 @@ def test_a_text_only_twin_is_recovered(family: str, tmp_path: Path) -> None:
     """Merged with its wrapper it gives the wrapper back, every tensor of the other half bit for bit; with a note."""
     case = wrapper(family)
     model = make(case).float()
-    config, before = save(model, tmp_path / "anchor")
+    _, before = save(model, tmp_path / "anchor")
     donor = text_of(tmp_path / "anchor", case, tmp_path)
     result = merged(recipe_for("linear", tmp_path / "anchor", donor), tmp_path / "out")
     assert set(result) == set(before)
-    assert check_folder(str(tmp_path / "out"), [str(tmp_path / "anchor"), str(donor)]) == []
-    blocks = resolve(config, list(before), "anchor").blocks
+    told = json.loads(run("doctor", tmp_path / "out", tmp_path / "anchor", donor, "--json").stdout)
+    assert not [cause for cause in told["causes"] if str(cause["where"]).startswith(str(tmp_path / "out"))]
+    blocks = rotation_merge.average([tmp_path / "anchor"]).architecture.blocks
     words = {name for block in blocks if block.module == "text" for info in block.tensors for name in info.names}
     assert any(not torch.equal(result[name], before[name]) for name in words)
     for name, tensor in before.items():

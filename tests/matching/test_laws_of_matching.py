@@ -7,6 +7,7 @@ import torch
 from matching_support import gen
 from test_devices import weights
 from test_matching_ffn import block_tensors, mixtral
+from tiny_models import ALL, outputs, planted, reload
 from torch import Tensor
 
 from rotation_merge import AlignConfig
@@ -19,9 +20,13 @@ from rotation_merge.linalg.polar import nuclear_norm
 from rotation_merge.matching.attention import match_attention
 from rotation_merge.matching.experts import match_experts
 from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.match import match_model
 from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.mean import _relative
+from rotation_merge.model.biases import AlignedSource
+from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.source import transform_state
+from rotation_merge.model.sources import MeanSource
 from rotation_merge.symmetry import DirectSum, Orthogonal, Planar, Scaling
 from rotation_merge.symmetry.planar import PlanarGroup
 from rotation_merge.symmetry.scaled import OrthogonalGroup
@@ -46,6 +51,34 @@ def test_relative_frames_undo_the_base_after_the_other(family: str) -> None:
     for name, tensor in there.items():
         torch.testing.assert_close(straight[name], tensor, rtol=1e-9, atol=1e-9)
     assert _relative(architecture, {}, other) == other
+
+
+def test_sources_of_sources() -> None:
+    architecture = table.sample(shipped()["llama"])
+    state, name = weights(architecture, 3), "lm_head.weight"
+    middle = MeanSource([state, {name: 3 * state[name]}])
+    torch.testing.assert_close(middle[name], 2 * state[name])
+    assert name in middle
+    assert "model.norm.weight" not in middle
+    moved = AlignedSource(architecture, {**state, "extra": torch.ones(2)}, {})
+    assert moved[name] is state[name]
+    assert "extra" in moved
+    assert torch.equal(moved["extra"], torch.ones(2))
+
+
+@pytest.mark.parametrize("family", ["deberta_v2", "mpnet", "nomic_bert"])
+def test_biases_of_a_tied_head_are_shifted_alone(family: str) -> None:
+    """Which pairs of models are refused before; where heads are their own, test_translations.py looks at all of it."""
+    model = planted(next(c for c in ALL if c.family == family and c.class_name.endswith("ForMaskedLM")))
+    shift = AlignConfig(attention="none", heads="none", ffn="none", scaling=False, shift_head=True)
+    after = transform_state(model.architecture, model.state, random_gauge(model.architecture, shift, gen(1)))
+    assert [n.rpartition(".")[2] for n in after if not torch.equal(after[n], model.state[n])] == ["bias"]
+    there = outputs(reload(model.case, model.folder, after), model.given)["logits"]
+    assert (there - model.expected["logits"]).abs().max() > 1e-2
+    assert (there.log_softmax(-1) - model.expected["logits"].log_softmax(-1)).abs().max() <= 1e-9
+    found = match_model(model.architecture, model.state, after, shift)
+    back = transform_state(model.architecture, after, found.transforms)
+    assert all((back[n] - model.state[n]).abs().max() <= 1e-9 for n in back)
 
 
 def test_experts_that_are_alike_follow_their_router_rows() -> None:
@@ -148,6 +181,17 @@ def test_what_reads_a_layer_normed_stream_raw_forbids_rotations(layer: bool, raw
     groups = stream_groups(spec, config, "residual", [block])
     assert ("rotation" in groups) == (not (layer and raw))
     assert ("signed_permutation" in groups) == (not layer)
+
+
+def test_a_fingerprint_is_taken_of_each_tensor_once() -> None:
+    state = {str(seed): torch.randn(4, 3, generator=gen(seed)) for seed in range(4)}
+    marks = [Fingerprint(), Fingerprint()]
+    for name, tensor in state.items():
+        marks[0].add(name, tensor)
+    for name, tensor in reversed(state.items()):
+        marks[1].add(name, tensor)
+        marks[1].add(name, torch.zeros(3))
+    assert len({mark.hexdigest({}) for mark in marks}) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

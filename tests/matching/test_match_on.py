@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,6 @@ from residual_support import report
 from tiny_models import ALL, Case, difference, inputs, keep_float64, outputs, planted
 
 import rotation_merge as rm
-from rotation_merge.matching.activations import Activations
-from rotation_merge.matching.match_on import ROWS, centred, match_on_activations
-from rotation_merge.matching.options import ACTIVATIONS, BOTH, NOTHING
-from rotation_merge.model.model_inputs import open_like
 
 FIRST = list({case.family: case for case in reversed(ALL)}.values())
 KINDS = ("llama", "gpt2", "bert", "vit", "t5", "whisper", "gemma2", "gpt_neox", "mixtral", "deepseek", "falcon_h1")
@@ -61,13 +56,13 @@ def left(alignment: rm.Alignment) -> float:
 
 @pytest.mark.parametrize("case", [c for c in FIRST if c.family in KINDS], ids=lambda case: case.family)
 def test_a_twin_is_found_again_from_activations(case: Case) -> None:
-    _, _, alignment = match(case, ACTIVATIONS)
+    _, _, alignment = match(case, "activations")
     assert left(alignment) < 1e-6
 
 
 def test_the_aligned_donor_computes_what_it_did() -> None:
     """Also where samples are too few to say anything: another choice of element never changes the function."""
-    _, other, alignment = match(LLAMA, ACTIVATIONS, batches=1)
+    _, other, alignment = match(LLAMA, "activations", batches=1)
     other.lm_head.weight.data += 1.0  # so that it is no twin
     given = planted(LLAMA).given
     before = outputs(other, given)
@@ -78,31 +73,6 @@ def test_the_aligned_donor_computes_what_it_did() -> None:
     assert "matched on activations" in alignment.notes[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "vit", "t5"])
-def test_activations_decide_where_weights_say_nothing(family: str) -> None:
-    """The weights that are handed over are others in both models; only activations know the twin.
-
-    Not to be reached from outside, where activations are always those of the weights.
-    """
-    case = next(case for case in FIRST if case.family == family)
-    model, other, options = twins(case, scaling=False)
-    with keep_float64():
-        given = [inputs(case, model, seed) for seed in range(2, 8)]
-    architecture = open_like(model).architecture
-    with keep_float64():
-        pair = [Activations.of(m, architecture, given, ROWS) for m in (model, other)]
-    draw = torch.Generator().manual_seed(3)
-    states = [
-        {n: x if x.ndim < 2 else 0.1 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in m.items()}
-        for m in (model.state_dict(), other.state_dict())
-    ]
-    found = match_on_activations(architecture, *states, options, None, (pair[0], pair[1]), ACTIVATIONS)
-    anchor, blank = model.state_dict(), rm.align(model, other, NOTHING)
-    moved = replace(blank.without_biases(), transforms=found.transforms).apply(other).state_dict()
-    for name, tensor in moved.items():
-        torch.testing.assert_close(tensor, anchor[name], rtol=1e-4, atol=1e-4)
-
-
 def test_nothing_depends_on_the_order_of_samples() -> None:
     model, other, options = twins(LLAMA)
     given = [inputs(LLAMA, model, seed) for seed in range(2, 8)]
@@ -111,19 +81,10 @@ def test_nothing_depends_on_the_order_of_samples() -> None:
         for parameter in other.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=noise, dtype=parameter.dtype)
     reversed_samples = [{"input_ids": torch.cat([b["input_ids"] for b in reversed(given)]).flip(0)}]
-    alignments = [aligned(model, other, BOTH, options, order) for order in (given, reversed_samples)]
+    alignments = [aligned(model, other, "both", options, order) for order in (given, reversed_samples)]
     one, two = (alignment.apply(other).state_dict() for alignment in alignments)
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, two[name], rtol=1e-4, atol=1e-4)
-
-
-def test_partial_whitening_turns_with_what_is_whitened() -> None:
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(40, 4, generator=draw, dtype=torch.float64) * torch.tensor([9.0, 3.0, 1.0, 0.1]).double()
-    turn = torch.linalg.qr(torch.randn(4, 4, generator=draw, dtype=torch.float64))[0]
-    torch.testing.assert_close(centred(x + 5.0) @ turn.mT, centred(x @ turn.mT))
-    before, after = (torch.linalg.svdvals(m) for m in (x - x.mean(0), centred(x)))
-    torch.testing.assert_close(after[0] / after[-1], (before[0] / before[-1]).sqrt())
 
 
 @pytest.fixture(scope="module")

@@ -1,36 +1,21 @@
 """What must hold strictly on trained weights: the two shipped ViTs and the two shipped Llamas, seeds 0 and 1."""
 
-import json
 from functools import cache
 
 import pytest
 import torch
 from cli_support import CHECKPOINTS
-from safetensors.torch import load_file
 
-from rotation_merge import AlignConfig
-from rotation_merge.architecture.registry import resolve
-from rotation_merge.matching.block import match_block
-from rotation_merge.model.source import read_block
+import rotation_merge as rm
 
 torch.set_num_threads(1)
 
 
 @cache
-def blocks(name):
-    folders = [CHECKPOINTS / f"{name}-{seed}" for seed in (0, 1)]
-    states = [load_file(folder / "model.safetensors") for folder in folders]
-    config = json.loads((folders[0] / "config.json").read_text())
-    architecture = resolve(config, states[0].keys(), name)
-    layers = architecture.layers("default")
-    return [(block, read_block(block, states[0]), read_block(block, states[1])) for block in layers]
-
-
-@cache
 def after(name, **options):
     """Squared distances left in every space, by space name."""
-    records = [r for given in blocks(name) for r in match_block(*given, AlignConfig(**options)).records]
-    return {record.space: record.after for record in records}
+    alignment = rm.align(*(CHECKPOINTS / f"{name}-{seed}" for seed in (0, 1)), **options)
+    return {record.space: record.after for _, records in alignment.records for record in records}
 
 
 def attention(distances):
@@ -63,7 +48,6 @@ def test_joint_head_order_against_spectral_pairing(name):
 
 def test_equal_models_are_left_alone():
     for name in ("vit", "llama"):
-        for block, anchor, _ in blocks(name):
-            match = match_block(block, anchor, anchor, AlignConfig(heads="permutation", attention="invertible"))
-            assert all(transform.is_identity() for transform in match.transforms.values())
-            assert all(record.before == record.after == 0 for record in match.records)
+        found = rm.align(*[CHECKPOINTS / f"{name}-0"] * 2, heads="permutation", attention="invertible")
+        assert all(transform.is_identity() for transform in found.transforms.values())
+        assert all(record.before == record.after == 0 for _, records in found.records for record in records)

@@ -19,9 +19,6 @@ from tiny_models import Case, Planted, planted
 from variants import ONE
 
 from rotation_merge import AlignConfig, Alignment, align, transfer
-from rotation_merge.architecture import Architecture
-from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.symmetry.admitted import by_stream
 
 
 def written(model: Planted, tensors: dict[str, torch.Tensor], folder: Path) -> Path:
@@ -32,11 +29,13 @@ def written(model: Planted, tensors: dict[str, torch.Tensor], folder: Path) -> P
     return folder
 
 
-def drawn(architecture: Architecture, anchor: Any, donor: Any, options: AlignConfig, *_: Any, **__: Any) -> Alignment:
+def drawn_for(model: Planted) -> Mock:
     """In the place of the best alignment: any."""
-    gauge = random_gauge(architecture, options, torch.Generator().manual_seed(5))
-    streams = by_stream(options.residual) or dict.fromkeys(architecture.streams, options.residual)
-    return Alignment(gauge, architecture.folds(streams))
+
+    def drawn(architecture: Any, anchor: Any, donor: Any, options: AlignConfig, *_: Any, **__: Any) -> Alignment:
+        return Alignment.random(model.pair, options, seed=5)
+
+    return Mock(side_effect=drawn)
 
 
 @pytest.mark.parametrize("case", ONE, ids=lambda case: case.family)
@@ -46,7 +45,7 @@ def test_what_a_donor_computes_survives(case: Case, tmp_path: Path, monkeypatch:
     draw = torch.Generator().manual_seed(7)
     other = {n: x + 0.3 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in model.state.items()}
     anchor, donor = written(model, other, tmp_path / "anchor"), written(model, model.state, tmp_path / "donor")
-    drew = Mock(side_effect=drawn)
+    drew = drawn_for(model)
     monkeypatch.setattr("rotation_merge.cli.align.matcher", lambda *_: drew)
     options = ("--heads", "permutation", "--residual", "largest", "--no-verify", "--alignment", tmp_path / "map")
     done = run("align", anchor, donor, tmp_path / "out", *options)
@@ -86,7 +85,7 @@ def test_layers_that_predict_further_tokens_stay_while_their_stream_does(
     model = planted(next(case for case in ONE if case.family == "qwen3_5"))
     further = {"mtp.fc.weight": torch.eye(4, dtype=torch.float64)}
     anchor, donor = (written(model, {**model.state, **further}, tmp_path / name) for name in "ab")
-    monkeypatch.setattr("rotation_merge.cli.align.matcher", lambda *_: drawn)
+    monkeypatch.setattr("rotation_merge.cli.align.matcher", lambda *_: drawn_for(model))
     done = run("align", anchor, donor, tmp_path / "out", "--residual", residual, "--no-verify")
     assert done.exit_code == 0, done.output
     after, moves = state(tmp_path / "out"), residual != "none"
@@ -102,7 +101,7 @@ def test_the_python_api_leaves_them_out_as_well(
     """Moved by neither `align` nor `carry`, which name what they leave out; nor need the other model have it."""
     model = planted(next(case for case in ONE if case.family == family))
     whole = {**model.state, further: torch.eye(4, dtype=torch.float64)}
-    monkeypatch.setattr("rotation_merge.api._matcher", lambda *_: drawn)
+    monkeypatch.setattr("rotation_merge.api._matcher", lambda *_: drawn_for(model))
     for residual in ("none", "rotation"):
         moves = residual != "none"
         donor, anchor = (whole, model.config), (model.state, model.config)

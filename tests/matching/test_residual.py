@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from pathlib import Path
 
 import pytest
 import torch
 from plugin_support import merged, mergekit_yaml, one_error
-from residual_support import Checkpoint, case, checkpoint, recipe, report, twin
-from tiny_models import make, save
+from residual_support import checkpoint, recipe, report, twin
 
 import rotation_merge as rm
-from rotation_merge import AlignConfig
-from rotation_merge.matching import model_pair
-from rotation_merge.matching.alignment import aligned_source
-from rotation_merge.matching.match import match_model
-from rotation_merge.matching.model_pair import MatchingPass, ModelPair
-from rotation_merge.matching.passes import Walk
-from rotation_merge.matching.stream import StreamStatistics
-from rotation_merge.matching.stream_products import measured
-from rotation_merge.model import slices
-from rotation_merge.model.source import transform_state
-from rotation_merge.symmetry import Monomial, Orthogonal, Permutation, Scaling, StreamTransform
-from rotation_merge.workers.pieces import HERE
 
 PLANTED = [
     ("llama", "llama", "permutation"),
@@ -90,8 +76,7 @@ def test_near_fine_tunes_keep_their_stream(residual: str, tmp_path: Path) -> Non
     generator = torch.Generator().manual_seed(0)
     noisy = {n: x + 0.03 * x.std() * torch.randn(x.shape, generator=generator) for n, x in anchor.state.items()}
     donor = anchor.write(noisy, tmp_path / "donor")
-    options = AlignConfig(heads="permutation", residual=residual)
-    found = match_model(anchor.architecture, anchor.state, donor.state, options)
+    found = rm.align(anchor.path, donor.path, heads="permutation", residual=residual)
     assert found.summary["passes"] == 0
     assert found.summary["shared"] is True
     assert found.transforms["residual"].is_identity()
@@ -107,22 +92,20 @@ def test_partly_moved_fine_tune_is_recovered(tmp_path: Path) -> None:
     """A related model whose stream is turned in a few coordinates only: that is no noise."""
     anchor = checkpoint("llama", "llama", tmp_path / "anchor")
     state = anchor.state
-    size = len(state["model.norm.weight"])
-    order = torch.arange(size)
+    order = torch.arange(len(state["model.norm.weight"]))
     order[[0, 1, 2]] = order[[1, 2, 0]]
-    element = Monomial(Permutation(order[None]), Scaling.identity(1, size))
-    donor = transform_state(anchor.architecture, state, {"residual": StreamTransform(element)})
-    options = AlignConfig(residual="signed_permutation")
-    donor = donor, anchor.config
-    after = rm.align((state, anchor.config), donor, options).apply(donor)
+    writers = ("o_proj.weight", "down_proj.weight", "norm.weight")
+    moved = {n: x.index_select(0 if n.endswith(writers) else 1, order) for n, x in state.items()}
+    donor = anchor.write(moved, tmp_path / "donor")
+    assert anchor.differs(donor.path) <= 1e-6
+    after = rm.align(anchor.path, donor.path, residual="signed_permutation").apply(donor.path)
     assert max(float((after[n] - state[n]).norm() / state[n].norm()) for n in state) <= 1e-4
 
 
 def test_donor_equal_to_the_anchor_is_left_alone(tmp_path: Path) -> None:
     anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
-    state = anchor.state
     for group in ("permutation", "rotation"):
-        found = match_model(anchor.architecture, state, state, AlignConfig(heads="permutation", residual=group))
+        found = rm.align(anchor.path, anchor.path, heads="permutation", residual=group)
         assert all(transform.is_identity() for transform in found.transforms.values())
 
 
@@ -162,25 +145,22 @@ def test_what_all_logits_share_does_not_count(tmp_path: Path) -> None:
     """Softmax does not see a constant added to all rows of a head; nor does the map found."""
     anchor = checkpoint("llama", "llama", tmp_path / "anchor")
     donor = checkpoint("llama", "llama", tmp_path / "donor", seed=1)
-    options = AlignConfig(residual="rotation")
-    plain = match_model(anchor.architecture, anchor.state, donor.state, options)
+    plain = rm.align(anchor.path, donor.path, residual="rotation")
     states = [dict(anchor.state), dict(donor.state)]
     for seed, state in enumerate(states):
         head = state["lm_head.weight"]
         shift = torch.randn(head.shape[1], generator=torch.Generator().manual_seed(seed))
         state["lm_head.weight"] = head + 3 * head.std() * shift
-    shifted = match_model(anchor.architecture, *states, options)
+    shifted = rm.align(*((state, anchor.config) for state in states), residual="rotation")
     assert plain.summary["passes"] == shifted.summary["passes"]
     first, second = (x.transforms["residual"].element.matrix for x in (plain, shifted))
     torch.testing.assert_close(first, second, atol=1e-4, rtol=0)
 
 
 def test_objective_never_rises(tmp_path: Path) -> None:
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     for residual in ("permutation", "signed_permutation", "rotation"):
-        anchor = checkpoint("llama", "llama", tmp_path / f"anchor-{residual}")
-        donor = checkpoint("llama", "llama", tmp_path / f"donor-{residual}", seed=1)
-        options = AlignConfig(heads="permutation", residual=residual)
-        found = match_model(anchor.architecture, anchor.state, donor.state, options)
+        found = rm.align(anchor.path, donor.path, heads="permutation", residual=residual)
         history = found.summary["objective"]
         assert isinstance(history, list)
         assert len(history) >= 2 or residual != "rotation"
@@ -190,100 +170,10 @@ def test_objective_never_rises(tmp_path: Path) -> None:
         assert history[0] <= min(starts.values()) * (1 + 1e-12)
 
 
-def test_the_objective_that_is_told_is_no_lower_than_that_of_the_maps_found(tmp_path: Path) -> None:
-    """What is gathered part by part, under maps that were different, bounds the whole objective under the last ones."""
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
-    options = AlignConfig(heads="permutation", residual="rotation")
-    streams, told = {"residual": "rotation"}, list[float]()
-    found = match_model(anchor.architecture, anchor.state, donor.state, options)
-    maps = {"residual": found.transforms["residual"]}
-    pair = ModelPair(anchor.architecture, anchor.state, donor.state, options, found.folded)
-    walk, weights = Walk(pair, lambda *_: None, streams, HERE), dict[str, float]()
-    for _ in range(4):  # until weights and local spaces agree
-        blocks = [own for _, own in walk.each("", MatchingPass(maps, weights), range(len(anchor.architecture.blocks)))]
-        whole = StreamStatistics.of(anchor.architecture, blocks)
-        weights = whole.weights
-        told.append(whole.objective)
-        assert whole.bound(maps) == pytest.approx(whole.objective, rel=1e-12)
-        assert whole.bound({"residual": found.transforms["residual"].still()}) > whole.objective
-    history = found.summary["objective"]
-    assert isinstance(history, list)
-    assert min(told) <= history[-1] <= min(told) * 1.02
-
-
-@pytest.mark.parametrize(("family", "name"), [("llama", "llama"), ("gpt2", "untied")])
-def test_long_vocabularies_are_looked_at_in_slices(
-    family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    anchor, donor = (checkpoint(family, name, tmp_path / str(seed), seed=seed) for seed in range(2))
-    options = AlignConfig(residual="rotation")
-    found, seen = [], list[int]()
-    monkeypatch.setattr(
-        model_pair, "measured", lambda info, a, b, *rest: seen.append(len(a)) or measured(info, a, b, *rest)
-    )
-    for most in (slices.LONG, 1000):
-        monkeypatch.setattr(slices, "LONG", most)
-        seen.clear()
-        found.append(match_model(anchor.architecture, anchor.state, donor.state, options))
-    assert len(seen) > 4
-    whole, sliced = (one.transforms["residual"].element.matrix for one in found)
-    torch.testing.assert_close(whole, sliced, atol=1e-6, rtol=0)
-    (first,), (second,) = ([row for _, rows in one.records for row in rows if row.kind == "stream"] for one in found)
-    told = [[row.before, row.after, row.anchor] for row in (first, second)]
-    assert told[0] == pytest.approx(told[1], rel=1e-6)
-    outputs = []
-    for most in (1 << 25, 1000):
-        monkeypatch.setattr(slices, "LONG", most)
-        outputs.append(merged(recipe(anchor, donor, residual="rotation"), tmp_path / f"out-{most}"))
-    assert outputs[0].keys() == outputs[1].keys()
-    assert all(torch.allclose(x, outputs[1][n], atol=1e-5) for n, x in outputs[0].items())
-
-
-def test_deep_models_compare_starts_on_a_sample_of_layers(tmp_path: Path) -> None:
-    shallow = case("llama", "llama")
-    deep = dataclasses.replace(shallow, config={**shallow.config, "num_hidden_layers": 10})
-    save(make(deep).float(), tmp_path / "anchor")
-    anchor = Checkpoint(deep, tmp_path / "anchor")
-    donor = twin(anchor, tmp_path / "donor", "rotation")
-    seen: dict[str, int] = {}
-    options = AlignConfig(heads="permutation", residual="rotation")
-    found = match_model(
-        anchor.architecture, anchor.state, donor.state, options, lambda what, _, total: seen.update({what: total})
-    )
-    assert seen["embeddings and heads"] == 2  # once: no pass tells anything else of them
-    assert seen["residual, from identity"] == 4
-    assert seen["residual, pass 1"] == 10
-    assert seen["matching"] == 10 + 2
-    after = aligned_source(anchor.architecture, donor.state, found)
-    expected = anchor.folded()
-    assert max(float((after[n] - expected[n]).norm() / expected[n].norm()) for n in expected) <= 1e-4
-
-
-def test_progress_counts_every_block_of_every_pass(tmp_path: Path) -> None:
-    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
-    donor = twin(anchor, tmp_path / "donor", "rotation")
-    seen: dict[str, list[tuple[int, int]]] = {}
-    options = AlignConfig(residual="rotation")
-    match_model(
-        anchor.architecture,
-        anchor.state,
-        donor.state,
-        options,
-        lambda what, done, total: seen.setdefault(what, []).append((done, total)),
-    )
-    blocks, layers = len(anchor.architecture.blocks), len(anchor.architecture.layers("default"))
-    assert seen["matching"] == [(i, blocks) for i in range(blocks + 1)]
-    assert seen["residual, pass 2"] == [(i, layers) for i in range(layers + 1)]
-
-
 def test_layer_norm_rotations_fix_the_all_ones_vector(tmp_path: Path) -> None:
     anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
     other = checkpoint("vit", "classifier", tmp_path / "other", seed=1)
-    found = match_model(anchor.architecture, anchor.state, other.state, AlignConfig(residual="rotation"))
-    stream = found.transforms["residual"]
-    assert isinstance(stream, StreamTransform)
-    assert isinstance(stream.element, Orthogonal)
-    matrix = stream.element.matrix[0]
+    matrix = rm.align(anchor.path, other.path, residual="rotation").transforms["residual"].element.matrix[0]
     ones, eye = torch.ones(len(matrix), dtype=matrix.dtype), torch.eye(len(matrix), dtype=matrix.dtype)
     torch.testing.assert_close(matrix @ ones, ones)
     torch.testing.assert_close(matrix @ matrix.T, eye)

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
+    AutoModel,
     BertConfig,
     BertModel,
     Gemma3TextConfig,
@@ -26,10 +27,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rotation_merge.model.checkpoint import open_model
-from rotation_merge.run.data import read_batches
-from rotation_merge.run.functions import load
-from rotation_merge.search.candidates import Planner
+import rotation_merge as rm
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
 WHOLE = ("--heads", "permutation", "--residual", "permutation")
@@ -100,19 +98,35 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             "bare": encoder(folder / "bare")}  # fmt: skip
 
 
+def embed(folder: Path, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Embeddings of texts of one length, by the modules of a folder one by one."""
+    with torch.no_grad():
+        pooled = AutoModel.from_pretrained(folder, dtype=dtype)(input_ids=ids).last_hidden_state.mean(1)
+    for place in sorted(folder.glob("*_Dense")):
+        dense = {name: tensor.to(dtype) for name, tensor in load_file(place / "model.safetensors").items()}
+        pooled = pooled @ dense["linear.weight"].T + dense.get("linear.bias", 0.0)
+        if "Tanh" in (place / "config.json").read_text():
+            pooled = pooled.tanh()
+    return torch.nn.functional.normalize(pooled, dim=1)
+
+
+def scored(path: Path, folder: Path, prompt: str = "", most: int = 16) -> Path:
+    """Pairs of texts, scored by what a folder's modules say of them behind a prompt."""
+    draw, tokenizer = torch.Generator().manual_seed(1), PreTrainedTokenizerFast.from_pretrained(folder)
+    words = [" ".join(f"w{i}" for i in torch.randint(2, 40, (4 + k % 5,), generator=draw)) for k in range(64)]
+    seen = [embed(folder, torch.tensor([tokenizer(prompt + text)["input_ids"][:most]])) for text in words]
+    cosines = [f"{float((a * b).sum()):.6f}" for a, b in zip(seen[::2], seen[1::2], strict=True)]
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [["sentence1", "sentence2", "score"], *zip(words[::2], words[1::2], cosines, strict=True)]
+        )
+    return path
+
+
 @pytest.fixture(scope="module")
 def pairs(models: dict[str, Path]) -> Path:
     """Pairs of texts, scored by what the anchor says of them."""
-    draw = torch.Generator().manual_seed(1)
-    texts = [" ".join(f"w{i}" for i in torch.randint(2, 40, (4 + k % 5,), generator=draw)) for k in range(64)]
-    path = models["anchor"].parent / "pairs.csv"
-    rows = [["sentence1", "sentence2", "score"], *([a, b, "0"] for a, b in zip(texts[::2], texts[1::2], strict=True))]
-    write(path, rows)
-    model = load(str(models["anchor"]))
-    data = read_batches(str(path), str(models["anchor"]), model)
-    cosines = torch.cat([model(**{n: t for n, t in b.items() if n != "labels"}).logits for b in data.batches])
-    write(path, [rows[0], *([a, b, f"{float(c):.6f}"] for (a, b, _), c in zip(rows[1:], cosines, strict=True))])
-    return path
+    return scored(models["anchor"].parent / "pairs.csv", models["anchor"])
 
 
 @pytest.fixture(scope="module")
@@ -124,39 +138,34 @@ def texts(pairs: Path) -> Path:
     return path
 
 
-def write(path: Path, rows: list[Any]) -> None:
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
-
-
 def everything(folder: Path) -> set[str]:
     return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and "okenizer" not in p.name}
 
 
-def test_embeddings_are_those_of_the_modules_one_by_one(models: dict[str, Path]):
-    model, ids = load(str(models["anchor"])), torch.tensor([[2, 3, 4, 0], [5, 6, 7, 8]])
-    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-    states = BertModel.from_pretrained(models["anchor"])(input_ids=ids, attention_mask=mask).last_hidden_state
-    pooled = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-    for number, act in ((2, torch.tanh), (3, lambda x: x)):
-        dense = load_file(models["anchor"] / f"{number}_Dense" / "model.safetensors")
-        pooled = act(pooled @ dense["linear.weight"].T + dense["linear.bias"])
-    wanted = pooled / pooled.norm(dim=1, keepdim=True)
-    torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).text_embeds, wanted, rtol=1e-5, atol=1e-6)
+def agrees(folder: Path, pairs: Path) -> float:
+    """How a folder's cosines go with the scores of pairs."""
+    return parsed("evaluate", folder, "--data", pairs)[0]["pearson"]
+
+
+def test_embeddings_are_those_of_the_modules_one_by_one(models: dict[str, Path], pairs: Path):
+    """Of texts of several lengths, in one batch."""
+    assert agrees(models["anchor"], pairs) == pytest.approx(1.0, abs=1e-6)
+    assert agrees(models["donor"], pairs) < 0.9
 
 
 def test_the_default_prompt_stands_before_every_text(models: dict[str, Path], pairs: Path, tmp_path: Path):
     """As sentence-transformers encodes; no more tokens than the folder says."""
     path = tmp_path / "prompted"
     shutil.copytree(models["anchor"], path)
-    plain, settings = load(str(path)), path / "config_sentence_transformers.json"
-    ids = [b["input_ids"] for b in read_batches(str(pairs), str(path), plain, 4).batches]
+    settings = path / "config_sentence_transformers.json"
+    prompted = scored(tmp_path / "prompted.csv", path, prompt="w7 w8 ")
+    short = scored(tmp_path / "short.csv", path, prompt="w7 w8 ", most=3)
+    assert agrees(path, prompted) < 0.99
     settings.write_text(json.dumps({"prompts": {"query": "w7 w8 "}, "default_prompt_name": "query"}))
-    found = [b["input_ids"] for b in read_batches(str(pairs), str(path), plain, 4).batches]
-    assert torch.equal(found[0][..., 2:], ids[0])
-    assert (found[0][..., :2] == torch.tensor([7, 8])).all()
+    assert agrees(path, prompted) == pytest.approx(1.0, abs=1e-6)
+    assert agrees(path, short) < 0.99
     (path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 3}))
-    assert read_batches(str(pairs), str(path), plain, 4).batches[0]["input_ids"].shape[-1] == 3
+    assert agrees(path, short) == pytest.approx(1.0, abs=1e-6)
     settings.write_text(json.dumps({"default_prompt_name": "query"}))
     assert "not among its prompts" in one_error(run("evaluate", path, "--data", pairs).output)
     settings.write_text(json.dumps({"prompts": {"query": "w7 "}, "default_prompt_name": "query"}))
@@ -171,9 +180,9 @@ def test_align_takes_the_stream_and_the_dense_maps_along(models: dict[str, Path]
     assert parsed("align", models["anchor"], models["twin"], out, *WHOLE)
     assert everything(out) >= everything(models["twin"])
     assert parsed("verify", models["twin"], out)["same"]
-    wanted, got = (open_model(str(path)) for path in (models["anchor"], out))
-    assert any("_Dense" in name for name in wanted.names)
-    for name in wanted.names:
+    wanted, got = (rm.average([path]) for path in (models["anchor"], out))
+    assert any("_Dense" in name for name in wanted)
+    for name in wanted:
         torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-5)
 
 
@@ -186,20 +195,22 @@ def test_embedding_gemma(tmp_path: Path):
                      for p in (anchor, donor))  # fmt: skip
     assert not [name for name in first if torch.equal(first[name], second[name])]
     ids = torch.arange(2, 11)[None]
-    model, twin = (load(str(path), torch.float64) for path in (anchor, donor))
-    found = model(input_ids=ids).text_embeds
+    found, moved_found = (embed(path, ids, torch.float64) for path in (anchor, donor))
     assert found.shape == (1, 32)
-    assert (twin(input_ids=ids).text_embeds - found).abs().max() <= 1e-5
+    assert (moved_found - found).abs().max() <= 1e-5
+    assert parsed("verify", anchor, donor)["same"]
+    model = Gemma3TextModel.from_pretrained(anchor)
+    assert agrees(anchor, scored(tmp_path / "pairs.csv", anchor)) == pytest.approx(1.0, abs=1e-6)
     other = ids.index_fill(1, torch.tensor([8]), 30)
-    early = [Gemma3TextModel.forward(model, input_ids=x).last_hidden_state[:, 0] for x in (ids, other)]
+    early = [model(input_ids=x).last_hidden_state[:, 0] for x in (ids, other)]
     assert (early[0] - early[1]).abs().max() > 1e-3  # the first token sees the last one
     out = tmp_path / "out"
     result = mergekit_yaml(recipe_for("linear", anchor, donor, residual="signed_permutation"), out)
     assert result.exit_code == 0, result.output
     assert everything(out) >= everything(anchor)
-    wanted, got = (open_model(str(path)) for path in (anchor, out))
-    assert sum("_Dense" in name for name in wanted.names) == 2
-    for name in wanted.names:
+    wanted, got = (rm.average([path]) for path in (anchor, out))
+    assert sum("_Dense" in name for name in wanted) == 2
+    for name in wanted:
         torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-5)
 
 
@@ -287,42 +298,11 @@ def test_refit_moves_embeddings_towards_both(
     names = ("anchor", "donor", "plain", "refit")
     folders = [models.get(name, tmp_path / name) for name in names]
     ids = torch.randint(2, 40, (64, 7), generator=torch.Generator().manual_seed(9))
-    anchor, donor, plain, refit = (load(str(folder))(input_ids=ids).text_embeds for folder in folders)
+    anchor, donor, plain, refit = (embed(folder, ids) for folder in folders)
     middle = torch.nn.functional.normalize(anchor + donor, dim=1)
     assert ((refit - middle).norm() < 0.8 * (plain - middle).norm()).item()
     dense = [load_file(folder / "2_Dense" / "model.safetensors")["linear.weight"] for folder in folders]
     assert not torch.allclose(dense[2], dense[3], atol=1e-3)
-
-
-def test_merge_chooses_without_scores(
-    models: dict[str, Path], texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Texts without scores are judged by how alike they are to the parents; a refit is tried."""
-    real = Planner.candidates
-    wanted = ("plain", "refit, plain")
-    monkeypatch.setattr(Planner, "candidates", lambda self: [c for c in real(self) if c.name in wanted])
-    options = ("--data", texts, "--batch-size", "6", "--samples", "24", "--anyway")
-    found = parsed("merge", models["anchor"], models["donor"], tmp_path / "out", *options)
-    assert not found["labelled"]
-    assert found["unit"] == "1 - Spearman"
-    assert {tried["name"] for tried in found["tried"]} == set(wanted)
-    first, second = found["parents"].values()
-    assert [first["each"][0], second["each"][1]] == pytest.approx([0, 0], abs=1e-6)
-    assert 0 < found["ensemble"]["score"] < first["score"]
-    assert "give pairs of texts" in one_error(run("evaluate", models["anchor"], "--data", texts).output)
-    one = run("merge", models["anchor"], models["donor"], tmp_path / "one", "--data", texts, "--batch-size", "1")
-    assert "embeddings are compared within a batch" in one_error(one.output)
-
-
-def test_merge_chooses_by_it(models: dict[str, Path], pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    real = Planner.candidates
-    monkeypatch.setattr(Planner, "candidates", lambda self: real(self)[:2])
-    options = ("--data", pairs, "--batch-size", "2", "--anyway")
-    found = parsed("merge", models["anchor"], models["twin"], tmp_path / "out", *options)
-    assert found["labelled"]
-    assert found["tried"][0]["figures"]["score"] < 0.01
-    assert found["plain"]["score"] > found["best"]["score"]
-    assert everything(tmp_path / "out") >= everything(models["anchor"])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""How the statistics of streams are gathered: part by part, in slices, from a sample of layers, told as they go on."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from plugin_support import merged
+from residual_support import Checkpoint, case, checkpoint, recipe, twin
+from tiny_models import make, save
+
+from rotation_merge import AlignConfig
+from rotation_merge.matching import model_pair
+from rotation_merge.matching.alignment import aligned_source
+from rotation_merge.matching.match import match_model
+from rotation_merge.matching.model_pair import MatchingPass, ModelPair
+from rotation_merge.matching.passes import Walk
+from rotation_merge.matching.stream import StreamStatistics
+from rotation_merge.matching.stream_products import measured
+from rotation_merge.model import slices
+from rotation_merge.workers.pieces import HERE
+
+
+def test_the_objective_that_is_told_is_no_lower_than_that_of_the_maps_found(tmp_path: Path) -> None:
+    """What is gathered part by part, under maps that were different, bounds the whole objective under the last ones."""
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    options = AlignConfig(heads="permutation", residual="rotation")
+    streams, told = {"residual": "rotation"}, list[float]()
+    found = match_model(anchor.architecture, anchor.state, donor.state, options)
+    maps = {"residual": found.transforms["residual"]}
+    pair = ModelPair(anchor.architecture, anchor.state, donor.state, options, found.folded)
+    walk, weights = Walk(pair, lambda *_: None, streams, HERE), dict[str, float]()
+    for _ in range(4):  # until weights and local spaces agree
+        blocks = [own for _, own in walk.each("", MatchingPass(maps, weights), range(len(anchor.architecture.blocks)))]
+        whole = StreamStatistics.of(anchor.architecture, blocks)
+        weights = whole.weights
+        told.append(whole.objective)
+        assert whole.bound(maps) == pytest.approx(whole.objective, rel=1e-12)
+        assert whole.bound({"residual": found.transforms["residual"].still()}) > whole.objective
+    history = found.summary["objective"]
+    assert isinstance(history, list)
+    assert min(told) <= history[-1] <= min(told) * 1.02
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "llama"), ("gpt2", "untied")])
+def test_long_vocabularies_are_looked_at_in_slices(
+    family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anchor, donor = (checkpoint(family, name, tmp_path / str(seed), seed=seed) for seed in range(2))
+    options = AlignConfig(residual="rotation")
+    found, seen = [], list[int]()
+    monkeypatch.setattr(
+        model_pair, "measured", lambda info, a, b, *rest: seen.append(len(a)) or measured(info, a, b, *rest)
+    )
+    for most in (slices.LONG, 1000):
+        monkeypatch.setattr(slices, "LONG", most)
+        seen.clear()
+        found.append(match_model(anchor.architecture, anchor.state, donor.state, options))
+    assert len(seen) > 4
+    whole, sliced = (one.transforms["residual"].element.matrix for one in found)
+    torch.testing.assert_close(whole, sliced, atol=1e-6, rtol=0)
+    (first,), (second,) = ([row for _, rows in one.records for row in rows if row.kind == "stream"] for one in found)
+    told = [[row.before, row.after, row.anchor] for row in (first, second)]
+    assert told[0] == pytest.approx(told[1], rel=1e-6)
+    outputs = []
+    for most in (1 << 25, 1000):
+        monkeypatch.setattr(slices, "LONG", most)
+        outputs.append(merged(recipe(anchor, donor, residual="rotation"), tmp_path / f"out-{most}"))
+    assert outputs[0].keys() == outputs[1].keys()
+    assert all(torch.allclose(x, outputs[1][n], atol=1e-5) for n, x in outputs[0].items())
+
+
+def test_deep_models_compare_starts_on_a_sample_of_layers(tmp_path: Path) -> None:
+    shallow = case("llama", "llama")
+    deep = dataclasses.replace(shallow, config={**shallow.config, "num_hidden_layers": 10})
+    save(make(deep).float(), tmp_path / "anchor")
+    anchor = Checkpoint(deep, tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", "rotation")
+    seen: dict[str, int] = {}
+    options = AlignConfig(heads="permutation", residual="rotation")
+    found = match_model(
+        anchor.architecture, anchor.state, donor.state, options, lambda what, _, total: seen.update({what: total})
+    )
+    assert seen["embeddings and heads"] == 2  # once: no pass tells anything else of them
+    assert seen["residual, from identity"] == 4
+    assert seen["residual, pass 1"] == 10
+    assert seen["matching"] == 10 + 2
+    after = aligned_source(anchor.architecture, donor.state, found)
+    expected = anchor.folded()
+    assert max(float((after[n] - expected[n]).norm() / expected[n].norm()) for n in expected) <= 1e-4
+
+
+def test_progress_counts_every_block_of_every_pass(tmp_path: Path) -> None:
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", "rotation")
+    seen: dict[str, list[tuple[int, int]]] = {}
+    options = AlignConfig(residual="rotation")
+    match_model(
+        anchor.architecture,
+        anchor.state,
+        donor.state,
+        options,
+        lambda what, done, total: seen.setdefault(what, []).append((done, total)),
+    )
+    blocks, layers = len(anchor.architecture.blocks), len(anchor.architecture.layers("default"))
+    assert seen["matching"] == [(i, blocks) for i in range(blocks + 1)]
+    assert seen["residual, pass 2"] == [(i, layers) for i in range(layers + 1)]
