@@ -420,7 +420,7 @@ def transfer(
     """
     chosen = TransferConfig.from_values(options, config)
     adapter = isinstance(tuned, str | os.PathLike) and is_adapter(os.fspath(tuned))
-    if adapter or chosen.needs_samples or chosen.rank or chosen.resizes:
+    if adapter or chosen.needs_samples or chosen.rank or chosen.resizes or chosen.alignment is not None:
         return _transferred_files(tuned, old, new, chosen)
     bases = [
         open_like(model, name, untie=chosen.untie) for model, name in ((new, "new"), (old, "old"), (tuned, "tuned"))

@@ -192,3 +192,15 @@ def test_python_adds_the_change_as_it_is(models: dict[str, Path]) -> None:
     assert_added(rm.transfer(*(models[name] for name in ("tuned", "old", "new"))).state_dict(), models)
     far = [(state(models[name]), config) for name in ("tuned", "old", "neurons")]
     assert not rm.transfer(*far).notes
+
+
+def test_python_carries_by_the_alignment_that_is_given(models: dict[str, Path]) -> None:
+    """A given alignment is used, and nothing is matched: the identity adds the change as it is, between far bases."""
+    far = make("llama", models["old"].parent / "far", seed=5)
+    identity = rm.align(far, models["old"], attention="none", ffn="none", scaling=False)
+    given = rm.transfer(models["tuned"], models["old"], far, alignment=identity).state_dict()
+    matched = rm.transfer(models["tuned"], models["old"], far).state_dict()
+    start, old, tuned = state(far), state(models["old"]), state(models["tuned"])
+    for name, tensor in given.items():
+        torch.testing.assert_close(tensor, start[name] + tuned[name] - old[name], rtol=0, atol=2e-6)
+    assert any(not torch.allclose(tensor, matched[name], atol=1e-3) for name, tensor in given.items())
