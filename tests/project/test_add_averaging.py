@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_task_vectors as laws
+import test_task_vector_rules as laws
 import torch
 
 from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod
