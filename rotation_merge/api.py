@@ -40,6 +40,7 @@ from rotation_merge.model.writing import StorageOptions, small_files
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import Samples, for_each, read_samples, unpadded
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
+from rotation_merge.run.functions import copy_parameters
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
@@ -305,8 +306,7 @@ def polish(
             write_answers(module, unpadded(data.batches, data.source), path, "", teacher.name)
             answered.append(AnsweredSamples(path))
         model = for_evaluation(opened).requires_grad_(True)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()  # else training would change the caller's tensors
+        copy_parameters(model)
         student = with_lora(model, config.lora, config.seed) if config.lora else model
         rates = () if config.learning_rate is None else (config.learning_rate,)
         options = PolishOptions(config.steps, config.lora, config.lora > 0, rates, seed=config.seed)

@@ -34,7 +34,7 @@ LOWER = (3e-4, 1e-4, 3e-5, 1e-5)
 them."""
 
 TOGETHER = 16
-"""Examples of a step, of all teachers together."""
+"""Examples in one batch of every teacher, of all teachers together."""
 
 STEP_TOKENS = 2048
 """Tokens of a step, of all teachers together: of short texts, a step sees more than `TOGETHER`."""

@@ -258,8 +258,7 @@ def random_change(change: Tensor, draw: torch.Generator) -> Tensor:
         return random_change(change.flatten(1), draw).reshape(change.shape)
     tall = change if change.shape[-2] >= change.shape[-1] else change.mT
     upper = torch.linalg.qr(tall, mode="r").R
-    drawn = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in (tall.shape, upper.shape))
-    left, right = drawn
+    left, right = (torch.randn(x.shape, generator=draw, dtype=torch.float64) for x in (tall, upper))
     core = upper @ torch.linalg.qr(right).Q
     cholesky = torch.linalg.cholesky(left.mT @ left)  # `left` times the inverse of its transpose is orthonormal
     turned = left @ torch.linalg.solve_triangular(cholesky.mT, core, upper=True)

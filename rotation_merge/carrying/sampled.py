@@ -44,7 +44,7 @@ from rotation_merge.model.source import Progress, TensorSource, read_tensor, uns
 from rotation_merge.model.sources import ReplacedSource, TranslatedSource
 from rotation_merge.run.data import Data, read_batches, unpadded
 from rotation_merge.run.evaluate import evaluate
-from rotation_merge.run.functions import Batch, architecture_of, load, local_path
+from rotation_merge.run.functions import Batch, architecture_of, copy_parameters, load, local_path
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Runner
@@ -350,8 +350,7 @@ class SampledTransfer:
         model = Runner(
             self._model_config, source, carrier.architecture, [], untie=self._untie, device=device
         ).fill_all()
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()  # what is trained is not the source
+        copy_parameters(model)
         return model
 
     def _student(self, tensors: Mapping[str, Tensor]) -> Any:

@@ -62,6 +62,12 @@ def predicts_next(model: nn.Module) -> bool:
     return sees or name.endswith(("ForCausalLM", "LMHeadModel"))
 
 
+def copy_parameters(model: Any) -> None:
+    """Give a module parameters of its own, so that training does not change the tensors that it was made from."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
 def load(
     path: str,
     dtype: torch.dtype = torch.float32,
