@@ -171,7 +171,7 @@ def call(name: str, root: Path, given: dict[str, str]) -> list[str]:
     return arguments
 
 
-@pytest.mark.parametrize(("name", "output", "read", "place", "value"), cases())
+@pytest.mark.parametrize(("name", "output", "read", "place", "value"), list(cases()))
 def test_no_option_replaces_an_input(
     name: str, output: click.Parameter, read: click.Parameter, place: str, value: str, tmp_path: Path
 ) -> None:

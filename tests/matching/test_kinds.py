@@ -114,7 +114,7 @@ def named(model: Any, other: Any) -> str:
         return f"{REFUSED}{error}"
 
 
-@pytest.mark.parametrize(("one", "other"), of_two_kinds(), ids=lambda case: f"{case.family}-{kind(case)}")
+@pytest.mark.parametrize(("one", "other"), list(of_two_kinds()), ids=lambda case: f"{case.family}-{kind(case)}")
 def test_whatever_computes_otherwise_is_named(one: Case, other: Case) -> None:
     """As the other's config stands, and with every entry changed that says how a model computes; what computes the same
     and has one config passes."""

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -364,8 +365,9 @@ def test_a_checkpoint_that_changes_while_it_is_read(
     other, stock = make("llama", tmp_path / "other", seed=7), LazyTensorLoader.get_tensor
 
     def exchanged(*given: Any, **options: Any) -> Any:
-        shutil.copy(other / "model.safetensors", tmp_path / "new")
-        (tmp_path / "new").rename(donor / "model.safetensors")
+        new = tmp_path / f"new-{threading.get_ident()}"  # tensors are read by several threads
+        shutil.copy(other / "model.safetensors", new)
+        new.rename(donor / "model.safetensors")
         return stock(*given, **options)
 
     monkeypatch.setattr(LazyTensorLoader, "get_tensor", exchanged)

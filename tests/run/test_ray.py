@@ -167,7 +167,7 @@ def test_other_versions_models_that_are_too_large_and_clusters_that_are_not_ther
         with pytest.raises(RotationMergeError, match=r"a worker needs 11529215\d\d.* GB, the largest machine gives"):
             list(over.each(Failing(ValueError(), size=1 << 60), None, [0]))
         monkeypatch.setattr(module, "__version__", "0.0.1")
-        with pytest.raises(RotationMergeError, match=r"is \S+ here, and 0.0.1 where the command runs"):
+        with pytest.raises(RotationMergeError, match=r"is \S+ here, but 0.0.1 where the command runs"):
             list(over.each(Failing(ValueError()), None, [0]))
     with pytest.raises(RotationMergeError, match="the cluster has no GPU"):
         Cluster("local", "cuda")
