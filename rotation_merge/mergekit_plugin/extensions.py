@@ -201,6 +201,7 @@ def extend_command(module: Any) -> None:
     def callback(*args: Any, **kwargs: Any) -> Any:
         path = str(kwargs.get("config_file") or kwargs.get("config_path"))
         if not (ours := _ours_in(path)):
+            _check_order(path, str(kwargs.get("out_path")))
             return stock(*args, **kwargs)
         with ExitStack() as checked:
             checked.enter_context(read_from(path))
@@ -216,6 +217,14 @@ def extend_command(module: Any) -> None:
                 return stock(*args, **kwargs)
 
     command.callback = callback
+
+
+def _check_order(recipe: str, out: str) -> None:
+    """Refuse a recipe of ours that stands in the place of the directory to write."""
+    if not os.path.isfile(recipe) and os.path.isfile(out) and _ours_in(out):
+        with one_line():
+            remedy = "give the recipe first, then the directory to write"
+            raise RecipeError(f"is no recipe, but {out} is one", where=recipe, remedy=remedy)
 
 
 def _ours_in(path: str) -> list[bool]:

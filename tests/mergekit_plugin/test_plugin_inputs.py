@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from mergekit.io import LazyTensorLoader, loader
+from mergekit.scripts.run_yaml import main as run_yaml
 from plugin_support import (
     build,
     make,
@@ -26,6 +28,7 @@ from plugin_support import (
     relative_distances,
     state,
     twin,
+    write_recipe,
     write_state,
 )
 from tokenizers import Tokenizer
@@ -374,3 +377,12 @@ def test_a_checkpoint_that_changes_while_it_is_read(
     line = one_error(mergekit_yaml(recipe_for("linear", anchor, donor), tmp_path / "out").output)
     assert line.startswith(f"Error: {donor}/model.safetensors: was changed while it was read")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_recipe_in_the_place_of_the_directory(pair: Pair, tmp_path: Path, existing: bool) -> None:
+    path, out = write_recipe(recipe_for("linear", *pair), tmp_path / "recipe.yml"), tmp_path / "out"
+    if existing:
+        out.mkdir()
+    line = one_error(CliRunner().invoke(run_yaml, [str(out), str(path)]).output)
+    assert line.startswith(f"Error: {out}: is no recipe, but {path} is one; give the recipe first")
