@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
+from rotation_merge.architecture.sentence import KEY
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.low_rank import with_lora
 from rotation_merge.averaging.methods import BLOCK, MODEL, plan_of
-from rotation_merge.averaging.polish import TOGETHER, PolishConfig, PolishOptions
+from rotation_merge.averaging.polish import TOGETHER, PolishConfig, PolishOptions, check_trainable
 from rotation_merge.averaging.polish import polish as distil
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta
@@ -40,7 +41,7 @@ from rotation_merge.model.writing import StorageOptions, small_files
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import Samples, for_each, read_samples, unpadded
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
-from rotation_merge.run.functions import copy_parameters
+from rotation_merge.run.functions import copy_parameters, module_of
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
@@ -295,6 +296,7 @@ def polish(
     opened, parents = open_like(merged), [open_like(teacher) for teacher in teachers]
     if not parents:
         raise RecipeError("no teachers are given", remedy="give the models that were merged")
+    check_trainable(opened.name, opened.config.get(KEY) or [])
     size = max(1, min(TOGETHER // len(parents), config.samples // 4))
     with Scratch() as folder:
         answered = []
@@ -385,7 +387,7 @@ def merge(
 
 def for_evaluation(opened: OpenedModel) -> Any:
     """Load a model for evaluation: in float32, with its weights rounded to storage."""
-    return as_stored(opened).to_module().float()
+    return module_of(opened).float()
 
 
 def transfer(

@@ -103,7 +103,7 @@ def polished(
         RotationMergeError: models, data or the place are of no use.
     """
     from rotation_merge.averaging.low_rank import with_lora
-    from rotation_merge.averaging.polish import PolishOptions, SharedBody, polish
+    from rotation_merge.averaging.polish import PolishOptions, SharedBody, check_trainable, polish
     from rotation_merge.files.ledger import Unfinished
     from rotation_merge.model.checkpoint import parse_reference
     from rotation_merge.model.sentence import read_modules
@@ -111,11 +111,7 @@ def polished(
 
     read = [*(Input(name, "model") for name in (merged, *teachers)), *(Input(source, DATA) for source in sources)]
     check_outputs([Output(out, "OUT", FOLDER)], read)
-    if read_modules(local_path(merged)):
-        problem = "is a sentence-transformers folder, whose modules cannot be trained"
-        raise RotationMergeError(
-            problem, where=merged, remedy="leave it out of polish; merge with 'delegate: regmean' for a better average"
-        )
+    check_trainable(merged, read_modules(local_path(merged)))
     if ways.lora and not ways.merge_lora and parse_reference(merged).lora is not None:
         problem = "is a base with an adapter, so a new adapter cannot have it as its base"
         raise RotationMergeError(problem, where=merged, remedy="add '--merge-lora', or leave '--lora' out")

@@ -86,8 +86,7 @@ class Model:
         rows: order that brings its classes into the anchor's (`model/labels.py`); its config, fingerprint and `stored`
             tensors stay those of its files.
         sizes: entries of its config that are not those of its files, where it was widened.
-        statistics, samples, module: of a model in memory: its statistics, batches to run it on, and a function that
-            returns it as a module.
+        statistics, samples: of a model in memory: its statistics, and batches to run it on.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class Model:
         self.note, self.sizes = "", dict[str, int]()
         self.statistics: Any = None
         self.samples: list[dict[str, Tensor]] | None = None
-        self.module: Callable[[], Any] | None = None
 
     def _head(self, path: str) -> Shapes:
         """Shapes of the tensors in one of its files; each file's head is read once."""
