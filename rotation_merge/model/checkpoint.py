@@ -19,7 +19,7 @@ from torch import Tensor
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import find, stores_codes, tied_head, unaligned
 from rotation_merge.architecture.sentence import KEY as SENTENCE
-from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
+from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, nearest_path, short
 from rotation_merge.model.adapted_loader import AdaptedLoader, ChangePlaces, find_places
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.fingerprint import Fingerprint, FingerprintedSource, fingerprint
@@ -153,7 +153,7 @@ class Model:
             downloaded(path, self.reference.model.revision, self.options.transformers_cache, [])
         elif not os.path.exists(path):
             if not is_hub_name(path):
-                raise CheckpointError("no such directory", where=path, remedy="check the path")
+                raise CheckpointError("no such directory", where=path, remedy=nearest_path(path))
             check_available(path, self.reference.model.revision, self.options.transformers_cache)
         elif not os.path.isdir(path):
             raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model, or a GGUF")
