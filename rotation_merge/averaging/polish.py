@@ -146,15 +146,19 @@ class PolishReport:
         return {**asdict(self), "gained": self.gained, "verdict": self.verdict()}
 
 
-def check_trainable(name: str, modules: Sequence[Mapping[str, Any]]) -> None:
+def check_trainable(name: str, modules: Sequence[Mapping[str, Any]], lora: int = 0) -> None:
     """Refuse a merge that cannot be polished.
 
     Args:
         modules: those of a sentence-transformers folder.
+        lora: rank of the LoRA that is to be trained under several heads; 0: there are none, or all weights are trained.
 
     Raises:
-        RotationMergeError: there are any.
+        RotationMergeError: there are modules, or one LoRA for several heads.
     """
+    if lora:
+        problem = "has a separate head for each teacher, but one LoRA cannot hold them"
+        raise RotationMergeError(problem, where=name, remedy="leave '--lora' out")
     if modules:
         problem = "is a sentence-transformers folder, whose modules cannot be trained"
         remedy = "leave it out of polish; merge with 'delegate: regmean' for a better average"
