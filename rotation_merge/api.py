@@ -308,7 +308,8 @@ def polish(
         each = zip(students, parents, for_each(samples, len(parents)), strict=True)
         for number, (learning, teacher, source) in enumerate(each):
             check_forward(learning.member, teacher.member)
-            module, path = for_evaluation(teacher), Path(folder) / f"answers-{number}.safetensors"
+            module = for_evaluation(teacher.with_classes_of(learning.member))
+            path = Path(folder) / f"answers-{number}.safetensors"
             seed = config.seed + number
             data = read_samples(teacher, source, config.samples, size, config.length, seed, module)
             write_answers(module, unpadded(data.batches, data.source), path, "", teacher.name)
@@ -366,7 +367,7 @@ def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: Barri
     config = config or BarrierConfig()
     first, second = open_like(anchor), open_like(donor)
     check_pair(first.member, second.member, NOTHING, excluded=lambda _: True)
-    ends = for_evaluation(first), for_evaluation(second)
+    ends = for_evaluation(first), for_evaluation(second.with_classes_of(first.member))
     data = read_samples(first, samples, config.limit, config.batch_size, config.length, module=ends[0])
     return path(*ends, data, config.points, "path")
 

@@ -273,3 +273,27 @@ def test_lower_rates_are_tried_where_the_lowest_is_best(models: list[Path], tmp_
     assert len(found["trials"]) > 3
     assert found["rate"] < 2e-4
     assert found["trials"][f"{found['rate']:g}"] < found["trials"]["0.0002"]
+
+
+def test_a_teachers_classes_are_those_of_the_same_names(tmp_path: Path) -> None:
+    """A teacher whose classes stand in another order teaches the same, in Python and by the command."""
+    model = AutoModelForSequenceClassification.from_pretrained(make("bert", tmp_path / "a", seed=0, num_labels=3))
+    model.config.id2label, model.config.label2id = dict(enumerate("xyz")), {n: i for i, n in enumerate("xyz")}
+    with torch.no_grad():
+        model.classifier.weight.mul_(20)
+    model.save_pretrained(tmp_path / "teacher")
+    order = [2, 0, 1]
+    names = ["xyz"[i] for i in order]
+    model.config.id2label, model.config.label2id = dict(enumerate(names)), {n: i for i, n in enumerate(names)}
+    with torch.no_grad():
+        for parameter in model.classifier.parameters():
+            parameter.copy_(parameter[order])
+    model.save_pretrained(tmp_path / "turned")
+    samples = [{"input_ids": torch.tensor([[i, i + 1, 7]])} for i in range(4, 28)]
+    for teacher in ("teacher", "turned"):
+        view = rm.polish(tmp_path / "teacher", [tmp_path / teacher], samples, rm.PolishConfig(steps=2))
+        assert view.notes[-1].startswith("polishing gains nothing: ")
+        assert float(view.notes[-1].split()[3]) < 1e-5
+        labelled = [{**batch, "labels": torch.tensor([1])} for batch in samples]
+        curve = rm.barrier(tmp_path / "teacher", tmp_path / teacher, labelled, rm.BarrierConfig(points=3))
+        assert curve.loss == pytest.approx([curve.loss[0]] * 3, rel=1e-4)
