@@ -38,6 +38,7 @@ from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_name
 from rotation_merge.model.naming import anywhere, check_different
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.view import View, as_stored
+from rotation_merge.model.vocabulary import check_same_tokens
 from rotation_merge.model.writing import StorageOptions, small_files
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import Samples, for_each, read_samples, unpadded
@@ -302,6 +303,8 @@ def polish(
     heads = _heads(opened, parents)
     check_trainable(opened.name, opened.config.get(KEY) or [], config.lora if any(heads) else 0)
     students = [head or opened for head in heads]
+    if opened.checkpoint is not None:
+        check_same_tokens(opened.checkpoint, *(each.checkpoint for each in parents if each.checkpoint is not None))
     size = max(1, min(TOGETHER // len(parents), config.samples // 4))
     with Scratch() as folder:
         answered = []

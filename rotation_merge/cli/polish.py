@@ -160,9 +160,11 @@ def _teacher_answers(
         students: what learns from each teacher: its classes stand in this order.
     """
     from rotation_merge.matching.teachers import AnsweredSamples, write_answers
+    from rotation_merge.model.checkpoint import open_model
+    from rotation_merge.model.vocabulary import check_same_tokens
     from rotation_merge.run.functions import load
 
-    _check_words(merged, teachers)
+    check_same_tokens(*(open_model(name, "merge") for name in (merged, *teachers)))
     result = []
     for number, (student, teacher, source) in enumerate(zip(students, teachers, sources, strict=True)):
         path, mark = work / f"answers-{number}.safetensors", f"{teacher} {source} {samples} {length} {seed}"
@@ -175,24 +177,6 @@ def _teacher_answers(
             del model
         result.append(AnsweredSamples(path))
     return result
-
-
-def _check_words(merged: str, teachers: tuple[str, ...]) -> None:
-    """Check that a teacher's outputs mean the same for the merge.
-
-    Raises:
-        RotationMergeError: it has another vocabulary.
-    """
-    from rotation_merge.model.checkpoint import open_model
-    from rotation_merge.model.vocabulary import moved_tokens, shared_rows
-
-    merged_model, *teacher_models = (open_model(name, "merge") for name in (merged, *teachers))
-    merged_model.check_files()
-    for teacher in teacher_models:
-        teacher.check_files()
-        if shared_rows([merged_model, teacher]) is not None or moved_tokens(merged_model, teacher)[0]:
-            problem, remedy = f"its tokens are not those of {merged}", "give teachers with the merge's tokenizer"
-            raise RotationMergeError(problem, where=str(teacher.reference), remedy=remedy)
 
 
 def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeReport, heads: Mapping[str, Any]) -> None:
