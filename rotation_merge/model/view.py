@@ -18,6 +18,7 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.model.folder_exchange import HEADS
 from rotation_merge.model.model_inputs import OpenedModel, stored_dtype
 from rotation_merge.model.output import staged
+from rotation_merge.model.sentence import module_of, write_modules
 from rotation_merge.model.source import read_tensor, unstack
 from rotation_merge.model.writing import StorageOptions, parse_size, untied, write_beside
 from rotation_merge.record import MergeReport
@@ -207,10 +208,17 @@ class View(Mapping[str, Tensor]):
     def _write(self, folder: str, size: int) -> None:
         os.makedirs(folder, exist_ok=True)
         writer = TensorWriter(folder, max_shard_size=size)
+        modules = [] if self.opened.checkpoint is None else self.opened.checkpoint.modules
+        apart: dict[str, Tensor] = {}  # tensors of sentence-transformers modules, which have folders of their own
         for name, tensor in self.tensors():
-            writer.save_tensor(name, tensor.detach().cpu(), clone=True)
+            if module_of(name, modules) is not None:
+                apart[name] = tensor.detach().cpu()
+            else:
+                writer.save_tensor(name, tensor.detach().cpu(), clone=True)
         writer.finalize()
         self._write_beside(folder)
+        if self.opened.checkpoint is not None and modules:
+            write_modules(self.opened.checkpoint.folder, folder, apart)
 
     def _write_beside(self, staging: str) -> None:
         if self.opened.checkpoint is not None:

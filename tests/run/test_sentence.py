@@ -282,6 +282,19 @@ def test_python_calls_judge_embeddings_as_the_commands_do(models: dict[str, Path
         rm.polish(anchor, [twin], pairs)
 
 
+def test_python_writes_every_module(models: dict[str, Path], pairs: Path, tmp_path: Path):
+    """Dense maps in their own folders, with the values that were computed for them."""
+    anchor, donor = models["anchor"], models["donor"]
+    merged = rm.average([anchor, donor])
+    merged.save_pretrained(tmp_path / "out")
+    assert everything(tmp_path / "out") >= everything(anchor)
+    assert not any("_Dense" in name for name in load_file(tmp_path / "out" / "model.safetensors"))
+    written = load_file(tmp_path / "out" / "2_Dense" / "model.safetensors")
+    torch.testing.assert_close(written["linear.weight"], merged["2_Dense.linear.weight"])
+    figures = rm.evaluate(merged, pairs)
+    assert agrees(tmp_path / "out", pairs) == pytest.approx(figures["pearson"], rel=1e-5)
+
+
 def test_averages_with_inputs_take_pairs_as_texts(models: dict[str, Path], pairs: Path, tmp_path: Path):
     """By regmean and refit the anchor and itself in other coordinates give the anchor back, dense maps included; what
     does not know the modules behind the transformer says so."""
