@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
+from rotation_merge.architecture.sentence import KEY
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.low_rank import with_lora
 from rotation_merge.averaging.methods import BLOCK, MODEL, plan_of
-from rotation_merge.averaging.polish import TOGETHER, PolishConfig, PolishOptions
+from rotation_merge.averaging.polish import TOGETHER, PolishConfig, PolishOptions, SharedBody, check_trainable
 from rotation_merge.averaging.polish import polish as distil
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta
@@ -31,16 +32,18 @@ from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, Match
 from rotation_merge.matching.teachers import AnsweredSamples, write_answers
 from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, opened_views
 from rotation_merge.model.adapters import Adapter, is_adapter
+from rotation_merge.model.heads import head_names, heads_of_teachers
 from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_names, open_like
 from rotation_merge.model.naming import anywhere, check_different
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.view import View, as_stored
+from rotation_merge.model.vocabulary import check_same_tokens
 from rotation_merge.model.writing import StorageOptions, small_files
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import Samples, for_each, read_samples, unpadded
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
-from rotation_merge.run.functions import copy_parameters
+from rotation_merge.run.functions import copy_parameters, module_of
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
@@ -282,11 +285,13 @@ def polish(
 
     Args:
         merged: as `align` takes models, or a view.
-        teachers: the models that were merged.
+        teachers: the models that were merged. Where the merge is a folder with `heads` (`heads_of: each`), each of
+            those trains the body under its own head.
         samples: for all teachers or a list with those of each, as of `average`.
 
     Returns:
-        The trained model; where held-out samples gain nothing, the merge as it was. `notes` says which.
+        The trained model; where held-out samples gain nothing, the merge as it was. `notes` says which. `heads` holds
+            the same body under the head of each teacher, by the teacher's name, and is written beside it.
 
     Raises:
         RotationMergeError: models or samples are of no use.
@@ -295,28 +300,57 @@ def polish(
     opened, parents = open_like(merged), [open_like(teacher) for teacher in teachers]
     if not parents:
         raise RecipeError("no teachers are given", remedy="give the models that were merged")
+    heads = _heads(opened, parents)
+    check_trainable(opened.name, opened.config.get(KEY) or [], config.lora if any(heads) else 0)
+    students = [head or opened for head in heads]
+    if opened.checkpoint is not None:
+        check_same_tokens(opened.checkpoint, *(each.checkpoint for each in parents if each.checkpoint is not None))
     size = max(1, min(TOGETHER // len(parents), config.samples // 4))
     with Scratch() as folder:
         answered = []
-        for number, (teacher, source) in enumerate(zip(parents, for_each(samples, len(parents)), strict=True)):
-            check_forward(opened.member, teacher.member)
-            module, path = for_evaluation(teacher), Path(folder) / f"answers-{number}.safetensors"
+        each = zip(students, parents, for_each(samples, len(parents)), strict=True)
+        for number, (learning, teacher, source) in enumerate(each):
+            check_forward(learning.member, teacher.member)
+            module = for_evaluation(teacher.with_classes_of(learning.member))
+            path = Path(folder) / f"answers-{number}.safetensors"
             seed = config.seed + number
             data = read_samples(teacher, source, config.samples, size, config.length, seed, module)
             write_answers(module, unpadded(data.batches, data.source), path, "", teacher.name)
             answered.append(AnsweredSamples(path))
-        model = for_evaluation(opened).requires_grad_(True)
-        copy_parameters(model)
+        models = {model.name: for_evaluation(model).requires_grad_(True) for model in (opened, *students)}
+        for model in models.values():
+            copy_parameters(model)
+        model = models[opened.name]
         student = with_lora(model, config.lora, config.seed) if config.lora else model
+        if any(heads):
+            student = SharedBody([models[old.name] for old in students], model, head_names(opened.architecture))
         rates = () if config.learning_rate is None else (config.learning_rate,)
         options = PolishOptions(config.steps, config.lora, config.lora > 0, rates, seed=config.seed)
         report = distil(student, answered, options)
-    if not report.gained:
-        return as_stored(opened).with_notes([report.verdict()])
-    trained = student.merge_and_unload() if config.lora else student
+    if report.gained:
+        models[opened.name] = student.merge_and_unload() if config.lora else model
+        result, *under_heads = (_trained(old, models[old.name]) for old in (opened, *filter(None, heads)))
+    else:
+        result, *under_heads = (as_stored(old) for old in (opened, *filter(None, heads)))
+    named = {os.path.basename(view.opened.name): view for view in under_heads}
+    return result.with_heads(named).with_notes([report.verdict()])
+
+
+def _heads(merged: OpenedModel, teachers: Sequence[OpenedModel]) -> list[OpenedModel | None]:
+    """A merge's body under the head of each teacher, where its folder holds that (`heads_of: each`)."""
+    if merged.checkpoint is None or merged.source is not merged.checkpoint or merged.checkpoint.adapter is not None:
+        return [None] * len(teachers)
+    references = [None if teacher.checkpoint is None else teacher.checkpoint.reference for teacher in teachers]
+    folders = heads_of_teachers(merged.checkpoint.folder, references)
+    return [open_like(folder) if folder else None for folder in folders]
+
+
+def _trained(opened: OpenedModel, module: Any) -> View:
+    """A trained model in the dtype of the model that it was, with the small files of its folder."""
     dtypes = {tensor.dtype for tensor in as_stored(opened).to_module().parameters()}
-    result = open_like(trained.to(max(dtypes, key=lambda dtype: dtype.itemsize)).eval(), opened.name)
-    return as_stored(result).with_notes([report.verdict()])
+    result = open_like(module.to(max(dtypes, key=lambda dtype: dtype.itemsize)).eval(), opened.name)
+    beside = opened.beside if opened.checkpoint is None else small_files(opened.checkpoint.folder)
+    return as_stored(replace(result, beside=beside))
 
 
 def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: BarrierConfig | None = None) -> Curve:
@@ -336,7 +370,7 @@ def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: Barri
     config = config or BarrierConfig()
     first, second = open_like(anchor), open_like(donor)
     check_pair(first.member, second.member, NOTHING, excluded=lambda _: True)
-    ends = for_evaluation(first), for_evaluation(second)
+    ends = for_evaluation(first), for_evaluation(second.with_classes_of(first.member))
     data = read_samples(first, samples, config.limit, config.batch_size, config.length, module=ends[0])
     return path(*ends, data, config.points, "path")
 
@@ -385,7 +419,7 @@ def merge(
 
 def for_evaluation(opened: OpenedModel) -> Any:
     """Load a model for evaluation: in float32, with its weights rounded to storage."""
-    return as_stored(opened).to_module().float()
+    return module_of(opened).float()
 
 
 def transfer(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 INTERRUPTED = 130
@@ -112,6 +113,19 @@ def nearest_three(name: str, known: Iterable[str]) -> str:
     """A remedy naming the three known words closest to `name`, however far they are."""
     close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.0)
     return f"the nearest are {', '.join(map(repr, close))}" if close else NONE_KNOWN
+
+
+def nearest_path(path: str, otherwise: str = "check the path", of: Callable[[str], bool] = os.path.isdir) -> str:
+    """A remedy with the closest folder beside a path that is not there, or another remedy.
+
+    Args:
+        of: says of a path whether it may be meant.
+    """
+    parent, name = os.path.split(path.rstrip("/"))
+    parent = parent or os.curdir
+    names = sorted(os.listdir(parent)) if os.path.isdir(parent) else []
+    close = difflib.get_close_matches(name, (n for n in names if of(os.path.join(parent, n))), n=1)
+    return f"did you mean '{os.path.join(parent, close[0])}'?" if close else otherwise
 
 
 SHOWN = 8

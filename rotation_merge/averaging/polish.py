@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rotation_merge.averaging.low_rank import initialise_along_gradient
 from rotation_merge.config import Config, option
-from rotation_merge.errors import CheckpointError, DataError
+from rotation_merge.errors import CheckpointError, DataError, RotationMergeError
 from rotation_merge.matching.resume import TrainingState
 from rotation_merge.matching.teachers import AnsweredSamples, divergence
 from rotation_merge.model.fingerprint import Fingerprint
@@ -144,6 +144,25 @@ class PolishReport:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "gained": self.gained, "verdict": self.verdict()}
+
+
+def check_trainable(name: str, modules: Sequence[Mapping[str, Any]], lora: int = 0) -> None:
+    """Refuse a merge that cannot be polished.
+
+    Args:
+        modules: those of a sentence-transformers folder.
+        lora: rank of the LoRA that is to be trained under several heads; 0: there are none, or all weights are trained.
+
+    Raises:
+        RotationMergeError: there are modules, or one LoRA for several heads.
+    """
+    if lora:
+        problem = "has a separate head for each teacher, but one LoRA cannot hold them"
+        raise RotationMergeError(problem, where=name, remedy="leave '--lora' out")
+    if modules:
+        problem = "is a sentence-transformers folder, whose modules cannot be trained"
+        remedy = "leave it out of polish; merge with 'delegate: regmean' for a better average"
+        raise RotationMergeError(problem, where=name, remedy=remedy)
 
 
 class SharedBody(nn.ModuleList):

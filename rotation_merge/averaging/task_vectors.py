@@ -32,7 +32,7 @@ SVD = 24.0
 """Times as long as a product of a matrix with its transpose a thin SVD takes, in float64 on a processor."""
 
 ZERO = 1e-9
-"""Singular values below this share of the largest have no direction."""
+"""Singular values below this share of the largest have no direction, in a change that is exact in float64."""
 
 PRIOR = 0.7
 """Factor of the sum of the changes in the prior of `both` sides."""
@@ -69,6 +69,8 @@ class TaskVectorMethod(DelegateMethod):
         Args:
             changes: of the models, (outputs, inputs) each, float64; not all zero.
             weights: importances, positive.
+            parameters: of the method; and `rounding`, of each change the largest singular value that the rounding of
+                its weights gives it, over its norm. Without that entry changes are exact.
             shape: of the map, where the changes are given in smaller orthonormal bases; None: theirs.
         """
         raise NotImplementedError
@@ -91,7 +93,11 @@ class TaskVectorMethod(DelegateMethod):
         start, weights = base.weight.double(), [source.share for source in tuned_sources]
         changes = [(source.weight.to(start) - start).contiguous() for source in tuned_sources]
         if target.linear:
-            merged = self._map(changes, weights, target, parameters)
+            rounding = [
+                rounding_error(source.weight) / max(float(change.norm()), 1e-300)
+                for source, change in zip(tuned_sources, changes, strict=True)
+            ]
+            merged = self._map(changes, weights, target, {**parameters, "rounding": rounding})
         else:
             target.log.note("others", parameters["others"])
             merged = mean_of(changes, weights)
@@ -271,7 +277,8 @@ class Tsv(TaskVectorMethod):
     """TSV-M: the largest singular triples of each change, directions made orthogonal to those of the others.
 
     Of each of T changes at most size / T triples are kept (fewer of a change of lower rank, such as a LoRA's), those of
-    all stand side by side, and both sides are replaced by their polar factors.
+    all stand side by side, and both sides are replaced by their polar factors. Triples that rounding to float32 may
+    have made do not count; rounding to narrower types cannot be told from what training changed, and counts.
 
     Source: Gargiulo and others 2025 (Task Singular Vectors, arXiv 2412.00081), algorithm 1.
     """
@@ -291,12 +298,14 @@ class Tsv(TaskVectorMethod):
         parameters: Mapping[str, Any],
         shape: tuple[int, int] | None = None,
     ) -> Tensor:
-        counting = [(d, weight) for d, weight in zip(changes, weights, strict=True) if bool(d.any())]
+        shares = parameters.get("rounding", [0.0] * len(changes))
+        counting = [(d, weight, share) for d, weight, share in zip(changes, weights, shares, strict=True) if d.any()]
         rank_limit = max(1, min(shape or changes[0].shape) // len(counting))
         lefts, values, rights = [], [], []
-        for change, weight in counting:
+        for change, weight, share in counting:
             u, s, v = torch.linalg.svd(change, full_matrices=False)
-            rank = min(rank_limit, int((s > ZERO * s[0]).sum()))
+            least = max(ZERO * float(s[0]), share * float(change.norm()))
+            rank = min(rank_limit, max(1, int((s > least).sum())))
             lefts.append(u[:, :rank])
             values.append(weight * s[:rank])
             rights.append(v[:rank])
@@ -368,6 +377,16 @@ def _polar(matrix: Tensor) -> Tensor:
     """The nearest matrix with orthonormal rows or columns."""
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
     return u @ v
+
+
+def rounding_error(weight: Tensor) -> float:
+    """Bound on the largest singular value of the errors that rounding to float32 (or float64) left in a matrix.
+
+    Errors of at most ``eps / 2`` of each entry, without correlation, have a norm of about a fifth of this.
+    """
+    outputs, inputs = weight.shape[-2:]
+    share = outputs**-0.5 + inputs**-0.5
+    return torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps * share * float(weight.double().norm())
 
 
 def mean_of(changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

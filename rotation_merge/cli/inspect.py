@@ -15,10 +15,13 @@ from click.core import ParameterSource
 from rotation_merge.cli.options import config_of, matching_options
 from rotation_merge.cli.paths import MODELS_OR_RECIPE, PAGE, WORD, Reads, is_document, read_recipe, writes
 from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, seconds_text, shown, table
-from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor
+from rotation_merge.model.checkpoint import parse_reference
+from rotation_merge.model.gguf.place import is_gguf
+from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.estimate import AveragingCost, Estimate, averaging, carried, estimate
@@ -81,6 +84,7 @@ def command(
     if target is None:
         remedy = "name a model, a recipe or a file, or ask for --methods, --architectures or --prove FILE"
         raise RotationMergeError("no model, recipe or file is given", remedy=remedy)
+    _check_there(target)
     of_model = not question and not is_document(target)
     names = (*AlignConfig.options(), "untie")
     options = [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
@@ -92,6 +96,20 @@ def command(
     if not of_model and is_own_file(target):
         return _show_file(described(target), as_json)
     return _costs(target, config_of(AlignConfig, values), untie, as_json)
+
+
+def _check_there(target: str) -> None:
+    """Refuse a name of nothing here that is no name of the hub either; with the ending of a file it is that of one.
+
+    Raises:
+        RotationMergeError: names the nearest file or folder.
+    """
+    reference = parse_reference(target)
+    path = reference.model.path
+    elsewhere = reference.lora is not None or is_gguf(path) or is_hub_name(path)
+    if not os.path.exists(path) and (not elsewhere or path.endswith((".yml", ".yaml", ".json", ".safetensors"))):
+        remedy = nearest_path(path, of=os.path.exists)
+        raise RotationMergeError("no such file or directory", where=target, remedy=remedy)
 
 
 def _costs(target: str, options: AlignConfig, untie: bool, as_json: bool) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
 from rotation_merge.files.outputs import (
     DATA,
     FILE,
@@ -228,7 +228,8 @@ def read_recipe(recipe: Path) -> str:
     except IsADirectoryError as error:
         raise RecipeError("is a directory", where=str(recipe), remedy="name the YAML file") from error
     except FileNotFoundError as error:
-        raise RecipeError("no such file", where=str(recipe), remedy="check the path") from error
+        remedy = nearest_path(str(recipe), of=os.path.isfile)
+        raise RecipeError("no such file", where=str(recipe), remedy=remedy) from error
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot be read ({error})", where=str(recipe), remedy="it must be UTF-8 text") from error
 

@@ -103,26 +103,20 @@ def polished(
         RotationMergeError: models, data or the place are of no use.
     """
     from rotation_merge.averaging.low_rank import with_lora
-    from rotation_merge.averaging.polish import PolishOptions, SharedBody, polish
+    from rotation_merge.averaging.polish import PolishOptions, SharedBody, check_trainable, polish
     from rotation_merge.files.ledger import Unfinished
-    from rotation_merge.model.checkpoint import parse_reference
+    from rotation_merge.model.checkpoint import open_model, parse_reference
+    from rotation_merge.model.heads import head_names, heads_of_teachers
     from rotation_merge.model.sentence import read_modules
     from rotation_merge.run.functions import load, local_path
 
     read = [*(Input(name, "model") for name in (merged, *teachers)), *(Input(source, DATA) for source in sources)]
     check_outputs([Output(out, "OUT", FOLDER)], read)
-    if read_modules(local_path(merged)):
-        problem = "is a sentence-transformers folder, whose modules cannot be trained"
-        raise RotationMergeError(
-            problem, where=merged, remedy="leave it out of polish; merge with 'delegate: regmean' for a better average"
-        )
     if ways.lora and not ways.merge_lora and parse_reference(merged).lora is not None:
         problem = "is a base with an adapter, so a new adapter cannot have it as its base"
         raise RotationMergeError(problem, where=merged, remedy="add '--merge-lora', or leave '--lora' out")
-    heads = _heads(merged, teachers)
-    if any(heads) and ways.lora:
-        problem = "has a separate head for each teacher, but one LoRA cannot hold them"
-        raise RotationMergeError(problem, where=merged, remedy="leave '--lora' out")
+    heads = heads_of_teachers(merged, [parse_reference(teacher) for teacher in teachers])
+    check_trainable(merged, read_modules(local_path(merged)), ways.lora if any(heads) else 0)
     progress = Progress()
     with Unfinished(out) as work:
         work.of(f"{merged} {ways.steps} {ways.lora} {ways.learning_rate} {ways.seed}", STATE)
@@ -134,7 +128,9 @@ def polished(
         model = models[merged]
         student = with_lora(model, ways.lora, ways.seed) if ways.lora else model
         if any(heads):
-            student = SharedBody([models[path] for path in students], model, _head_names(merged))
+            student = SharedBody(
+                [models[path] for path in students], model, head_names(open_model(merged).architecture)
+            )
         rates = () if ways.learning_rate is None else (ways.learning_rate,)
         new = ways.lora > 0
         options = PolishOptions(ways.steps, ways.lora, new, rates, seed=ways.seed, state=work.file(STATE))
@@ -145,31 +141,6 @@ def polished(
             record = _record(merged, teachers, sources, report, ways, adapter)
             _write(model if any(heads) else student, merged, out, adapter, record, {p: models[p] for p in heads if p})
     return report
-
-
-def _heads(merged: str, teachers: tuple[str, ...]) -> list[str]:
-    """The merged body under each teacher's head, a folder in MERGED/heads; empty: the merge's own head.
-
-    Raises:
-        RotationMergeError: two teachers have the name of one folder.
-    """
-    from rotation_merge.model.checkpoint import parse_reference
-    from rotation_merge.model.folder_exchange import HEADS
-
-    names = [os.path.basename(str(parse_reference(teacher).model.path).rstrip("/")) for teacher in teachers]
-    folders = [os.path.join(merged, HEADS, name) for name in names]
-    heads = [folder if os.path.isdir(folder) else "" for folder in folders]
-    if twice := next((name for name, head in zip(names, heads, strict=True) if head and names.count(name) > 1), None):
-        problem = f"two teachers are called '{twice}', so their heads in {merged} cannot be told apart"
-        raise RotationMergeError(problem, remedy="give each teacher's folder another name before the merge")
-    return heads
-
-
-def _head_names(merged: str) -> set[str]:
-    from rotation_merge.model.checkpoint import open_model
-    from rotation_merge.model.heads import head_names
-
-    return head_names(open_model(merged).architecture)
 
 
 def _teacher_answers(
@@ -189,9 +160,11 @@ def _teacher_answers(
         students: what learns from each teacher: its classes stand in this order.
     """
     from rotation_merge.matching.teachers import AnsweredSamples, write_answers
+    from rotation_merge.model.checkpoint import open_model
+    from rotation_merge.model.vocabulary import check_same_tokens
     from rotation_merge.run.functions import load
 
-    _check_words(merged, teachers)
+    check_same_tokens(*(open_model(name, "merge") for name in (merged, *teachers)))
     result = []
     for number, (student, teacher, source) in enumerate(zip(students, teachers, sources, strict=True)):
         path, mark = work / f"answers-{number}.safetensors", f"{teacher} {source} {samples} {length} {seed}"
@@ -204,24 +177,6 @@ def _teacher_answers(
             del model
         result.append(AnsweredSamples(path))
     return result
-
-
-def _check_words(merged: str, teachers: tuple[str, ...]) -> None:
-    """Check that a teacher's outputs mean the same for the merge.
-
-    Raises:
-        RotationMergeError: it has another vocabulary.
-    """
-    from rotation_merge.model.checkpoint import open_model
-    from rotation_merge.model.vocabulary import moved_tokens, shared_rows
-
-    merged_model, *teacher_models = (open_model(name, "merge") for name in (merged, *teachers))
-    merged_model.check_files()
-    for teacher in teacher_models:
-        teacher.check_files()
-        if shared_rows([merged_model, teacher]) is not None or moved_tokens(merged_model, teacher)[0]:
-            problem, remedy = f"its tokens are not those of {merged}", "give teachers with the merge's tokenizer"
-            raise RotationMergeError(problem, where=str(teacher.reference), remedy=remedy)
 
 
 def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeReport, heads: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +13,7 @@ from pydantic import ValidationError
 
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.config import FILE
-from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
 from rotation_merge.files.outputs import check_outputs, check_replaced
 from rotation_merge.matching.alignment import load_alignment
 from rotation_merge.matching.check_pair import check_forward
@@ -83,8 +82,9 @@ def check_sources(
             remedy = "the merge downloads it; check again afterwards"
             document.fault(path, f"{name}: not in the hub's cache: it is not checked", remedy, error=False)
         elif not os.path.exists(name):
-            advice = "write it with 'rotation-merge align --alignment FILE'"
-            document.fault(path, f"{name}: no such file", advice if path[-1] == "alignment" else "check the path")
+            written = "write it with 'rotation-merge align --alignment FILE'"
+            advice = nearest_path(name, written if path[-1] == "alignment" else "check the path", os.path.exists)
+            document.fault(path, f"{name}: no such file", advice)
         elif base is not None and path[-1] == "alignment":
             _read(document, path, name, base[1])
     if base is not None:
@@ -153,7 +153,12 @@ def _open(document: Document, path: Path, name: str, models: Models) -> Model | 
         document.fault(path, str(error), "write a directory, or org/name")
         return None
     if is_absent(reference):
-        document.fault(path, f"{name}: {HUB_NOTE}", f"{_beside(name)}, or download it and check again", error=False)
+        document.fault(
+            path,
+            f"{name}: {HUB_NOTE}",
+            f"{nearest_path(name, 'check the name')}, or download it and check again",
+            error=False,
+        )
         return None
     model = models[reference]
     try:
@@ -166,13 +171,6 @@ def _open(document: Document, path: Path, name: str, models: Models) -> Model | 
         document.fault(path, f"{name}: cannot be read ({error})", "download it again")
         return None
     return model
-
-
-def _beside(name: str) -> str:
-    """Advice on a name that may be a misspelt folder: the nearest one beside it."""
-    parent, base = os.path.split(name)
-    close = get_close_matches(base, os.listdir(parent), n=1) if os.path.isdir(parent) else []
-    return f"did you mean '{os.path.join(parent, close[0])}'?" if close else "check the name"
 
 
 def _whole(document: Document, path: Path, model: Model) -> None:

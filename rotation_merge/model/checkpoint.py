@@ -19,7 +19,7 @@ from torch import Tensor
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import find, stores_codes, tied_head, unaligned
 from rotation_merge.architecture.sentence import KEY as SENTENCE
-from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
+from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, nearest_path, short
 from rotation_merge.model.adapted_loader import AdaptedLoader, ChangePlaces, find_places
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.fingerprint import Fingerprint, FingerprintedSource, fingerprint
@@ -73,6 +73,9 @@ LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+READ = (".safetensors", ".bin", ".index.json", "config.json")
+"""Endings of the files that a model's weights are read by."""
+
 NO_BASE = "the adapter does not say which base it was trained on"
 
 
@@ -83,8 +86,7 @@ class Model:
         rows: order that brings its classes into the anchor's (`model/labels.py`); its config, fingerprint and `stored`
             tensors stay those of its files.
         sizes: entries of its config that are not those of its files, where it was widened.
-        statistics, samples, module: of a model in memory: its statistics, batches to run it on, and a function that
-            returns it as a module.
+        statistics, samples: of a model in memory: its statistics, and batches to run it on.
     """
 
     def __init__(
@@ -96,7 +98,6 @@ class Model:
         self.note, self.sizes = "", dict[str, int]()
         self.statistics: Any = None
         self.samples: list[dict[str, Tensor]] | None = None
-        self.module: Callable[[], Any] | None = None
 
     def _head(self, path: str) -> Shapes:
         """Shapes of the tensors in one of its files; each file's head is read once."""
@@ -137,9 +138,7 @@ class Model:
     @cached_property
     def modules(self) -> list[dict[str, Any]]:
         """The modules after the transformer in a sentence-transformers folder."""
-        path = self.reference.model.path
-        cache = self.options.transformers_cache
-        folder = path if is_folder(path) else in_cache(path, self.reference.model.revision, cache)
+        folder = self._local()
         return [] if folder is None else read_modules(folder)
 
     def check_files(self) -> None:
@@ -154,7 +153,7 @@ class Model:
             downloaded(path, self.reference.model.revision, self.options.transformers_cache, [])
         elif not os.path.exists(path):
             if not is_hub_name(path):
-                raise CheckpointError("no such directory", where=path, remedy="check the path")
+                raise CheckpointError("no such directory", where=path, remedy=nearest_path(path))
             check_available(path, self.reference.model.revision, self.options.transformers_cache)
         elif not os.path.isdir(path):
             raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model, or a GGUF")
@@ -182,6 +181,9 @@ class Model:
         if is_folder(path) and (file := single_file(path)) is not None:
             self._head(file)
         plain = self.reference.model_copy(update={"lora": None})
+        stamps = self._stamps()
+        if getattr(LoaderCache.loaders.get(plain), "stamps", None) != stamps:
+            LoaderCache.loaders.pop(plain, None)  # opened before its files were written again, or put there by others
         try:
             if plain not in LoaderCache.loaders and (gguf := self._gguf()) is not None:
                 LoaderCache.loaders[plain] = GgufLoader(gguf)
@@ -196,24 +198,34 @@ class Model:
             ) from error
         if not is_folder(path):
             check_local(str(loader.index.base_path))
-        if isinstance(loader, HalfLoader):  # of a merge before, in which the model was part of another
-            LoaderCache.loaders[plain] = loader = loader.text
-        if self.modules:
-            if not isinstance(loader, SentenceLoader):
-                loader = SentenceLoader(loader, str(loader.index.base_path), self.modules)
-            LoaderCache.loaders[plain] = loader
+        if self.modules and not isinstance(loader, SentenceLoader):
+            LoaderCache.loaders[plain] = loader = SentenceLoader(loader, str(loader.index.base_path), self.modules)
+        loader.stamps = stamps
         if self.adapter is not None:
             LoaderCache.loaders[self.reference] = loader = AdaptedLoader(loader, self.adapter, self._places)
         return loader
 
+    def _local(self) -> str | None:
+        """The model's folder, of a GGUF the one made from it; None if the model has not been downloaded."""
+        path = self.reference.model.path
+        if is_folder(path):
+            return path
+        return in_cache(path, self.reference.model.revision, self.options.transformers_cache)
+
+    def _stamps(self) -> list[tuple[str, int, int, int]]:
+        """Names, sizes, times and inodes of the files that its loader reads."""
+        folder = self._local()
+        folders = [] if folder is None else [folder, *(os.path.join(folder, m["path"]) for m in self.modules)]
+        paths = [os.path.join(part, name) for part in folders if os.path.isdir(part) for name in os.listdir(part)]
+        return sorted(
+            (path, facts.st_size, facts.st_mtime_ns, facts.st_ino)
+            for path in paths
+            if path.endswith(READ) and (facts := os.stat(path))
+        )
+
     def _gguf(self) -> str | None:
         """The folder made from the model's GGUF file; None if the model has none."""
-        path, revision, cache = (
-            self.reference.model.path,
-            self.reference.model.revision,
-            self.options.transformers_cache,
-        )
-        folder = None if is_folder(path) else in_cache(path, revision, cache)
+        folder = None if is_folder(self.reference.model.path) else self._local()
         return folder if folder is not None and gguf_files(folder) else None
 
     def _in_cache_alone(self) -> ModelReference | None:
@@ -432,11 +444,8 @@ def whole_path(name: str) -> str:
 
 
 def open_model(path: str, unsupported: str = "error") -> Model:
-    """Open a checkpoint, with its adapter for `model+adapter`, without mergekit's cached loaders."""
-    reference = parse_reference(path)
-    for name in (reference, reference.model_copy(update={"lora": None})):
-        LoaderCache.loaders.pop(name, None)
-    return Model(reference, MergeOptions(), unsupported)
+    """Open a checkpoint, with its adapter for `model+adapter`."""
+    return Model(parse_reference(path), MergeOptions(), unsupported)
 
 
 def weights_of(path: str) -> int:

@@ -11,7 +11,7 @@ from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.errors import CheckpointError
+from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.fold import folded_source
@@ -132,6 +132,24 @@ def write_heads(
         write_checkpoint(model, tensors(), report, text, os.path.join(merged, HEADS, name), storage, body=shared)
         names.append(name)
     return names
+
+
+def heads_of_teachers(merged: str, teachers: Sequence[ModelReference | None]) -> list[str]:
+    """Folders in `merged`/heads of the merged body under each teacher's head; empty: the merge's own head.
+
+    Args:
+        teachers: None: one in memory, which has no folder there.
+
+    Raises:
+        RotationMergeError: two teachers have the name of one folder.
+    """
+    names = [os.path.basename(str(teacher.model.path).rstrip("/")) if teacher else "" for teacher in teachers]
+    folders = [os.path.join(merged, HEADS, name) if name else "" for name in names]
+    heads = [folder if os.path.isdir(folder) else "" for folder in folders]
+    if twice := next((name for name, head in zip(names, heads, strict=True) if head and names.count(name) > 1), None):
+        problem = f"two teachers are called '{twice}', so their heads in {merged} cannot be told apart"
+        raise RotationMergeError(problem, remedy="give each teacher's folder another name before the merge")
+    return heads
 
 
 def _free(name: str, used: Sequence[str]) -> str:

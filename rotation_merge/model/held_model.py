@@ -18,7 +18,6 @@ from rotation_merge.model.model_inputs import OpenedModel
 from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import SelectedSource
-from rotation_merge.model.view import as_stored
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class HeldModel(Model):
         }
         vars(self).update(known)  # instead of reading them from files
         self.opened = opened
-        self.module = lambda: as_stored(opened).to_module()
 
     def check_files(self) -> None:
         """Do nothing, because there are no files."""

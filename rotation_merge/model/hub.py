@@ -7,7 +7,7 @@ import re
 import time
 from dataclasses import dataclass
 
-from rotation_merge.errors import CheckpointError, RotationMergeError, short
+from rotation_merge.errors import CheckpointError, RotationMergeError, nearest_path, short
 
 
 def is_hub_name(path: str) -> bool:
@@ -76,7 +76,8 @@ def check_available(path: str, revision: str | None, cache: str | None = None) -
     is_cached = in_cache(path, revision, cache) is not None
     if not (is_cached and _is_commit(revision)) and not reachable() and not is_cached:
         why, remedy = no_answer()
-        raise CheckpointError(f"is neither a folder nor in the hub's cache, and {why}", where=path, remedy=remedy)
+        problem = f"is neither a folder nor in the hub's cache, and {why}"
+        raise CheckpointError(problem, where=path, remedy=nearest_path(path, remedy))
 
 
 def _is_commit(revision: str | None) -> bool:
@@ -103,7 +104,7 @@ def downloaded(path: str, revision: str | None, cache: str | None, patterns: lis
     if os.path.isdir(path):
         return path
     if not is_hub_name(path):
-        raise CheckpointError("no such directory", where=path, remedy="check the path")
+        raise CheckpointError("no such directory", where=path, remedy=nearest_path(path))
     check_available(path, revision, cache)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

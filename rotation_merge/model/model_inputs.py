@@ -18,7 +18,7 @@ from rotation_merge.model.adapter_base import check_own_base
 from rotation_merge.model.checkpoint import Model, open_model
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.headers import check_codes, codes
-from rotation_merge.model.labels import LabelRows, labels, named_rows
+from rotation_merge.model.labels import LabelRows, label_rows, labels, named_rows
 from rotation_merge.model.language_half import language_half
 from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.model.source import TensorSource
@@ -122,6 +122,12 @@ class OpenedModel:
         changed = named_rows(tuple(names[i] for i in order))
         config, changes = {**self.config, **changed}, {**self.changed, **changed}
         return replace(self, source=ReorderedClasses(self.source, rows), config=config, changed=changes)
+
+    def with_classes_of(self, other: PairedModel) -> OpenedModel:
+        """The same with its classes in the order of another model, if both name the same ones."""
+        if sorted(labels(self.config)) != sorted(labels(other.config)):
+            return self
+        return self.with_classes(label_rows(other, self.member))
 
     @cached_property
     def unread(self) -> list[str]:

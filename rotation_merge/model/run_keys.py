@@ -11,14 +11,12 @@ from typing import Any
 from mergekit.common import ModelReference
 
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.checkpoint import READ, Model
 from rotation_merge.model.gguf.place import is_folder, weight_files
 from rotation_merge.model.language_half import HalfLoader
 from rotation_merge.record import versions
 
 ENDINGS = (".safetensors", ".bin", ".json")
-READ = (".safetensors", ".bin", ".index.json", "config.json")
-"""Endings of the files that a model's weights are read by."""
 
 
 def mark_of(models: Iterable[Model], beside_models: Iterable[str] = (), **options: Any) -> str:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError
+from rotation_merge.model.folder_exchange import HEADS
 from rotation_merge.model.model_inputs import OpenedModel, stored_dtype
 from rotation_merge.model.output import staged
+from rotation_merge.model.sentence import module_of, write_modules
 from rotation_merge.model.source import read_tensor, unstack
 from rotation_merge.model.writing import StorageOptions, parse_size, untied, write_beside
 from rotation_merge.record import MergeReport
@@ -38,6 +40,7 @@ class View(Mapping[str, Tensor]):
         notes: notes for the reader of a report.
         report: of the matching that it comes from, if any.
         identity: gives the fingerprint that statistics have which were moved as it was; None: there are none.
+        heads: the same body under other heads, by name; written beside it in `heads`.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class View(Mapping[str, Tensor]):
     ) -> None:
         self.opened, self.dtype, self.left_out = opened, dtype, frozenset(left_out)
         self.notes, self.report, self.identity = tuple(notes), report, identity
+        self.heads: Mapping[str, View] = {}
         self._compute, self._places = compute, self.architecture.places()
         self._names = self._all_names()
 
@@ -131,12 +135,21 @@ class View(Mapping[str, Tensor]):
 
     def to(self, dtype: torch.dtype) -> View:
         """The same with floating tensors of another dtype, each rounded once."""
-        return View(self.opened, self._compute, dtype, self.left_out, self.notes, self.report, self.identity)
+        changed = copy.copy(self)
+        changed.dtype, changed.heads = dtype, {name: view.to(dtype) for name, view in self.heads.items()}
+        return changed
+
+    def with_heads(self, heads: Mapping[str, View]) -> View:
+        """The same with views of its body under other heads."""
+        changed = copy.copy(self)
+        changed.heads = dict(heads)
+        return changed
 
     def with_notes(self, notes: Sequence[str], report: MergeReport | None = None) -> View:
         """The same with other notes and another report."""
-        notes = tuple(dict.fromkeys(notes))
-        return View(self.opened, self._compute, self.dtype, self.left_out, notes, report, self.identity)
+        changed = copy.copy(self)
+        changed.notes, changed.report = tuple(dict.fromkeys(notes)), report
+        return changed
 
     def to_module(self) -> nn.Module:
         """The model in memory, in evaluation mode: of a module a copy, else of the class that the config names.
@@ -188,12 +201,24 @@ class View(Mapping[str, Tensor]):
         if os.path.isdir(out) and os.listdir(out):
             raise CheckpointError("is not empty", where=out, remedy="write to a new folder")
         with staged(out) as staging:
-            os.makedirs(staging, exist_ok=True)
-            writer = TensorWriter(staging, max_shard_size=size)
-            for name, tensor in self.tensors():
+            self._write(staging, size)
+            for head, view in self.heads.items():
+                view._write(os.path.join(staging, HEADS, head), size)
+
+    def _write(self, folder: str, size: int) -> None:
+        os.makedirs(folder, exist_ok=True)
+        writer = TensorWriter(folder, max_shard_size=size)
+        modules = [] if self.opened.checkpoint is None else self.opened.checkpoint.modules
+        apart: dict[str, Tensor] = {}  # tensors of sentence-transformers modules, which have folders of their own
+        for name, tensor in self.tensors():
+            if module_of(name, modules) is not None:
+                apart[name] = tensor.detach().cpu()
+            else:
                 writer.save_tensor(name, tensor.detach().cpu(), clone=True)
-            writer.finalize()
-            self._write_beside(staging)
+        writer.finalize()
+        self._write_beside(folder)
+        if self.opened.checkpoint is not None and modules:
+            write_modules(self.opened.checkpoint.folder, folder, apart)
 
     def _write_beside(self, staging: str) -> None:
         if self.opened.checkpoint is not None:

@@ -100,6 +100,23 @@ def check_token_ids(anchor: Model, donor: Model) -> None:
         raise CheckpointError(problem, where=str(donor.reference), remedy=f"add '{TOGETHER}' to the recipe")
 
 
+def check_same_tokens(merged: Model, *teachers: Model) -> None:
+    """Check that teachers' outputs mean the same for the merge that learns from them.
+
+    Raises:
+        RotationMergeError: one is not there, or has another vocabulary.
+    """
+    merged.check_files()
+    for teacher in teachers:
+        teacher.check_files()
+        if shared_rows([merged, teacher]) is not None or moved_tokens(merged, teacher)[0]:
+            problem, remedy = (
+                f"its tokens are not those of {merged.reference}",
+                "give teachers with the merge's tokenizer",
+            )
+            raise RotationMergeError(problem, where=str(teacher.reference), remedy=remedy)
+
+
 def check_tuned_ids(origin: Model, tuned: Model) -> None:
     """Refuse the difference of two models whose common tokens have different ids.
 

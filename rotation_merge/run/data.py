@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from rotation_merge.errors import DataError
 from rotation_merge.model.model_inputs import OpenedModel
-from rotation_merge.model.view import as_stored
 from rotation_merge.run.arrays import ExampleBatches, one_by_one, word_mask
 from rotation_merge.run.data_checks import (
     check_decoder,
@@ -24,7 +23,7 @@ from rotation_merge.run.data_checks import (
 )
 from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.examples import KINDS, read_examples, tokenizer_of
-from rotation_merge.run.functions import Batch, check_kind, local_path, predicts_next, unlabelled
+from rotation_merge.run.functions import Batch, check_kind, local_path, module_of, predicts_next, unlabelled
 from rotation_merge.run.generated_samples import SOURCES, write_samples
 from rotation_merge.run.sample_kinds import SAMPLES
 from rotation_merge.run.sentence import is_sentence_model
@@ -429,7 +428,7 @@ def read_samples(
     """
     named = isinstance(samples, str | os.PathLike)
     if module is None and named and str(samples) in SOURCES:
-        module = as_stored(opened).to_module()
+        module = module_of(opened)
     kind = module or opened.module or empty_model(opened.transformers_config)
     if not named:
         return data_in_memory(samples, kind)

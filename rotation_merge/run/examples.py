@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.errors import DataError, nearest, short
+from rotation_merge.errors import DataError, nearest, nearest_path, short
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.sentence import reading
 from rotation_merge.model.vocabulary import has_only_special_tokens
@@ -38,7 +38,7 @@ def read_examples(
         return _demo(source, length)
     path = Path(local_file(source))
     if not path.exists():
-        raise DataError("no such file", where=source, remedy=f"give {KINDS}")
+        raise DataError("no such file", where=source, remedy=nearest_path(source, f"give {KINDS}", os.path.exists))
     try:
         if path.is_dir() and is_dataset(path):
             return _dataset(path, model_path, model, length)

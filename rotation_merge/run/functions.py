@@ -14,15 +14,18 @@ from torch import Tensor, nn
 
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import stores_codes
+from rotation_merge.architecture.sentence import KEY
 from rotation_merge.errors import CheckpointError, DataError, short
 from rotation_merge.model.adapter_base import check_own_base
 from rotation_merge.model.checkpoint import adapted_state, open_model, parse_reference
 from rotation_merge.model.gguf.place import downloaded
 from rotation_merge.model.headers import check_config, check_folder, check_local, read_json
 from rotation_merge.model.labels import LabelRows, in_order, label_rows, labels
+from rotation_merge.model.model_inputs import OpenedModel
 from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.model.sentence import module_tensors, read_modules
-from rotation_merge.run.sentence import with_modules
+from rotation_merge.model.view import as_stored
+from rotation_merge.run.sentence import is_sentence_model, with_modules
 
 Batch = dict[str, Tensor]
 
@@ -123,6 +126,13 @@ def load(
         _relabel(model, read_config(local_path(like)), like)
     disable_extra_outputs(model.config)
     return model.eval()
+
+
+def module_of(opened: OpenedModel) -> Any:
+    """An open model in memory, in evaluation mode; of sentence-transformers with its modules, as `load` gives it."""
+    view = as_stored(opened)
+    module, modules = view.to_module(), view.config.get(KEY)
+    return with_modules(module, modules, view, opened.name) if modules and not is_sentence_model(module) else module
 
 
 def disable_extra_outputs(config: Any) -> None:

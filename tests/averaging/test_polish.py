@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,38 @@ def test_teachers_with_heads_of_their_own(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.unfinished"))
 
 
+@pytest.mark.parametrize("rate", [0.003, 1e-12])
+def test_python_polishes_under_the_heads_of_a_folder_as_the_command_does(rate: float, tmp_path: Path) -> None:
+    """The same verdict, and the same files are written; where nothing is gained, the merge with its heads as it was."""
+    teachers, data, before = encoders(tmp_path)
+    flags = ("--samples", 24, "--steps", 12, "--learning-rate", rate)
+    done = run("polish", before, tmp_path / "out", "--teachers", *teachers, "--data", *data, *flags)
+    config = rm.PolishConfig(samples=24, steps=12, learning_rate=rate)
+    view = rm.polish(before, teachers, list(data), config)
+    wanted = tmp_path / "out" if done.exit_code == 0 else before
+    assert (wanted == before) == (rate < 1e-6)
+    number = r"\d[.\d]*(?:e-\d+)?"
+    printed, said = done.output.splitlines()[-2].rstrip(".").lower(), view.notes[-1].lower()
+    assert re.sub(number, "", said) == re.sub(number, "", printed)
+    figures = [[float(x) for x in re.findall(number, text)] for text in (said, printed)]
+    assert figures[0] == pytest.approx(figures[1], rel=1e-2)
+    assert set(view.heads) == {"five"}  # the base's is the merge's own
+    view.save_pretrained(tmp_path / "python")
+    for place in (".", "heads/five"):
+        expected, found, start = (state(path / place) for path in (wanted, tmp_path / "python", before))
+        assert found.keys() == expected.keys()
+        # attention is saturated, so that queries and keys have gradients of rounding, of which Adam makes whole steps
+        names = [name for name in found if "self.key" not in name and "self.query" not in name]
+        apart, moved = (sum(float((x[n] - expected[n]).square().sum()) for n in names) ** 0.5 for x in (found, start))
+        assert apart <= 0.01 * moved
+    loss = rm.evaluate(view.heads["five"], [{"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([4])}])
+    assert loss["loss"] > 0
+
+
 def test_one_lora_for_several_heads_is_refused(tmp_path: Path) -> None:
     teachers, data, before = encoders(tmp_path)
+    with pytest.raises(rm.RotationMergeError, match="one LoRA cannot hold them"):
+        rm.polish(str(before), [str(path) for path in teachers], list(map(str, data)), rm.PolishConfig(lora=2))
     done = run("polish", before, tmp_path / "out", "--teachers", *teachers, "--data", *data, "--lora", 2)
     assert done.exit_code == 2
     assert "one LoRA cannot hold them" in done.output
@@ -184,6 +215,8 @@ def test_teachers_of_one_name_are_refused(tmp_path: Path) -> None:
     done = run("polish", before, tmp_path / "out", *flags)
     assert done.exit_code == 2
     assert "two teachers are called 'five'" in done.output
+    with pytest.raises(rm.RotationMergeError, match="two teachers are called 'five'"):
+        rm.polish(before, [teachers[1], again], data[1])
     assert not list(tmp_path.glob("out*"))
 
 
@@ -240,3 +273,27 @@ def test_lower_rates_are_tried_where_the_lowest_is_best(models: list[Path], tmp_
     assert len(found["trials"]) > 3
     assert found["rate"] < 2e-4
     assert found["trials"][f"{found['rate']:g}"] < found["trials"]["0.0002"]
+
+
+def test_a_teachers_classes_are_those_of_the_same_names(tmp_path: Path) -> None:
+    """A teacher whose classes stand in another order teaches the same, in Python and by the command."""
+    model = AutoModelForSequenceClassification.from_pretrained(make("bert", tmp_path / "a", seed=0, num_labels=3))
+    model.config.id2label, model.config.label2id = dict(enumerate("xyz")), {n: i for i, n in enumerate("xyz")}
+    with torch.no_grad():
+        model.classifier.weight.mul_(20)
+    model.save_pretrained(tmp_path / "teacher")
+    order = [2, 0, 1]
+    names = ["xyz"[i] for i in order]
+    model.config.id2label, model.config.label2id = dict(enumerate(names)), {n: i for i, n in enumerate(names)}
+    with torch.no_grad():
+        for parameter in model.classifier.parameters():
+            parameter.copy_(parameter[order])
+    model.save_pretrained(tmp_path / "turned")
+    samples = [{"input_ids": torch.tensor([[i, i + 1, 7]])} for i in range(4, 28)]
+    for teacher in ("teacher", "turned"):
+        view = rm.polish(tmp_path / "teacher", [tmp_path / teacher], samples, rm.PolishConfig(steps=2))
+        assert view.notes[-1].startswith("polishing gains nothing: ")
+        assert float(view.notes[-1].split()[3]) < 1e-5
+        labelled = [{**batch, "labels": torch.tensor([1])} for batch in samples]
+        curve = rm.barrier(tmp_path / "teacher", tmp_path / teacher, labelled, rm.BarrierConfig(points=3))
+        assert curve.loss == pytest.approx([curve.loss[0]] * 3, rel=1e-4)

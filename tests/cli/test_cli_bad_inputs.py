@@ -220,7 +220,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         "'cuda:99' cannot be used",
     ),
     "compare with an unknown group": (["compare", "A", "D", "--heads", "permute"], "permute"),
-    "inspect of nothing": (["inspect", "./nothing"], "no such directory"),
+    "inspect of nothing": (["inspect", "./nothing"], "no such file or directory"),
     "barrier without data": (["barrier", "A", "D"], "--data"),
     "barrier of one model": (["barrier", "A", "--data", "demo:python"], "two models"),
     "barrier on data that are not there": (["barrier", "A", "D", "--data", "./gone.txt"], "no such file"),

@@ -3,6 +3,7 @@ streams are matched on what is shared."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +190,15 @@ def test_an_adapter_is_carried_by_its_tokens(
         plain = load(str(donor.path))(input_ids=ids).logits
     assert float((plain - wanted).abs().max()) > 0.1
     torch.testing.assert_close(found[..., rows], wanted, rtol=1e-3, atol=1e-2)
+
+
+def test_polish_refuses_teachers_of_other_ids(
+    models: tuple[Checkpoint, Checkpoint, torch.Tensor], tmp_path: Path
+) -> None:
+    """What a teacher predicts are other tokens for the merge; Python says so as the command does."""
+    anchor, donor, _ = models
+    done = run("polish", anchor.path, tmp_path / "out", "--teachers", donor.path)
+    said = f"{donor.path}: its tokens are not those of {anchor.path}"
+    assert said in one_error(done.output)
+    with pytest.raises(rm.RotationMergeError, match=re.escape(said)):
+        rm.polish(anchor.path, [donor.path])

@@ -261,6 +261,40 @@ def test_measured_by_spearman_on_pairs(models: dict[str, Path], pairs: Path):
     assert aligned[1] == pytest.approx(0.0, abs=1e-3)
 
 
+def test_python_calls_judge_embeddings_as_the_commands_do(models: dict[str, Path], pairs: Path, tmp_path: Path):
+    """From folders, and from views of them; what cannot be trained is refused by both."""
+    anchor, twin, donor = (models[name] for name in ("anchor", "twin", "donor"))
+    (row,) = parsed("evaluate", donor, "--data", pairs)
+    for model in (donor, rm.average([donor])):
+        figures = rm.evaluate(model, pairs)
+        assert figures == pytest.approx({name: row[name] for name in figures}, rel=1e-5)
+        assert {"loss", "pearson", "spearman"} <= figures.keys()
+    options = ("--points", "3", "--attention", "none", "--heads", "none", "--ffn", "none")
+    (barrier,) = parsed("barrier", anchor, twin, "--data", pairs, *options)
+    curve = rm.barrier(anchor, twin, pairs, rm.BarrierConfig(points=3))
+    assert curve.loss == pytest.approx(barrier["curves"][0]["loss"], rel=1e-5)
+    assert run("measure", donor, "--data", pairs, "--out", tmp_path / "s.safetensors").exit_code == 0
+    rm.measure(donor, pairs).save(tmp_path / "python.safetensors")
+    wanted, got = (load_file(tmp_path / name) for name in ("s.safetensors", "python.safetensors"))
+    assert "2_Dense.linear.weight.gram" in got
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(rm.RotationMergeError, match="whose modules cannot be trained"):
+        rm.polish(anchor, [twin], pairs)
+
+
+def test_python_writes_every_module(models: dict[str, Path], pairs: Path, tmp_path: Path):
+    """Dense maps in their own folders, with the values that were computed for them."""
+    anchor, donor = models["anchor"], models["donor"]
+    merged = rm.average([anchor, donor])
+    merged.save_pretrained(tmp_path / "out")
+    assert everything(tmp_path / "out") >= everything(anchor)
+    assert not any("_Dense" in name for name in load_file(tmp_path / "out" / "model.safetensors"))
+    written = load_file(tmp_path / "out" / "2_Dense" / "model.safetensors")
+    torch.testing.assert_close(written["linear.weight"], merged["2_Dense.linear.weight"])
+    figures = rm.evaluate(merged, pairs)
+    assert agrees(tmp_path / "out", pairs) == pytest.approx(figures["pearson"], rel=1e-5)
+
+
 def test_averages_with_inputs_take_pairs_as_texts(models: dict[str, Path], pairs: Path, tmp_path: Path):
     """By regmean and refit the anchor and itself in other coordinates give the anchor back, dense maps included; what
     does not know the modules behind the transformer says so."""

@@ -12,7 +12,7 @@ from mergekit.config import MergeConfiguration
 from pydantic import ValidationError
 
 from rotation_merge.diagnose.donors import RecipeDonor, donors_of
-from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError
+from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, nearest_path
 from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.open_pair import Pair
@@ -118,7 +118,8 @@ def open_case(name: str, parents: Sequence[str] = ()) -> Case:
     if os.path.isfile(name) and not is_gguf(name):
         return _of_recipe(name, None, parents)
     if not (os.path.isdir(name) or is_gguf(name)) and parse_reference(name).lora is None:
-        raise CheckpointError("no such file or directory", where=name, remedy="give a recipe or a merged model")
+        remedy = nearest_path(name, "give a recipe or a merged model", os.path.exists)
+        raise CheckpointError("no such file or directory", where=name, remedy=remedy)
     if not os.path.isdir(name) or not (holds_model(name) or os.path.exists(os.path.join(name, "config.json"))):
         open_model(name).check_files()
     path = next((os.path.join(name, file) for file in RECIPES if os.path.isfile(os.path.join(name, file))), None)

@@ -31,6 +31,7 @@ from rotation_merge.mergekit_plugin.planning.whole_model_tasks import progress_b
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.heads import head_names, is_head
+from rotation_merge.model.held_model import HeldModel
 from rotation_merge.model.source import Progress, TensorSource, read_tensor, unstack
 from rotation_merge.model.sources import AverageSource, ExtrapolatedSource, SelectedSource
 from rotation_merge.run.data import Data, read_batches, with_small_first_batch
@@ -113,7 +114,7 @@ class _RefitRun:
         self.recipe = self.donors.recipe
         self.base = self.donors.models[self.recipe.base]
         self.states = Store(self.lesson.spill)
-        beside_states = self.lesson.spill or self.base.module is not None  # of models in memory
+        beside_states = self.lesson.spill or isinstance(self.base, HeldModel)
         self.results = Store(self.lesson.spill) if beside_states else Store(gettempdir(), ELSEWHERE)
         self.donors.run.endings.append(self.results.close)
         self.sources = [self._source(t, alignments.get(str(t.model))) for t in self.lesson.teachers]

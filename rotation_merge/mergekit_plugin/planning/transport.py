@@ -36,11 +36,12 @@ from rotation_merge.mergekit_plugin.planning.tasks import Loads, load_arguments,
 from rotation_merge.model.biases import AlignedSource
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.fold import Fold, FoldedSource
+from rotation_merge.model.held_model import HeldModel
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import VocabularySubset
 from rotation_merge.model.vocabulary import shared_rows
 from rotation_merge.run.data import read_batches, unpadded
-from rotation_merge.run.functions import Batch, architecture_of, load, local_path
+from rotation_merge.run.functions import Batch, architecture_of, load, local_path, module_of
 from rotation_merge.symmetry import SpaceTransform
 
 SAMPLES = 200
@@ -57,7 +58,7 @@ def pool(anchor: Model, data: str, seed: int) -> list[Batch]:
 
 def watch(model: Model, batches: list[Batch]) -> Activations:
     """A model's activations on samples."""
-    module = load(str(model.reference)) if model.module is None else model.module()
+    module = module_of(model.opened) if isinstance(model, HeldModel) else load(str(model.reference))
     return Activations.of(module, architecture_of(module), batches)
 
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.averaging.methods import DelegateParameter
 from rotation_merge.config import DTYPES
-from rotation_merge.errors import RecipeError, nearest, short
+from rotation_merge.errors import RecipeError, nearest, nearest_path, short
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.recipe import delegates
 from rotation_merge.mergekit_plugin.recipe.contract import check_contract, wanted
@@ -98,7 +98,8 @@ def _tokenizer(document: Document) -> None:
     """Refuse a missing tokenizer folder before it is searched on the hub."""
     path, name = tokenizer_source(document.value)
     if name is not None and not os.path.exists(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        document.fault(path, f"{name}: no such directory", "name a model with its tokenizer, or write base or union")
+        remedy = nearest_path(name, "name a model with its tokenizer, or write base or union")
+        document.fault(path, f"{name}: no such directory", remedy)
 
 
 def _keys(document: Document, path: Path, value: Any, known: tuple[str, ...]) -> None:
