@@ -318,7 +318,7 @@ class Tsv(TaskVectorMethod):
 class Iso(TaskVectorMethod):
     """Iso-C: the sum of the changes with all its singular values replaced by their mean.
 
-    Changes in smaller bases get the mean over the directions that they span.
+    Changes of low rank get the mean over the directions that they span.
 
     With `share` below 1 (Iso-CTS) only that share of the directions is the sum's; the rest are the largest directions
     of each change outside them.
@@ -347,7 +347,10 @@ class Iso(TaskVectorMethod):
         weighed = [weight * d for d, weight in zip(changes, weights, strict=True)]
         total = torch.stack(weighed).sum(0)
         u, s, v = torch.linalg.svd(total, full_matrices=False)
-        count = len(s)
+        shares = parameters.get("rounding", [0.0] * len(weighed))
+        least = sum(share * float(d.norm()) for share, d in zip(shares, weighed, strict=True))
+        count = max(1, int((s > max(ZERO * float(s[0]), least)).sum()))
+        u, s, v = u[:, :count], s[:count], v[:count]
         each = int((1 - parameters["share"]) * count) // len(changes)
         if each == 0:
             return s.mean() * u @ v

@@ -16,7 +16,7 @@ import rotation_merge as rm
 
 MAPS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
 RANK, MODELS = 2, 3
-RULES = ("wudi", "tsv")
+RULES = ("wudi", "tsv", "iso")
 
 
 def factors(model: PreTrainedModel, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
