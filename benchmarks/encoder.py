@@ -38,6 +38,7 @@ from train_checkpoints import warm_cosine
 from transformers import AutoTokenizer, BertForTokenClassification
 from transformers.utils import logging
 
+import rotation_merge as rm
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.run.data import read_batches
@@ -66,8 +67,10 @@ MERGES: dict[str, Merge] = {
         for count in (16, 32, 64, 128, 384)
     },
     "refit from wudi, 128 texts a task": (128, "", {**REFIT, "samples": 128, "exclude": "classifier", "start": "wudi"}),
+    "wudi, polished with 1024 texts a task": (1024, "", {"delegate": "wudi", "weight": 1.0, "polish": 300}),
 }
-"""By words: texts of each task, what is measured on them ahead of the merge, and the parameters of the recipe."""
+"""By words: texts of each task, what is measured on them ahead of the merge, and the parameters of the recipe.
+`polish` are steps of distillation after it."""
 STEPS_UP = ("mean", "task arithmetic", "Fisher", "RegMean", "refit, 128", "refit, 384", OWN)
 """What words begin with: each is compared with the one before it."""
 ABOVE = "points above the mean of weights"
@@ -211,17 +214,20 @@ def merged(work: Path, scratch: Path, found: dict[str, Task], merge: Merge) -> t
     base = {"model": str(work / "base"), "parameters": {"weight": 0.0}}
     of_changes = parameters["delegate"] in ("task_arithmetic", *WITHOUT_DATA)
     models: list[dict[str, Any]] = [] if of_changes else [base]
+    steps = parameters.get("polish")
+    samples = {name: scratch / f"{name}-{count}.jsonl" for name in found}
     began = time.process_time()
     for name, task in found.items():
         own: dict[str, Any] = dict(weight)
         if count:
-            own["data"] = texts(scratch / f"{name}-{count}.jsonl", task.training[:count], tokenizer)
+            data = texts(samples[name], task.training[:count], tokenizer)
+            own |= {} if steps else {"data": data}
         if kind:
             model, data = str(work / name), own.pop("data")
             own["statistics"] = str(scratch / f"{name}-{count}-{kind}.safetensors")
             measure(model, data, kind, Path(own["statistics"]))
         models.append({"model": str(work / name), "parameters": own})
-    rest = {key: value for key, value in parameters.items() if key != "weight"}
+    rest = {key: value for key, value in parameters.items() if key not in ("weight", "polish")}
     recipe = {
         "merge_method": "rotation_merge",
         "base_model": str(work / "base"),
@@ -231,6 +237,11 @@ def merged(work: Path, scratch: Path, found: dict[str, Task], merge: Merge) -> t
     }
     out = scratch / "merged"
     merge_recipe(yaml.safe_dump(recipe, sort_keys=False), str(out))
+    if steps:
+        config = rm.PolishConfig(samples=count, steps=steps)
+        teachers = [str(work / name) for name in found]
+        trained = rm.polish(str(out), teachers, [str(samples[name]) for name in found], config)
+        trained.save_pretrained(out := scratch / "polished")
     return {name: out / "heads" / name for name in found}, time.process_time() - began
 
 
