@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from rotation_merge.cli.paths import (
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.config import option
 from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.files.ledger import Unfinished
 from rotation_merge.files.outputs import FILE, Output
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, VaryingOptions
@@ -37,6 +40,8 @@ from rotation_merge.run.data import KINDS, described, read_batches
 from rotation_merge.run.data_checks import check_labels
 from rotation_merge.run.functions import load, stored_dtype, to_stored_dtype
 from rotation_merge.run.sample_kinds import ReadingConfig
+
+STATE = "state.safetensors"
 
 
 @dataclass(frozen=True)
@@ -96,12 +101,25 @@ def command(
     names, match, untie = _models_and_options(models, values, untie)
     files = [Output(file, "--alignment", FILE) for file in _alignment_files(out, len(names) - 1)]
     click.get_current_context().with_resource(hold_outputs(files))
-    options = config_of(FitConfig, values, state=Path(f"{out}.unfinished"))
+    options = config_of(FitConfig, values)
     reading = asdict(config_of(FitReadingConfig, values))
     places = _model_devices(device, devices)
-    with joined(places[0]) as (together, own_device):
-        options, places = replace(options, half=own_device.startswith("cuda")), [own_device, *places[1:]]
+    with joined(places[0]) as (together, own_device), _state(out, together.rank == 0) as state:
+        options = replace(options, state=state, half=own_device.startswith("cuda"))
+        places = [own_device, *places[1:]]
         return _learn(names, match, options, out, data, reading, places, untie, as_json, first=together.rank == 0)
+
+
+@contextmanager
+def _state(out: str, first: bool) -> Iterator[Path]:
+    """The file in `OUT.unfinished` from which an interrupted fit continues; the first process makes the folder."""
+    work = Unfinished(out)
+    if not first:
+        yield work.file(STATE)
+        return
+    with work:
+        work.of("fit")
+        yield work.file(STATE)
 
 
 def _model_devices(device: str, devices: str | None) -> list[str]:

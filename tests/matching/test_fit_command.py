@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import tqdm
 from cli_support import run
 from click.testing import Result
 from plugin_support import mergekit_yaml
@@ -104,6 +105,28 @@ def test_models_stay_in_the_type_that_they_are_stored_in(
     learned(models, tmp_path / "tuned", str(models / "anchor-half"), f"{models / 'donor-half'}+{models / 'lora'}")
     kinds = [held[-1][f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qk"]
     assert kinds == [torch.float32, torch.bfloat16]
+
+
+def test_an_interrupted_fit_continues(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, options = ("anchor", "donor"), "--steps 8 --residual rotation"
+    names = tuple(str(models / name) for name in names)
+    whole = learned(models, tmp_path / "whole.safetensors", *names, options=options)
+    stock, out, updates = tqdm.tqdm.update, tmp_path / "out.safetensors", list[float]()
+
+    def interrupted(bar: Any, steps: float = 1) -> Any:
+        updates.append(steps)
+        if len(updates) == 6:
+            raise KeyboardInterrupt
+        return stock(bar, steps)
+
+    monkeypatch.setattr(tqdm.tqdm, "update", interrupted)
+    assert fit(models, out, *names, options=options).exit_code == 130
+    assert (tmp_path / "out.safetensors.unfinished" / "state.safetensors").exists()
+    updates.clear()
+    again = learned(models, out, *names, options=options)
+    assert len(updates) < 6
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+    assert not list(tmp_path.glob("*.unfinished"))
 
 
 def test_several_devices_take_the_models_in_turn(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
