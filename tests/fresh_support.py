@@ -36,6 +36,7 @@ def fresh(work: Callable[[], Any], plugin: str = "1", start: str = START) -> Any
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         try:
+            torch.set_num_threads(1)  # OpenMP waits forever for threads that are not forked
             gc.freeze()
             constants.HF_HUB_OFFLINE = True
             os.environ[state.SWITCH] = plugin

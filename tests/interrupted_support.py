@@ -39,6 +39,7 @@ def start(name: str, arguments: Sequence[object], said: Path, prepare: Callable[
         return child
     code = 1
     try:
+        torch.set_num_threads(1)  # whatever a test before left: OpenMP waits forever for threads that are not forked
         gc.freeze()
         prepare()
         sys.stdout, sys.stderr = (open(said / file, "w", encoding="utf-8") for file in ("out", "err"))  # noqa: SIM115
