@@ -63,8 +63,12 @@ def weights(architecture: Architecture, seed: int) -> dict[str, Tensor]:
 
 
 def wishes(architecture: Architecture) -> list[AlignConfig]:
-    """Options that together ask for every group a family admits; in some, its spaces and its streams in turns."""
+    """Options that together ask for every group of its spaces that a family admits, and the largest of its stream.
+
+    In some families for every group of the stream, too, and for spaces and stream in turns.
+    """
     residual = [kind for kind in architecture.residual_groups if kind != "none"]
+    residual = residual if architecture.family in SEVERAL else residual[-1:]
     return [
         AlignConfig(heads="permutation"),
         AlignConfig(attention="invertible", ffn="none", scaling="sequential"),
