@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -349,8 +350,12 @@ class CandidateFiles:
         loaded = [load(model, like=candidate.anchor) for model in candidate.models]
         batches = [batch for data in self.training for batch in data.batches]
         options = FitConfig(steps=STEPS, minutes=seconds / 60, seed=self.config.seed)
-        result = fit(
-            loaded[0], loaded[1:], batches, None, options, lambda done, total, _: tell("learning", done, total)
-        )
+        began = time.perf_counter()
+
+        def watch(done: int, total: int, _: dict[str, float]) -> None:
+            in_time = done * seconds / (time.perf_counter() - began)
+            tell("learning", done, min(total, max(done, in_time)))
+
+        result = fit(loaded[0], loaded[1:], batches, None, options, watch)
         result.write(candidate.anchor, {file: model for model, file in files.items()}, self.tied)
         return files
