@@ -243,9 +243,8 @@ def _vanished_variance(merged: str, spreads: dict[str, dict[str, tuple[float, fl
     least, most = min(shares, key=lambda n: shares[n]), max(shares, key=lambda n: shares[n])
     first = next((layer for layer, share in shares.items() if share < FADED), None)
     if first is not None:
-        problem = (
-            f"outputs fade to {shares[least]:.2f} of the parents' in {least}; this layer is the first below {FADED}"
-        )
+        lowest = "" if least == first else f", and to {shares[least]:.2f} in {least}"
+        problem = f"outputs fade to {shares[first]:.2f} of the parents'{lowest}; it is the first layer below {FADED}"
         remedy = "align the models first ('preset: far'), then 'delegate: refit' or 'rotation-merge polish'"
         yield Cause("vanished variance", 0.75, problem, first, remedy)
     elif shares[most] > SWOLLEN:
