@@ -1,6 +1,6 @@
 r"""Two bases of different shapes in common sizes, layer by layer.
 
-Each is widened (`widen`), its function unchanged, to sizes that hold both models; there the two are aligned like any
+Each is widened (`widen`), with the same outputs, to sizes that hold both models; there the two are aligned like any
 pair. A change that was moved to the new base's coordinates is then cut down to its own sizes: rows of an orthogonal map
 of the larger stream are a semi-orthogonal map between the two, heads and neurons that meet zeros are left over. The
 rest of the change does not fit the new base.

@@ -1,4 +1,4 @@
-"""Biases that do not change a softmax: an aligned donor takes the anchor's, its function unchanged.
+"""Biases that do not change a softmax: an aligned donor takes the anchor's; its outputs stay the same.
 
 Softmax is invariant to a term that all keys of a query share; without rotary positions a key's bias gives such a term,
 so it is arbitrary. As its shares sum to one, a value's bias b is the same as W_o b in the output map's bias c: ``(b,

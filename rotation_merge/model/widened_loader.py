@@ -1,4 +1,4 @@
-"""Reads a smaller model in another's sizes, its function unchanged (see `model/widen.py`)."""
+"""Reads a smaller model in another's sizes, with the same outputs (see `model/widen.py`)."""
 
 from __future__ import annotations
 
