@@ -17,7 +17,7 @@ from torch import Tensor
 from rotation_merge.averaging.methods import TENSOR, DelegateMethod, MergeLog, Plan, Source, Target, parameter
 
 RATIO = 2.0
-"""Changes of one map whose lengths differ by more than this factor are brought to the harmonic mean of these."""
+"""Where the lengths of a map's changes differ by more than this factor, the long ones are shortened."""
 
 WUDI_RIDGE = 0.05
 """Default strength of the pull of `wudi` towards its prior, relative to the mean eigenvalue of the Grams."""
@@ -46,7 +46,7 @@ COMMON = (
     parameter(
         "lengths",
         "auto",
-        "auto: even out lengths that differ by a factor of more than two; keep: leave them",
+        "auto: shorten long changes where lengths differ by a factor of more than two; keep: leave them",
         choices=("auto", "keep"),
     ),
 )
@@ -111,10 +111,10 @@ class TaskVectorMethod(DelegateMethod):
         """The merged change of one linear map."""
         if target.info.vocabulary_axis is not None and "sides" in parameters:
             parameters = {**parameters, "sides": "one"}  # rows of rare tokens have next to no change, and would grow
-        even, ratio = with_even_lengths(changes)
+        shortened, ratio = with_long_changes_shortened(changes)
         target.log.note("ratios", ratio)
         target.log.note("lengths", parameters["lengths"])
-        return self.change(even if parameters["lengths"] == "auto" else changes, weights, parameters)
+        return self.change(shortened if parameters["lengths"] == "auto" else changes, weights, parameters)
 
     def words(self, log: MergeLog) -> list[str]:
         ratios = log.facts.get("ratios", [])
@@ -126,7 +126,7 @@ class TaskVectorMethod(DelegateMethod):
         uneven = [ratio for ratio in ratios if ratio > RATIO]
         if uneven:
             keep = "keep" in log.facts["lengths"]
-            done = "they are kept ('lengths: keep')" if keep else "they are scaled to the harmonic mean"
+            done = "they are kept ('lengths: keep')" if keep else "the longer ones are shortened to the harmonic mean"
             lines.append(
                 f"In {len(uneven)} of {len(ratios)} linear maps they differ by a factor of more than {RATIO:g}: {done}."
             )
@@ -398,13 +398,13 @@ def mean_of(changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return sum((weight / total * d for d, weight in zip(changes, weights, strict=True)), torch.zeros_like(changes[0]))
 
 
-def with_even_lengths(changes: Sequence[Tensor]) -> tuple[list[Tensor], float]:
-    """Rescale changes to the harmonic mean of their lengths if these differ by more than `RATIO`.
+def with_long_changes_shortened(changes: Sequence[Tensor]) -> tuple[list[Tensor], float]:
+    """Shorten changes to the harmonic mean of their lengths if these differ by more than `RATIO`.
 
     Also returns the ratio of the longest to the shortest.
 
-    No change is divided by more than the number of changes, its share in their mean. (The harmonic mean never
-    multiplies by more, so tiny changes are not amplified.) Zero changes stay as they are and do not count.
+    No change is made longer, or divided by more than the number of changes, its share in their mean. Zero changes do
+    not count.
     """
     lengths = [float(d.norm()) for d in changes]
     counting = [length for length in lengths if length > 0.0]
@@ -412,7 +412,7 @@ def with_even_lengths(changes: Sequence[Tensor]) -> tuple[list[Tensor], float]:
     if ratio <= RATIO:
         return list(changes), ratio
     count, mean = len(counting), len(counting) / sum(1 / length for length in counting)
-    factors = [max(mean / length, 1 / count) if length else 1.0 for length in lengths]
+    factors = [min(1.0, max(mean / length, 1 / count)) if length else 1.0 for length in lengths]
     return [factor * d for factor, d in zip(factors, changes, strict=True)], ratio
 
 

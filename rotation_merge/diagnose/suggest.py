@@ -53,14 +53,14 @@ class Lengths:
     Attributes:
         lengths: by model.
         ratio: the longest over the shortest.
-        evened: whether the delegate brings them to one length.
+        shortened: whether the delegate shortens the long ones.
     """
 
     base: str
     delegate: str
     lengths: dict[str, float]
     ratio: float
-    evened: bool
+    shortened: bool
 
     @property
     def words(self) -> str:
@@ -69,8 +69,9 @@ class Lengths:
         lengths_text = f"lengths of changes to {self.base} in a few matrices: {each} (ratio {self.ratio:.2g})"
         if self.ratio <= RATIO:
             return lengths_text
-        if self.evened:
-            return f"{lengths_text}; {self.delegate} scales them to their harmonic mean ('lengths: keep' leaves them)"
+        if self.shortened:
+            shortened = "shortens the longer ones to the harmonic mean ('lengths: keep' leaves them)"
+            return f"{lengths_text}; {self.delegate} {shortened}"
         return f"{lengths_text}; the longest dominates with {self.delegate}: give it a lower 'weight'"
 
 
@@ -95,8 +96,8 @@ def lengths_of_changes(path: str) -> Lengths | None:
     except RotationMergeError:
         return None
     name, values = method.spec.name, config.parameters or {}
-    evened = isinstance(method, TaskVectorMethod) and values.get("lengths", "auto") == "auto"
-    return Lengths(str(recipe.base), name, dict(changes.lengths), changes.ratio, evened)
+    shortened = isinstance(method, TaskVectorMethod) and values.get("lengths", "auto") == "auto"
+    return Lengths(str(recipe.base), name, dict(changes.lengths), changes.ratio, shortened)
 
 
 def suggestions(path: str) -> list[Suggestion]:

@@ -22,7 +22,7 @@ from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskAr
 from torch import Tensor
 
 from rotation_merge.averaging.config import AdapterMergeConfig
-from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, mean_of, with_even_lengths
+from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, mean_of, with_long_changes_shortened
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.model.adapter_files import PEFT, AdapterFactors, LowRankFactors, read_adapter, write_adapter
 
@@ -145,7 +145,7 @@ def _merged(
     inputs = torch.linalg.qr(torch.cat([flat[0] for flat in flats if flat is not None], 0).mT)[0]
     unchanged = outputs.new_zeros(outputs.shape[1], inputs.shape[1])
     cores = [unchanged if flat is None else (outputs.mT @ flat[1]) @ (flat[0] @ inputs) for flat in flats]
-    even, ratio = with_even_lengths(cores)
+    shortened, ratio = with_long_changes_shortened(cores)
     if rule.entrywise:
         merged = rule.merge([outputs @ core @ inputs.mT for core in cores], weights, like.shape)
         u, s, v = _decomposed(merged, most)
@@ -153,7 +153,7 @@ def _merged(
         if like.embedding:
             merged = rule.mean(cores, weights)
         else:
-            merged = rule.merge(even if rule.evens else cores, weights, like.shape)
+            merged = rule.merge(shortened if rule.shortens else cores, weights, like.shape)
         u, s, v = torch.linalg.svd(merged, full_matrices=False)
         u, v = outputs @ u, v @ inputs.mT
     total = float(merged.square().sum())
@@ -204,13 +204,13 @@ class _Rule:
         merge: changes (outputs, inputs), weights, and the shape of the whole map, to the merged change.
         mean: the same for cores of embeddings, which are no linear maps.
         entrywise: whether it looks at single entries, so that cores do not do.
-        evens: whether long changes are shortened first.
+        shortens: whether long changes are shortened first.
     """
 
     merge: Callable[[Sequence[Tensor], Sequence[float], tuple[int, int]], Tensor]
     mean: Callable[[Sequence[Tensor], Sequence[float]], Tensor]
     entrywise: bool = False
-    evens: bool = False
+    shortens: bool = False
 
 
 def _rule(name: str, parameters: dict[str, Any]) -> _Rule:
@@ -251,7 +251,7 @@ def _of_task_vectors(method: TaskVectorMethod, values: dict[str, Any]) -> _Rule:
         merged = mean_of(changes, weights) * (sum(weights) if values["others"] == "sum" else 1.0)
         return float(values["lambda"]) * merged
 
-    return _Rule(merge, mean, evens=values["lengths"] == "auto")
+    return _Rule(merge, mean, shortens=values["lengths"] == "auto")
 
 
 def _check_known(method: str, parameters: Mapping[str, Any], known: Sequence[str] | Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from rotation_merge.averaging.task_vectors import (
     both_sides,
     mean_of,
     one_side,
-    with_even_lengths,
+    with_long_changes_shortened,
 )
 
 BY_NAME = {method.spec.name: method for method in TASK_VECTORS}
@@ -132,18 +132,19 @@ def test_iso_evens_all_singular_values() -> None:
     torch.testing.assert_close(values, values[0].expand(4))
 
 
-def test_lengths_are_evened_where_they_differ_by_more_than_two() -> None:
+def test_long_changes_are_shortened_where_lengths_differ_by_more_than_two() -> None:
     short = random(3, 3)
     long = random(3, 3, seed=1)
     long *= 2.5 * short.norm() / long.norm()
-    even, ratio = with_even_lengths([short, long, torch.zeros(3, 3).double()])
+    shortened, ratio = with_long_changes_shortened([short, long, torch.zeros(3, 3).double()])
     assert ratio == pytest.approx(2.5)
     harmonic = 2 / (1 / short.norm() + 1 / long.norm())
-    assert [float(d.norm()) for d in even[:2]] == pytest.approx([float(harmonic)] * 2)
-    assert not even[2].any()
-    assert torch.equal(with_even_lengths([short, 1.5 * short])[0][0], short)
-    least, most = with_even_lengths([short, 1e9 * long])[0]  # by no more than the number of changes
-    torch.testing.assert_close(least, 2 * short)
+    assert torch.equal(shortened[0], short)
+    assert float(shortened[1].norm()) == pytest.approx(float(harmonic))
+    assert not shortened[2].any()
+    assert torch.equal(with_long_changes_shortened([short, 1.5 * short])[0][0], short)
+    least, most = with_long_changes_shortened([short, 1e9 * long])[0]  # by no more than the number of changes
+    torch.testing.assert_close(least, short)
     torch.testing.assert_close(most, 0.5e9 * long)
 
 
