@@ -53,7 +53,8 @@ UNREADABLE = (OSError, SafetensorError, LookupError, ValueError, TypeError, Attr
 class Unfinished:
     """The folder `OUT.unfinished`, as a context manager: kept if the run is interrupted, removed when it ends.
 
-    It is also removed on a user error, unless it was there before, or holds results from before the disk became full.
+    Unless it was there before, it is also removed if it holds no results yet, and on a user error other than a full
+    disk.
 
     Args:
         out: the output that it stands beside.
@@ -69,7 +70,8 @@ class Unfinished:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         full = isinstance(error, SpaceError) and any(self.path.glob(f"*{ENTRY}"))
-        if error is None or (self.new and not full and isinstance(error, RotationMergeError)):
+        useless = not self.path.exists() or self.is_empty() or (isinstance(error, RotationMergeError) and not full)
+        if error is None or (self.new and useless):
             self.remove()
 
     def remove(self) -> None:
