@@ -214,14 +214,14 @@ def merged(work: Path, scratch: Path, found: dict[str, Task], merge: Merge) -> t
     base = {"model": str(work / "base"), "parameters": {"weight": 0.0}}
     of_changes = parameters["delegate"] in ("task_arithmetic", *WITHOUT_DATA)
     models: list[dict[str, Any]] = [] if of_changes else [base]
-    steps = parameters.get("polish")
-    samples = {name: scratch / f"{name}-{count}.jsonl" for name in found}
+    steps, samples = parameters.get("polish"), list[str]()
     began = time.process_time()
     for name, task in found.items():
         own: dict[str, Any] = dict(weight)
         if count:
-            data = texts(samples[name], task.training[:count], tokenizer)
-            own |= {} if steps else {"data": data}
+            samples.append(texts(scratch / f"{name}-{count}.jsonl", task.training[:count], tokenizer))
+        if count and not steps:
+            own["data"] = samples[-1]
         if kind:
             model, data = str(work / name), own.pop("data")
             own["statistics"] = str(scratch / f"{name}-{count}-{kind}.safetensors")
@@ -239,8 +239,7 @@ def merged(work: Path, scratch: Path, found: dict[str, Task], merge: Merge) -> t
     merge_recipe(yaml.safe_dump(recipe, sort_keys=False), str(out))
     if steps:
         config = rm.PolishConfig(samples=count, steps=steps)
-        teachers = [str(work / name) for name in found]
-        trained = rm.polish(str(out), teachers, [str(samples[name]) for name in found], config)
+        trained = rm.polish(str(out), [str(work / name) for name in found], samples, config)
         trained.save_pretrained(out := scratch / "polished")
     return {name: out / "heads" / name for name in found}, time.process_time() - began
 

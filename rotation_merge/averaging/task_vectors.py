@@ -389,7 +389,8 @@ def rounding_error(weight: Tensor) -> float:
     """
     outputs, inputs = weight.shape[-2:]
     share = outputs**-0.5 + inputs**-0.5
-    return torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps * share * float(weight.double().norm())
+    norm = float(torch.linalg.vector_norm(weight, dtype=torch.float64))  # without a copy in float64
+    return torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps * share * norm
 
 
 def mean_of(changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -123,11 +123,11 @@ class OpenedModel:
         config, changes = {**self.config, **changed}, {**self.changed, **changed}
         return replace(self, source=ReorderedClasses(self.source, rows), config=config, changed=changes)
 
-    def with_classes_of(self, other: PairedModel) -> OpenedModel:
-        """The same with its classes in the order of another model, if both name the same ones."""
-        if sorted(labels(self.config)) != sorted(labels(other.config)):
+    def with_classes_of(self, anchor: PairedModel) -> OpenedModel:
+        """The same with its classes in the anchor's order, if both name the same ones."""
+        if sorted(labels(self.config)) != sorted(labels(anchor.config)):
             return self
-        return self.with_classes(label_rows(other, self.member))
+        return self.with_classes(label_rows(anchor, self.member))
 
     @cached_property
     def unread(self) -> list[str]:
