@@ -32,7 +32,7 @@ from rotation_merge.cli.paths import (
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.config import option
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.files.ledger import Unfinished
+from rotation_merge.files.ledger import STATE, Unfinished
 from rotation_merge.files.outputs import FILE, Output
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, VaryingOptions
@@ -40,8 +40,6 @@ from rotation_merge.run.data import KINDS, described, read_batches
 from rotation_merge.run.data_checks import check_labels
 from rotation_merge.run.functions import load, stored_dtype, to_stored_dtype
 from rotation_merge.run.sample_kinds import ReadingConfig
-
-STATE = "state.safetensors"
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from rotation_merge.matching.teachers import AnsweredSamples
     from rotation_merge.record import MergeReport
 
-STATE = "state.safetensors"
-
 
 class MultiValueCommand(click.Command):
     """Options may be followed by several values: `--teachers A B`."""
@@ -104,7 +102,7 @@ def polished(
     """
     from rotation_merge.averaging.low_rank import with_lora
     from rotation_merge.averaging.polish import PolishOptions, SharedBody, check_trainable, polish
-    from rotation_merge.files.ledger import Unfinished
+    from rotation_merge.files.ledger import STATE, Unfinished
     from rotation_merge.model.checkpoint import open_model, parse_reference
     from rotation_merge.model.heads import head_names, heads_of_teachers
     from rotation_merge.model.sentence import read_modules

@@ -43,6 +43,9 @@ MARK = "run.txt"
 ENTRY = ".safetensors"
 """Suffix of the files of entries."""
 
+STATE = f"state{ENTRY}"
+"""The file in such a folder with the state of training."""
+
 SECONDS = 60.0
 """Seconds of matching before anything is written, and between two writes of unfinished work."""
 
