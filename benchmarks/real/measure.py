@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from record import Table
 
 from rotation_merge.averaging.task_vectors import added_by_wudi
+from rotation_merge.carrying.judge import DRAWS, RecoveredLift, random_change
 
 PIECES, LENGTH = 8, 256
 SCALES = (0.4, 0.7, 1.0, 1.3)
@@ -471,7 +472,8 @@ def carry(bench: Bench) -> None:
 def carried(bench: Bench, name: str) -> Iterator[dict[str, str]]:
     """Rows of one fine-tune."""
     task, new = name.partition("-")[0], bench.judged("new-base")
-    gain = bench.judged("base")[task] - bench.judged(name)[task]
+    tuned = bench.judged(name)[task]
+    gain = bench.judged("base")[task] - tuned
     there = f"{task}-new" if (bench.root / f"{task}-new").exists() and "lora" not in name else None
     possible = new[task] - bench.judged(there)[task] if there else None
 
@@ -483,13 +485,14 @@ def carried(bench: Bench, name: str) -> Iterator[dict[str, str]]:
             "loss": f"{figures[task]:.3f}",
             "base's own text": f"{figures['own']:.3f}",
             "recovered lift": f"{(new[task] - figures[task]) / gain:.1%}",
+            "of the way to the fine-tune": f"{(new[task] - figures[task]) / (new[task] - tuned):.1%}",
             "of a fine-tune there": f"{(new[task] - figures[task]) / possible:.1%}" if possible else "",
             "random changes": f"{chance['mean']:.1%} ± {chance['standard error']:.1%}" if chance else "",
             "net of controls": f"{figures['net']:.1%}" if chance else "",
             "seconds": f"{figures['seconds']:.0f}" if "seconds" in figures else "",
         }
 
-    yield {**row("on its own base", bench.judged(name)), "recovered lift": "", "of a fine-tune there": ""}
+    yield row("on its own base", bench.judged(name))
     yield row("not at all: the new base", new)
     if there is not None:
         yield row("not at all: the new base, fine-tuned as long", bench.judged(there))
@@ -516,16 +519,34 @@ def by_command(bench: Bench, name: str, options: Iterable[object]) -> dict[str, 
 
 
 @torch.no_grad()
-def added(bench: Bench, tuned: str, task: str, by_wudi: bool = False) -> dict[str, float]:
-    """The fine-tune's change on the new base, as it stands, or as `carry` merges it with the new base's own change."""
+def added(bench: Bench, tuned: str, task: str, by_wudi: bool = False) -> dict[str, Any]:
+    """The fine-tune's change on the new base, as it stands, or as `carry` merges it with the new base's own change.
+
+    Its controls are ten random changes with the same singular values, and the negated change.
+    """
     model = read(bench.root / "new-base")
     old, changed = read(bench.root / "base").state_dict(), read(bench.root / tuned).state_dict()
-    for name, tensor in model.named_parameters():  # a tied head once
-        change = changed[name] - old[name]
-        if by_wudi and name.endswith("proj.weight"):
-            change = added_by_wudi((tensor - old[name]).double(), change.double())
-        tensor += change
-    return bench.judge(model, (task, "own"))
+    new = {name: tensor.clone() for name, tensor in model.named_parameters()}  # a tied head once
+    changes = {name: changed[name] - old[name] for name in new}
+    if by_wudi:
+        for name in (name for name in new if name.endswith("proj.weight")):
+            changes[name] = added_by_wudi((new[name] - old[name]).double(), changes[name].double())
+
+    def losses(names: Iterable[str], control: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        for name, tensor in model.named_parameters():
+            tensor.copy_(new[name] + control(changes[name]))
+        return bench.judge(model, names)
+
+    figures, draw = losses((task, "own"), torch.clone), torch.Generator().manual_seed(0)
+    lift = RecoveredLift(
+        *(bench.judged(name)[task] for name in ("base", tuned)),
+        *((each[task], each["own"]) for each in (bench.judged("new-base"), figures)),
+        "wudi" if by_wudi else "plain addition",
+        controls=tuple(losses((task,), partial(random_change, draw=draw))[task] for _ in range(DRAWS)),
+        negated=losses((task,), torch.neg)[task],
+    )
+    facts = lift.facts()
+    return {**figures, "random": facts["random controls"], "net": facts["net of controls"]}
 
 
 def on_new_base(bench: Bench, out: Path) -> PreTrainedModel:
