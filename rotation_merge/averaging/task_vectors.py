@@ -37,6 +37,9 @@ ZERO = 1e-9
 PRIOR = 0.7
 """Factor of the sum of the changes in the prior of `both` sides."""
 
+NEARER = 0.9
+"""A change from the rounded base is this much shorter, where a model was trained from it."""
+
 COMMON = (
     ParameterSpec("weight", float, ParameterScope.INPUT, 1.0, "importance of each model"),
     parameter("lambda", 1.0, "factor of the merged change"),
@@ -55,7 +58,13 @@ CONTRACT = InputContract(base=BasePolicy.REQUIRED, min_non_base=1)
 
 
 class TaskVectorMethod(DelegateMethod):
-    """A delegate that merges the changes of each linear map, and adds the result to the base's map."""
+    """A delegate that merges the changes of each linear map, and adds the result to the base's map.
+
+    Attributes:
+        sees_rounding: whether its rule tells directions of a change from those that rounding made.
+    """
+
+    sees_rounding = False
 
     def change(
         self,
@@ -69,8 +78,8 @@ class TaskVectorMethod(DelegateMethod):
         Args:
             changes: of the models, (outputs, inputs) each, float64; not all zero.
             weights: importances, positive.
-            parameters: of the method; and `rounding`, of each change the largest singular value that the rounding of
-                its weights gives it, over its norm. Without that entry changes are exact.
+            parameters: of the method; and where it sees rounding, `rounding`: of each change the largest singular
+                value that the rounding of its weights gives it, over its norm. Without that entry changes are exact.
             shape: of the map, where the changes are given in smaller orthonormal bases; None: theirs.
         """
         raise NotImplementedError
@@ -88,16 +97,14 @@ class TaskVectorMethod(DelegateMethod):
 
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
         base, *tuned_sources = sources
-        if all(torch.equal(source.weight, base.weight) for source in tuned_sources):
-            return base.weight
         start, weights = base.weight.double(), [source.share for source in tuned_sources]
-        changes = [(source.weight.to(start) - start).contiguous() for source in tuned_sources]
+        changes = [change_from(base.weight, source.weight) for source in tuned_sources]
+        if not any(bool(change.any()) for change in changes):
+            return base.weight
         if target.linear:
-            rounding = [
-                rounding_error(source.weight) / max(float(change.norm()), 1e-300)
-                for source, change in zip(tuned_sources, changes, strict=True)
-            ]
-            merged = self._map(changes, weights, target, {**parameters, "rounding": rounding})
+            if self.sees_rounding:
+                parameters = {**parameters, "rounding": _rounding_shares(tuned_sources, changes)}
+            merged = self._map(changes, weights, target, parameters)
         else:
             target.log.note("others", parameters["others"])
             merged = mean_of(changes, weights)
@@ -290,6 +297,7 @@ class Tsv(TaskVectorMethod):
         parameters=COMMON,
         contract=CONTRACT,
     )
+    sees_rounding = True
 
     def change(
         self,
@@ -336,6 +344,7 @@ class Iso(TaskVectorMethod):
         ),
         contract=CONTRACT,
     )
+    sees_rounding = True
 
     def change(
         self,
@@ -380,6 +389,28 @@ def _polar(matrix: Tensor) -> Tensor:
     """The nearest matrix with orthonormal rows or columns."""
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
     return u @ v
+
+
+def change_from(base: Tensor, tuned: Tensor) -> Tensor:
+    """The change of a model's tensor, float64.
+
+    A model may be stored in a narrower type than its base, and have been trained from the base in that type. Where it
+    is nearer to the rounded base, by more than a tenth, the base's rounding is no part of its change.
+    """
+    exact = tuned.double()
+    change = (exact - base.double()).contiguous()
+    if torch.promote_types(base.dtype, tuned.dtype) == tuned.dtype:
+        return change
+    from_rounded = (exact - base.to(tuned.dtype).double()).contiguous()
+    return from_rounded if float(from_rounded.norm()) < NEARER * float(change.norm()) else change
+
+
+def _rounding_shares(sources: Sequence[Source], changes: Sequence[Tensor]) -> list[float]:
+    """`rounding_error` of each model's weights over the norm of its change."""
+    return [
+        rounding_error(source.weight) / max(float(change.norm()), 1e-300)
+        for source, change in zip(sources, changes, strict=True)
+    ]
 
 
 def rounding_error(weight: Tensor) -> float:

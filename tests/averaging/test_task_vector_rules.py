@@ -17,6 +17,7 @@ from rotation_merge.averaging.task_vectors import (
     TaskVectorMethod,
     added_by_wudi,
     both_sides,
+    change_from,
     mean_of,
     one_side,
     with_long_changes_shortened,
@@ -146,6 +147,17 @@ def test_long_changes_are_shortened_where_lengths_differ_by_more_than_two() -> N
     least, most = with_long_changes_shortened([short, 1e9 * long])[0]  # by no more than the number of changes
     torch.testing.assert_close(least, short)
     torch.testing.assert_close(most, 0.5e9 * long)
+
+
+def test_the_rounding_of_a_base_is_no_change_of_a_model_that_was_trained_from_the_rounded_base() -> None:
+    base = random(20, 30).float()
+    assert not change_from(base, base.bfloat16()).any()
+    step = torch.where(random(20, 30, seed=1) > 1.5, 1 + 2**-7, 1.0).float()
+    tuned = (base.bfloat16().float() * step).bfloat16()
+    assert torch.equal(change_from(base, tuned), tuned.double() - base.bfloat16().double())
+    tuned = (base + 0.1 * random(20, 30, seed=2).float()).bfloat16()  # trained from the base itself
+    assert torch.equal(change_from(base, tuned), tuned.double() - base.double())
+    assert torch.equal(change_from(base.bfloat16(), base), base.double() - base.bfloat16().double())
 
 
 @pytest.mark.parametrize("name", list(BY_NAME))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from cli_support import run
-from plugin_support import merged, mergekit_yaml, one_error
+from plugin_support import merged, mergekit_yaml, one_error, write_adapter
 from residual_support import Checkpoint, checkpoint, twin
 
 NAMES = ("wudi", "tsv", "iso")
@@ -22,7 +22,7 @@ def tuned(base: Checkpoint, where: Path, seed: int, noise: float = 0.01) -> Chec
     return base.write(moved, where)
 
 
-def recipe(base: Path, *models: Path, dtype: str = "float32", **parameters: Any) -> dict[str, Any]:
+def recipe(base: Path, *models: Path | str, dtype: str | None = "float32", **parameters: Any) -> dict[str, Any]:
     return {
         "merge_method": "rotation_merge",
         "base_model": str(base),
@@ -67,6 +67,38 @@ def test_storage_is_rounded_once_and_weights_count(three: list[Checkpoint], tmp_
     state = three[1].state
     for name, tensor in result.items():
         torch.testing.assert_close(tensor, state[name].bfloat16(), atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_result_is_rounded(name: str, three: list[Checkpoint], tmp_path: Path) -> None:
+    """Of changes that are rounded before they are merged, some entries vanish and others double."""
+    base, one, two = (c.path for c in three)
+    exact = merged(recipe(base, one, two, delegate=name), tmp_path / "exact")
+    rounded = merged(recipe(base, one, two, dtype="bfloat16", delegate=name), tmp_path / "rounded")
+    for tensor, values in exact.items():
+        assert torch.equal(rounded[tensor], values.bfloat16()), tensor
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_adapters_of_a_base_in_bfloat16_are_merged_unrounded(name: str, tmp_path: Path) -> None:
+    whole = checkpoint("llama", "llama", tmp_path / "whole")
+    base = whole.write({key: x.bfloat16() for key, x in whole.state.items()}, tmp_path / "base")
+    maps = [key.removesuffix(".weight") for key, x in base.state.items() if x.ndim == 2 and "layers" in key]
+    models = []
+    for seed in (1, 2):
+        generator, factors = torch.Generator().manual_seed(seed), {}
+        for key in maps:
+            outputs, inputs = base.state[f"{key}.weight"].shape
+            factors[f"base_model.model.{key}.lora_A.weight"] = torch.randn(2, inputs, generator=generator)
+            factors[f"base_model.model.{key}.lora_B.weight"] = 1e-3 * torch.randn(outputs, 2, generator=generator)
+        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "base_model_name_or_path": str(base.path)}
+        models.append(f"{base.path}+{write_adapter(config, factors, tmp_path / f'adapter-{seed}')}")
+    exact = merged(recipe(base.path, *models, delegate=name), tmp_path / "exact")
+    for dtype in ("bfloat16", None):
+        asked = recipe(base.path, *models, dtype=dtype, delegate=name)
+        rounded = merged({key: x for key, x in asked.items() if x is not None}, tmp_path / str(dtype))
+        for tensor, values in exact.items():
+            assert torch.equal(rounded[tensor], values.bfloat16()), tensor
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from mergekit.common import ModelReference, dtype_from_name
+from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
 from mergekit.graph import Task
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
+from rotation_merge.averaging.methods import BLOCK, TENSOR, plan_of
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.mergekit_plugin.planning.blocks import BlockPart, OutputBlock, same_block
 from rotation_merge.mergekit_plugin.planning.donors import Donor, Donors
 from rotation_merge.mergekit_plugin.planning.tasks import CarriedTensor, LabelledLoad, Loads, MatchBlock, MoveTensor
 from rotation_merge.mergekit_plugin.recipe.donor import title
 from rotation_merge.model.biases import holders, inputs
+from rotation_merge.model.held_model import HeldModel
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class BlockMoves:
             run=self.donors.run if carried else None,
             donor_name=str(source.model),
             rows=move.rows if carried and framed.vocabulary_axis is not None else None,
-            dtype=dtype_from_name(recipe.config.dtype) or self._stored(move.source, info),
+            dtype=self._moved_dtype(move.source, info),
             scale=move.scale,
         )
         return (task,) * len(names)
@@ -138,6 +140,7 @@ class BlockMoves:
         """The anchor's tensor with the source's change, fitted to samples."""
         names = self.out.names(info)
         base = self._same_block(self.donors.recipe.base, move.frame)
+        dtype = self._moved_dtype(base, info) if self._unrounded(info) else self.donors.recipe.dtype
         assert move.carrying is not None
         task = CarriedTensor(
             key=f"{self.out.number}:{move.source.model}:{info.key}",
@@ -147,17 +150,28 @@ class BlockMoves:
             carrying=move.carrying,
             anchor=self.loads(base, self.folded_from(move.frame, [info.key])),
             fold=self.fold,
-            dtype=dtype_from_name(self.donors.recipe.config.dtype),
+            dtype=dtype,
         )
         return (task,) * len(names)
 
-    def _stored(self, source: BlockPart, info: TensorInfo) -> torch.dtype | None:
-        """Dtype of a tensor in a model with an adapter; None for other models, which need none."""
-        if source.model.lora is None:
-            return None
+    def storage(self, source: BlockPart, info: TensorInfo) -> torch.dtype | None:
+        """Dtype in which a source's tensor would be written: the recipe's, else that of its file; None: in memory."""
+        model = self.donors.models[source.model]
+        if self.donors.recipe.dtype is not None or isinstance(model, HeldModel):
+            return self.donors.recipe.dtype
         model_info = source.block.tensor(info.key) or info
-        dtypes = self.donors.models[source.model].dtypes
-        return next((dtypes[name] for name in (*model_info.names, *model_info.tied) if name in dtypes), None)
+        return next((model.dtypes[n] for n in (*model_info.names, *model_info.tied) if n in model.dtypes), None)
+
+    def _moved_dtype(self, source: BlockPart, info: TensorInfo) -> torch.dtype | None:
+        """Dtype that a moved tensor is rounded to; None: that of the tensor as it is read."""
+        if self._unrounded(info):
+            return torch.promote_types(self.storage(source, info) or torch.float32, torch.float32)
+        return self.donors.recipe.dtype if source.model.lora is None else self.storage(source, info)
+
+    def _unrounded(self, info: TensorInfo) -> bool:
+        """Whether a delegate of our own takes the tensor: it rounds the result alone, since changes are small."""
+        recipe = self.donors.recipe
+        return plan_of(recipe.delegate).unit in (TENSOR, BLOCK) and not recipe.excluded(self.out.names(info)[0])
 
     def loads(self, source: BlockPart, keys: Iterable[str]) -> Loads:
         """Loads of some tensors of a source's block, labelled by the names they have in the output."""

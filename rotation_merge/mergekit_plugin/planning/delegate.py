@@ -117,6 +117,7 @@ class OutputPlanner:
             dict(request.parameters),
             linear is not None and linear.reads < linear.gives,
             request.label,
+            request.dtype,
         )
         needs = {f"{i}:{j}": task for i, part in enumerate(parts) for j, task in enumerate(part.tasks)}
         key = f"merge:{request.key}"
@@ -155,12 +156,12 @@ class MergedSource:
         if not first.is_floating_point() or name not in self._infos:
             return first
         work = torch.promote_types(first.dtype, torch.float32)
-        tensors = {model: source[name].to(work) for model, source in self.sources.items()}
+        tensors = {model: source[name] for model, source in self.sources.items()}
         block, info = self._infos[name]
         linear = linear_map(block, info)
         target = Target(info, linear is not None, None, self.log)
         flipped = linear is not None and linear.reads < linear.gives
-        return merge_tensor(self.method, target, self.parts, self.parameters, flipped, name, tensors)
+        return merge_tensor(self.method, target, self.parts, self.parameters, flipped, name, work, tensors)
 
 
 def merge_tensor(
@@ -170,15 +171,17 @@ def merge_tensor(
     parameters: Mapping[str, Any],
     flipped: bool,
     label: str,
+    dtype: torch.dtype | None,
     tensors: Mapping[ModelReference, Tensor],
     **results: Mapping[str, Any],
 ) -> Tensor:
-    """One output tensor, in the dtype of the first model's.
+    """One output tensor.
 
     Args:
         parts: of the models with nonzero weight, the anchor first: weights and further inputs.
         flipped: whether a linear map is stored as (inputs, outputs).
         label: its name in the output.
+        dtype: of the result, to which it is rounded; None: that of the first model's tensor.
         tensors: in the anchor's coordinates, vocabularies brought together.
         results: of the tasks of `parts`, as `MODEL:TASK` by their numbers.
 
@@ -205,7 +208,7 @@ def merge_tensor(
             merged = method.merge(sources, target, parameters)
     except StatisticsError as error:
         raise StatisticsError(error.what, where=error.where or label, remedy=error.remedy) from error
-    return (merged.mT if flipped else merged).to(first.device, first.dtype)
+    return (merged.mT if flipped else merged).to(first.device, dtype or first.dtype)
 
 
 def _row(source: Source, row: int) -> Source:

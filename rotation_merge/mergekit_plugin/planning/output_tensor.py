@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
 from mergekit.graph import Task
@@ -24,6 +25,7 @@ class OutputTensor:
         label: its name in the output.
         shares: weights of the models.
         parameters: the delegate's.
+        dtype: of the output; None: that of the anchor's tensor.
     """
 
     info: TensorInfo
@@ -34,6 +36,7 @@ class OutputTensor:
     reader: ConfigReader
     shares: Mapping[ModelReference, float]
     parameters: Mapping[str, Any]
+    dtype: torch.dtype | None = None
 
     @property
     def key(self) -> str:

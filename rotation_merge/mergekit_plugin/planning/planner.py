@@ -159,15 +159,16 @@ class RotationMergePlanner(MergePlanner):
         else:
             tasks_of = [(s.model, moves.tasks(s, info)) for s in sources]
         for piece, name in enumerate(names):
+            averaged = self.unit not in (STOCK, MODEL) and not self.recipe.excluded(name)
             gather = AlignedGather(
                 weight_info=ImmutableMap(data={}),
                 key=f"{out.number}:{name}",
                 label=name,
                 sources=tuple((model, tasks[piece], piece) for model, tasks in tasks_of),
-                storage=self.config.dtype,
+                storage=None if averaged else self.config.dtype,
             )
             originals = {s.model: (s.block.tensor(info.key) or info).names[piece] for s in sources}
-            if self.unit not in (STOCK, MODEL) and not self.recipe.excluded(name):
+            if averaged:
                 self._plan_average(info, piece, originals, gather, moves, reader)
             else:
                 self._plan_merge(info, name, originals, gather, reader)
@@ -194,10 +195,9 @@ class RotationMergePlanner(MergePlanner):
             t=reader.t,
         )
         shares = {model: float(values["weight"]) for model, values in per_input.items()}
-        gathered = self._with_vocabulary(weight, gather, reader)
-        self._tensors.append(
-            (weight, self.delegated.task(OutputTensor(info, piece, gathered, name, moves, reader, shares, shared)))
-        )
+        gathered, dtype = self._with_vocabulary(weight, gather, reader), moves.storage(moves.out.anchor, info)
+        output = OutputTensor(info, piece, gathered, name, moves, reader, shares, shared, dtype)
+        self._tensors.append((weight, self.delegated.task(output)))
 
     def _plan_merge(
         self,

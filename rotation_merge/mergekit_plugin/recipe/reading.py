@@ -9,7 +9,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from mergekit.common import ModelReference
+import torch
+from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import ConfigReader, MergeConfiguration, evaluate_setting
 from mergekit.merge_methods.base import MergeMethod
 
@@ -146,6 +147,11 @@ class Recipe:
         """A parameter of the whole merge, its default where it is not given."""
         value = self.values.get(name)
         return BY_NAME[name].default if value is None else value
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype that tensors are stored in; None: each in that of its file."""
+        return dtype_from_name(self.config.dtype)
 
     @property
     def unsupported(self) -> str:
