@@ -127,8 +127,9 @@ def merge_adapters(
     maps_by_module: dict[str, MergedMap] = {}
     for module in sorted({module for adapter in read for module in adapter.maps}):
         maps[module], maps_by_module[module] = _merged([a.maps.get(module) for a in read], shares, rule, chosen)
-    first = read[0]
-    return MergedAdapter(replace(first, maps=maps), tuple(a.path for a in read), maps_by_module)
+    base_weights = {name: tensor for adapter in read for name, tensor in adapter.base_weights.items()}
+    merged = replace(read[0], maps=maps, base_weights=base_weights)
+    return MergedAdapter(merged, tuple(adapter.path for adapter in read), maps_by_module)
 
 
 def _merged(
@@ -309,6 +310,12 @@ def _check_alike(read: Sequence[AdapterFactors], same_base: bool) -> None:
                     f"changes '{module}' of shape {list(factors.shape)}, {first.path} of {list(first_factors.shape)}"
                 )
                 raise CheckpointError(problem, where=adapter.path, remedy="they belong to different models")
+    known: dict[str, Tensor] = {}
+    for adapter in read:
+        for name, tensor in adapter.base_weights.items():
+            if not torch.equal(known.setdefault(name, tensor), tensor):
+                problem = f"holds another '{name}' of the base than the adapters before it"
+                raise CheckpointError(problem, where=adapter.path, remedy="they belong to different bases")
     if not any(set(first.maps) & set(adapter.maps) for adapter in read[1:]) and first.form != PEFT:
         raise CheckpointError(
             f"has no map in common with {first.path}", where=read[1].path, remedy="they belong to different models"

@@ -6,6 +6,7 @@ files are those of kohya's scripts (`lora_down`, `lora_up`, `alpha`) and of diff
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -20,15 +21,22 @@ from torch import Tensor
 from rotation_merge.errors import CheckpointError
 from rotation_merge.files.durable import replacing
 from rotation_merge.linalg.finite import all_finite
-from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
+from rotation_merge.model.adapters import ADAPTER_FILES, Adapter, damaged, lora_scale
 from rotation_merge.model.hub import downloaded, is_hub_name
 from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.output import staged
 
-FILE_FORMS = {"kohya": ("lora_down.weight", "lora_up.weight"), "diffusers": ("lora_A.weight", "lora_B.weight")}
+DIFFUSERS = "diffusers"
+FILE_FORMS = {"kohya": ("lora_down.weight", "lora_up.weight"), DIFFUSERS: ("lora_A.weight", "lora_B.weight")}
 """Endings of the names of A and B in single files, by who writes them so."""
 
+HEADER_CONFIG = "lora_adapter_metadata"
+"""Name under which diffusers stores peft's configs in a file's header."""
+
 PEFT = "peft"
+BASE_LAYER = ".base_layer."
+"""In the names of weights of the base that peft stores where an embedding or a head has factors."""
+
 SUFFIX = ".safetensors"
 IN_BASE = "merge it into its base model first, then merge the models"
 
@@ -63,6 +71,13 @@ class LowRankFactors:
         """A (rank, inputs) and s B (outputs, rank), float64."""
         return self.a.double().flatten(1), self.scale * self.b.double().flatten(1)
 
+    def of_rank(self, rank: int) -> LowRankFactors:
+        """The same change with factors of a larger rank, filled with zeros."""
+        more = rank - self.rank
+        a = torch.cat([self.a, self.a.new_zeros(more, *self.a.shape[1:])])
+        b = torch.cat([self.b, self.b.new_zeros(len(self.b), more, *self.b.shape[2:])], 1)
+        return replace(self, a=a, b=b)
+
     def with_flat(self, a: Tensor, b: Tensor) -> LowRankFactors:
         """Other factors of the same map, in this one's shapes and types, with the scale 1."""
         a_shape, b_shape = (len(a), *self.a.shape[1:]), (len(b), len(a), *self.b.shape[2:])
@@ -76,12 +91,14 @@ class AdapterFactors:
     Attributes:
         form: `peft`, `kohya` or `diffusers`.
         config: peft's; empty for single files.
+        base_weights: weights of the base that peft stores beside the factors of an embedding or a head, by its names.
     """
 
     path: str
     form: str
     maps: Mapping[str, LowRankFactors]
     config: Mapping[str, Any] = field(default_factory=dict)
+    base_weights: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def base(self) -> str | None:
@@ -104,17 +121,20 @@ def _read_folder(path: str) -> AdapterFactors:
     adapter = Adapter(path)
     if adapter.config.get("target_parameters"):
         raise CheckpointError("changes stacked experts ('target_parameters')", where=path, remedy=IN_BASE)
-    maps = {}
+    maps, base_weights = {}, {}
     for name, change in adapter.changes.items():
         if change.magnitude is not None:
             raise CheckpointError("is a DoRA: its changes are not of low rank", where=path, remedy=IN_BASE)
-        if change.value is not None or change.shift is not None:
+        of_base = change.value is not None and change.a is not None and BASE_LAYER in change.value
+        if (change.value is not None and not of_base) or change.shift is not None:
             kind = "holds" if change.value is not None else "changes the bias"
             raise CheckpointError(f"{kind} '{name}', which has no factors", where=path, remedy=IN_BASE)
+        if change.value is not None:
+            base_weights[change.value] = adapter.tensor(change.value)
         factors = adapter.factors(name)
         assert factors is not None
         maps[name.removesuffix(".weight")] = LowRankFactors(*factors, embedding=change.embedding)
-    return AdapterFactors(path, PEFT, maps, adapter.config)
+    return AdapterFactors(path, PEFT, maps, adapter.config, base_weights)
 
 
 def _read_file(path: str) -> AdapterFactors:
@@ -123,6 +143,7 @@ def _read_file(path: str) -> AdapterFactors:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            config = _stored_config(file.metadata() or {}, path)
     except (SafetensorError, OSError) as error:
         raise CheckpointError("cannot be read", where=path, remedy="download it again") from error
     unsupported = next((name for name in tensors if _OTHER_KINDS.search(name)), None)
@@ -134,19 +155,46 @@ def _read_file(path: str) -> AdapterFactors:
     down, up = FILE_FORMS[form]
     maps: dict[str, LowRankFactors] = {}
     for name in sorted(tensors):
-        module, leaf = name.removesuffix(f".{down}"), tensors[name]
-        if module == name:
-            if not name.endswith((f".{up}", ".alpha")):
-                raise CheckpointError(f"'{name}' is not a factor of a plain LoRA", where=path, remedy=IN_BASE)
-            continue
-        b = tensors.get(f"{module}.{up}")
-        if b is None or leaf.ndim < 2 or b.ndim < 2 or b.shape[1] != len(leaf):
-            raise CheckpointError(f"'{module}' lacks factors that fit", where=path, remedy="download it again")
-        alpha = tensors.get(f"{module}.alpha")
-        maps[module] = LowRankFactors(leaf, b, 1.0 if alpha is None else float(alpha) / len(leaf))
-        if not all_finite([leaf, b]):
-            raise CheckpointError(f"'{module}' holds NaN or infinity", where=path, remedy="download it again")
+        module = name.removesuffix(f".{down}")
+        if module != name:
+            maps[module] = _factors_of(module, tensors, (down, up), config, path)
+        elif not name.endswith((f".{up}", ".alpha")):
+            raise CheckpointError(f"'{name}' is not a factor of a plain LoRA", where=path, remedy=IN_BASE)
     return AdapterFactors(path, form, maps)
+
+
+def _stored_config(metadata: Mapping[str, str], path: str) -> dict[str, Any]:
+    """What diffusers stores of peft's configs in the header of a file, by `PREFIX.ENTRY`; empty if it stores none."""
+    try:
+        config = json.loads(metadata.get(HEADER_CONFIG, "{}"))
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise damaged(f"'{HEADER_CONFIG}' in its header is no mapping", path)
+    return config
+
+
+def _factors_of(
+    module: str, tensors: Mapping[str, Tensor], names: tuple[str, str], config: Mapping[str, Any], path: str
+) -> LowRankFactors:
+    """The factors of one module in a single file.
+
+    Args:
+        names: endings of the names of A and B.
+        config: see `_stored_config`.
+    """
+    a, b = tensors[f"{module}.{names[0]}"], tensors.get(f"{module}.{names[1]}")
+    alpha = tensors.get(f"{module}.alpha", torch.ones(()))
+    fits = b is not None and a.ndim >= 2 and b.ndim >= 2 and b.shape[1] == len(a) > 0 and alpha.numel() == 1
+    if b is None or not fits or any(size != 1 for size in b.shape[2:]):
+        raise CheckpointError(f"'{module}' lacks factors that fit", where=path, remedy="download it again")
+    if not all_finite([a, b, alpha]):
+        raise CheckpointError(f"'{module}' holds NaN or infinity", where=path, remedy="download it again")
+    if f"{module}.alpha" in tensors:
+        return LowRankFactors(a, b, float(alpha) / len(a))
+    prefix = module.partition(".")[0] + "."
+    own = {key.removeprefix(prefix): value for key, value in config.items() if key.startswith(prefix)} or config
+    return LowRankFactors(a, b, lora_scale(own, module, len(a), path) if "lora_alpha" in own else 1.0)
 
 
 def write_adapter(adapter: AdapterFactors, out: str) -> None:
@@ -164,7 +212,9 @@ def write_adapter(adapter: AdapterFactors, out: str) -> None:
         return
     down, up = FILE_FORMS[adapter.form]
     tensors = {}
-    for module, factors in adapter.maps.items():
+    most = max(factors.rank for factors in adapter.maps.values())
+    for module, stored in adapter.maps.items():
+        factors = stored.of_rank(most) if adapter.form == DIFFUSERS else stored  # whose loader assumes a single rank
         tensors[f"{module}.{down}"] = factors.a.contiguous()
         tensors[f"{module}.{up}"] = (factors.scale * factors.b).contiguous()
         if adapter.form == "kohya":
@@ -175,7 +225,7 @@ def write_adapter(adapter: AdapterFactors, out: str) -> None:
 
 def _in_peft(adapter: AdapterFactors) -> AdapterWeights:
     """peft's config and tensors; every change is B A, its scale 1."""
-    tensors = {}
+    tensors = dict(adapter.base_weights)
     for module, factors in adapter.maps.items():
         part = "lora_embedding_" if factors.embedding else "lora_"
         leaf = "" if factors.embedding else ".weight"

@@ -7,8 +7,10 @@ the peft library. Everything is read when it is asked for, and nothing is kept o
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -239,20 +241,7 @@ class Adapter:
 
     def scale(self, module: str, rank: int) -> float:
         """Factor of the product of a module's (or parameter's) factors."""
-        alpha = self._pattern("alpha_pattern", module, self.config.get("lora_alpha"))
-        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or rank < 1:
-            raise self._damaged(f"lora_alpha of '{module}' is {alpha!r}")
-        return float(alpha / (rank**0.5 if self.config.get("use_rslora") else rank))
-
-    def _pattern(self, entry: str, module: str, otherwise: Any) -> Any:
-        """The value of the first pattern that a module's name ends with."""
-        patterns = self.config.get(entry) or {}
-        if not isinstance(patterns, dict):
-            raise self._damaged(f"'{entry}' is not a mapping")
-        try:
-            return next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", module)), otherwise)
-        except re.error as error:
-            raise self._damaged(f"'{entry}' holds a pattern that cannot be read ({error})") from error
+        return lora_scale(self.config, module, rank, self.path)
 
     def _check_changes(self) -> None:
         if not self.changes:
@@ -269,4 +258,32 @@ class Adapter:
                 raise self.refusal(f"'{name}': DoRA of an embedding or a convolution")
 
     def _damaged(self, problem: str) -> CheckpointError:
-        return CheckpointError(problem, where=self.path, remedy="the adapter is damaged; download it again")
+        return damaged(problem, self.path)
+
+
+def lora_scale(config: Mapping[str, Any], module: str, rank: int, path: str) -> float:
+    """Factor of the product of a module's factors, by peft's config.
+
+    Raises:
+        CheckpointError: the config of the adapter at `path` gives none.
+    """
+    alpha = _of_pattern(config, "alpha_pattern", module, config.get("lora_alpha"), path)
+    number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
+    if not number or rank < 1:
+        raise damaged(f"lora_alpha of '{module}' is {alpha!r}", path)
+    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+
+
+def _of_pattern(config: Mapping[str, Any], entry: str, module: str, otherwise: Any, path: str) -> Any:
+    """The value of the first pattern that a module's name ends with."""
+    patterns = config.get(entry) or {}
+    if not isinstance(patterns, dict):
+        raise damaged(f"'{entry}' is not a mapping", path)
+    try:
+        return next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", module)), otherwise)
+    except re.error as error:
+        raise damaged(f"'{entry}' holds a pattern that cannot be read ({error})", path) from error
+
+
+def damaged(problem: str, path: str) -> CheckpointError:
+    return CheckpointError(problem, where=path, remedy="the adapter is damaged; download it again")

@@ -269,6 +269,52 @@ def test_single_files_keep_their_names(form: dict[str, str], alpha: float | None
         torch.testing.assert_close(merged[module], (parts[0][module] + parts[1][module]) / 2, atol=1e-5, rtol=1e-5)
 
 
+def test_a_file_of_diffusers_has_one_rank(tmp_path: Path) -> None:
+    """Its loader takes the rank of the first map for every alpha, so that maps of other ranks would be scaled."""
+    both = write_kohya(tmp_path / "both.safetensors", 0, 2, None, DIFFUSERS)
+    alone = load_file(write_kohya(tmp_path / "alone.safetensors", 1, 3, None, DIFFUSERS))
+    save_file({key: x for key, x in alone.items() if "conv" in key}, tmp_path / "alone.safetensors")
+    paths = [str(both), str(tmp_path / "alone.safetensors")]
+    merged = merge_adapters(paths, "task_arithmetic")
+    assert [merged.maps[f"lora_unet_{name}"].rank for name in ("attn_to_q", "conv")] == [2, 5]
+    found, parts = changes(merged, tmp_path / "out.safetensors"), [of(path) for path in paths]
+    assert {len(x) for key, x in load_file(tmp_path / "out.safetensors").items() if "lora_A" in key} == {5}
+    for module, change in found.items():
+        torch.testing.assert_close(change, sum(part[module] for part in parts if module in part), atol=1e-5, rtol=1e-5)
+
+
+def test_scales_in_the_header_of_a_file_of_diffusers_count(tmp_path: Path) -> None:
+    config = {"r": 2, "lora_alpha": 8, "alpha_pattern": {"attn.to_k": 3}, "use_rslora": False}
+    modules = {"transformer.0.attn.to_q": 4.0, "transformer.0.attn.to_k": 1.5, "text_encoder.0.q_proj": 1.0}
+    paths = [str(tmp_path / f"{seed}.safetensors") for seed in range(2)]
+    for seed, path in enumerate(paths):
+        generator, tensors = torch.Generator().manual_seed(seed), {}
+        for module in modules:
+            tensors[f"{module}.lora_A.weight"] = torch.randn(2, 6, generator=generator)
+            tensors[f"{module}.lora_B.weight"] = torch.randn(5, 2, generator=generator)
+        stored = json.dumps({f"transformer.{key}": value for key, value in config.items()})
+        save_file(tensors, path, {"format": "pt", "lora_adapter_metadata": stored})
+    found = changes(merge_adapters(paths, "task_arithmetic"), tmp_path / "out.safetensors")
+    parts = [of(path) for path in paths]
+    for module, scale in modules.items():
+        torch.testing.assert_close(found[module], scale * sum(p[module] for p in parts), atol=1e-5, rtol=1e-5)
+
+
+def test_the_base_weight_that_peft_stores_beside_factors_of_an_embedding(tmp_path: Path) -> None:
+    """It is no change: equal ones are written again, others belong to other bases."""
+    key = "base_model.model.layers.0.q_proj.base_layer.weight"
+    weight = torch.randn(MAPS["q_proj"])
+    for seed, values in enumerate((weight, weight, None, weight + 1)):
+        file = write_peft(tmp_path / str(seed), seed) / "adapter_model.safetensors"
+        if values is not None:
+            save_file({**load_file(file), key: values}, file)
+    paths = [str(tmp_path / str(seed)) for seed in range(4)]
+    merge_adapters(paths[:3]).save(str(tmp_path / "out"))
+    assert torch.equal(load_file(tmp_path / "out" / "adapter_model.safetensors")[key], weight)
+    with pytest.raises(RotationMergeError, match="holds another"):
+        merge_adapters(paths)
+
+
 def test_the_command(three: list[str], tmp_path: Path) -> None:
     done = run("lora", *three, tmp_path / "out", "--method", "ties", "-p", "density=0.4", "--rank", "3", "--json")
     assert done.exit_code == 0, done.output
@@ -302,6 +348,18 @@ def test_bad_input_gets_one_line(three: list[str], tmp_path: Path) -> None:
     kohya = write_kohya(tmp_path / "k.safetensors", 0, 2, None, KOHYA)
     loha = tmp_path / "loha.safetensors"
     save_file({"m.hada_w1_a": torch.ones(2, 2)}, loha)
+    spoilt = {}
+    for name, tensors in {
+        "kernel": {"m.lora_up.weight": torch.ones(5, 2, 3, 3)},
+        "vector": {"m.alpha": torch.ones(2)},
+        "alpha": {"m.alpha": torch.tensor(float("nan"))},
+        "empty": {"m.lora_down.weight": torch.ones(0, 4, 3, 3), "m.lora_up.weight": torch.ones(5, 0, 1, 1)},
+    }.items():
+        plain = {"m.lora_down.weight": torch.ones(2, 4, 3, 3), "m.lora_up.weight": torch.ones(5, 2, 1, 1)}
+        spoilt[name] = tmp_path / f"{name}.safetensors"
+        save_file({**plain, **tensors}, spoilt[name])
+    save_file({"m.lora_A.weight": torch.ones(1, 2)}, tmp_path / "header.safetensors", {"lora_adapter_metadata": "["})
+    write_peft(tmp_path / "infinite", 9, lora_alpha=float("inf"))
     first, out = three[0], tmp_path / "out"
     for arguments, named in [
         ([first, out], "two adapters"),
@@ -312,6 +370,12 @@ def test_bad_input_gets_one_line(three: list[str], tmp_path: Path) -> None:
         ([first, kohya, out], "format of kohya"),
         ([first, loha, out], "hada_w1_a"),
         ([first, tmp_path / "nothing", out], "no LoRA adapter"),
+        ([first, spoilt["kernel"], out], "'m' lacks factors"),
+        ([first, spoilt["vector"], out], "'m' lacks factors"),
+        ([first, spoilt["empty"], out], "'m' lacks factors"),
+        ([first, spoilt["alpha"], out], "'m' holds NaN"),
+        ([first, tmp_path / "header.safetensors", out], "'lora_adapter_metadata' in its header"),
+        ([first, tmp_path / "infinite", out], "lora_alpha of 'layers.0"),
         ([*three, out, "--rank", "99"], "'rank' is 99"),
         ([*three, out, "--rank", "-1"], "'--rank' is -1"),
         ([*three, out, "--rank", "all"], "'--rank' is 'all'"),
