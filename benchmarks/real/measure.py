@@ -85,7 +85,12 @@ SHORT = (
 )
 """Rows that the README shows."""
 NOT_OF_RECIPE = ("weight", "density", "data", "measured", "searched", "ours", "method", "polished")
-TASKS = {"two": ("de", "fr"), "three": ("de", "fr", "c")}
+FINE_TUNES = {
+    "two": (("de-0", "fr-0"), ("de-1", "fr-1")),
+    "three": (("de-0", "fr-0", "c-0"), ("de-1", "fr-1", "c-1")),
+    "long": (("de-long", "fr-0"),),
+}
+"""Fine-tunes that are merged, for each seed; `long`: one is trained three times as long as the other."""
 
 
 class Bench:
@@ -261,31 +266,34 @@ def ensemble(models: list[PreTrainedModel], pieces: list[Tensor]) -> float:
 
 
 def merges(bench: Bench) -> None:
-    for size, tasks in reversed(TASKS.items()):
-        for seed in (0, 1):
-            merges_of(bench, seed, size, tasks)
-    for size, tasks in TASKS.items():
-        write_merges(bench, size, tasks)
+    for size, groups in reversed(FINE_TUNES.items()):
+        for seed, names in enumerate(groups):
+            merges_of(bench, f"{size}-{seed}", names)
+    for size, groups in FINE_TUNES.items():
+        write_merges(bench, size, groups)
 
 
-def merges_of(bench: Bench, seed: int, size: str, tasks: tuple[str, ...]) -> None:
-    models = [bench.root / f"{task}-{seed}" for task in tasks]
+def task_of(model: str) -> str:
+    return model.partition("-")[0]
+
+
+def merges_of(bench: Bench, key: str, names: tuple[str, ...]) -> None:
+    models, tasks = [bench.root / name for name in names], [task_of(name) for name in names]
     if not all(model.exists() for model in models):
         return
-    for name in ("base", *(model.name for model in models)):
+    for name in ("base", *names):
         bench.judged(name)
-    key = f"{size}-{seed}"
 
     def together() -> dict[str, Any]:
         loaded = [read(model) for model in models]
         return {name: ensemble(loaded, bench.pieces(name)) for name in NAMES}
 
     bench.once(f"{key} ensemble", together)
-    if size == "three" and (bench.root / "all-0").exists():
+    if len(names) == 3 and (bench.root / "all-0").exists():
         bench.judged("all-0")
     out = bench.root / "merged"
     for title, settings in MERGES.items():
-        if not bench.due(f"{key} {title}", title) or (title == "slerp" and size != "two"):
+        if not bench.due(f"{key} {title}", title) or (title == "slerp" and len(names) != 2):
             continue
         searched = settings.get("searched") and f"{key} {title}, best lambda"
         missing = [name for name in (f"{key} {title}", searched) if name and not bench.known(name)]
@@ -299,15 +307,18 @@ def merges_of(bench: Bench, seed: int, size: str, tasks: tuple[str, ...]) -> Non
             bench.once(searched, partial(dict, {**bench.judge(model, NAMES), **paid, "lambda": scale}))
 
 
-def write_merges(bench: Bench, size: str, tasks: tuple[str, ...]) -> None:
+def write_merges(bench: Bench, size: str, groups: tuple[tuple[str, ...], ...]) -> None:
     """The table of one number of tasks: means over the seeds, and half their range."""
     table = Table(f"real-merges-{size}", KEPT, keep=["merge"])
-    seeds = [seed for seed in (0, 1) if bench.known(f"{size}-{seed} linear")]
+    seeds = [seed for seed in range(len(groups)) if bench.known(f"{size}-{seed} linear")]
+    if not seeds:
+        return
+    tasks = [task_of(name) for name in groups[0]]
     rows: dict[str, list[dict[str, Any]]] = {"base": [bench.figures("base")] * len(seeds)}
     for place, task in enumerate(tasks):
-        rows[f"tuned on {task} alone"] = [bench.figures(f"{tasks[place]}-{seed}") for seed in seeds]
+        rows[f"tuned on {task} alone"] = [bench.figures(groups[seed][place]) for seed in seeds]
     rows["each fine-tune on its own text"] = [
-        {**{task: bench.figures(f"{task}-{seed}")[task] for task in tasks}} for seed in seeds
+        {task: bench.figures(name)[task] for task, name in zip(tasks, groups[seed], strict=True)} for seed in seeds
     ]
     rows["ensemble of the fine-tunes"] = [bench.figures(f"{size}-{seed} ensemble") for seed in seeds]
     if size == "three" and bench.known("all-0"):
@@ -463,7 +474,7 @@ WAYS: dict[str, tuple[object, ...]] = {
 def carry(bench: Bench) -> None:
     """Fine-tunes of the base, and LoRAs, carried to the second base: recovered lift, net of controls."""
     table = Table("real-carry", KEPT, keep=["fine-tune", "carried by"])
-    for name in [f"{task}-{kind}" for task in TASKS["three"] for kind in ("0", "lora8")]:
+    for name in [f"{task}-{kind}" for task in NAMES[:-1] for kind in ("0", "lora8")]:
         if (bench.root / name).exists() and bench.due(f"carry {name} plain", name):
             for row in carried(bench, name):
                 table.add(row)
@@ -471,7 +482,7 @@ def carry(bench: Bench) -> None:
 
 def carried(bench: Bench, name: str) -> Iterator[dict[str, str]]:
     """Rows of one fine-tune."""
-    task, new = name.partition("-")[0], bench.judged("new-base")
+    task, new = task_of(name), bench.judged("new-base")
     tuned = bench.judged(name)[task]
     gain = bench.judged("base")[task] - tuned
     there = f"{task}-new" if (bench.root / f"{task}-new").exists() and "lora" not in name else None
@@ -508,7 +519,7 @@ def carried(bench: Bench, name: str) -> Iterator[dict[str, str]]:
 
 def by_command(bench: Bench, name: str, options: Iterable[object]) -> dict[str, Any]:
     """`rotation-merge carry`, its controls as it measured them, and the losses of what it wrote."""
-    task, out = name.partition("-")[0], bench.root / "carried"
+    task, out = task_of(name), bench.root / "carried"
     shutil.rmtree(out, ignore_errors=True)
     bases = ("--from", bench.root / "base", "--to", bench.root / "new-base")
     data = ("--data", bench.samples(task), "--samples", 32, "--controls", "--force")
@@ -570,7 +581,7 @@ def command(bench: Bench) -> None:
     for title, (models, with_data) in COMMANDS.items():
         if not bench.due(f"command {title}", title):
             continue
-        tasks = [model.partition("-")[0] for model in models]
+        tasks = [task_of(model) for model in models]
         figures = bench.once(f"command {title}", partial(best_merge, bench, models, tasks, with_data))
         table.add(
             {
