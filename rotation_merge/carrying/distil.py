@@ -163,7 +163,21 @@ def adapter_in_training(model: Any, written: AdapterWeights) -> Any:
         AdapterWeights({**written.config, "use_rslora": True}, tensors).save_pretrained(folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft's, on what transformers calls by another name now
-            return PeftModel.from_pretrained(model, folder, is_trainable=True).eval()
+            student = PeftModel.from_pretrained(model, folder, is_trainable=True).eval()
+    _leave_out_new_biases(student)
+    return student
+
+
+def _leave_out_new_biases(student: Any) -> None:
+    """Take peft's bias from modules without a bias, where it could be neither merged nor stored.
+
+    An adapter has a `lora_bias` for all of its modules or for none.
+    """
+    for layer in student.modules():
+        for name, has_bias in getattr(layer, "lora_bias", {}).items():
+            if has_bias and getattr(layer.get_base_layer(), "bias", None) is None:
+                layer.lora_bias[name] = False
+                layer.lora_B[name].bias = None
 
 
 def _balanced_factors(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

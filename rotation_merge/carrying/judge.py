@@ -281,12 +281,14 @@ class ScaledChange:
     Attributes:
         tuned: the fine-tune, under the names of the carrier's architecture.
         config: of transformers, the new base's.
+        rounded: the model's tensors as they would be stored.
     """
 
     carrier: Carrier
     tuned: TensorSource
     config: Any
     device: str = "cpu"
+    rounded: Callable[[TensorSource], TensorSource] = lambda source: source
     ends: dict[str, tuple[str, Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -319,7 +321,7 @@ class ScaledChange:
             name: first.to(change) + scale_at(scales, block) * change
             for name, (block, first, change) in self.ends.items()
         }
-        source = ReplacedSource(self._base, tensors)
+        source = self.rounded(ReplacedSource(self._base, tensors))
         architecture = self.carrier.architecture
         return Runner(self.config, source, architecture, [], device=self.device, untie=True).fill_all()
 

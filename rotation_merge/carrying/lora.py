@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from rotation_merge.errors import CheckpointError, short
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.factors import LowRank, dense, stacks, transposed
 from rotation_merge.model.lora import AdapterWeights
-from rotation_merge.model.source import TensorSource, read_tensor
+from rotation_merge.model.source import TensorSource, read_tensor, unstack
 
 PREFIX = "base_model.model."
 
@@ -61,6 +61,18 @@ def adapter_of(delta: Delta, rank: int, base: Model) -> tuple[AdapterWeights, Ke
                 norms[f"{block.name}: {key}"] = parts[key][0], 0.0
     norms |= {key: (norms[key][0], 0.0) for key in writing.without_embeddings()}
     return AdapterWeights(writing.config(rank, base.config, str(base.reference)), writing.tensors), norms
+
+
+def adapter_changes(delta: Delta, rank: int, base: Model) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The changes that `adapter_of` writes: block by block, by tensor name, float64, without what it leaves out."""
+    kept = adapter_of(delta, rank, base)[1]
+    for block in delta.carrier.architecture.blocks:
+        changes: dict[str, Tensor] = {}
+        for key, part in delta.factors(block, rank)[0].items():
+            info = block.tensor(key)
+            if info is not None and kept[f"{block.name}: {key}"][1] > 0:
+                changes |= unstack(info, dense(part, info))
+        yield block.name, changes
 
 
 @dataclass

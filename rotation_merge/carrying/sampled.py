@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
+from mergekit.common import dtype_from_name
 from torch import Tensor
 
 from rotation_merge.averaging.polish import PolishOptions
 from rotation_merge.averaging.task_vectors import added_by_wudi
 from rotation_merge.carrying.carrier import site_maps
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN, TransferConfig
-from rotation_merge.carrying.delta import Delta, Scale, of_low_rank
+from rotation_merge.carrying.delta import Delta, Scale, scale_at
 from rotation_merge.carrying.distil import DistillationResult, DistillationSamples, adapter_in_training, distil
 from rotation_merge.carrying.judge import (
     AT_ONCE,
@@ -32,16 +33,16 @@ from rotation_merge.carrying.judge import (
     scale_words,
     search,
 )
-from rotation_merge.carrying.lora import adapter_of
+from rotation_merge.carrying.lora import adapter_changes, adapter_of
 from rotation_merge.carrying.refit import HEAD_RIDGE, ChangeOptions, refit_change
 from rotation_merge.carrying.session import TransferSession
 from rotation_merge.files.ledger import Unfinished
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match_on import record_activations
-from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.checkpoint import Model, parse_reference
 from rotation_merge.model.factors import dense
 from rotation_merge.model.source import Progress, TensorSource, read_tensor, unstack
-from rotation_merge.model.sources import ReplacedSource, TranslatedSource
+from rotation_merge.model.sources import ReplacedSource, RoundedSource, TranslatedSource
 from rotation_merge.run.data import Data, read_batches, unpadded
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import Batch, architecture_of, copy_parameters, load, local_path
@@ -79,6 +80,12 @@ class JudgedChange:
     delta: Delta
     scale: str
     model: Callable[[], Any]
+
+    @property
+    def changes(self) -> bool:
+        """Whether its scale is not zero everywhere."""
+        scale = self.delta.scale
+        return any(scale.values()) if isinstance(scale, Mapping) else scale != 0
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,12 @@ class SampledTransfer:
     def config(self) -> TransferConfig:
         return self.session.config
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the moved change is written as a new adapter, cut to its rank; an adapter keeps its factors."""
+        adapter = parse_reference(self.name).lora is not None
+        return bool(self.rank) and not (adapter and self.session.carrier.frame is None)
+
     def carried(self, out: str) -> ChosenChange:
         """The carried change at its scale: by the method, by plain addition, or none, by their losses on samples.
 
@@ -161,9 +174,9 @@ class SampledTransfer:
         return {**plain, MERGED: self._merged} if self.session.bases.nearness.shared else plain
 
     def _plain(self) -> Delta:
-        """The new base plus the fine-tune's unmoved change, at the rank that is written."""
+        """The new base plus the fine-tune's unmoved change."""
         new = self.session.carrier.new
-        blocks = self._unmoved().changes_by_block(self._tied, self.rank or None)
+        blocks = self._unmoved().changes_by_block(self._tied)
         tensors = {name: new[name].to(change.dtype) + change for part in blocks for name, change in part.items()}
         return Delta.from_solved(self.session.carrier, tensors)
 
@@ -187,52 +200,74 @@ class SampledTransfer:
                 if linear is not None:
                     base_change = linear.as_matrices(new.to(change) - old.to(change))
                     change = linear.as_stored(added_by_wudi(base_change, linear.as_matrices(change)))
-                if self.rank and len(info.axes) > 1:
-                    change = dense(of_low_rank(change, info, self.rank), info)
                 tensors |= unstack(info, new.to(change) + change)
         return Delta.from_solved(carrier, tensors)
 
     def _scaled(self, held_out: HeldOutSamples) -> JudgedChange:
         """The change moved by weights, each block at the scale that samples chose."""
-        if self.config.factor is not None:
-            delta = self._moved(self.config.factor)
-            return JudgedChange("weights", delta, f" at scale {self.config.factor:g}", lambda: self._moved_model(delta))
-        moved = self._ends()
-        scales, *_ = search(moved.blocks, lambda s: held_out.losses(moved.model(s)), self.progress or (lambda *_: None))
-        return JudgedChange("weights", self._moved(scales), scale_words(scales), lambda: moved.model(scales))
+        blocks, model = self._moved_models()
+        scales, *_ = search(blocks, lambda s: held_out.losses(model(s)), self.progress or (lambda *_: None))
+        return JudgedChange("weights", self._moved(scales), scale_words(scales), lambda: model(scales))
 
-    def _ends(self) -> ScaledChange:
-        return ScaledChange(self.session.carrier, self.tuned, self._model_config, self.session.execution.device)
+    def _moved_models(self) -> tuple[list[str], Callable[[Mapping[str, float]], Any]]:
+        """The blocks that the change moved by weights changes, and the written model at any scales of them."""
+        if self.is_cut:
+            return self._cut_models(self._moved())
+        execution = self.session.execution
+        moved = ScaledChange(self.session.carrier, self.tuned, self._model_config, execution.device, self._rounded)
+        return moved.blocks, moved.model
 
-    def _moved_model(self, delta: Delta) -> Any:
-        return self._ends().model(cast(float, delta.scale))
+    def _cut_models(self, delta: Delta) -> tuple[list[str], Callable[[Scale], Any]]:
+        """The blocks of a change that an adapter holds, and the new base with that adapter at any scale."""
+        new, parts = self.session.carrier.new, dict(adapter_changes(delta, self.rank, self.session.bases.new))
+
+        def model(scale: Scale) -> Any:
+            return self._model(
+                {
+                    name: (new[name].double() + scale_at(scale, block) * change).float()
+                    for block, changes in parts.items()
+                    for name, change in changes.items()
+                }
+            )
+
+        return [block for block, changes in parts.items() if changes], model
 
     def _at_best_scale(self, method: str, delta: Delta, parts: TransferSamples) -> JudgedChange:
         """A change at the given scale, or at the best one on held-out samples."""
-
-        def model(scale: float) -> Any:
-            return self._model(dict(delta.scaled(scale).named(torch.float32)))
-
+        model = self._cut_models(delta)[1] if self.rank else partial(self._solved_model, delta)
         scale = self.config.factor
         if scale is None:
             losses = {factor: sum(parts.choice.losses(model(factor))) for factor in SCALES}
             scale = min(losses, key=lambda factor: losses[factor])
         return JudgedChange(method, delta.scaled(scale), f" at scale {scale:g}", partial(model, scale))
 
+    def _unchanged(self) -> Delta:
+        """The new base as it is; of an adapter, with factors of zero for what the fine-tune changed."""
+        tensors = self._with(self._moved()) if self.rank else {}
+        return Delta.from_solved(self.session.carrier, tensors).scaled(0.0)
+
+    def _solved_model(self, delta: Delta, scale: float) -> Any:
+        return self._stored_model(dict(delta.scaled(scale).named(torch.float32)))
+
     def _judged(
         self, candidate: JudgedChange, others: Sequence[JudgedChange], parts: TransferSamples
     ) -> tuple[JudgedChange, RecoveredLift]:
         """The best of the method, its alternatives and the new base on held-out samples, or the user's scale."""
-        nothing = JudgedChange(NONE, candidate.delta.scaled(0.0), "", lambda: self._model({}))
+        solved = candidate.delta.solved is not None
+        zero = candidate.delta.scaled(0.0) if solved else self._unchanged()
+        nothing = JudgedChange(NONE, zero, "", lambda: self._stored_model({}))
         tried = [candidate, *others, nothing]
-        choices = {each.method: parts.choice.losses(each.model()) for each in tried}
         judged = {each.method: parts.judge.losses(each.model()) for each in tried}
         chosen = candidate
         if self.config.factor is None:
-            best = min(tried, key=lambda each: sum(choices[each.method]))
-            chosen = min([best, *tried[1:]], key=lambda each: sum(judged[each.method]))
+            usable = [*(each for each in tried if each.changes), nothing]
+            choices = {each.method: parts.choice.losses(each.model()) for each in usable}
+            best = min(usable, key=lambda each: sum(choices[each.method]))
+            safe = [each for each in usable if each is not candidate]
+            chosen = min([best, *safe], key=lambda each: sum(judged[each.method]))
         old, tuned = (evaluate(self._loaded(name), parts.judge.tuned)[0] for name in (self._old, self.name))
-        controls, negated = self._controls(chosen, parts) if self.config.controls else ((), None)
+        controlled = self.config.controls and chosen.method != NONE
+        controls, negated = self._controls(chosen, parts) if controlled else ((), None)
         other_losses = {name: losses for name, losses in judged.items() if name not in (chosen.method, NONE)}
         carried = judged[chosen.method]
         measured = (old, tuned, judged[NONE], carried, chosen.method, chosen.scale)
@@ -241,14 +276,20 @@ class SampledTransfer:
     def _controls(self, chosen: JudgedChange, parts: TransferSamples) -> tuple[tuple[float, ...], float]:
         """Losses with random changes that have the chosen one's singular values, and with the negated one."""
         new, draw = self.session.carrier.new, torch.Generator().manual_seed(self.config.seed)
+        is_cut = self.is_cut if chosen.delta.solved is None else bool(self.rank)
+
+        def changes() -> Iterator[dict[str, Tensor]]:
+            if is_cut:
+                return (part for _, part in adapter_changes(chosen.delta, self.rank, self.session.bases.new))
+            return chosen.delta.changes_by_block(self._tied)
 
         def loss(control: Callable[[Tensor], Tensor]) -> float:
             tensors = {
                 name: (new[name].double() + control(change)).float()
-                for changes in chosen.delta.changes_by_block(self._tied)
-                for name, change in changes.items()
+                for part in changes()
+                for name, change in part.items()
             }
-            return evaluate(self._model(tensors), parts.judge.tuned)[0]
+            return evaluate(self._stored_model(tensors), parts.judge.tuned)[0]
 
         drawn = [loss(partial(random_change, draw=draw)) for _ in range(DRAWS)]
         return tuple(drawn), loss(torch.neg)
@@ -343,15 +384,26 @@ class SampledTransfer:
         """A head that stays the embedding's tensor."""
         return None if self._untie else self.session.bases.new.tied_head
 
-    def _model(self, tensors: Mapping[str, Tensor]) -> Any:
+    def _model(
+        self,
+        tensors: Mapping[str, Tensor],
+        rounded: Callable[[TensorSource], TensorSource] = lambda source: source,
+    ) -> Any:
         """The new base with some tensors changed, by the names of the carrier's architecture."""
         carrier, device = self.session.carrier, self.session.execution.device
-        source = ReplacedSource(carrier.new, tensors)
+        source = rounded(ReplacedSource(carrier.new, tensors))
         model = Runner(
             self._model_config, source, carrier.architecture, [], untie=self._untie, device=device
         ).fill_all()
         copy_parameters(model)
         return model
+
+    def _stored_model(self, tensors: Mapping[str, Tensor]) -> Any:
+        """The new base with some tensors changed, rounded as it would be stored; beside an adapter it is not."""
+        return self._model(tensors, (lambda source: source) if self.rank else self._rounded)
+
+    def _rounded(self, source: TensorSource) -> TensorSource:
+        return RoundedSource(source, self.session.carrier.new, dtype_from_name(self.session.execution.storage.dtype))
 
     def _student(self, tensors: Mapping[str, Tensor]) -> Any:
         """The model to train: all of it, or only the factors of an adapter."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+from mergekit.common import dtype_from_name
 from torch import Tensor
 
 from rotation_merge.carrying.adapter import CarriedAdapter, carry_adapter
@@ -201,7 +202,7 @@ class TransferSession:
 
     def write_model(self, work: str, out: str, tuned: TensorSource, progress: Progress | None) -> TransferResult:
         """A whole fine-tune as a model: the new base, folded where the alignment needs it, with the moved change."""
-        run, delta = Run(), self.delta(tuned)
+        run, delta = Run(), replace(self.delta(tuned), dtype=dtype_from_name(self.execution.storage.dtype))
         lines: list[str] = []
         report = replace(self.report_on(work), notes=lines)
         stale = self.bases.new.ignored if self.carrier.alignment.folded else []  # made for the norms as they were
@@ -234,8 +235,8 @@ class TransferSession:
         """A change that was solved on samples, as a model: the new base with it."""
         report = replace(self.report_on(work), notes=[*self.report.notes, *lines, *self.token_words])
         text = card(self.bases, work, report, out, "finetune", how)
-        tensors = chain(delta.named(), self._grown(delta.solved or ()))
         storage, beside = self.execution.storage, self.write_tokens
+        tensors = chain(delta.named(dtype_from_name(storage.dtype)), self._grown(delta.solved or ()))
         write_checkpoint(self.bases.new, tensors, report, text, out, storage, progress, beside=beside)
         return TransferResult(work, out, [verdict(self.bases, report), *report.notes])
 

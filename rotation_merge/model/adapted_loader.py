@@ -102,6 +102,8 @@ def find_places(
     places: dict[str, list[WholeTensorChange | ChangePart]] = {}
     for name in adapter.changes:
         place = name
+        if name not in shapes and _adds_nothing(adapter, name):
+            continue
         if name not in shapes:
             elsewhere = other_names(config, architecture) if elsewhere is None else elsewhere
             place = elsewhere.get(name, name)
@@ -123,6 +125,13 @@ def find_places(
                 0, WholeTensorChange(name, _transposed(adapter, name, shapes[place], info))
             )
     return places
+
+
+def _adds_nothing(adapter: Adapter, name: str) -> bool:
+    """Whether it is a bias of zeros: peft's `lora_bias` gives one to every module, also to those without a bias."""
+    change = adapter.changes[name]
+    alone = change.shift is not None and change.a is None and change.value is None
+    return alone and not bool(adapter.tensor(str(change.shift)).any())
 
 
 def _check(

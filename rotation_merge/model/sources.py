@@ -97,6 +97,27 @@ class ReplacedSource:
         return self.replacements[name] if name in self.replacements else self.source[name]
 
 
+class RoundedSource:
+    """A source with every floating tensor rounded as it would be stored, in the source's own dtype.
+
+    Attributes:
+        like: whose dtypes are those of storage; tensors that it lacks are not rounded.
+        dtype: of storage, for all tensors; None: that of `like`.
+    """
+
+    def __init__(self, source: TensorSource, like: TensorSource, dtype: torch.dtype | None = None) -> None:
+        self.source, self.like, self.dtype = source, like, dtype
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        tensor = self.source[name]
+        if not tensor.is_floating_point() or (self.dtype is None and name not in self.like):
+            return tensor
+        return tensor.to(self.dtype or self.like[name].dtype).to(tensor.dtype)
+
+
 class RenamedSource:
     """A source with renamed tensors.
 

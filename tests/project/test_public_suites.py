@@ -61,6 +61,7 @@ UNITS = {
         "architecture averaging matching mergekit_plugin model run",
         "statistics in double precision, one by one; files hold them in single, and merges show their sum",
     ),
+    "carrying/test_carry_as_written.py": ("carrying run", "the samples that judged, to judge by them what was written"),
     "carrying/test_carry_parts.py": (
         "architecture averaging carrying matching mergekit_plugin model run",
         "single parts: ridges and ranks that no option names, the judge, the search for scales, slices",
