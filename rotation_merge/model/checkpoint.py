@@ -126,10 +126,11 @@ class Model:
         except CheckpointError:
             raise
         except Exception as error:  # transformers raises errors of many classes here
+            remedy = "correct config.json" if is_folder(path) else "check the repository's name"
             raise CheckpointError(
                 f"its config cannot be loaded ({short(error)})",
                 where=path,
-                remedy="correct config.json" if is_folder(path) else "check the repository's name",
+                remedy="download it again" if is_gguf(path) else remedy,
             ) from error
         if self.modules:
             setattr(config, SENTENCE, self.modules)
@@ -225,7 +226,7 @@ class Model:
 
     def _gguf(self) -> str | None:
         """The folder made from the model's GGUF file; None if the model has none."""
-        folder = None if is_folder(self.reference.model.path) else self._local()
+        folder = self._local()
         return folder if folder is not None and gguf_files(folder) else None
 
     def _in_cache_alone(self) -> ModelReference | None:
@@ -463,10 +464,9 @@ def adapted_state(path: str) -> dict[str, Tensor] | None:
     Raises:
         CheckpointError: one of the two cannot be read, or they do not belong together.
     """
-    reference = parse_reference(path)
-    if reference.lora is None and not is_gguf(reference.model.path):
+    model = Model(parse_reference(path), MergeOptions(), unsupported="merge")
+    if model.reference.lora is None and model._gguf() is None:
         return None
-    model = Model(reference, MergeOptions(), unsupported="merge")
     model.architecture  # noqa: B018  (finds what the adapter changes, and checks it)
     return {name: model[name].clone() for name in model.names}  # what the files stay mapped to is not
 

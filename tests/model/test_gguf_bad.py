@@ -142,10 +142,23 @@ def test_a_tokenizer_beside_it_that_is_another_models(file: Path, tmp_path: Path
         ({"tokenizer.ggml.pre": "of-nobody"}, "'of-nobody'"),
         ({"llama.rope.scaling.type": "of-nobody"}, "'of-nobody'"),
         ({"llama.feed_forward_length": [48, 64]}, "not the same in all layers"),
+        ({"llama.block_count": 2_000_000_000}, "2000000000 layers, but no tensor is named 'blk.1999999999...'"),
+        ({"llama.block_count": 0}, "'llama.block_count' is 0, which is no size"),
+        ({"llama.block_count": "two"}, "'llama.block_count' is 'two', which is no size"),
+        ({"llama.expert_count": 2_000_000_000}, "2000000000 experts, its tensors hold none"),
+        ({"llama.attention.head_count": 5}, "heads (5).); download it again"),
+        ({"llama.attention.head_count": 16, "llama.attention.head_count_kv": 16}, "its metadata are damaged"),
+        ({"tokenizer.ggml.eos_token_id": [1, 2]}, "its metadata are damaged"),
     ],
 )
 def test_what_is_no_model_that_is_read(changes: dict[str, Any], words: str, file: Path, tmp_path: Path) -> None:
     assert words in _refused(_with(file, tmp_path / "other.gguf", **changes))
+
+
+def test_a_token_that_is_no_text(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bytes.gguf"
+    path.write_bytes(file.read_bytes().replace(b"<|start|>", b"<|st\xffrt|>"))
+    assert "its metadata are damaged" in _refused(path)
 
 
 def test_an_architecture_that_is_not_read(tmp_path: Path) -> None:

@@ -60,11 +60,7 @@ def read_config(gguf: GgufFile, family: Family) -> dict[str, Any]:
         value = _single(gguf, key)
         if value is not None:
             config[entry] = value
-    for key in ("embedding_length", "block_count", "attention.head_count"):
-        if gguf.value(key) is None:
-            raise _lacks(gguf, f"{gguf.architecture}.{key}")
-    if "token_embd.weight" not in gguf.entries:
-        raise CheckpointError("has no tensor 'token_embd.weight'", where=gguf.paths[0], remedy=AGAIN)
+    _check_sizes(gguf)
     config["vocab_size"] = gguf.entries["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = tied(gguf)
     config.update({entry: tensor in gguf.entries for entry, tensor in family.present.items()})
@@ -78,8 +74,31 @@ def read_config(gguf: GgufFile, family: Family) -> dict[str, Any]:
     }
 
 
-def _lacks(gguf: GgufFile, key: str) -> CheckpointError:
-    return CheckpointError(f"its metadata lack '{key}'", where=gguf.paths[0], remedy=AGAIN)
+def _check_sizes(gguf: GgufFile) -> None:
+    """Check that the sizes from which all others follow are there, and fit the tensors.
+
+    Raises:
+        CheckpointError: names the first that does not.
+    """
+    sizes = {key: _single(gguf, key) for key in ("embedding_length", "block_count", "attention.head_count")}
+    for key, size in sizes.items():
+        if size is None:
+            problem = f"its metadata lack '{gguf.architecture}.{key}'"
+            raise CheckpointError(problem, where=gguf.paths[0], remedy=AGAIN)
+        if not isinstance(size, int) or size < 1:
+            problem = f"'{gguf.architecture}.{key}' is {size!r}, which is no size"
+            raise CheckpointError(problem, where=gguf.paths[0], remedy=AGAIN)
+    if "token_embd.weight" not in gguf.entries:
+        raise CheckpointError("has no tensor 'token_embd.weight'", where=gguf.paths[0], remedy=AGAIN)
+    last = f"blk.{sizes['block_count'] - 1}"
+    if not any(name.startswith(f"{last}.") for name in gguf.entries):
+        problem = f"its metadata say {sizes['block_count']} layers, but no tensor is named '{last}...'"
+        raise CheckpointError(problem, where=gguf.paths[0], remedy=AGAIN)
+    experts = gguf.value("expert_count") or 0
+    stored = sorted({entry.shape[0] for name, entry in gguf.entries.items() if name.endswith("_exps.weight")})
+    if experts and stored != [experts]:
+        problem = f"its metadata say {experts} experts, its tensors hold {' or '.join(map(str, stored)) or 'none'}"
+        raise CheckpointError(problem, where=gguf.paths[0], remedy=AGAIN)
 
 
 def _single(gguf: GgufFile, key: str) -> Any:

@@ -11,7 +11,8 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rotation_merge.errors import CheckpointError
+from rotation_merge.errors import CheckpointError, RotationMergeError, short
 
 ENDING = ".gguf"
 MAGIC = b"GGUF"
@@ -184,6 +185,21 @@ def _truncated(path: str, place: str) -> CheckpointError:
 
 
 AGAIN = "download it again"
+
+
+@contextmanager
+def damage_named(path: str) -> Iterator[None]:
+    """Within the block, whatever damaged metadata make the code or a library raise becomes one line.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    try:
+        yield
+    except (RotationMergeError, OSError):
+        raise
+    except Exception as error:  # the tokenizers package raises errors of many classes
+        raise CheckpointError(f"its metadata are damaged ({short(error)})", where=path, remedy=AGAIN) from error
 
 
 class _Head:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.gguf.config import family_of, read_config
-from rotation_merge.model.gguf.file import FLOATS, Entry, GgufFile, open_gguf
+from rotation_merge.model.gguf.file import FLOATS, Entry, GgufFile, damage_named, open_gguf
 from rotation_merge.model.gguf.layout import FREQUENCIES, LONG, SHORT, Family, read_layout
 from rotation_merge.model.gguf.place import gguf_files
 
@@ -37,7 +37,8 @@ class GgufTensors:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         empty = {name: torch.empty(entry.shape, device="meta") for name, (entry, _) in self.entries.items()}
-        return {name: tuple(read_layout(self.entries[name][1], x, self.config).shape) for name, x in empty.items()}
+        with damage_named(self.gguf.paths[0]):  # such as heads that do not divide the rows
+            return {name: tuple(read_layout(self.entries[name][1], x, self.config).shape) for name, x in empty.items()}
 
     def dtypes(self) -> dict[str, torch.dtype]:
         return {name: entry.dtype for name, (entry, _) in self.entries.items()}
@@ -58,9 +59,10 @@ def gguf_tensors(path: str) -> GgufTensors:
     gguf = open_gguf(path)
     known = _latest.get(path)
     if known is None or known.gguf is not gguf:
-        family = family_of(gguf)
-        config = read_config(gguf, family)
-        known = _latest[path] = GgufTensors(gguf, config, _entries(gguf, family, config))
+        with damage_named(path):
+            family = family_of(gguf)
+            config = read_config(gguf, family)
+            known = _latest[path] = GgufTensors(gguf, config, _entries(gguf, family, config))
     return known
 
 

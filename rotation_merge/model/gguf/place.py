@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rotation_merge.errors import CheckpointError
 from rotation_merge.files.durable import sync_tree, temporary_name, write_json
 from rotation_merge.model import hub
-from rotation_merge.model.gguf.file import ENDING, GgufFile, open_gguf, split_files
+from rotation_merge.model.gguf.file import ENDING, GgufFile, damage_named, open_gguf, split_files
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -158,7 +158,8 @@ def folder_of_gguf(gguf: GgufFile) -> str:
     """
     folder = os.path.join(_room(), f"{Path(gguf.paths[0]).stem[:80]}-{_mark(gguf.paths)}")
     if not os.path.isdir(folder):
-        _make(gguf, folder)
+        with damage_named(gguf.paths[0]):
+            _make(gguf, folder)
     return folder
 
 
