@@ -18,8 +18,9 @@ from rotation_merge.mergekit_plugin.recipe.parameter_scopes import at
 from rotation_merge.mergekit_plugin.recipe.reading import read
 from rotation_merge.mergekit_plugin.recipe.settings import check_settings
 from rotation_merge.model.checkpoint import parse_reference
+from rotation_merge.model.gguf.place import gguf_files, in_cache, is_gguf
 from rotation_merge.model.headers import holds_model
-from rotation_merge.model.hub import in_cache, is_hub_name
+from rotation_merge.model.hub import is_hub_name
 
 __all__ = [
     "Document",
@@ -63,7 +64,7 @@ def check_text(text: str, refused: Mapping[str, RotationMergeError] = MappingPro
 
 
 def absent_models(text: str) -> list[str]:
-    """Names on the hub of the models and adapters of a recipe that have not been downloaded.
+    """Names on the hub of the models and adapters of a recipe that have not been downloaded, except GGUF files.
 
     Raises:
         RecipeError: the text is not YAML.
@@ -77,9 +78,9 @@ def absent_models(text: str) -> list[str]:
         except RotationMergeError:  # said where the recipe is checked
             continue
         for part in filter(None, (reference.model, reference.lora)):
-            if is_hub_name(part.path) and not os.path.exists(part.path):
+            if is_hub_name(part.path) and not os.path.exists(part.path) and not is_gguf(part.path):
                 folder = in_cache(part.path, part.revision)
-                if folder is None or not (holds_model(folder) or part is reference.lora):
+                if folder is None or not (holds_model(folder) or gguf_files(folder) or part is reference.lora):
                     names.append(part.path if part.revision is None else f"{part.path}@{part.revision}")
     return list(dict.fromkeys(names))
 

@@ -63,8 +63,8 @@ def on_base(name: str, base: str | None = None) -> str:
     """An adapter's folder without a base as `BASE+ADAPTER`; any other name unchanged.
 
     Args:
-        base: it stands on this one; None: on the one that its config names, a folder, a model in the hub's cache, or a
-            folder of that name beside the adapter.
+        base: it stands on this one; None: on the one that its config names, a folder or GGUF, a model in the hub's
+            cache, or a folder or GGUF of that name beside the adapter.
 
     Raises:
         CheckpointError: that base is not here.
@@ -76,9 +76,9 @@ def on_base(name: str, base: str | None = None) -> str:
         return f"{base}+{name}"
     stated = str(read_json(config).get("base_model_name_or_path") or "")
     beside = os.path.join(os.path.dirname(os.path.abspath(name)), os.path.basename(stated))
-    for folder in (stated, beside) if stated else ():
-        if os.path.isfile(os.path.join(folder, "config.json")):
-            return f"{os.path.abspath(folder)}+{name}"
+    for place in (stated, beside) if stated else ():
+        if os.path.isfile(os.path.join(place, "config.json")) or (os.path.exists(place) and is_gguf(place)):
+            return f"{os.path.abspath(place)}+{name}"
     if is_hub_name(stated) and in_cache(stated, None) is not None:
         return f"{stated}+{name}"
     problem = f"is an adapter of {stated or 'a base that it does not name'}, which is not on this machine"
@@ -91,9 +91,8 @@ def _is_called(base: Model, name: str) -> bool:
     path = str(base.reference.model.path)
     if os.path.realpath(name) == os.path.realpath(path) or name == path:
         return True
-    named = is_hub_name(name) or is_gguf(name)
-    folder = name if is_folder(name) else in_cache(name, None) if named else None
     near = Nearness({})
     with suppress(RotationMergeError):  # such as a folder without weights
-        near = near if folder is None else nearness(base.architecture, base, open_model(folder))
+        place = name if is_folder(name) or is_gguf(name) else in_cache(name, None) if is_hub_name(name) else None
+        near = near if place is None else nearness(base.architecture, base, open_model(place))
     return near.least >= SAME if near.cosines else os.path.basename(name) == os.path.basename(path)

@@ -133,17 +133,61 @@ def test_a_model_is_no_recipe(models: Path) -> None:
     assert "is a model, not a recipe; rotation-merge inspect" in result.output
 
 
-def test_a_lora_on_a_file(models: Path, tmp_path: Path) -> None:
-    """The same as on the checkpoint, in a recipe and written as a GGUF."""
+def _lora(models: Path, base: object, folder: Path) -> Path:
+    """An adapter of the first model, which says that it was trained on `base`."""
     from peft import LoraConfig, get_peft_model
 
     adapted = get_peft_model(load(str(models / "a")), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.2)
-    adapted.save_pretrained(tmp_path / "lora")
-    settings = tmp_path / "lora" / "adapter_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "base_model_name_or_path": None}))
+    adapted.save_pretrained(folder)
+    settings = folder / "adapter_config.json"
+    content = {**json.loads(settings.read_text()), "base_model_name_or_path": base and str(base)}
+    settings.write_text(json.dumps(content))
+    return folder
+
+
+def test_an_adapter_belongs_to_its_base_by_whatever_name(models: Path, tmp_path: Path) -> None:
+    """transformers reads a GGUF by its folder, which peft writes down: the file in it, and its checkpoint, are it."""
+    (tmp_path / "base").mkdir()
+    file = shutil.copyfile(models / "a.gguf", tmp_path / "base" / "model-F16.gguf")
+    adapter = _lora(models, tmp_path / "base", tmp_path / "lora")
+    for base in (file, models / "a.gguf", models / "a"):
+        _run("carry", adapter, "--from", base, "--to", models / "alone", tmp_path / f"out-{base.stem}{base.suffix}")
+    result = run("carry", adapter, "--from", models / "b.gguf", "--to", models / "alone", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "is an adapter of" in result.output
+
+
+def test_adapters_stand_on_the_file_that_they_name(models: Path, tmp_path: Path) -> None:
+    from rotation_merge.model.adapter_base import on_base
+
+    for name in ("a.gguf", "alone"):
+        adapter = _lora(models, models / name, tmp_path / name)
+        assert on_base(str(adapter)) == f"{models / name}+{adapter}"
+
+
+def test_a_check_finds_the_weights_of_a_file(models: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(
+        "merge_method: rotation_merge\nparameters: {delegate: linear, weight: 0.5}\ndtype: float32\n"
+        f"base_model: {models / 'a.gguf'}\nmodels:\n- model: {models / 'a.gguf'}\n- model: {models / 'alone'}\n"
+    )
+    output = _run("check", recipe)
+    assert "was read from" in output
+    assert "no weights" not in output
+
+
+def test_a_check_asks_the_hub_for_no_headers_of_a_file(tmp_path: Path) -> None:
+    from rotation_merge.diagnose import absent_models
+
+    assert absent_models("merge_method: linear\nbase_model: org/b-GGUF:b.gguf\nmodels:\n- model: org/c\n") == ["org/c"]
+
+
+def test_a_lora_on_a_file(models: Path, tmp_path: Path) -> None:
+    """The same as on the checkpoint, in a recipe and written as a GGUF."""
+    _lora(models, None, tmp_path / "lora")
     name = f"{models / 'a.gguf'}+{tmp_path / 'lora'}"
     wanted = load(f"{models / 'a'}+{tmp_path / 'lora'}").state_dict()
     for path in (name, str(written(Path(name), tmp_path / "merged.gguf"))):

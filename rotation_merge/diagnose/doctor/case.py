@@ -20,8 +20,8 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.mergekit_plugin.recipe.settings import MULTI_KEYS, explain
-from rotation_merge.model.checkpoint import Model, open_model, parse_reference
-from rotation_merge.model.gguf.place import in_cache, is_absent, is_gguf
+from rotation_merge.model.checkpoint import Model, open_model, parse_reference, whole_path
+from rotation_merge.model.gguf.place import in_cache, is_absent, is_folder, is_gguf
 from rotation_merge.model.headers import holds_model
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.source import Progress
@@ -78,13 +78,13 @@ class Case:
     def folders(self) -> list[str]:
         """Folders of the parents, the base's first."""
         parts = [parse_reference(name).model for name in self.parents]
-        places = [part.path if os.path.isdir(part.path) else in_cache(part.path, part.revision) for part in parts]
+        places = [part.path if is_folder(part.path) else in_cache(part.path, part.revision) for part in parts]
         return [place for place in places if place is not None]
 
     @cached_property
     def defects(self) -> list[Defect]:
         """Defects in headers and small files of the merged model's folder."""
-        if self.merged is None or not os.path.isdir(self.merged):
+        if self.merged is None or not is_folder(self.merged):
             return []
         return check_folder(self.merged, self.folders)
 
@@ -182,7 +182,10 @@ def _here(
     recipe: Mapping[str, Any],
     donors: Mapping[str, RecipeDonor],
 ) -> Case:
-    unique = tuple(dict.fromkeys(names))
+    first_names = dict[str, str]()  # of each model, which the user and the recipe may call by different paths
+    for model in names:
+        first_names.setdefault(whole_path(model), model)
+    unique = tuple(first_names.values())
     absent = tuple(model for model in unique if _absent(model))
     parents = tuple(model for model in unique if model not in absent)
     return Case(name, merged, parents, absent, recipe, donors)
