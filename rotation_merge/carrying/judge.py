@@ -7,8 +7,9 @@ controls have the carried change's size: random changes with the same singular v
 from __future__ import annotations
 
 import math
+import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from rotation_merge.errors import DataError
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import ReplacedSource
-from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches
+from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches, split_batches
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import Batch, local_path
 from rotation_merge.run.generated_samples import SELF, writes_text
@@ -30,7 +31,7 @@ from rotation_merge.run.runner import Runner
 
 AT_ONCE = 16
 HELD_OUT = 0.25
-"""Share of the samples that nothing is solved from."""
+"""Share of the samples that nothing is solved from, a whole batch at least where there are two."""
 
 
 SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
@@ -38,6 +39,9 @@ SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
 
 LITTLE = 0.1
 """Recovered lift below which training again is the advice."""
+
+KNOWN = 0.01
+"""Share of the gain at home from which the new base is better than the old one in words."""
 
 DRAWS = 10
 """Random changes that a carried one is compared with."""
@@ -93,20 +97,23 @@ def read_parts(tuned: str, new: str, config: TransferConfig, load: Callable[[str
     if config.data == SELF and not writes_text(model):
         raise DataError(f"{type(model).__name__} writes no text", where=tuned, remedy="give --data FILE")
 
-    def read(source: str) -> Data:
-        data = read_batches(source, local_path(tuned), model, **config.reading(AT_ONCE))
+    def read(source: str, seed: int) -> Data:
+        reading = replace(config, seed=seed).reading(AT_ONCE)
+        data = read_batches(source, local_path(tuned), model, **reading)
         if data.task in UNLABELLED:
             problem = f"holds no labels for the loss of {type(model).__name__}"
             raise DataError(problem, where=source, remedy="give data with labels, or carry by weights alone")
         return data
 
-    whole = read(config.data)
-    held_out = max(1, round(HELD_OUT * len(whole.batches))) if config.judge is None else 0
-    if len(whole.batches) <= max(held_out, 1):
+    if config.judge is not None and is_same_file(config.judge, config.data):
+        problem, remedy = "has the samples to solve from, too", "leave out --judge (a part is held out), or name others"
+        raise DataError(problem, where=config.judge, remedy=remedy)
+    judge_seed = config.seed + (3 if config.judge == SELF else 0)  # other text than what is solved from
+    whole = read(config.data, config.seed)
+    if len(whole.batches) <= 1:
         raise DataError(f"holds {whole.examples} samples", where=config.data, remedy=f"give at least {2 * AT_ONCE}")
-    end = len(whole.batches) - held_out
-    solved = _data(whole.batches[:end], whole.task)
-    choice, judge = halves(_data(whole.batches[end:], whole.task) if config.judge is None else read(config.judge))
+    solved, held_out = parted(whole) if config.judge is None else (whole, read(config.judge, judge_seed))
+    choice, judge = halves(held_out)
     source = config.judge or config.data
     base: Any = load(new)
     if not writes_text(base):
@@ -120,14 +127,30 @@ def read_parts(tuned: str, new: str, config: TransferConfig, load: Callable[[str
     )
 
 
+def is_same_file(first: str, second: str) -> bool:
+    """Whether two sources of samples are one; `self` writes other text for another seed."""
+    return first != SELF and os.path.realpath(first) == os.path.realpath(second)
+
+
+def parted(data: Data) -> tuple[Data, Data]:
+    """Samples to solve from, and a quarter to choose and to judge by: a batch at least, but at most half of all."""
+    if _is_one_by_one(data):
+        count = len(data.batches) - min(max(1, round(HELD_OUT * data.examples)), data.examples // 2)
+        return _data(data.batches[:count], data.task), _data(data.batches[count:], data.task)
+    held_out = min(max(AT_ONCE, round(HELD_OUT * data.examples)), data.examples // 2)
+    return split_batches(data, data.examples - held_out)
+
+
 def halves(data: Data) -> tuple[Data, Data]:
-    """Every other row of each batch, and the rest.
+    """Every other row of each batch, or every other batch of one example, and the rest.
 
     Raises:
         DataError: there are fewer than two rows.
     """
     parts: list[list[Batch]] = [[], []]
-    for batch in data.batches:
+    if _is_one_by_one(data):
+        parts = [data.batches[0::2], data.batches[1::2]]
+    for batch in [] if _is_one_by_one(data) else data.batches:
         for part, start in zip(parts, (0, 1), strict=True):
             rows = {name: tensor[start::2] for name, tensor in batch.items()}
             if examples_in(rows):
@@ -135,6 +158,11 @@ def halves(data: Data) -> tuple[Data, Data]:
     if not all(parts):
         raise DataError("holds one sample to judge by", where=data.source or None, remedy="give at least two")
     return _data(parts[0], data.task), _data(parts[1], data.task)
+
+
+def _is_one_by_one(data: Data) -> bool:
+    """Whether each batch is one example, whose tensors may have several rows."""
+    return len(data.batches) == data.examples
 
 
 def _data(batches: Sequence[Batch], task: str) -> Data:
@@ -182,6 +210,17 @@ class RecoveredLift:
         return self.lift(self.carried[0])
 
     @property
+    def known(self) -> float | None:
+        """Share of the gain at home that the new base has without the change; None: there is no gain."""
+        return (self.old - self.new[0]) / self.home if self.home > 0 else None
+
+    @property
+    def of_the_way(self) -> float | None:
+        """(new base - carried) / (new base - fine-tune at home), of losses; None: the fine-tune is no better."""
+        distance = self.new[0] - self.tuned
+        return (self.new[0] - self.carried[0]) / distance if distance > 0 else None
+
+    @property
     def random(self) -> tuple[float, float] | None:
         """Mean and standard error of the random controls' lifts."""
         lifts = [lift for loss in self.controls if (lift := self.lift(loss)) is not None]
@@ -200,7 +239,13 @@ class RecoveredLift:
     def facts(self) -> dict[str, Any]:
         """Everything, for a report."""
         random = None if self.random is None else dict(zip(("mean", "standard error"), self.random, strict=True))
-        derived = {"recovered": self.recovered, "random controls": random, "net of controls": self.net}
+        derived = {
+            "recovered": self.recovered,
+            "known to the new base": self.known,
+            "of the way to the fine-tune": self.of_the_way,
+            "random controls": random,
+            "net of controls": self.net,
+        }
         return {**asdict(self), "others": dict(self.others), "controls": list(self.controls), **derived}
 
     def words(self) -> list[str]:
@@ -214,9 +259,22 @@ class RecoveredLift:
             else "The loss on the new base's own text is not measured: it writes no text.",
         ]
         if self.others:
-            losses = "; ".join(f"{name} {first:.3f} and {second:.3f}" for name, (first, second) in self.others.items())
-            lines.append(f"Also tried (losses on both): {losses}.")
-        return [*lines, *self._control_words(), self._closing()]
+            of = "losses on both" if self.writes else "losses on the judging samples"
+            tried = (f"{name} {' and '.join(f'{loss:.3f}' for loss in pair)}" for name, pair in self._other_losses())
+            lines.append(f"Also tried ({of}): {'; '.join(tried)}.")
+        return [*lines, *self._control_words(), *self._known_words(), self._closing()]
+
+    def _other_losses(self) -> Iterator[tuple[str, tuple[float, ...]]]:
+        for name, losses in self.others.items():
+            yield name, losses if self.writes else losses[:1]
+
+    def _known_words(self) -> list[str]:
+        if self.known is None or self.known < KNOWN:
+            return []
+        known = f"The new base alone already has {self.known:.0%} of what fine-tuning gained on the old base"
+        if self.of_the_way is None:
+            return [f"{known}: it needs no fine-tune for these samples."]
+        return [f"{known}; the fine-tune itself would bring the other {1 - self.known:.0%}."]
 
     def _control_words(self) -> list[str]:
         negated = None if self.negated is None else self.lift(self.negated)
@@ -230,19 +288,23 @@ class RecoveredLift:
         ]
 
     def _closing(self) -> str:
+        if self.recovered is None:
+            carried = "Nothing was carried. " if self.method == NONE else ""
+            return (
+                f"{carried}Give samples of the fine-tune's task (--data or --judge): on these it is no better than its "
+                "base, so the recovered lift is unknown."
+            )
         if self.method == NONE:
             return "Train on the new base instead: it is better alone than with the change. Recovered lift: 0%."
-        if self.recovered is None:
-            return (
-                "Give samples of the fine-tune's task (--data or --judge): on these it is no better than its base, so "
-                "the recovered lift is unknown."
-            )
-        line = f"Recovered lift: {self.recovered:.0%} of what fine-tuning gained on the old base."
+        known = self.known is not None and self.known >= KNOWN
+        way = self.of_the_way if known else None
+        more = "" if way is None else f" ({way:.0%} of the way from the new base to the fine-tune)"
+        line = f"Recovered lift: {self.recovered:.0%} of what fine-tuning gained on the old base{more}."
         if self.recovered <= 0:
             return f"Train on the new base instead: none of the gain transfers. {line}"
-        return (
-            f"Train on the new base instead if you can: little transfers. {line}" if self.recovered < LITTLE else line
-        )
+        if max(self.recovered, way or 0.0) < LITTLE:
+            return f"Train on the new base instead if you can: little transfers. {line}"
+        return line
 
 
 def random_change(change: Tensor, draw: torch.Generator) -> Tensor:

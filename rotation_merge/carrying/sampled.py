@@ -141,7 +141,7 @@ class SampledTransfer:
             out: the output that interrupted work waits beside.
         """
         parts = read_parts(self.name, self._new, self.config, self._loaded)
-        lines = [*self._distance(parts)]
+        lines = [*self._shared_coordinates(), *self._distance(parts)]
         if self.config.method == "weights":
             candidate = self._scaled(parts.choice)
         else:
@@ -293,6 +293,11 @@ class SampledTransfer:
 
         drawn = [loss(partial(random_change, draw=draw)) for _ in range(DRAWS)]
         return tuple(drawn), loss(torch.neg)
+
+    def _shared_coordinates(self) -> list[str]:
+        """A line that the bases share their coordinates, if they do."""
+        near = self.session.bases.nearness
+        return [f"{self._old} and {self._new} share their coordinates ({near.words})."] if near.shared else []
 
     def _distance(self, parts: TransferSamples) -> list[str]:
         """A line that compares the fine-tune's perplexity on its own text and on the judging samples."""

@@ -16,6 +16,7 @@ from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta, Scale, share
 from rotation_merge.carrying.frame import ResizeOptions
+from rotation_merge.carrying.judge import parted
 from rotation_merge.carrying.lora import adapter_of, left_out
 from rotation_merge.carrying.tokens import AddedTokens
 from rotation_merge.errors import RecipeError, not_written
@@ -255,7 +256,10 @@ def matcher(config: TransferConfig, bases: Bases, device: str) -> Match:
         return match_model
     from rotation_merge.matching.match_on import SampleMatcher
 
-    return SampleMatcher(config.matched_on, *bases.names, config.data, config.sample_count, config.seed, device)
+    held_out = config.needs_samples and config.judge is None
+    part = (lambda data: parted(data)[0]) if held_out else (lambda data: data)
+    count, seed, length = config.sample_count, config.seed, config.length
+    return SampleMatcher(config.matched_on, *bases.names, config.data, count, seed, device, length, part)
 
 
 def check_head(bases: Bases, alignment: Alignment, storage: StorageOptions) -> None:

@@ -36,7 +36,7 @@ from rotation_merge.model.checkpoint import Models, parse_reference
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.source import Progress, TensorSource, read_tensor
 from rotation_merge.model.vocabulary import moved_tokens, shared_rows
-from rotation_merge.run.data import SAMPLES, read_batches, unpadded
+from rotation_merge.run.data import SAMPLES, Data, read_batches, unpadded
 from rotation_merge.run.functions import Batch, architecture_of, load, local_path, unlabelled
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import LinearMap, linear_map
@@ -120,6 +120,8 @@ class SampleMatcher:
         anchor, donor: as they are loaded; one at a time is in memory.
         data: a file, `synthetic`, or `self`: text of which each of the two writes half.
         count: how many samples.
+        length: tokens in a sample of running text.
+        part: the samples of a file that count.
     """
 
     how: str
@@ -129,6 +131,8 @@ class SampleMatcher:
     count: int = SAMPLES
     seed: int = 0
     device: str = "cpu"
+    length: int = 128
+    part: Callable[[Data], Data] = lambda data: data
 
     def __call__(
         self,
@@ -167,8 +171,8 @@ class SampleMatcher:
 
     def _batches(self, name: str, model: Any, number: int) -> list[Batch]:
         count = self.count if self.data != SELF else (self.count + 1 - number) // 2
-        data = read_batches(self.data, local_path(name), model, count, AT_ONCE, seed=self.seed + number)
-        return unpadded(data.batches, self.data)
+        data = read_batches(self.data, local_path(name), model, count, AT_ONCE, self.length, self.seed + number)
+        return unpadded(data.batches if self.data == SELF else self.part(data).batches, self.data)
 
     def _check_vocabularies(self) -> None:
         models = Models(MergeOptions())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cli_support import run
-from plugin_support import load, make, state, twin, write_state
+from plugin_support import load, make, one_error, state, twin, write_state
 
 from rotation_merge.carrying import sampled
 from rotation_merge.carrying.judge import HeldOutSamples, TransferSamples
@@ -113,3 +113,66 @@ def test_where_nothing_is_better_the_new_base_is_written(
     written = load(f"{pair['new']}+{out}" if "--lora" in options else str(out)).state_dict()
     for name, tensor in load(str(pair["new"])).state_dict().items():
         torch.testing.assert_close(written[name], tensor, rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two files of 33 samples; 0 begins the samples of the first, 1 those of the second."""
+    paths = [tmp_path_factory.mktemp("texts") / f"{name}.jsonl" for name in ("data", "judge")]
+    for first, path in enumerate(paths):
+        rows = [[first, *((7 * i + j * j) % 38 + 2 for j in range(9))] for i in range(33)]
+        path.write_text("\n".join(json.dumps({"input_ids": row}) for row in rows))
+    return paths
+
+
+@pytest.mark.parametrize("judge", [None, "file", "self"])
+def test_judging_samples_are_in_no_other_use(
+    judge: str | None,
+    texts: list[Path],
+    models: dict[str, dict[str, Path]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is matched, solved or chosen on them."""
+    seen, used, record, read = (
+        set[tuple[int, ...]](),
+        list[TransferSamples](),
+        sampled.record_activations,
+        sampled.read_parts,
+    )
+
+    def recording(model: Any, batches: list[dict[str, torch.Tensor]]) -> Any:
+        seen.update(rows_of(batches))
+        return record(model, batches)
+
+    def reading(*arguments: Any) -> TransferSamples:
+        used.append(read(*arguments))
+        return used[-1]
+
+    for module in ("matching.match_on", "carrying.sampled"):
+        monkeypatch.setattr(f"rotation_merge.{module}.record_activations", recording)
+    monkeypatch.setattr(sampled, "read_parts", reading)
+    pair = models["llama"]
+    bases = ("--from", pair["old"], "--to", pair["new"], "--carry", "activations", "--scale", 1)
+    data = ("--data", "self" if judge == "self" else texts[0], "--samples", 33)
+    more = () if judge is None else ("--judge", "self" if judge == "self" else texts[1])
+    done = run("carry", pair["tuned"], *bases, tmp_path / "out", *data, *more)
+    assert done.exit_code == 0, done.output
+    parts = used[0]
+    solved, chosen, judged = (rows_of(each.batches) for each in (parts.solved, parts.choice.tuned, parts.judge.tuned))
+    assert judged
+    assert not judged & (solved | chosen | seen)
+    assert judge == "self" or len(seen) == len(solved) == (33 if judge else 17)
+
+
+def rows_of(batches: list[dict[str, torch.Tensor]]) -> set[tuple[int, ...]]:
+    return {tuple(row) for batch in batches for row in batch["input_ids"].tolist()}
+
+
+def test_a_file_cannot_solve_and_judge(texts: list[Path], models: dict[str, dict[str, Path]], tmp_path: Path) -> None:
+    pair = models["llama"]
+    bases = ("--from", pair["old"], "--to", pair["new"], "--carry", "refit")
+    done = run("carry", pair["tuned"], *bases, tmp_path / "out", "--data", texts[0], "--judge", texts[0])
+    assert done.exit_code == 2
+    assert "leave out --judge" in one_error(done.output)
+    assert not (tmp_path / "out").exists()

@@ -42,6 +42,7 @@ from rotation_merge.carrying.judge import (
     ScaledChange,
     TransferSamples,
     halves,
+    parted,
     random_change,
     search,
 )
@@ -237,6 +238,27 @@ def test_recovered_lift_and_its_controls() -> None:
     assert any("it writes no text" in line for line in replace(lift, writes=False).words())
 
 
+def test_what_the_new_base_knows_already_is_said() -> None:
+    """Between releases of one lineage the fine-tune itself stands below all of what it gained at home."""
+    lift = RecoveredLift(2.0, 1.0, (1.75, 1.5), (1.05, 1.6), "wudi", " at scale 1")
+    assert (lift.recovered, lift.known, lift.of_the_way) == pytest.approx((0.7, 0.25, 0.7 / 0.75))
+    closing = (
+        "Recovered lift: 70% of what fine-tuning gained on the old base (93% of the way from the new base to the "
+        "fine-tune)."
+    )
+    assert lift.words()[-1] == closing
+    assert "already has 25% of what fine-tuning gained" in lift.words()[-2]
+    assert lift.facts()["of the way to the fine-tune"] == pytest.approx(0.7 / 0.75)
+    assert lift.facts()["known to the new base"] == pytest.approx(0.25)
+    nearly = replace(lift, new=(1.08, 1.5), carried=(1.02, 1.5))
+    assert nearly.words()[-1].startswith("Recovered lift: 6%")  # three quarters of the way, so it is worth carrying
+    beyond = replace(lift, new=(0.9, 1.5), carried=(0.7, 1.5))
+    assert beyond.of_the_way is None
+    assert "needs no fine-tune" in beyond.words()[-2]
+    assert beyond.words()[-1] == "Recovered lift: 20% of what fine-tuning gained on the old base."
+    assert "of the way" not in replace(lift, new=(2.5, 1.5)).words()[-1]
+
+
 @pytest.mark.parametrize("shape", [(7, 4), (4, 7), (3, 5, 4), (6, 3, 2, 2), (9,)])
 def test_a_random_change_has_the_same_singular_values(shape: tuple[int, ...]) -> None:
     draw = torch.Generator().manual_seed(0)
@@ -255,6 +277,28 @@ def test_halves_share_no_sample() -> None:
     assert not set(numbers[0]) & set(numbers[1])
     with pytest.raises(RotationMergeError, match="one sample to judge by"):
         halves(Data([{"input_ids": rows[:1]}], "next token", 1))
+
+
+@pytest.mark.parametrize(
+    ("count", "held_out"), [(17, 8), (32, 16), (33, 16), (49, 16), (64, 16), (100, 25), (512, 128)]
+)
+def test_a_quarter_is_held_out_of_any_number(count: int, held_out: int) -> None:
+    """At least a batch, and at most half: also where the last batch is one sample."""
+    rows = torch.arange(count)[:, None]
+    parts = parted(Data([{"input_ids": part} for part in rows.split(16)], "next token", count))
+    numbers = [[int(row) for batch in part.batches for row in batch["input_ids"]] for part in parts]
+    assert [*numbers[0], *numbers[1]] == list(range(count))
+    assert len(numbers[1]) == held_out
+    assert all(part.batches for part in halves(parts[1]))
+
+
+def test_an_example_of_several_rows_stays_whole() -> None:
+    """As examples of vision-language models are: one a batch, with many rows of patches."""
+    batches = [{"input_ids": torch.full((1, 4), i), "pixel_values": torch.full((6, 2), i)} for i in range(8)]
+    solved, held_out = parted(Data(batches, "next token", 8))
+    pair = halves(held_out)
+    assert [len(part.batches) for part in (solved, *pair)] == [6, 1, 1]
+    assert all(len(batch["pixel_values"]) == 6 for part in (solved, *pair) for batch in part.batches)
 
 
 @pytest.mark.parametrize(
