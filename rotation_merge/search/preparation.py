@@ -141,7 +141,7 @@ class Preparation:
             architecture,
             anchor.shapes,
             per_token,
-            tokens_in(sets.training[:1]) or self.config.samples * self.config.length,
+            tokens_in(sets.training[:1]) or self._made_up_tokens,
             per_token * tokens_in([*deciding.sets, *([] if forgetting is None else forgetting.judge.sets)]),
             self.made_up,
             relation,
@@ -327,6 +327,11 @@ class Preparation:
             f"{2 * count} of {length}; a longer --budget uses more"
         )
         return fewer, shorter
+
+    @property
+    def _made_up_tokens(self) -> int:
+        """Tokens (or images) that each model makes to merge with."""
+        return self.config.samples * (self.config.length if self.config.data[0] == SELF else 1)
 
     def _in_anchors_ids(self, data: Data, model: str) -> Data:
         """Text of a model in the anchor's token ids."""

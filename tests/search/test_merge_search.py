@@ -27,7 +27,9 @@ from rotation_merge.search import clock as clocks
 from rotation_merge.search import run as searches
 from rotation_merge.search.candidates import FAR, NEAR, SHARED, Planner
 from rotation_merge.search.clock import Clock, OutOfTime
+from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Judge, cannot_win
+from rotation_merge.search.preparation import Preparation
 from rotation_merge.share.push import draft
 from rotation_merge.workers.progress import listener
 
@@ -192,6 +194,15 @@ def test_signs_of_life_come_at_least_every_few_seconds(monkeypatch: pytest.Monke
     assert "silent, " in shown[0][1]
     assert any(re.search(r"telling, parts \d+ of 100, \d+ s so far", text) for _, text in shown)
     assert not any("-" in text for _, text in shown)
+
+
+def test_an_image_is_read_in_one_piece_not_as_a_text_of_many_tokens(tmp_path: Path) -> None:
+    """Else a refit of vision models on noise seems to take as many times too long."""
+    models = tuple(str(CHECKPOINTS / f"vit-{seed}") for seed in range(2))
+    config = SearchConfig(models, str(tmp_path / "out"), ("synthetic",), samples=8, batch_size=4, budget=60.0)
+    with Clock(60.0, lambda _: None, lambda _: None) as clock:
+        parents = Preparation(config, clock, tmp_path).run()
+    assert parents.costs.tokens == 8
 
 
 def test_a_clock_ends_work_that_tells_of_itself() -> None:
