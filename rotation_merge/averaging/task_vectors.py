@@ -246,13 +246,16 @@ def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, 
 def both_sides(changes: Sequence[Tensor], weights: Sequence[float], ridge: float) -> Tensor:
     """``sum_t L_t D G_t = sum_t L_t D_t G_t`` with a ridge towards `PRIOR` times the sum, by conjugate gradients.
 
+    The sum is the weighted mean times the number of changes that count, ``(sum_t w_t)^2 / sum_t w_t^2``: of equal
+    weights, their plain sum.
     Each factor is divided by its trace; of the two the smaller one is formed. Both have the eigenvalues of G_t, so that
     the ridge is the sum of the squares of `ridge` times their mean, weighted by themselves.
     """
     wide = changes[0].shape[0] <= changes[0].shape[1]
     grams = [(d, d @ d.mT if wide else d.mT @ d, w) for d, w in zip(changes, weights, strict=True) if bool(d.any())]
     counting = [(d, gram, w / float(gram.trace()) ** 2) for d, gram, w in grams]
-    start = PRIOR * torch.stack(list(changes)).sum(0)
+    unit = sum(w * w for _, _, w in grams) / sum(w for _, _, w in grams)
+    start = PRIOR * sum((w / unit * d for d, _, w in grams), torch.zeros_like(changes[0]))
     penalty = sum(share * (ridge * float(gram.square().sum() / gram.trace())) ** 2 for _, gram, share in counting)
 
     def gram_product(x: Tensor, change: Tensor, gram: Tensor, share: float) -> Tensor:

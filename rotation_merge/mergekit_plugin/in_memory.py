@@ -32,7 +32,7 @@ from rotation_merge.mergekit_plugin.planning.session import Session, SessionConf
 from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
 from rotation_merge.mergekit_plugin.recipe import delegates
 from rotation_merge.mergekit_plugin.recipe.document import Document
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, METHOD
+from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, METHOD, OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.checkpoint import Models
 from rotation_merge.model.held_model import HeldModel
@@ -155,8 +155,7 @@ def merge_views(
         held_models.append(model)
     for name in parameters or {}:
         if name in BY_NAME and name not in MERGING and name not in [p.name for p in delegate.spec.parameters]:
-            problem = f"'{name}' is an alignment option, but average does not align"
-            raise RecipeError(problem, remedy="give it to rotation_merge.align, and average alignment.apply(donor)")
+            raise _misplaced(name)
     shared = {name.rstrip("_") if keyword.iskeyword(name[:-1]) else name: x for name, x in (parameters or {}).items()}
     value = {
         "merge_method": METHOD,
@@ -184,6 +183,15 @@ def merge_views(
         return tensor.to(result_dtype) if tensor.is_floating_point() and result_dtype is not None else tensor
 
     return View(first.opened, compute, first.dtype, first.left_out, (*first.notes, *notes))
+
+
+def _misplaced(name: str) -> RecipeError:
+    """The error for a parameter of recipes that an average does not have."""
+    if name in (*OPTIONS, "match_on", "untie", "widths"):
+        problem = f"'{name}' is an alignment option, but average does not align"
+        return RecipeError(problem, remedy="give it to rotation_merge.align, and average alignment.apply(donor)")
+    problem = f"'{name}' is a parameter of recipes, which average does not have"
+    return RecipeError(problem, remedy="leave it out, or write a recipe for mergekit-yaml")
 
 
 def delegate_of(method: str) -> MergeMethod:

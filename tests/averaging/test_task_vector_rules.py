@@ -111,10 +111,19 @@ def test_both_sides_solve_their_equation() -> None:
     left = [d @ d.T / d.square().sum() for d in changes]
     right = [d.T @ d / d.square().sum() for d in changes]
     spectra = [torch.linalg.eigvalsh(gram) for gram in right]
-    start = 0.7 * sum(changes)
+    start = 0.7 * (1 + 3) / (1 + 9) * (changes[0] + 3 * changes[1])
     ridge = sum(w * (0.1 * s.square().sum()) ** 2 for w, s in zip(weights, spectra, strict=True))
     rest = sum(w * a @ (d - merged_change) @ b for w, a, d, b in zip(weights, left, changes, right, strict=True))
     torch.testing.assert_close(rest + ridge * (start - merged_change), torch.zeros(5, 4).double(), atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("values", [{}, {"sides": "both"}])
+def test_a_model_of_next_to_no_weight_counts_for_nothing(values: dict[str, Any]) -> None:
+    changes = [random(10, 2, seed=t) @ random(2, 12, seed=9 + t) for t in range(3)]
+    method = BY_NAME["wudi"]
+    parameters = defaults(method, **values)
+    without = method.change(changes[:2], [1.0, 1.0], parameters)
+    torch.testing.assert_close(method.change(changes, [1.0, 1.0, 1e-9], parameters), without, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("values", [{}, {"sides": "both"}])

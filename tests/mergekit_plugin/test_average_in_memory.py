@@ -106,6 +106,7 @@ def test_averages_of_averages(pair: Pair) -> None:
         ({"method": "ties", "density": 3}, "from 0 to 1"),
         ({"method": [0.5, 0.5]}, "the keyword 'weights'"),
         ({"heads": "permutation"}, "give it to rotation_merge.align"),
+        ({"heads_of": "each"}, "a recipe for mergekit-yaml"),
         ({"method": "regmean"}, "add 'samples'"),
         ({"method": "wudi", "ridge": -1.0}, "at least 0"),
         ({"samples": [{}]}, "have no effect with linear"),
