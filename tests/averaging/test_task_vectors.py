@@ -129,6 +129,19 @@ def test_the_base_is_required_and_alone_no_merge(three: list[Checkpoint], tmp_pa
     assert "delegate tsv" in one_error(result.output)
 
 
+@pytest.mark.parametrize("name", ["wudi", "linear"])
+@pytest.mark.parametrize("expert", [0, 1])
+def test_single_experts_may_be_excluded(expert: int, name: str, tmp_path: Path) -> None:
+    base = checkpoint("mixtral", "untied", tmp_path / "base")
+    models = [tuned(base, tmp_path / str(seed), seed) for seed in (1, 2)]
+    asked = recipe(base.path, *(m.path for m in models), delegate=name, exclude=f"experts.{expert}.")
+    if name == "linear":
+        asked["models"] = [{"model": str(m.path), "parameters": {"weight": 0.5}} for m in (base, *models)]
+    start, result = base.state, merged(asked, tmp_path / "out")
+    kept = {tensor for tensor in start if ".experts." in tensor and torch.equal(result[tensor], start[tensor])}
+    assert kept == {tensor for tensor in start if f".experts.{expert}." in tensor}
+
+
 def test_delegates_are_listed() -> None:
     result = run("inspect", "--methods")
     assert all(name in result.output for name in NAMES)

@@ -151,20 +151,23 @@ class RotationMergePlanner(MergePlanner):
             self._plan_info(info, out, moves, reader)
 
     def _plan_info(self, info: TensorInfo, out: OutputBlock, moves: BlockMoves, reader: ConfigReader) -> None:
-        names = out.names(info)
-        excluded = self.recipe.excluded(names[0])
-        sources = [out.anchor] if excluded or self.unit == MODEL else out.sources
-        if self.unit == MODEL and not excluded:
-            tasks_of = [(self.recipe.base, tuple(self.delegated.tensor(name) for name in names))]
-        else:
-            tasks_of = [(s.model, moves.tasks(s, info)) for s in sources]
-        for piece, name in enumerate(names):
-            averaged = self.unit not in (STOCK, MODEL) and not self.recipe.excluded(name)
+        tasks: dict[ModelReference, tuple[Task, ...]] = {}
+        for piece, name in enumerate(out.names(info)):
+            excluded = self.recipe.excluded(name)  # of experts that are stored apart, perhaps only some
+            averaged = self.unit not in (STOCK, MODEL) and not excluded
+            sources = [out.anchor] if excluded or self.unit == MODEL else out.sources
+            if self.unit == MODEL and not excluded:
+                tasks_of = [(self.recipe.base, self.delegated.tensor(name))]
+            else:
+                for source in sources:
+                    if source.model not in tasks:
+                        tasks[source.model] = moves.tasks(source, info)
+                tasks_of = [(source.model, tasks[source.model][piece]) for source in sources]
             gather = AlignedGather(
                 weight_info=ImmutableMap(data={}),
                 key=f"{out.number}:{name}",
                 label=name,
-                sources=tuple((model, tasks[piece], piece) for model, tasks in tasks_of),
+                sources=tuple((model, task, piece) for model, task in tasks_of),
                 storage=None if averaged else self.config.dtype,
             )
             originals = {s.model: (s.block.tensor(info.key) or info).names[piece] for s in sources}
