@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rotation_merge.carrying.delta import Delta
     from rotation_merge.errors import RotationMergeError
     from rotation_merge.matching.alignment import Alignment
-    from rotation_merge.matching.fit import fit
+    from rotation_merge.matching.fit_models import fit
     from rotation_merge.matching.fit_records import FitConfig
     from rotation_merge.matching.options import AlignConfig
     from rotation_merge.mergekit_plugin.adapter_merge import merge_adapters
@@ -53,7 +53,7 @@ _PUBLIC = {
     "merge": "rotation_merge.api",
     "polish": "rotation_merge.api",
     "refit": "rotation_merge.api",
-    "fit": "rotation_merge.matching.fit",
+    "fit": "rotation_merge.matching.fit_models",
     "merge_adapters": "rotation_merge.mergekit_plugin.adapter_merge",
     "transfer": "rotation_merge.api",
 }

@@ -6,11 +6,10 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.averaging.config import RefitConfig
@@ -20,12 +19,14 @@ from rotation_merge.averaging.polish import TOGETHER, PolishConfig, PolishOption
 from rotation_merge.averaging.polish import polish as distil
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta
-from rotation_merge.errors import CheckpointError, RecipeError, not_written
+from rotation_merge.errors import CheckpointError, RecipeError, not_written, short
 from rotation_merge.files.outputs import FOLDER, Input, Output, check_outputs
 from rotation_merge.files.scratch import Scratch
+from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.check_pair import check_forward, check_pair
+from rotation_merge.matching.engine import same_shapes
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
@@ -41,9 +42,9 @@ from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import check_same_tokens
 from rotation_merge.model.writing import StorageOptions, small_files
 from rotation_merge.run.curves import Curve
-from rotation_merge.run.data import Samples, for_each, read_samples, unpadded
+from rotation_merge.run.data import Samples, data_in_memory, for_each, read_samples, unpadded
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
-from rotation_merge.run.functions import copy_parameters, module_of
+from rotation_merge.run.functions import copy_parameters, module_of, unlabelled
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
@@ -57,9 +58,6 @@ from rotation_merge.search.run import Search
 
 LOG = logging.getLogger(__name__)
 
-Batches = Sequence[Mapping[str, Tensor]]
-"""Batches of inputs by the names that a model's forward takes."""
-
 
 def align(
     anchor: ModelLike,
@@ -67,7 +65,7 @@ def align(
     config: AlignConfig | None = None,
     *,
     match_on: str = WEIGHTS,
-    samples: Batches | None = None,
+    samples: Samples = None,
     untie: bool = False,
     widths: bool = False,
     **options: Any,
@@ -79,8 +77,8 @@ def align(
             and sizes; not modified. A text-only donor may be aligned to the language half of an anchor that
             also sees.
         config: which groups to use; or name its fields as options.
-        match_on: `weights`; or `activations` or `both`, of modules, on samples.
-        samples: batches of inputs by the names that forward takes, without padding.
+        match_on: `weights`; or `activations` or `both`, of both models on samples.
+        samples: batches of forward's inputs, or the name of a source (a file, `self`, `synthetic`, `demo:NAME`).
         untie: give a head that shares the embedding's tensor one of its own.
         widths: bring a smaller donor to the anchor's sizes first, with zeros around its weights and the same outputs.
         **options: fields of the config: attention, heads, ffn, scaling, residual, layers.
@@ -96,6 +94,8 @@ def align(
         >>> alignment.apply(donor).save_pretrained("aligned")  # doctest: +SKIP
     """
     chosen = AlignConfig.of(config, options)
+    for name, value in (("untie", untie), ("widths", widths)):
+        TransferConfig.options()["widths"].check(name, value)
     first, second = open_like(anchor, "anchor", untie=untie), open_like(donor, "donor", untie=untie)
     match = _matcher(match_on, samples, first, second)
     if widths:
@@ -144,11 +144,17 @@ def average(
         RecipeError: the method or a parameter does not exist, or a required input is missing.
         CheckpointError: the models do not compute alike, or their tensors differ in names or shapes.
     """
-    views = [model if isinstance(model, View) else as_stored(open_like(model)) for model in models]
+    for name, value, of in (("limit", limit, "samples"), ("seed", seed, "seed")):
+        MeasureConfig.options()[of].check(name, value)
+    views = [model if isinstance(model, View) else as_stored(open_like(model)) for model in _several(models)]
     if not views or (weights is not None and len(weights) != len(views)):
         count = 0 if weights is None else len(weights)
         raise RecipeError(f"{count} weights for {len(views)} models", remedy="give one weight for each model")
-    if weights is not None and abs(sum(map(float, weights))) < 1e-12:
+    try:
+        shares = None if weights is None else [float(weight) for weight in weights]
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"'weights' are {short(repr(weights))}", remedy="give one number for each model") from error
+    if shares is not None and abs(sum(shares)) < 1e-12:
         raise RecipeError("the weights' sum is zero", remedy="give weights whose sum is not zero")
     if not isinstance(method, str):
         problem = f"the method is of type {type(method).__name__}"
@@ -162,8 +168,10 @@ def average(
             )
     opened = opened_views(views)
     of_model: list[dict[str, Any]] = [{} for _ in views]
-    for settings, weight in zip(of_model, weights or (), strict=False):
-        settings["weight"] = float(weight)
+    for settings, share in zip(of_model, shares or (), strict=False):
+        settings["weight"] = share
+    if statistics is not None and not plan.statistics:
+        raise RecipeError(f"'statistics' have no effect with {method}", remedy="leave them out")
     measured: list[Statistics] = []
     batches: list[list[dict[str, Tensor]]] = []
     if plan.statistics:
@@ -227,7 +235,7 @@ def measure(model: ModelLike, samples: Samples = SELF, config: MeasureConfig | N
     Raises:
         RotationMergeError: the model or the samples are of no use.
     """
-    opened, config = open_like(model), config or MeasureConfig()
+    opened, config = open_like(model), MeasureConfig.or_default(config)
     module = for_evaluation(opened)
     limit = config.samples or (SAMPLES if isinstance(samples, str) and samples in SOURCES else None)
     data = read_samples(opened, samples, limit, config.batch_size, config.length, config.seed, module)
@@ -244,7 +252,7 @@ def evaluate(model: ModelLike, samples: Samples, config: EvaluateConfig | None =
     Raises:
         RotationMergeError: the model or the samples are of no use, or nothing can be scored on them.
     """
-    opened, config = open_like(model), config or EvaluateConfig()
+    opened, config = open_like(model), EvaluateConfig.or_default(config)
     module = for_evaluation(opened)
     data = read_samples(opened, samples, config.limit, config.batch_size, config.length, module=module)
     scores = score(module, data)
@@ -268,7 +276,7 @@ def refit(
     Raises:
         RotationMergeError: models or samples are of no use.
     """
-    config = config or RefitConfig()
+    config = RefitConfig.or_default(config)
     values = {name: getattr(config, name) for name in config.options() if name not in ("samples", "seed")}
     parameters = {name: value for name, value in values.items() if value is not None}
     return average(
@@ -296,8 +304,8 @@ def polish(
     Raises:
         RotationMergeError: models or samples are of no use.
     """
-    config = config or PolishConfig()
-    opened, parents = open_like(merged), [open_like(teacher) for teacher in teachers]
+    config = PolishConfig.or_default(config)
+    opened, parents = open_like(merged), [open_like(teacher) for teacher in _several(teachers)]
     if not parents:
         raise RecipeError("no teachers are given", remedy="give the models that were merged")
     heads = _heads(opened, parents)
@@ -306,7 +314,7 @@ def polish(
     if opened.checkpoint is not None:
         check_same_tokens(opened.checkpoint, *(each.checkpoint for each in parents if each.checkpoint is not None))
     size = max(1, min(TOGETHER // len(parents), config.samples // 4))
-    with Scratch() as folder:
+    with Scratch() as folder, seeded(config.seed):
         answered = []
         each = zip(students, parents, for_each(samples, len(parents)), strict=True)
         for number, (learning, teacher, source) in enumerate(each):
@@ -367,10 +375,11 @@ def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: Barri
     Raises:
         RotationMergeError: the models do not fit together, or the samples are of no use.
     """
-    config = config or BarrierConfig()
+    config = BarrierConfig.or_default(config)
     first, second = open_like(anchor), open_like(donor)
     check_pair(first.member, second.member, NOTHING, excluded=lambda _: True)
     ends = for_evaluation(first), for_evaluation(second.with_classes_of(first.member))
+    same_shapes(*ends, (first.name, second.name))
     data = read_samples(first, samples, config.limit, config.batch_size, config.length, module=ends[0])
     return path(*ends, data, config.points, "path")
 
@@ -399,11 +408,11 @@ def merge(
     Raises:
         RotationMergeError: models, data or the folder are of no use.
     """
-    names, place = [anywhere(model) for model in models], os.path.abspath(out)
+    names, place = [anywhere(model) for model in _several(models)], os.path.abspath(out)
     if len(names) < 2:
         raise RecipeError(f"{len(names)} models are given", remedy="name two or more")
     check_different(names)
-    config = config or MergeConfig()
+    config = MergeConfig.or_default(config)
     sources = tuple(data) or (usual_data(names[0]),)
     search_config = SearchConfig(tuple(names), place, sources, **asdict(config))
     check_outputs([Output(place, "out", FOLDER)], [Input(name, "model") for name in names])
@@ -428,7 +437,7 @@ def transfer(
     new: ModelLike,
     config: TransferConfig | None = None,
     *,
-    samples: Batches | None = None,
+    samples: Samples = None,
     **options: Any,
 ) -> View | AdapterWeights:
     """Carry the change of a fine-tune or an adapter from an old base to a new one.
@@ -442,7 +451,7 @@ def transfer(
         old, new: bases of one architecture; not modified.
         config: how; or name its fields, and those of `AlignConfig`, as options. Without options of matching, between
             bases that share their coordinates, nothing is matched: the change is added as it is.
-        samples: of `match_on` other than weights, of modules, as of `align`.
+        samples: of `match_on` other than weights, as of `align`; None: `data` of the config.
 
     Returns:
         The new base with the carried change: of weights lazily (folded where the stream is rotated, and then without
@@ -452,7 +461,7 @@ def transfer(
     Raises:
         RotationMergeError: unknown options, an unsupported architecture, tensors that do not fit.
     """
-    chosen = TransferConfig.from_values(options, config)
+    chosen = _with_given_alignment(TransferConfig.from_values(options, config), old)
     adapter = isinstance(tuned, str | os.PathLike) and is_adapter(os.fspath(tuned))
     if adapter or chosen.needs_samples or chosen.rank or chosen.resizes or chosen.alignment is not None:
         return _transferred_files(tuned, old, new, chosen)
@@ -468,6 +477,8 @@ def transfer(
     near = nearness(first.architecture, first.source, second.source)
     added = near.shared and chosen.match == TransferConfig().match and chosen.match_on is None
     match = NOTHING if added else chosen.match
+    if samples is None and chosen.matched_on != WEIGHTS:
+        samples = chosen.data
     alignment = align(first, second, match, match_on=chosen.matched_on, samples=samples, untie=chosen.untie)
     delta = Delta.between(second, third).moved(alignment, first)
     carried = delta.scaled(1.0 if chosen.factor is None else chosen.factor).applied()
@@ -477,6 +488,24 @@ def transfer(
     notes = [shared] if added else []
     notes += alignment.report.notes if alignment.report is not None else []
     return carried.with_notes([*notes, *carried.notes], alignment.report)
+
+
+def _with_given_alignment(config: TransferConfig, old: ModelLike) -> TransferConfig:
+    """The config, its alignment checked against the old base, where one is given.
+
+    Raises:
+        RecipeError: it is none.
+        AlignmentError: it was made for another donor.
+    """
+    alignment = config.alignment
+    if isinstance(alignment, os.PathLike):
+        return replace(config, alignment=os.fspath(alignment))
+    if isinstance(alignment, Alignment) and alignment.basis is not None:
+        alignment.check_donor(old)
+    elif alignment is not None and not isinstance(alignment, Alignment | str):
+        problem = f"option 'alignment' is {short(repr(alignment))}"
+        raise RecipeError(problem, remedy="it must be an Alignment of old to new, or its file")
+    return config
 
 
 def _with_tokens(tuned: ModelLike, old: ModelLike, new: ModelLike) -> bool:
@@ -521,25 +550,49 @@ def _transferred_files(
         return as_stored(replace(opened, beside=small_files(out))).with_notes(result.lines)
 
 
-def _matcher(how: str, samples: Batches | None, anchor: OpenedModel, donor: OpenedModel) -> Match:
+def _matcher(how: str, samples: Samples, anchor: OpenedModel, donor: OpenedModel) -> Match:
     """The function that matches the donor to the anchor.
 
     Raises:
         RecipeError: the method does not exist, or a required input is missing.
+        DataError: the samples are of no use to the models.
     """
     MatchConfig.options()["match_on"].check("match_on", how)
     if how == WEIGHTS:
         if samples is not None:
             raise RecipeError("matching on weights uses no samples", remedy="add match_on='both', or leave them out")
         return match_model
-    if anchor.module is None or donor.module is None or not samples:
+    if samples is None:
         problem = f"match_on='{how}' runs the models on samples"
-        raise RecipeError(problem, remedy="give modules, and 'samples': batches of what their forward takes")
-    from rotation_merge.matching.match_on import match_on_activations, record_activations
+        raise RecipeError(problem, remedy="give 'samples': batches of what their forward takes, or a source")
+    from rotation_merge.matching.match_on import activation_matcher
 
-    batches = [dict(batch) for batch in samples]
-    return partial(
-        match_on_activations,
-        activations=(record_activations(anchor.module, batches), record_activations(donor.module, batches)),
-        how=how,
-    )
+    modules = [_as_it_is(model) for model in (anchor, donor)]
+    if isinstance(samples, str) and samples == SELF:
+        halves = zip((anchor, donor), modules, ((SAMPLES + 1) // 2, SAMPLES // 2), range(2), strict=True)
+        parts = [read_samples(model, SELF, count, seed=seed, module=module) for model, module, count, seed in halves]
+        batches = [batch for part in parts for batch in part.batches]
+    else:
+        batches = read_samples(anchor, samples, SAMPLES, module=modules[0]).batches
+    plain = [unlabelled(batch) for batch in batches]
+    data_in_memory(plain, modules[1])
+    return activation_matcher("samples")(how, modules[0], modules[1], plain)
+
+
+def _as_it_is(opened: OpenedModel) -> nn.Module:
+    """A module as the caller gave it; another model loaded for evaluation."""
+    if opened.module is None or isinstance(opened.source, View):
+        module: nn.Module = for_evaluation(opened)
+        return module
+    return opened.module
+
+
+def _several(models: Any) -> list[ModelLike]:
+    """Models as a list.
+
+    Raises:
+        RecipeError: they are one model, or none.
+    """
+    if isinstance(models, str | os.PathLike | nn.Module | Mapping) or not isinstance(models, Iterable):
+        raise RecipeError(f"one {type(models).__name__} stands where models belong", remedy="give a list of models")
+    return list(models)

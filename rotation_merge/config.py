@@ -6,6 +6,7 @@ Command line, errors and the tables of the documentation are made from them.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -40,6 +41,9 @@ class Kind:
 
 
 FILE, MODEL = Kind("a file", is_text, READ), Kind("a model", is_text, READ)
+NUMBERS = Kind(
+    "a tuple of numbers", lambda value: isinstance(value, tuple) and bool(value) and all(map(KINDS[float].holds, value))
+)
 FOLDER, NEW_FILE = Kind("a folder", is_text, WRITTEN), Kind("a file to write", is_text, WRITTEN)
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -152,6 +156,19 @@ class Option:
             raise RecipeError(problem, remedy=f"{close} {self.allowed}")
         raise RecipeError(problem, remedy=f"it must be {self.allowed}")
 
+    def converted(self, value: Any) -> Any:
+        """A value in the form that it is kept in.
+
+        Paths become text (or a `Path`, where the kind is that); lists, and a single word, become tuples.
+        """
+        if self.kind is Path:
+            return Path(value) if is_text(value) else value
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if self.kind is tuple and isinstance(value, str):
+            return (value,)
+        return tuple(value) if isinstance(value, list) and self.kind in (tuple, NUMBERS) else value
+
     @property
     def _kind(self) -> Kind:
         return self.kind if isinstance(self.kind, Kind) else KINDS[self.kind]
@@ -187,7 +204,9 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, described in self.options().items():
-            described.check(name, getattr(self, name))
+            value = described.converted(getattr(self, name))
+            object.__setattr__(self, name, value)
+            described.check(name, value)
 
     @classmethod
     def options(cls) -> dict[str, Option]:
@@ -208,15 +227,28 @@ class Config:
         return cls(**values)
 
     @classmethod
+    def or_default(cls: type[C], config: C | None, otherwise: str = "") -> C:
+        """A config that a caller gave; None: the defaults.
+
+        Args:
+            otherwise: what the remedy ends in.
+
+        Raises:
+            RecipeError: it is no such config.
+        """
+        if config is not None and not isinstance(config, cls):
+            problem = f"the config is of type {type(config).__name__}"
+            raise RecipeError(problem, remedy=f"it must be of type {cls.__name__}{otherwise}")
+        return cls() if config is None else config
+
+    @classmethod
     def of(cls: type[C], config: C | None, options: Mapping[str, Any]) -> C:
         """A config (None: the defaults) with some options replaced by name.
 
         Raises:
             RecipeError: it is no such config, or an option does not exist or has no such value.
         """
-        if config is not None and not isinstance(config, cls):
-            problem = f"the config is of type {type(config).__name__}"
-            raise RecipeError(problem, remedy=f"it must be of type {cls.__name__}; or give its fields as options")
+        cls.or_default(config, "; or give its fields as options")
         if config is not None and not options:
             return config
         known = {} if config is None else {f.name: getattr(config, f.name) for f in fields(config)}

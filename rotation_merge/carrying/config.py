@@ -102,7 +102,10 @@ class TransferConfig(Config):
         for name in values:
             if name not in (*known, *matching):
                 raise RecipeError(f"there is no option '{name}'", remedy=nearest(name, [*known, *matching]))
-        config = replace(start or cls(), **{name: value for name, value in values.items() if name in known})
+        config = replace(
+            cls.or_default(start, "; or give its fields as options"),
+            **{name: value for name, value in values.items() if name in known},
+        )
         groups = {name: value for name, value in values.items() if name in matching}
         if not groups:
             return config

@@ -160,7 +160,7 @@ def adapter_in_training(model: Any, written: AdapterWeights) -> Any:
         if (bias := f"{b_name.removesuffix('weight')}bias") in tensors:
             tensors[bias] = tensors[bias] / rank**0.5
     with Scratch() as folder:
-        AdapterWeights({**written.config, "use_rslora": True}, tensors).save_pretrained(folder)
+        AdapterWeights({**written.config, "use_rslora": True}, tensors).write(folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft's, on what transformers calls by another name now
             student = PeftModel.from_pretrained(model, folder, is_trainable=True).eval()

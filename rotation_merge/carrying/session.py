@@ -194,7 +194,7 @@ class TransferSession:
         lines = [*lines, *([] if how else self.advice_lines), *self.token_words]
         report = replace(self.report_on(work), notes=[*self.report.notes, *lines], relation="adapter")
         with staged(out) as staging:
-            written.save_pretrained(staging)
+            written.write(staging)
             self.write_tokens(staging)
             report.write(os.path.join(staging, REPORT_FILE))
             with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:

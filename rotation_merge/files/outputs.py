@@ -183,6 +183,17 @@ def check_writable(outputs: Iterable[Output]) -> None:
             raise RotationMergeError("cannot be written into", where=place, remedy="write somewhere else")
 
 
+def prepare_file(output: Output) -> None:
+    """Check that a file may be written or replaced, and make the folders above it.
+
+    Raises:
+        RotationMergeError: names the place.
+    """
+    check_replaced([output])
+    check_writable([output])
+    os.makedirs(os.path.dirname(os.path.abspath(output.path)), exist_ok=True)
+
+
 @contextmanager
 def outputs_locked(outputs: Iterable[Output]) -> Iterator[None]:
     """Lock several outputs within the block; a folder's lock covers its contents.

@@ -19,7 +19,7 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.architecture.registry import tied_head
 from rotation_merge.errors import AlignmentError, RotationMergeError, StatisticsError, not_written, short
 from rotation_merge.files.durable import replacing
-from rotation_merge.files.outputs import Output, check_replaced
+from rotation_merge.files.outputs import Output, prepare_file
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.check_pair import check_pair
@@ -35,7 +35,7 @@ from rotation_merge.model.fingerprint import Fingerprint, checksum
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import LabelRows
-from rotation_merge.model.model_inputs import ModelLike, OpenedModel, open_like, stored_dtype
+from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_storage, open_like, stored_dtype
 from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.model.source import TensorSource, check_shapes, read_tensor, unstack
 from rotation_merge.model.sources import TranslatedSource
@@ -150,7 +150,7 @@ class VerifiedSource:
         if known is not None and name not in self._seen and checksum(tensor) != known:
             raise AlignmentError(
                 f"tensor '{name}' is not that of {self.identity.name}, which the alignment was made for",
-                where=self.name,
+                where="the given model" if self.name == self.identity.name else self.name,
                 remedy="give that model, or apply(..., strict=False) to move a fine-tune of it by the same maps",
             )
         self._seen.add(name)
@@ -259,6 +259,7 @@ class Alignment:
             CheckpointError: it cannot be read, or its sizes differ.
             StatisticsError: the statistics are of another model, or do not survive the maps (when they are read).
         """
+        check_storage(dtype)
         if isinstance(donor, Statistics):
             return self._statistics(donor, self._known().donor, strict)
         if isinstance(donor, Movable):
@@ -275,6 +276,16 @@ class Alignment:
         names = TranslatedSource({}, basis.architecture, opened.architecture).names
         return opened.with_classes({name: basis.rows[known] for name, known in names.items() if known in basis.rows})
 
+    def check_donor(self, donor: ModelLike) -> None:
+        """Refuse another model than the one the alignment was made for; every tensor is read once.
+
+        Raises:
+            AlignmentError: it is another; names a tensor.
+        """
+        opened = self._opened(donor, self._known().donor, strict=True)
+        for name in opened.names:
+            opened.source[name]
+
     @overload
     def apply_anchor(self, anchor: Statistics, *, strict: bool = True) -> Statistics: ...
     @overload
@@ -285,9 +296,10 @@ class Alignment:
 
         Also moves the anchor's statistics. Arguments and errors as for `apply`.
         """
-        still, identity = replace(self, transforms={}), self._known().anchor
+        check_storage(dtype)
+        still, identity = replace(self, transforms={}).without_biases(), self._known().anchor
         if isinstance(anchor, Statistics):
-            return still.without_biases()._statistics(anchor, identity, strict)
+            return still._statistics(anchor, identity, strict)
         return still.view_of(self._opened(anchor, identity, strict), None, dtype, identity if strict else None)
 
     def without_biases(self) -> Alignment:
@@ -297,6 +309,10 @@ class Alignment:
     def _statistics(self, statistics: Statistics, identity: Identity, strict: bool) -> Statistics:
         """Statistics of a model, moved as the alignment moves the model."""
         basis = self._known()
+        if basis.widths and self.transforms:
+            problem = f"statistics of {identity.name} have other sizes than those of the moved model"
+            remedy = "measure what apply(donor) gives"
+            raise StatisticsError(problem, where=statistics.path, remedy=remedy)
         fingerprint = statistics.metadata.get("fingerprint")
         if strict and identity.fingerprint and fingerprint != identity.fingerprint:
             raise StatisticsError(
@@ -391,7 +407,7 @@ class Alignment:
             AlignmentError: the alignment has no basis.
             RotationMergeError: there is a file at that place that holds no alignment; it stays as it is.
         """
-        check_replaced([Output(str(path), "path", wrote=holds_alignment, remedy="name another file, or move it away")])
+        prepare_file(Output(str(path), "path", wrote=holds_alignment, remedy="name another file, or move it away"))
         save_alignment(path, self, metadata, torch.float16 if half else torch.float64)
 
     @classmethod

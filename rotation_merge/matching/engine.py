@@ -132,15 +132,34 @@ class Path:
             return functional_call(self.model, dict(weights), args=(), kwargs=dict(batch))
 
 
-def same_names(anchor: nn.Module, donor: nn.Module) -> None:
+def same_names(anchor: nn.Module, donor: nn.Module, names: tuple[str, str] = ("anchor", "donor")) -> None:
     """Refuse a donor with another class or other tensors.
 
     Raises:
-        CheckpointError: names the first tensor that only one of the two has.
+        CheckpointError: names the first tensor that only one of the two has, or that has other shapes in them.
     """
     odd = sorted(set(anchor.state_dict()) ^ set(donor.state_dict()))
     if odd:
         raise CheckpointError(f"tensor '{odd[0]}' is only in one of the two models", remedy="fit models of one class")
+    same_shapes(anchor, donor, names)
+
+
+def same_shapes(anchor: nn.Module, donor: nn.Module, names: tuple[str, str]) -> None:
+    """Refuse a donor whose tensors have other shapes, such as those of another vocabulary.
+
+    Args:
+        names: what the two are called.
+
+    Raises:
+        CheckpointError: names the first one.
+    """
+    states = anchor.state_dict(), donor.state_dict()
+    for name, shape in ((name, tensor.shape) for name, tensor in states[0].items() if name in states[1]):
+        if states[1][name].shape != shape:
+            problem = f"tensor '{name}' is {list(states[1][name].shape)}, in {names[0]} it is {list(shape)}"
+            raise CheckpointError(
+                problem, where=names[1], remedy="bring the models to one vocabulary and one size first"
+            )
 
 
 def renamed(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from rotation_merge.architecture.model import Architecture, Space
 from rotation_merge.errors import RecipeError
+from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.alignment import Alignment, Basis, Transforms
 from rotation_merge.matching.check_pair import check_pair
 from rotation_merge.matching.engine import (
@@ -219,9 +220,7 @@ def fit(
         same_names(anchor, donor)
     if len(batches) < 2:
         raise RecipeError("at least two batches are needed", remedy="give more data, or smaller batches")
-    devices = {p.device for parent in parents for p in parent.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):  # the caller's random numbers stay the caller's
-        torch.manual_seed(options.seed)
+    with seeded(options.seed):
         return _Fit(parents, list(batches), match or WIDEST, options, watch or (lambda *_: None), matcher).run()
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
-from rotation_merge.config import Config, option
+from rotation_merge.config import NUMBERS, Config, option
 from rotation_merge.matching.objective import OBJECTIVES
 from rotation_merge.matching.options import MATCH_ON
 
@@ -36,7 +36,7 @@ class FitConfig(Config):
     coefficients: tuple[float, ...] | None = option(
         None,
         "fixed shares of the models, anchor first. Not given: drawn at random around the middle",
-        tuple,
+        NUMBERS,
         command=False,
     )
     permutations: bool = option(False, "also learn the order of FFN neurons")

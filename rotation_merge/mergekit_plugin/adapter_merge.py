@@ -24,6 +24,7 @@ from torch import Tensor
 from rotation_merge.averaging.config import AdapterMergeConfig
 from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, mean_of, with_long_changes_shortened
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
+from rotation_merge.linalg.seeding import seeded
 from rotation_merge.model.adapter_files import PEFT, AdapterFactors, LowRankFactors, read_adapter, write_adapter
 
 LINEAR = "linear"
@@ -122,11 +123,11 @@ def merge_adapters(
     rule = _rule(method, dict(parameters or {}))
     shares = _weights(weights, len(read))
     _check_rank(chosen.rank, read)
-    torch.manual_seed(chosen.seed)
     maps: dict[str, LowRankFactors] = {}
     maps_by_module: dict[str, MergedMap] = {}
-    for module in sorted({module for adapter in read for module in adapter.maps}):
-        maps[module], maps_by_module[module] = _merged([a.maps.get(module) for a in read], shares, rule, chosen)
+    with seeded(chosen.seed):
+        for module in sorted({module for adapter in read for module in adapter.maps}):
+            maps[module], maps_by_module[module] = _merged([a.maps.get(module) for a in read], shares, rule, chosen)
     base_weights = {name: tensor for adapter in read for name, tensor in adapter.base_weights.items()}
     merged = replace(read[0], maps=maps, base_weights=base_weights)
     return MergedAdapter(merged, tuple(adapter.path for adapter in read), maps_by_module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest
+from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.definitions import architecture_info
 from rotation_merge.mergekit_plugin.planning.planner import RotationMergePlanner
@@ -52,11 +54,12 @@ class PlannedMerge:
     Args:
         tasks: of all output tensors.
         models: in memory; of checkpoints mergekit's own loaders read.
+        seed: of what delegates draw; each tensor draws its own numbers, in whatever order tensors are asked for.
     """
 
-    def __init__(self, tasks: Sequence[ReturnTensor], models: Sequence[HeldModel]) -> None:
+    def __init__(self, tasks: Sequence[ReturnTensor], models: Sequence[HeldModel], seed: int = 0) -> None:
         self.tasks = {task.weight_info.name: task for task in tasks}
-        self.models = models
+        self.models, self.seed = models, seed
         self._whole: dict[Task[Any], Any] = {}
         self._block: dict[Task[Any], Any] = {}
         self._label: str | None = None
@@ -68,7 +71,7 @@ class PlannedMerge:
         task = self.tasks[name]
         if (label := _block_label(name)) != self._label:
             self._block, self._label = {}, label
-        with self._loaders():
+        with self._loaders(), seeded(zlib.crc32(f"{self.seed} {name}".encode())):
             tensor: Tensor = self._result(task)
         return tensor
 
@@ -225,9 +228,9 @@ def _plan(document: Document, models: Models, held_models: Sequence[HeldModel]) 
         config = SessionConfiguration.of(session)
         options = models.options
         planner = RotationMergePlanner(config, architecture_info(config, options), options, SimpleNamespace())
-        return PlannedMerge(planner.plan_in_memory(), held_models), session.run.notes
+        return PlannedMerge(planner.plan_in_memory(), held_models, options.random_seed or 0), session.run.notes
     except RotationMergeError as error:
-        place = re.sub(r"\.?parameters\b\.?", "", error.where or "") or None
+        place = re.sub(r"\bparameters\b\.?", "", error.where or "").rstrip(".") or None
         raise type(error)(error.what, where=place, remedy=error.remedy) from None
 
 

@@ -208,7 +208,7 @@ def write_adapter(adapter: AdapterFactors, out: str) -> None:
         raise CheckpointError(f"adapters of {adapter.form} are {kind}", where=out, remedy=f"name {kind} to write")
     if adapter.form == PEFT:
         with staged(out) as staging:
-            _in_peft(adapter).save_pretrained(staging)
+            _in_peft(adapter).write(staging)
         return
     down, up = FILE_FORMS[adapter.form]
     tensors = {}

@@ -17,6 +17,7 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.model.adapters import WEIGHTS, Adapter, Change
 from rotation_merge.model.factors import stacks, transposed
 from rotation_merge.model.headers import ADAPTER_CONFIG
+from rotation_merge.model.output import staged
 
 WHOLE = "merge the adapter into its base and carry the whole model"
 WRONG_BASE = "name the base that it was trained on with --from"
@@ -73,8 +74,16 @@ class AdapterWeights:
     tensors: dict[str, Tensor]
     beside: Mapping[str, bytes] = field(default_factory=dict)
 
-    def save_pretrained(self, folder: str) -> None:
-        """Write the two files that peft reads, and the files beside them."""
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the adapter atomically: the two files that peft reads, and the files beside them.
+
+        An adapter that is there is replaced.
+        """
+        with staged(os.fspath(folder)) as staging:
+            self.write(staging)
+
+    def write(self, folder: str) -> None:
+        """Write the files into a folder that the caller puts into its place."""
         os.makedirs(folder, exist_ok=True)
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         save_file(tensors, os.path.join(folder, WEIGHTS[0]), {"format": "pt"})

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import stores_codes, tied_head, unread
-from rotation_merge.errors import CheckpointError
+from rotation_merge.config import DTYPES
+from rotation_merge.errors import CheckpointError, short
 from rotation_merge.model.adapter_base import check_own_base
 from rotation_merge.model.checkpoint import Model, open_model
 from rotation_merge.model.fingerprint import Fingerprint
@@ -194,6 +195,11 @@ def open_like(model: ModelLike, name: str = "", config: Any = None, untie: bool 
             check_own_base(checkpoint)
         return OpenedModel(path, checkpoint.config, checkpoint, names, shapes, untie, checkpoint=checkpoint)
     if isinstance(model, nn.Module):
+        if hasattr(model, "merge_and_unload"):
+            remedy = "give model.merge_and_unload(), or the folders as 'base+adapter'"
+            raise CheckpointError(
+                "is a model of peft, with an adapter beside its weights", where=name or None, remedy=remedy
+            )
         config_of_model = getattr(model, "config", config)
         return _in_memory(
             name or type(model).__name__, model.state_dict(), _values(config_of_model, name, model), untie, model
@@ -248,6 +254,17 @@ def _values(config: Any, name: str, module: nn.Module | None = None) -> dict[str
     if module is not None:
         values["architectures"] = [type(module).__name__]
     return values
+
+
+def check_storage(dtype: Any) -> None:
+    """Refuse what is no dtype that weights can be stored in.
+
+    Raises:
+        CheckpointError: names those that there are.
+    """
+    if dtype is not None and dtype not in [getattr(torch, name) for name in DTYPES]:
+        remedy = f"it must be one of: {', '.join(f'torch.{name}' for name in DTYPES)}"
+        raise CheckpointError(f"'dtype' is {short(repr(dtype))}", remedy=remedy)
 
 
 def stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

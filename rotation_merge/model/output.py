@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rotation_merge.errors import RotationMergeError, short
+from rotation_merge.errors import CheckpointError, RotationMergeError, short
 from rotation_merge.files.durable import sync, sync_tree, temporary_name, under_temporary_names
 from rotation_merge.files.locks import output_lock
 from rotation_merge.model.folder_exchange import JOURNAL, FolderExchange, interrupted, is_of_a_model
@@ -49,6 +49,20 @@ def staged(out_path: str) -> Iterator[str]:
             if not os.path.lexists(os.path.join(holder, JOURNAL)):  # else it holds what could not be put back
                 shutil.rmtree(holder, ignore_errors=True)
         sync(os.path.dirname(target))
+
+
+@contextmanager
+def new_folder(out_path: str) -> Iterator[str]:
+    """A staging directory, as of `staged`, for a folder that is new or empty.
+
+    Raises:
+        CheckpointError: it holds something, or is a file.
+    """
+    if os.path.lexists(out_path) and (not os.path.isdir(out_path) or os.listdir(out_path)):
+        problem = "is not empty" if os.path.isdir(out_path) else "is a file"
+        raise CheckpointError(problem, where=out_path, remedy="write to a new folder")
+    with staged(out_path) as staging:
+        yield staging
 
 
 def mend(target: str) -> bool:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.folder_exchange import HEADS
-from rotation_merge.model.model_inputs import OpenedModel, stored_dtype
-from rotation_merge.model.output import staged
+from rotation_merge.model.model_inputs import OpenedModel, check_storage, stored_dtype
+from rotation_merge.model.output import new_folder
 from rotation_merge.model.sentence import module_of, write_modules
 from rotation_merge.model.source import read_tensor, unstack
 from rotation_merge.model.writing import StorageOptions, parse_size, untied, write_beside
@@ -134,7 +134,12 @@ class View(Mapping[str, Tensor]):
         return dict(self.tensors())
 
     def to(self, dtype: torch.dtype) -> View:
-        """The same with floating tensors of another dtype, each rounded once."""
+        """The same with floating tensors of another dtype, each rounded once.
+
+        Raises:
+            CheckpointError: weights cannot be stored in it.
+        """
+        check_storage(dtype)
         changed = copy.copy(self)
         changed.dtype, changed.heads = dtype, {name: view.to(dtype) for name, view in self.heads.items()}
         return changed
@@ -194,13 +199,11 @@ class View(Mapping[str, Tensor]):
             max_shard_size: such as 500M or 5B (bytes).
 
         Raises:
-            CheckpointError: the folder holds something.
+            CheckpointError: the folder holds something, or is a file.
             RotationMergeError: the size is none.
         """
         out, size = os.fspath(folder), parse_size(max_shard_size)
-        if os.path.isdir(out) and os.listdir(out):
-            raise CheckpointError("is not empty", where=out, remedy="write to a new folder")
-        with staged(out) as staging:
+        with new_folder(out) as staging:
             self._write(staging, size)
             for head, view in self.heads.items():
                 view._write(os.path.join(staging, HEADS, head), size)

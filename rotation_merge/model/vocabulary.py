@@ -44,9 +44,10 @@ def shared_rows(models: Sequence[Model]) -> list[Tensor] | None:
     if lacking is not None:
         if len(set(sizes)) == 1:
             return None
+        size = sizes[models.index(lacking)]
+        other, other_size = next((m, s) for m, s in zip(models, sizes, strict=True) if s != size)
         raise CheckpointError(
-            f"has {sizes[models.index(lacking)]} tokens, {models[0].reference} has {sizes[0]}, and no tokenizer says "
-            "which tokens are the same",
+            f"has {size} tokens, {other.reference} has {other_size}, and no tokenizer says which tokens are the same",
             where=str(lacking.reference),
             remedy="put both models' tokenizers beside their weights",
         )

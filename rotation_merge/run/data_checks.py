@@ -22,8 +22,10 @@ def check_inputs(examples: Mapping[str, Tensor], model: Any, source: str) -> Non
         main_inputs = [
             name for name in ("input_ids", "pixel_values", "input_features", "input_values") if name in takes
         ]
+        words = ", ".join(main_inputs) or "something else"
+        words += f", and no {', '.join(odd)}" if odd and takes & set(examples) else ""
         raise DataError(
-            f"holds {', '.join(examples)}; {type(model).__name__} takes {', '.join(main_inputs) or 'something else'}",
+            f"holds {', '.join(examples)}; {type(model).__name__} takes {words}",
             where=source,
             remedy="give data of the model's own kind",
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError, SpaceError, StatisticsError, no_space, short
 from rotation_merge.files import durable
-from rotation_merge.files.outputs import Output, check_replaced
+from rotation_merge.files.outputs import Output, prepare_file
 from rotation_merge.linalg.finite import all_finite
 
 FORMAT = "rotation_merge.statistics.1"
@@ -132,7 +132,7 @@ class Statistics:
             StatisticsError: it cannot be written; nothing is left behind.
             RotationMergeError: there is a file at that place that holds no statistics; it stays as it is.
         """
-        check_replaced([Output(str(path), "path", wrote=holds_statistics, remedy="name another file, or move it away")])
+        prepare_file(Output(str(path), "path", wrote=holds_statistics, remedy="name another file, or move it away"))
         meta = {
             "made": json.dumps(self.metadata, sort_keys=True, default=str),
             "inputs": json.dumps(self.inputs, sort_keys=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,23 @@ FORMS: dict[str, tuple[str, AlignConfig, dict[str, Any]]] = {
         {"target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True, "use_dora": True},
     ),
 }
+
+
+def test_a_module_of_peft_is_no_model_by_itself(llama: Home) -> None:
+    module = get_peft_model(llama.base("old"), LoraConfig(r=2))
+    with pytest.raises(CheckpointError, match=r"an adapter beside its weights; give model.merge_and_unload\(\), or"):
+        rm.align(llama.where / "old", module)
+    assert rm.align(llama.where / "old", module.merge_and_unload()).report is not None
+
+
+def test_an_adapter_is_written_whole_or_not_at_all(llama: Home) -> None:
+    llama.adapter(target_modules=["q_proj"])
+    result, _ = llama.carried("adapter", ROTATION)
+    place = llama.where / "unwritten"
+    with pytest.raises(TypeError):
+        replace(result, config={"r": object()}).save_pretrained(place)
+    assert not place.exists()
+    assert not list(llama.where.glob(".unwritten*"))
 
 
 @pytest.mark.parametrize("form", FORMS)

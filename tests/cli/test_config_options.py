@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
@@ -119,3 +120,13 @@ def test_the_nearest_name_and_a_nearest_word_of_several_are_told() -> None:
     with pytest.raises(rm.RotationMergeError, match="did you mean 'points'"):
         rm.BarrierConfig.from_values({"point": 3})
     assert BY_NAME["delegate"].option.kind.role == NEITHER
+
+
+def test_paths_lists_and_single_words_are_what_people_write() -> None:
+    assert rm.RefitConfig(spill=Path("states")).spill == "states"
+    assert rm.TransferConfig(data=Path("texts.txt"), judge=Path("more.txt")).judge == "more.txt"
+    assert rm.FitConfig(state="state.safetensors").state == Path("state.safetensors")
+    assert rm.FitConfig(coefficients=[0.5, 0.5]).coefficients == (0.5, 0.5)
+    assert rm.MeasureConfig(kinds="gram") == rm.MeasureConfig(kinds=["gram"]) == rm.MeasureConfig(kinds=("gram",))
+    with pytest.raises(rm.RotationMergeError, match=r"holds 'gam'; did you mean 'gram'\?"):
+        rm.MeasureConfig(kinds="gam")

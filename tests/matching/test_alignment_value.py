@@ -227,6 +227,129 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         rm.Alignment({}).apply(anchor.path)
 
 
+def test_any_form_of_a_model_is_matched_on_samples_and_fitted(tmp_path: Path) -> None:
+    """Folders, states with a config and views as modules; files that are loaded again move the stored model."""
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    generator = torch.Generator().manual_seed(0)
+    batches = [{"input_ids": torch.randint(3, 32, (2, 8), generator=generator)} for _ in range(4)]
+    given = batches[0]
+    module = donor.case.model_class.from_pretrained(donor.path, attn_implementation="eager").eval()
+    view = rm.align(anchor.path, donor.path).apply(donor.path)
+    for number, form in enumerate([donor.path, (donor.state, donor.config), view]):
+        matched = rm.align(anchor.path, form, match_on="both", samples=batches)
+        learned = rm.fit(anchor.path, form, batches, options=rm.FitConfig(steps=2)).alignments[0]
+        for name, alignment in {"matched": matched, "learned": learned}.items():
+            path = tmp_path / f"{name}-{number}.safetensors"
+            alignment.save(path)
+            moved = rm.Alignment.load(path).apply(form).to_module()
+            assert difference(outputs(moved, given), outputs(module, given)) <= 1e-4
+    assert rm.align(anchor.path, donor.path, match_on="activations", samples="self").report is not None
+    assert rm.fit(anchor.path, [donor.path], "self", options=rm.FitConfig(steps=2)).alignments
+
+
+def test_a_view_is_matched_on_its_own_activations(tmp_path: Path) -> None:
+    """Not on those of the module that it was made of, whose neurons have another order."""
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    modules = [c.case.model_class.from_pretrained(c.path, attn_implementation="eager").eval() for c in (anchor, donor)]
+    samples = [{"input_ids": torch.randint(3, 32, (8, 12), generator=torch.Generator().manual_seed(0))}]
+    twin_view = rm.Alignment.random(modules[1], scaling=False).apply(modules[1])
+    alignment = rm.align(modules[1], twin_view, match_on="activations", samples=samples, scaling=False)
+    name = "model.layers.0.mlp.up_proj.weight"
+    torch.testing.assert_close(alignment.apply(twin_view)[name], modules[1].state_dict()[name], atol=1e-4, rtol=1e-4)
+
+
+def test_bad_samples_and_options_of_matching_are_one_line(tmp_path: Path) -> None:
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    models = [c.case.model_class.from_pretrained(c.path, attn_implementation="eager").eval() for c in (anchor, donor)]
+    batches = [{"input_ids": torch.randint(3, 32, (2, 8))} for _ in range(4)]
+    far = [{"input_ids": torch.full((2, 8), 4000)} for _ in range(4)]
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: rm.align(*models, match_on="both"), "give 'samples'"),
+        (lambda: rm.align(*models, match_on="both", samples=batches[0]), "are no batches"),
+        (lambda: rm.align(*models, match_on="both", samples=far), "token id 4000 is outside"),
+        (lambda: rm.align(*models, untie="no"), "option 'untie' is 'no'; it must be true or false"),
+        (lambda: rm.align(*models, widths=1), "option 'widths' is 1; it must be true or false"),
+        (lambda: rm.fit(*models, far), "token id 4000 is outside"),
+        (lambda: rm.fit(models[0], [], batches), "no donors are given"),
+        (lambda: rm.fit(*models, batches, rm.FitConfig()), "of type FitConfig; it must be of type AlignConfig"),
+        (lambda: rm.fit(*models, batches, options={"steps": 2}), "of type dict; it must be of type FitConfig"),
+        (lambda: rm.fit(*models, batches, options=rm.FitConfig(coefficients=(1.0,))), "1 'coefficients' for 2 models"),
+        (lambda: rm.FitConfig(coefficients=("a", "b")), "it must be a tuple of numbers"),
+        (lambda: rm.measure(models[0], batches, {"kinds": "gram"}), "of type dict; it must be of type MeasureConfig"),
+        (lambda: rm.transfer(*models, models[0], rm.AlignConfig()), "it must be of type TransferConfig"),
+    ]
+    for call, words in calls:
+        with pytest.raises(RotationMergeError, match=words) as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+def test_what_is_refused_is_called_by_another_name_than_what_was_expected(tmp_path: Path) -> None:
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    module = anchor.case.model_class.from_pretrained(anchor.path)
+    alignment = rm.align(anchor.path, donor.path)
+    with pytest.raises(RotationMergeError, match=rf"^the given model: tensor '.*' is not that of {donor.path}, which"):
+        alignment.apply(module).state_dict()
+
+
+def test_dtypes_and_places_that_cannot_be_are_one_line(tmp_path: Path) -> None:
+    """And nothing is left behind."""
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    alignment = rm.align(anchor.path, donor.path)
+    view = alignment.apply(donor.path)
+    for dtype in ("bfloat16", "cpu", torch.int8):
+        for call in (view.to, lambda dtype: alignment.apply(donor.path, dtype=dtype)):
+            with pytest.raises(RotationMergeError, match=r"'dtype' is .*; it must be one of: torch.bfloat16"):
+                call(dtype)
+    (tmp_path / "file").write_text("kept")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(RotationMergeError, match="is a file; write to a new folder"):
+        view.save_pretrained(tmp_path / "file")
+    with pytest.raises(RotationMergeError, match="a file stands in the way"):
+        alignment.save(tmp_path / "file" / "alignment.safetensors")
+    assert sorted(tmp_path.iterdir()) == before
+    alignment.save(tmp_path / "new" / "folder" / "alignment.safetensors")
+    assert rm.Alignment.load(tmp_path / "new" / "folder" / "alignment.safetensors").basis is not None
+
+
+def test_another_vocabulary_is_one_line_that_names_both(tmp_path: Path) -> None:
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    config = {**donor.config, "vocab_size": donor.config["vocab_size"] + 8}
+    grown = donor.case.model_class(donor.case.model_class.config_class.from_dict(config))
+    grown.save_pretrained(tmp_path / "grown")
+    batches = [{"input_ids": torch.randint(3, 32, (2, 8))} for _ in range(2)]
+    for call in (rm.barrier, rm.fit):
+        words = rf"{tmp_path / 'grown'}: tensor '.*' is \[58, 32\], in {anchor.path} it is \[50, 32\]; bring"
+        with pytest.raises(RotationMergeError, match=words):
+            call(anchor.path, tmp_path / "grown", batches)
+    with pytest.raises(RotationMergeError, match=rf"{anchor.path}: has 50 tokens, {tmp_path / 'grown'} has 58, and"):
+        rm.polish(anchor.path, [tmp_path / "grown"], batches)
+
+
+def test_an_alignment_that_is_given_to_a_transfer_is_checked(tmp_path: Path) -> None:
+    new, old, other = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(3))
+    alignment = rm.align(new.path, old.path, residual="rotation")
+    path = tmp_path / "alignment.safetensors"
+    alignment.save(path)
+    expected = rm.transfer(old.path, old.path, new.path, alignment=alignment).state_dict()
+    by_file = rm.transfer(old.path, old.path, new.path, alignment=path)
+    assert all(torch.equal(by_file[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(RotationMergeError, match=r"is not that of .*1, which the alignment was made for"):
+        rm.transfer(old.path, other.path, new.path, alignment=alignment)
+    with pytest.raises(RotationMergeError, match="option 'alignment' is 3; it must be an Alignment"):
+        rm.transfer(old.path, old.path, new.path, alignment=3)
+
+
+def test_statistics_of_a_smaller_donor_are_measured_again(tmp_path: Path) -> None:
+    small, batches = checkpoint("llama", "llama", tmp_path / "small"), [{"input_ids": torch.randint(3, 32, (2, 8))}]
+    config = {**small.config, "intermediate_size": 2 * small.config["intermediate_size"]}
+    large = small.case.model_class(small.case.model_class.config_class.from_dict(config)).double()
+    alignment = rm.align(large, small.path, widths=True)
+    with pytest.raises(RotationMergeError, match=r"have other sizes .*; measure what apply\(donor\) gives"):
+        alignment.apply(rm.measure(small.path, batches))
+    assert rm.measure(alignment.apply(small.path), batches).keys
+
+
 def rewritten(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> None:
     """An alignment file with other tensors, or another basis."""
     with safe_open(path, framework="pt") as file:

@@ -126,8 +126,10 @@ def test_the_api_matches_on_activations() -> None:
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(moved[name], tensor, rtol=1e-4, atol=1e-4)
     assert any("matched on activations" in note for note in alignment.report.notes)
-    with pytest.raises(rm.RotationMergeError, match="give modules"):
-        rm.align(model, (other.state_dict(), model.config), match_on="both", samples=samples)
+    state = other.state_dict(), other.config
+    again = rm.align(model, state, match_on="activations", samples=samples, **wanted).apply(state)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(again[name], tensor, rtol=1e-4, atol=1e-4)
     with pytest.raises(rm.RotationMergeError, match="one of: weights, activations, both"):
         rm.align(model, other, match_on="inputs")
 

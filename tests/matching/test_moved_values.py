@@ -91,6 +91,16 @@ def test_moved_statistics_weigh_like_measured_ones(residual: str, tmp_path: Path
         alignment.apply(rm.measure(anchor, samples))
 
 
+@pytest.mark.parametrize(("family", "name"), [("llama", "llama"), ("vit", "classifier")])
+def test_statistics_of_a_folded_anchor_belong_to_its_view(family: str, name: str, tmp_path: Path) -> None:
+    """Biases that softmax cannot see are the anchor's own: they take no part in what a folded anchor is known by."""
+    (anchor, samples), (donor, _) = (model(family, name, tmp_path, seed) for seed in range(2))
+    alignment = rm.align(anchor, donor, residual="rotation")
+    models = [alignment.apply_anchor(anchor), alignment.apply(donor)]
+    statistics = [alignment.apply_anchor(rm.measure(anchor, samples)), alignment.apply(rm.measure(donor, samples))]
+    assert rm.average(models, "regmean", statistics=statistics).state_dict()
+
+
 def tuned(base: nn.Module, scale: float = 0.01) -> dict[str, torch.Tensor]:
     """A fine-tune: every weight a little different."""
     generator = torch.Generator().manual_seed(9)

@@ -140,3 +140,32 @@ def test_files_of_others_stay(pair: Pair, tmp_path: Path) -> None:
         value.save(str(tmp_path / "own"))
         value.save(str(tmp_path / "own"))  # its own kind is replaced
         (tmp_path / "own").unlink()
+
+
+@pytest.mark.parametrize("delegate", ["dare_ties", "della"])
+def test_what_a_delegate_draws_depends_on_the_seed_alone(delegate: str) -> None:
+    models = [build("llama", seed=seed) for seed in range(2)]
+    state_of_caller = torch.random.get_rng_state()
+    view = rm.average(models, delegate, density=0.5)
+    first = view.state_dict()
+    assert torch.equal(torch.random.get_rng_state(), state_of_caller)
+    assert_same(view, dict(reversed(first.items())))
+    assert_same(rm.average(models, delegate, density=0.5), first)
+    other = rm.average(models, delegate, density=0.5, seed=1)
+    assert any(not torch.equal(other[name], tensor) for name, tensor in first.items())
+
+
+def test_wrong_models_weights_and_statistics_are_one_line() -> None:
+    models = [build("llama", seed=seed) for seed in range(2)]
+    for models_given, options, words in [
+        (models[0], {}, "one LlamaForCausalLM stands where models belong; give a list of models"),
+        ("folder", {}, "one str stands where models belong"),
+        (models, {"weights": ["a", "b"]}, r"'weights' are \['a', 'b'\]; give one number for each model"),
+        (models, {"weights": [float("nan"), 1]}, r"models\[0\].weight: parameter 'weight' is nan"),
+        (models, {"statistics": ["a", "b"]}, "'statistics' have no effect with linear; leave them out"),
+        (models, {"seed": "a"}, "option 'seed' is 'a'; it must be a whole number"),
+        (models, {"samples": samples(), "method": "refit", "limit": 0}, "option 'limit' is 0; it must be a whole"),
+    ]:
+        with pytest.raises(rm.RotationMergeError, match=words) as error:
+            rm.average(models_given, **options)
+        assert "\n" not in str(error.value)
