@@ -39,11 +39,12 @@ from rotation_merge.carrying.session import TransferSession
 from rotation_merge.files.ledger import Unfinished
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match_on import record_activations
-from rotation_merge.model.checkpoint import Model, parse_reference
+from rotation_merge.model.checkpoint import Model, open_model, parse_reference
 from rotation_merge.model.factors import dense
+from rotation_merge.model.run_keys import mark_of
 from rotation_merge.model.source import Progress, TensorSource, read_tensor, unstack
 from rotation_merge.model.sources import ReplacedSource, RoundedSource, TranslatedSource
-from rotation_merge.run.data import Data, read_batches, unpadded
+from rotation_merge.run.data import Data, data_hash, read_batches, unpadded
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import Batch, architecture_of, copy_parameters, load, local_path
 from rotation_merge.run.generated_samples import SELF
@@ -421,14 +422,17 @@ class SampledTransfer:
         self, work: Unfinished, tensors: dict[str, Tensor], parts: TransferSamples, base_texts: Sequence[Batch]
     ) -> tuple[dict[str, Tensor], DistillationResult]:
         config = self.config
-        work.of(f"{self.name} {self._old} {self._new} {config} {self.session.execution} {self.rank}")
         solved, held_out = (unpadded(data.batches, config.data) for data in (parts.solved, parts.choice.tuned))
+        options = f"{config} {self.session.execution} {self.rank}"
+        models = map(open_model, (self.name, self._old, self._new))
+        alignment = [config.alignment] if isinstance(config.alignment, str) else []
+        work.of(mark_of(models, alignment, options=options, samples=data_hash([*solved, *held_out, *base_texts])))
         last = len(held_out), max(1, round(HELD_OUT * len(base_texts)))
         lessons = DistillationSamples([*solved, *held_out], base_texts, last, parts.choice.tuned)
         names = {"new": self._new, "old": self._old, "tuned": self.name}
-        models = {which: partial(self._on, name) for which, name in names.items()}
-        student, options = self._student(tensors), PolishOptions(config.steps, lora=self.rank, seed=config.seed)
-        report = distil(models, student, lessons, options, work, self.progress)
+        made = {which: partial(self._on, name) for which, name in names.items()}
+        student, training = self._student(tensors), PolishOptions(config.steps, lora=self.rank, seed=config.seed)
+        report = distil(made, student, lessons, training, work, self.progress)
         return self._trained(student), report
 
     def _own_text(self) -> list[Batch]:

@@ -93,6 +93,30 @@ def test_distilling_goes_on_where_it_was_stopped(
         assert torch.equal(tensor, whole[name]), name
 
 
+def test_interrupted_work_on_other_samples_is_not_continued(
+    lessons: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if they have the name of those before."""
+    texts, models = tmp_path / "texts.jsonl", lessons[1]
+    first = lessons[0].read_text().splitlines()
+    second = [json.dumps({"input_ids": json.loads(line)["input_ids"][::-1]}) for line in first]
+
+    def stop(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.optim.AdamW, "step", stop)
+        texts.write_text("\n".join(first))
+        assert distilled(tmp_path / "out", models[3], (texts, models), "--scale", 1).exit_code != 0
+    assert (tmp_path / "out.unfinished" / "answers.safetensors").exists()
+    texts.write_text("\n".join(second))
+    for out in ("out", "whole"):
+        assert distilled(tmp_path / out, models[3], (texts, models), "--scale", 1).exit_code == 0
+    whole = state(tmp_path / "whole")
+    for name, tensor in state(tmp_path / "out").items():
+        assert torch.equal(tensor, whole[name]), name
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
