@@ -170,8 +170,6 @@ def command(
         donors = _with_heads(models, donors)
     progress = PathProgress()
     reading = {"limit": config.limit, "batch_size": config.batch_size, "length": config.length}
-    if save is not None:
-        _check_directory(save)
     read = [*sources, *(matching.file for matching in chosen if matching.file)]
     how = {"wanted": chosen, "points": config.points, "anchors": anchors, "reading": reading}
     mark = partial(measurement_key, models, donors, read, **how)
@@ -230,11 +228,6 @@ def _pictures(plot: str, count: int) -> list[str]:
     """A file for each path: PLOT, PLOT-2, PLOT-3."""
     stem, ending = os.path.splitext(plot)
     return [plot, *(f"{stem}-{number}{ending}" for number in range(2, count + 1))]
-
-
-def _check_directory(save: str) -> None:
-    if not os.path.isdir(save):
-        raise RotationMergeError("no such directory", where=save, remedy="name the merged model's directory")
 
 
 def _save(barriers: list[Barrier], directory: str) -> None:

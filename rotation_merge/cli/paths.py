@@ -85,7 +85,7 @@ class Writes(click.types.StringParamType):
     Args:
         kind: FILE or FOLDER.
         work: suffix of its name for the folder of unfinished work.
-        within: the name of the file that is written in the folder that is named.
+        within: the name of the file that is written in the folder that is named, which must exist.
         wrote: says of a file that is there whether this option wrote it.
         beside: whether it may lie in a folder that is read.
     """
@@ -103,7 +103,7 @@ class Writes(click.types.StringParamType):
     def outputs(self, value: str, option: str) -> list[Output]:
         """Return the outputs that one parameter names."""
         path = os.path.join(value, self.within) if self.within else value.rstrip(os.sep) or os.sep
-        written = Output(path, option, self.kind, self.wrote, self.beside)
+        written = Output(path, option, self.kind, self.wrote, self.beside, in_existing=bool(self.within))
         return [written, *(Output(f"{path}{ending}", option, WORK, beside=self.beside) for ending in self.work)]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from rotation_merge.errors import RotationMergeError
+from rotation_merge.errors import RotationMergeError, nearest_path
 from rotation_merge.files.locks import output_lock
 
 DATA = "data"
@@ -58,6 +58,7 @@ class Output:
         wrote: says of a file that is there whether this option wrote it, so that it may be replaced unasked.
         beside: whether a new file, or one that the option wrote, may lie in a folder that is read.
         remedy: for an output that cannot be written.
+        in_existing: whether the folder that it lies in must exist, as the one of a merged model.
     """
 
     path: str
@@ -66,6 +67,7 @@ class Output:
     wrote: Callable[[str], bool] = lambda _: False
     beside: bool = False
     remedy: str = "write somewhere else"
+    in_existing: bool = False
 
     @property
     def may_lie_beside(self) -> bool:
@@ -174,6 +176,10 @@ def check_writable(outputs: Iterable[Output]) -> None:
         RotationMergeError: names the place.
     """
     for output in outputs:
+        folder = os.path.dirname(output.path)
+        if output.in_existing and not os.path.isdir(folder):
+            remedy = nearest_path(folder, "name the merged model's directory")
+            raise RotationMergeError("no such directory", where=folder, remedy=remedy)
         place = os.path.realpath(output.path)
         while not os.path.exists(place) or (output.kind == FILE and place == os.path.realpath(output.path)):
             place = os.path.dirname(place)

@@ -24,7 +24,7 @@ from rotation_merge.model.adapted_loader import AdaptedLoader, ChangePlaces, fin
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.fingerprint import Fingerprint, FingerprintedSource, fingerprint
 from rotation_merge.model.gguf.loader import GgufLoader, quantised
-from rotation_merge.model.gguf.place import downloaded, gguf_files, in_cache, is_folder, is_gguf
+from rotation_merge.model.gguf.place import downloaded, gguf_files, in_cache, is_folder, is_gguf, refuse_bare_repository
 from rotation_merge.model.headers import (
     Shapes,
     check_codes,
@@ -194,6 +194,7 @@ class Model:
         except RotationMergeError:
             raise
         except Exception as error:  # readers and downloads raise errors of many classes
+            refuse_bare_repository(path, self.reference.model.revision)
             raise CheckpointError(
                 f"weights cannot be read ({short(error)})", where=str(self.reference), remedy="download them again"
             ) from error

@@ -26,6 +26,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("lama-1.log").touch()  # a file is no model
     Path("recipe.yml").write_text(RECIPE.format(base="llama-0", donor="llama-1"))
     Path("texts.txt").write_text("a text\n")
+    Path("whole.gguf").touch()
     return tmp_path
 
 
@@ -43,13 +44,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("inspect", "recipes.yml"), "./recipe.yml"),
         (("inspect", "lama-0"), "./llama-0"),
         (("inspect", "./llama-0/model.safetensor"), "./llama-0/model.safetensors"),
+        (("gguf", "lama-0", "out.gguf"), "./llama-0"),
+        (("gguf", "wole.gguf", "out.gguf"), "./whole.gguf"),
+        (("align", "llama-0", "wole.gguf", "out"), "./whole.gguf"),
+        (("barrier", "llama-0", "llama-1", "--data", "texts.txt", "--save", "lama-1"), "./llama-1"),
     ],
 )
 def test_commands_name_the_nearest_path(arguments: tuple[str, ...], meant: str, here: Path) -> None:
     done = run(*arguments)
     assert done.exit_code == 2
     assert one_error(done.output).endswith(f"; did you mean '{meant}'?")
-    assert not Path("out").exists()
+    assert not any(Path(name).exists() for name in ("out", "out.gguf", "lama-1"))
 
 
 @pytest.mark.parametrize("place", ["base", "donor", "tokenizer"])

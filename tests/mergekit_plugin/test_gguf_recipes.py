@@ -14,6 +14,7 @@ import torch
 from cli_support import run
 from gguf import GGUFReader
 from gguf_support import TEXT, byte_tokenizer, case_of, saved, written
+from hub_support import at_home, served
 from mergekit.io.tasks import LoaderCache
 from plugin_support import load, merged, state
 from transformers import AutoTokenizer
@@ -91,6 +92,30 @@ def test_a_name_of_the_hub(models: Path, tmp_path: Path, monkeypatch: pytest.Mon
     result = run("verify", "org/b-GGUF:gone.gguf", models / "b")
     assert result.exit_code == 2
     assert "org/b-GGUF/gone.gguf: is neither a file nor in the hub's cache" in result.output
+
+
+def test_a_repository_of_files_says_how_to_name_one(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text("merge_method: rotation_merge\nbase_model: org/a\nmodels:\n- model: org/b-GGUF\n")
+    with served() as hub:
+        at_home(hub, tmp_path / "cache", monkeypatch)
+        hub.publish("org/a", models / "a")
+        hub.commit("models/org/b-GGUF", {"b-F16.gguf": (models / "b.gguf").read_bytes(), "README.md": b"text"})
+        for command in (
+            ("inspect", "org/b-GGUF"),
+            ("evaluate", "org/b-GGUF", "--data", "demo:bytes"),
+            ("check", recipe),
+        ):
+            output = run(*command).output
+            assert (
+                "org/b-GGUF: holds models in GGUF: b-F16.gguf; name one of its files, as org/b-GGUF:b-F16.gguf"
+                in output
+            )
+        misspelt = run("inspect", "org/b-GGUF:b-F17.gguf")
+        assert "org/b-GGUF:b-F17.gguf: is not in the repository; did you mean 'b-F16.gguf'?" in misspelt.output
+        assert "llama, 37,792 weights" in _run("inspect", "org/b-GGUF:b-F16.gguf")
 
 
 def test_commands_take_a_file_and_write_one(models: Path, tmp_path: Path) -> None:

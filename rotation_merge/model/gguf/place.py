@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rotation_merge.errors import CheckpointError
+from rotation_merge.errors import CheckpointError, named, nearest, nearest_path
 from rotation_merge.files.durable import sync_tree, temporary_name, write_json
 from rotation_merge.model import hub
 from rotation_merge.model.gguf.file import ENDING, GgufFile, damage_named, open_gguf, split_files
@@ -76,6 +76,8 @@ def downloaded(path: str, revision: str | None, cache: str | None, patterns: lis
         file = _here(path, revision, cache) or _fetched(path, revision, cache)
         return folder_of_gguf(open_gguf(file))
     folder = hub.downloaded(path, revision, cache, patterns)
+    if not os.path.isdir(folder) or not os.listdir(folder):  # nothing of it is in transformers' format
+        refuse_bare_repository(path, revision)
     return folder if is_folder(folder) else folder_of_gguf(open_gguf(_only(folder)))
 
 
@@ -98,9 +100,9 @@ def weight_files(path: str) -> tuple[str, ...]:
 
 def located(path: str, revision: str | None, cache: str | None = None) -> tuple[str | None, str]:
     """The local folder of a GGUF model, if it exists, and its repository's name on the hub, if any."""
-    named = _of_hub(path)
+    parts = _of_hub(path)
     file = _here(path, revision, cache)
-    return None if file is None else os.path.dirname(os.path.abspath(file)), named[0] if named else path
+    return None if file is None else os.path.dirname(os.path.abspath(file)), parts[0] if parts else path
 
 
 def _of_hub(path: str) -> tuple[str, str] | None:
@@ -115,25 +117,63 @@ def _here(path: str, revision: str | None, cache: str | None) -> str | None:
         return _only(path)
     if os.path.isfile(path):
         return path
-    named = _of_hub(path)
-    if named is None:
+    parts = _of_hub(path)
+    if parts is None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    repo, name = named
+    repo, name = parts
     cached = [try_to_load_from_cache(repo, file, cache_dir=cache, revision=revision) for file in split_files(name)]
     return str(cached[0]) if all(isinstance(file, str) for file in cached) else None
 
 
 def _fetched(path: str, revision: str | None, cache: str | None) -> str:
     """Download the file of a repository, with all parts of a split model."""
-    named = _of_hub(path)
-    if named is None:
-        raise CheckpointError("no such file", where=path, remedy="check the path; of the hub: org/repo:file.gguf")
-    repo, name = named
+    parts = _of_hub(path)
+    if parts is None:
+        otherwise = "check the path; of the hub: org/repo:file.gguf"
+        remedy = nearest_path(path, otherwise, lambda beside: is_gguf(beside) or os.path.isdir(beside))
+        raise CheckpointError("no such file", where=path, remedy=remedy)
+    repo, name = parts
     end = f"@{revision}" if revision else ""
-    files = [hub.local_file(f"{repo}/{file}{end}", cache) for file in split_files(name)]
+    try:
+        files = [hub.local_file(f"{repo}/{file}{end}", cache) for file in split_files(name)]
+    except CheckpointError as error:
+        known = _in_repository(repo, revision)
+        if not known or name in known:
+            raise
+        raise CheckpointError("is not in the repository", where=path, remedy=nearest(name, known)) from error
     return files[0]
+
+
+def _in_repository(repo: str, revision: str | None) -> list[str]:
+    """The GGUF files of a repository of the hub, of split ones the first; empty if the hub cannot tell."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if not hub.reachable():
+        return []
+    try:
+        names = HfApi().list_repo_files(repo, revision=revision)
+    except (OSError, HfHubHTTPError, HFValidationError):
+        return []
+    return sorted({split_files(name)[0] for name in names if name.lower().endswith(ENDING)})
+
+
+def refuse_bare_repository(path: str, revision: str | None) -> None:
+    """Refuse a repository of the hub as a model whose files are GGUF, which are named one by one.
+
+    Raises:
+        CheckpointError: names them.
+    """
+    if hub.is_hub_name(path) and not os.path.exists(path) and (files := _in_repository(path, revision)):
+        raise bare_repository(path, files)
+
+
+def bare_repository(path: str, files: Sequence[str]) -> CheckpointError:
+    """The error for a repository that is named as a model, but holds GGUF files only."""
+    remedy = f"name one of its files, as {path}:{files[0]}"
+    return CheckpointError(f"holds models in GGUF: {named(files)}", where=path, remedy=remedy)
 
 
 def _only(folder: str) -> str:
