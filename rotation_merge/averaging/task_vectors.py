@@ -401,10 +401,10 @@ def change_from(base: Tensor, tuned: Tensor) -> Tensor:
     is nearer to the rounded base, by more than a tenth, the base's rounding is no part of its change.
     """
     exact = tuned.double()
-    change = (exact - base.double()).contiguous()
+    change = (exact - base).contiguous()  # in float64, without a copy of the base
     if torch.promote_types(base.dtype, tuned.dtype) == tuned.dtype:
         return change
-    from_rounded = (exact - base.to(tuned.dtype).double()).contiguous()
+    from_rounded = (exact - base.to(tuned.dtype)).contiguous()
     return from_rounded if float(from_rounded.norm()) < NEARER * float(change.norm()) else change
 
 

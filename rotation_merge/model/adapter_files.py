@@ -218,7 +218,7 @@ def write_adapter(adapter: AdapterFactors, out: str) -> None:
         tensors[f"{module}.{down}"] = factors.a.contiguous()
         tensors[f"{module}.{up}"] = (factors.scale * factors.b).contiguous()
         if adapter.form == "kohya":
-            tensors[f"{module}.alpha"] = torch.tensor(float(factors.rank), dtype=factors.a.dtype)
+            tensors[f"{module}.alpha"] = torch.tensor(float(factors.rank))  # bfloat16 has no 257
     with replacing(out) as temporary:
         save_file(tensors, temporary, {"format": "pt"})
 

@@ -269,6 +269,16 @@ def test_single_files_keep_their_names(form: dict[str, str], alpha: float | None
         torch.testing.assert_close(merged[module], (parts[0][module] + parts[1][module]) / 2, atol=1e-5, rtol=1e-5)
 
 
+def test_a_large_rank_is_its_alpha_in_bfloat16_too(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{rank}.safetensors") for rank in (128, 129)]
+    for path, rank in zip(paths, (128, 129), strict=True):
+        a, b = (torch.randn(shape).bfloat16() for shape in ((rank, 260), (260, rank)))
+        save_file({"m.lora_down.weight": a, "m.lora_up.weight": b, "m.alpha": torch.tensor(float(rank))}, path)
+    merge_adapters(paths).save(str(tmp_path / "out.safetensors"))
+    stored = load_file(tmp_path / "out.safetensors")
+    assert float(stored["m.alpha"]) == len(stored["m.lora_down.weight"]) == 257
+
+
 def test_a_file_of_diffusers_has_one_rank(tmp_path: Path) -> None:
     """Its loader takes the rank of the first map for every alpha, so that maps of other ranks would be scaled."""
     both = write_kohya(tmp_path / "both.safetensors", 0, 2, None, DIFFUSERS)
