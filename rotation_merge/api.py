@@ -456,12 +456,15 @@ def transfer(
     Returns:
         The new base with the carried change: of weights lazily (folded where the stream is rotated, and then without
         layers that predict tokens further ahead). Of an adapter, or with a `rank`: an adapter of the new base. Either
-        is written by its `save_pretrained(folder)`.
+        is written by its `save_pretrained(folder)`, and has `notes` and `report`; where samples judged, `report.lift`
+        has the recovered lift.
 
     Raises:
-        RotationMergeError: unknown options, an unsupported architecture, tensors that do not fit.
+        RotationMergeError: unknown options or some without effect, an unsupported architecture, tensors that do not
+            fit.
     """
     chosen = _with_given_alignment(TransferConfig.from_values(options, config), old)
+    chosen.check_use()
     adapter = isinstance(tuned, str | os.PathLike) and is_adapter(os.fspath(tuned))
     if adapter or chosen.needs_samples or chosen.rank or chosen.resizes or chosen.alignment is not None:
         return _transferred_files(tuned, old, new, chosen)
@@ -543,11 +546,11 @@ def _transferred_files(
         if is_adapter(out):
             written = Adapter(out)
             tensors = {name: written.tensor(name).clone() for name in written.shapes}
-            return AdapterWeights(written.config, tensors, small_files(out))
+            return AdapterWeights(written.config, tensors, small_files(out), tuple(result.lines), result.report)
         checkpoint = open_like(out)
         state = {name: checkpoint.source[name].clone() for name in checkpoint.names}
         opened = open_like((state, checkpoint.config), f"{work}, carried", untie=config.untie)
-        return as_stored(replace(opened, beside=small_files(out))).with_notes(result.lines)
+        return as_stored(replace(opened, beside=small_files(out))).with_notes(result.lines, result.report)
 
 
 def _matcher(how: str, samples: Samples, anchor: OpenedModel, donor: OpenedModel) -> Match:

@@ -111,6 +111,19 @@ class TransferConfig(Config):
             return config
         return replace(config, match=AlignConfig.from_values({**asdict(config.match), **groups}))
 
+    def check_use(self) -> None:
+        """Refuse options that have no effect.
+
+        Raises:
+            RecipeError: names the option.
+        """
+        if not self.needs_samples and (self.judge is not None or self.controls):
+            name = "controls" if self.judge is None else "judge"
+            problem = f"'{name}' has no effect where the change is carried by weights at a given scale"
+            raise RecipeError(problem, remedy="let samples choose the scale (auto), or carry by refit")
+        if self.method != "distil" and self.steps != TransferConfig().steps:
+            raise RecipeError(f"'carry: {self.method}' takes no steps", remedy="carry by distil, or leave out 'steps'")
+
     @property
     def factor(self) -> float | None:
         """Factor of the change; None: chosen on held-out samples."""

@@ -80,11 +80,13 @@ class TransferResult:
         work: the adapter or fine-tune that was carried.
         out: where it lies; None: nothing was written, as it can be used as it is.
         lines: notes for the user.
+        report: as it is written beside the result.
     """
 
     work: str
     out: str | None
     lines: list[str]
+    report: MergeReport | None = None
 
 
 @dataclass
@@ -199,7 +201,7 @@ class TransferSession:
             report.write(os.path.join(staging, REPORT_FILE))
             with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
                 file.write(card(self.bases, work, report, out, "adapter", how or self.how))
-        return TransferResult(work, out, [verdict(self.bases, report), *report.notes])
+        return TransferResult(work, out, [verdict(self.bases, report), *report.notes], report)
 
     def write_model(self, work: str, out: str, tuned: TensorSource, progress: Progress | None) -> TransferResult:
         """A whole fine-tune as a model: the new base, folded where the alignment needs it, with the moved change."""
@@ -220,7 +222,7 @@ class TransferSession:
 
         storage, beside = self.execution.storage, self.write_tokens
         write_checkpoint(self.bases.new, tensors(), report, text, out, storage, progress, left_out=stale, beside=beside)
-        return TransferResult(work, out, [verdict(self.bases, report), *lines])
+        return TransferResult(work, out, [verdict(self.bases, report), *lines], report)
 
     def _grown(self, written: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the new base with rows for added tokens, except those that are written anyway."""
@@ -239,7 +241,7 @@ class TransferSession:
         storage, beside = self.execution.storage, self.write_tokens
         tensors = chain(delta.named(dtype_from_name(storage.dtype)), self._grown(delta.solved or ()))
         write_checkpoint(self.bases.new, tensors, report, text, out, storage, progress, beside=beside)
-        return TransferResult(work, out, [verdict(self.bases, report), *report.notes])
+        return TransferResult(work, out, [verdict(self.bases, report), *report.notes], report)
 
 
 def bases_of(old: str, new: str, config: TransferConfig, execution: Execution, untie: bool = True) -> Bases:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -179,8 +179,9 @@ def unchanged_results(
     return None if lines is None else [TransferResult(works[out], None, notes) for out, notes in lines.items()]
 
 
-Transferred = tuple[dict[str, Tensor], list[str], Alignment]
-"""The new base's tensors that a fine-tune changes, in float32 or wider; notes; the alignment of the bases."""
+Transferred = tuple[dict[str, Tensor], list[str], Alignment, dict[str, Any] | None]
+"""The new base's tensors that a fine-tune changes, in float32 or wider; notes; the alignment of the bases; the facts of
+the recovered lift, where samples judged."""
 
 
 def transferred(
@@ -206,12 +207,12 @@ def transferred(
     alignment = session.carrier.alignment
     if not config.needs_samples:
         tensors, places = sampled.by_weights(session.scale)
-        return tensors, [*session.report.notes, *places, *lost], alignment
+        return tensors, [*session.report.notes, *places, *lost], alignment, None
     with Scratch() as folder:
         chosen = sampled.carried(os.path.join(folder, "out"))
     if chosen.delta.solved is None:
-        return sampled.by_weights(chosen.delta.scale)[0], [*chosen.lines, *lost], alignment
-    return dict(chosen.delta.named(torch.float32)), [*chosen.lines, *lost], alignment
+        return sampled.by_weights(chosen.delta.scale)[0], [*chosen.lines, *lost], alignment, chosen.lift.facts()
+    return dict(chosen.delta.named(torch.float32)), [*chosen.lines, *lost], alignment, chosen.lift.facts()
 
 
 def check_places(works: Sequence[str], places: Sequence[str]) -> None:

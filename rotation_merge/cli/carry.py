@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -23,6 +23,9 @@ from rotation_merge.cli.show import Progress, json_option, print_json, say, show
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.outputs import FOLDER, Output, check_outputs
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
+
+if TYPE_CHECKING:
+    from rotation_merge.carrying.session import TransferResult
 
 
 @click.command(
@@ -108,7 +111,7 @@ def command(
         results = carry(jobs, old, new, config, execution, progress)
     progress.close()
     if as_json:
-        written, unmoved = ([asdict(item) for item in results if (item.out is None) is near] for near in (False, True))
+        written, unmoved = ([_facts(item) for item in results if (item.out is None) is near] for near in (False, True))
         print_json({"from": old, "to": new, "written": written, "usable_as_they_are": unmoved})
         return 0
     for item in results:
@@ -117,6 +120,11 @@ def command(
         if item.out is not None:
             say(f"Written to {item.out}.", "green")
     return 0
+
+
+def _facts(item: TransferResult) -> dict[str, Any]:
+    lift = None if item.report is None else item.report.lift
+    return {"work": item.work, "out": item.out, "lines": item.lines, "lift": lift}
 
 
 def _check_use(config: TransferConfig, given_options: set[str]) -> None:

@@ -45,6 +45,7 @@ class Run:
         kept_transforms: by donor, the transforms that were used, where the recipe wants them kept (else None).
         heads: by donor, tensors of its own head that were solved.
         data: samples that were used, each with `of` (what for), `source` and `samples`.
+        lifts: facts of the recovered lift of each donor that samples judged.
         shown: tensors that the merge itself has loaded, by model and name; `marks` may know others, too.
         ledger: where what matching finds is kept, so that another run can go on.
     """
@@ -60,6 +61,7 @@ class Run:
     data: list[dict[str, Any]] = field(default_factory=list)
     shown: set[tuple[str, str]] = field(default_factory=set, repr=False)
     heads: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False)
+    lifts: dict[str, dict[str, Any]] = field(default_factory=dict)
     watched: bool = True
     kept_transforms: dict[str, dict[str, SpaceTransform]] | None = None
     ledger: Ledger = NOWHERE
@@ -174,6 +176,7 @@ class Run:
             base,
             list(self.data),
             own_method,
+            dict(self.lifts) or None,
         )
 
     def rows(self) -> list[SpaceRow]:

@@ -18,6 +18,7 @@ from rotation_merge.model.adapters import WEIGHTS, Adapter, Change
 from rotation_merge.model.factors import stacks, transposed
 from rotation_merge.model.headers import ADAPTER_CONFIG
 from rotation_merge.model.output import staged
+from rotation_merge.record import MergeReport
 
 WHOLE = "merge the adapter into its base and carry the whole model"
 WRONG_BASE = "name the base that it was trained on with --from"
@@ -68,11 +69,18 @@ class ParsedAdapter:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """An adapter in memory: its config, tensors by peft's names, and other files by name."""
+    """An adapter in memory: its config, tensors by peft's names, and other files by name.
+
+    Attributes:
+        notes: of the transfer that made it.
+        report: of that transfer.
+    """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     beside: Mapping[str, bytes] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    report: MergeReport | None = field(default=None, repr=False)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the adapter atomically: the two files that peft reads, and the files beside them.

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from cli_support import run
-from plugin_support import make, merged, mergekit_yaml, recipe_for, state
+from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, state
 from recipe_models import stand_in
+
+import rotation_merge as rm
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,46 @@ def test_recipe_and_command_agree(
     mine, its = state(tmp_path / "merged"), state(tmp_path / "out")
     for name, tensor in its.items():
         torch.testing.assert_close(mine[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_the_report_has_the_lift_of_each_donor(models: tuple[str, dict[str, Path]], tmp_path: Path) -> None:
+    """As `rotation_merge.json` of the command and the report of the Python call have it."""
+    data, there = models
+    made = recipe(there, data=data, samples=32, carry="refit", carry_scale=1.0, controls=True)
+    merged(made, tmp_path / "merged")
+    lifts = json.loads((tmp_path / "merged" / "rotation_merge.json").read_text())["lift"]
+    assert list(lifts) == [str(there["tuned"])]
+    lift = lifts[str(there["tuned"])]
+    assert (lift["method"], len(lift["controls"])) == ("refit", 10)
+    options: dict[str, Any] = {"data": data, "samples": 32, "method": "refit", "scale": 1.0, "heads": "permutation"}
+    for rank in (0, 2):
+        carried = rm.transfer(there["tuned"], there["old"], there["new"], residual="none", rank=rank, **options)
+        assert carried.report is not None
+        assert carried.report.lift is not None
+        assert carried.report.lift["method"] == "refit"
+        assert "ecovered lift" in carried.notes[-1]
+        assert rank or carried.report.lift["carried"] == pytest.approx(lift["carried"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"controls": True}, "'controls' has no effect"),
+        ({"judge": "texts.jsonl", "carry_scale": 0.5}, "'judge' has no effect"),
+        ({"carry": "refit", "steps": 4}, "'carry: refit' takes no steps"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    options: dict[str, Any], words: str, models: tuple[str, dict[str, Path]], tmp_path: Path
+) -> None:
+    done = mergekit_yaml(recipe(models[1], **options), tmp_path / "out")
+    assert done.exit_code == 2
+    assert words in one_error(done.output)
+    assert not (tmp_path / "out").exists()
+    names = {"carry": "method", "carry_scale": "scale"}
+    values = {names.get(name, name): value for name, value in options.items()}
+    with pytest.raises(rm.RotationMergeError, match=words):
+        rm.transfer(models[1]["tuned"], models[1]["old"], models[1]["new"], **values)
 
 
 def test_samples_need_a_change_to_carry(models: tuple[str, dict[str, Path]], tmp_path: Path) -> None:

@@ -60,7 +60,12 @@ def transfer_config(
     keys["alignment"] = "alignment"
     values = {name: recipe.given_of_model(key, reader, model) for name, key in keys.items() if key in OF_MODEL}
     values = {name: value for name, value in values.items() if value is not None}
-    return TransferConfig(**values, match=match, seed=seed, untie=recipe.untie)
+    config = TransferConfig(**values, match=match, seed=seed, untie=recipe.untie)
+    try:
+        config.check_use()
+    except RecipeError as error:
+        raise RecipeError(error.what, where=str(model), remedy=error.remedy) from error
+    return config
 
 
 def carried(
@@ -170,12 +175,14 @@ class CarryTask(WholeModelTask):
 
     def execute(self) -> dict[str, Tensor]:
         with tqdm.tqdm(desc=f"Carrying {self.donor}", disable=self.quiet) as bar:
-            tensors, lines, alignment = transferred(
+            tensors, lines, alignment, lift = transferred(
                 self.donor, self.origin, self.anchor, self.config, self.execution, lambda *_: bar.update(1)
             )
         if self.config.needs_samples:
             self.run.used(f"carrying {self.donor}", self.config.data, self.config.sample_count)
         self.run.aligned(title(self.donor, self.origin), alignment)
+        if lift is not None:
+            self.run.lifts[self.donor] = lift
         for line in lines:
             self.run.note(f"`{self.donor}`: {line}")
         return tensors
