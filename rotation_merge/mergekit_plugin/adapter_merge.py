@@ -11,6 +11,7 @@ Source: Stoica and others 2025 (KnOTS, arXiv 2410.19735) for the common bases.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,7 +85,13 @@ class MergedAdapter:
         return min(merged.energy for merged in self.maps.values())
 
     def save(self, out: str) -> None:
-        """Write the adapter: a folder in peft's format, or the one file that the inputs were."""
+        """Write the adapter: a folder in peft's format, or the one file that the inputs were.
+
+        Raises:
+            CheckpointError: an input lies there, or the name does not fit the format.
+        """
+        if os.path.realpath(out) in map(os.path.realpath, self.sources):
+            raise CheckpointError("is one of the inputs", where=out, remedy="write somewhere else")
         write_adapter(self.adapter, out)
 
 

@@ -408,3 +408,7 @@ def test_bad_input_gets_one_line(three: list[str], tmp_path: Path) -> None:
     assert run("lora", first, tmp_path / "foreign", out, "--force").exit_code == 0
     with pytest.raises(RotationMergeError, match="two adapters"):
         merge_adapters([first])
+    before = (Path(first) / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(RotationMergeError, match="is one of the inputs"):
+        merge_adapters(three).save(f"{first}/")
+    assert (Path(first) / "adapter_model.safetensors").read_bytes() == before
