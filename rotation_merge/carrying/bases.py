@@ -306,7 +306,8 @@ def usable_as_it_is(works: Mapping[str, str], bases: Bases) -> dict[str, list[st
                 f"{subject}: the change of {work} can be added to {new} as it is ({recipe}).",
                 f"A merge of {new} and {work} as two fine-tunes of {old} keeps more of what {new} knows ({merge}).",
             ]
-        lines[out].append("Nothing was written. --data FILE judges the change on samples, --force carries it anyway.")
+        judging = "--scale auto --data FILE judges the change on samples"
+        lines[out].append(f"Nothing was written. {judging}, --force carries it anyway.")
     return lines
 
 

@@ -61,6 +61,7 @@ def test_an_adapter_can_be_used_as_it_is(models: dict[str, Path], tmp_path: Path
     assert done.exit_code == 0, done.output
     assert f"{models['adapter']} can be used on {models['new']} as it is" in done.output
     assert "Written to" not in done.output
+    assert "--scale auto --data FILE" in " ".join(done.output.split())
     assert not list(tmp_path.iterdir())
 
 
