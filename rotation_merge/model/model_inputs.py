@@ -233,6 +233,9 @@ def _in_memory(
     name: str, state: Mapping[str, Tensor], config: dict[str, Any], untie: bool, module: nn.Module | None = None
 ) -> OpenedModel:
     tensors = dict(state)
+    if empty := next((key for key, tensor in tensors.items() if tensor.is_meta), None):
+        remedy = "load its weights, or give the model's folder"
+        raise CheckpointError(f"tensor '{empty}' has no numbers (device 'meta')", where=name, remedy=remedy)
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     if not stores_codes(config):
         check_codes(codes({key: (str(tensor.dtype), shapes[key]) for key, tensor in tensors.items()}), tensors, name)

@@ -350,6 +350,14 @@ def test_statistics_of_a_smaller_donor_are_measured_again(tmp_path: Path) -> Non
     assert rm.measure(alignment.apply(small.path), batches).keys
 
 
+def test_a_module_without_numbers_is_one_line(tmp_path: Path) -> None:
+    """As it is when accelerate keeps weights on disk."""
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    empty = anchor.case.model_class.from_pretrained(anchor.path).to("meta")
+    with pytest.raises(RotationMergeError, match=r"anchor: tensor '.*' has no numbers \(device 'meta'\); load its"):
+        rm.align(empty, anchor.path)
+
+
 def rewritten(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> None:
     """An alignment file with other tensors, or another basis."""
     with safe_open(path, framework="pt") as file:
