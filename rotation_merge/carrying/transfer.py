@@ -20,6 +20,8 @@ from rotation_merge.files.scratch import Scratch
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.adapter_base import check_base
 from rotation_merge.model.adapters import Adapter, is_adapter
+from rotation_merge.model.checkpoint import open_model
+from rotation_merge.model.gguf.loader import quantised
 from rotation_merge.model.source import Progress
 
 if TYPE_CHECKING:
@@ -79,7 +81,9 @@ def _carry_weights(
     sessions = {
         out: aligned.with_added_tokens(*AddedTokens.of_adapter(bases, adapter)) for out, adapter in adapters.items()
     }
-    sessions |= {out: aligned.with_added_tokens(added[out], source) for out, source in tuned.items()}
+    sessions |= {
+        out: _naming_types(aligned.with_added_tokens(added[out], source), whole[out]) for out, source in tuned.items()
+    }
     ready = {out: sessions[out].adapter(adapter) for out, adapter in adapters.items()}
     ready |= {out: sessions[out].as_adapter(source, ranks[out]) for out, source in tuned.items() if ranks[out]}
     return [
@@ -119,9 +123,18 @@ def _carry_with_samples(
     session = replace(session, report=replace(session.report, data=[*session.report.data, *used]))
     results = []
     for out, tuned in sources.items():
-        sampled = SampledTransfer(session.with_added_tokens(added[out], tuned), names[out], tuned, ranks[out], progress)
+        of_work = _naming_types(session.with_added_tokens(added[out], tuned), names[out])
+        sampled = SampledTransfer(of_work, names[out], tuned, ranks[out], progress)
         results.append(_write_sampled(sampled, works[out], out))
     return results
+
+
+def _naming_types(session: TransferSession, tuned: str) -> TransferSession:
+    """The session of a fine-tune, whose report names the types of its weights if they were read from GGUF."""
+    types = quantised(open_model(tuned).folder)
+    if not types:
+        return session
+    return replace(session, report=replace(session.report, notes=[*session.report.notes, f"`{tuned}` {types}."]))
 
 
 def _write_sampled(sampled: SampledTransfer, work: str, out: str) -> TransferResult:

@@ -185,6 +185,20 @@ def test_an_adapter_belongs_to_its_base_by_whatever_name(models: Path, tmp_path:
     assert "is an adapter of" in result.output
 
 
+def test_the_report_names_the_types_of_a_fine_tune_that_is_carried(models: Path, tmp_path: Path) -> None:
+    tuned = shutil.copyfile(models / "a.gguf", tmp_path / "tuned.gguf")
+    recipe = (
+        "merge_method: rotation_merge\nparameters: {delegate: task_arithmetic}\ndtype: float32\n"
+        f"base_model: {models / 'b'}\nmodels:\n- model: {models / 'b'}\n- model: {tuned}\n"
+        f"  parameters: {{weight: 1, finetuned_from: {models / 'a'}}}\n"
+    )
+    merged(recipe, tmp_path / "merged")
+    _run("carry", tuned, "--from", models / "a", "--to", models / "b", tmp_path / "carried")
+    for folder in ("merged", "carried"):
+        notes = json.loads((tmp_path / folder / "rotation_merge.json").read_text())["notes"]
+        assert any("was read from tuned.gguf, whose tensors are" in note for note in notes)
+
+
 def test_adapters_stand_on_the_file_that_they_name(models: Path, tmp_path: Path) -> None:
     from rotation_merge.model.adapter_base import on_base
 

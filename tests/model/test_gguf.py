@@ -112,6 +112,23 @@ def test_weights_are_those_that_transformers_reads(name: str, tmp_path: Path) ->
         torch.testing.assert_close(ours[key], value, rtol=0, atol=0)
 
 
+ALIKE = {
+    **OTHERS,
+    "mistral": case_of("llama", "mistral", sliding_window=None),
+    "gemma2": case_of("gemma2", "tied", head_dim=256, query_pre_attn_scalar=256, sliding_window=4),
+    "gemma3": case_of("gemma3", "tied", head_dim=256, query_pre_attn_scalar=256, sliding_window=4),
+}
+"""With settings that transformers' reader gives its config: it has no windows in Mistral, and no scales of Gemma's."""
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_outputs_are_those_of_the_model_that_transformers_reads(name: str, tmp_path: Path) -> None:
+    saved(ALIKE[name], tmp_path / "model")
+    written(tmp_path / "model", tmp_path / "out.gguf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="out.gguf", dtype=torch.float32)
+    torch.testing.assert_close(_logits(load(str(tmp_path / "out.gguf"))), _logits(theirs.eval()), rtol=1e-4, atol=1e-4)
+
+
 CONVERTER = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))

@@ -179,6 +179,11 @@ def test_several_models_in_a_folder(file: Path, tmp_path: Path) -> None:
     assert "holds 2 models in GGUF: model-Q4.gguf, model-Q8.gguf" in words
 
 
+def test_a_folder_with_a_vision_tower_alone(file: Path, tmp_path: Path) -> None:
+    shutil.copyfile(file, tmp_path / "mmproj-F16.gguf")
+    assert "holds no language model in GGUF, only mmproj-F16.gguf" in _refused(tmp_path)
+
+
 def test_a_checkpoint_in_a_folder_of_such_a_name(file: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(file.parent / "model", tmp_path / "model.gguf")
     assert open_model(str(folder)).folder == str(folder)

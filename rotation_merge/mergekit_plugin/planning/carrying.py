@@ -27,6 +27,7 @@ from rotation_merge.mergekit_plugin.recipe.names import OF_MODEL, OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.adapter_base import OWN_BASE, check_own_base
 from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.gguf.loader import quantised
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.sources import TranslatedSource
 
@@ -97,6 +98,8 @@ def carried(
             return CarryPlan()
         remedy = "name the model that it was tuned from ('finetuned_from')"
         raise RecipeError(f"'carry: {config.method}' applies to fine-tunes only", where=str(model), remedy=remedy)
+    if types := quantised(Model(model, options).folder):
+        run.note(f"`{model}` {types}.")
     if not config.needs_samples and not config.resizes:
         note = "the effect of the carried change is not measured; 'carry_scale: auto' measures it on samples"
         run.note(f"`{model}`: {note}.")

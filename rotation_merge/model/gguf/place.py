@@ -184,6 +184,8 @@ def _only(folder: str) -> str:
     """
     names = sorted(name for name in os.listdir(folder) if name.lower().endswith(ENDING))
     models = {split_files(name)[0]: name for name in reversed(names) if not name.startswith("mmproj")}
+    if not models:
+        raise CheckpointError(f"holds no language model in GGUF, only {named(names)}", where=folder, remedy="name one")
     if len(models) != 1:
         problem = f"holds {len(models)} models in GGUF: {', '.join(sorted(models))}"
         raise CheckpointError(problem, where=folder, remedy="name one of the files")
