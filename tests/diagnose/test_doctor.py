@@ -185,14 +185,3 @@ def test_bad_input_is_one_line(text: str | None, said: str, tmp_path: Path):
     done = run("doctor", path)
     assert done.exit_code == 2
     assert said in done.output
-
-
-def test_a_parent_by_two_paths_is_one_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The recipe names it by its whole path, the user by a short one."""
-    from rotation_merge.diagnose.doctor.case import open_case
-
-    models = [str(CHECKPOINTS / name) for name in ("llama-0", "llama-1")]
-    recipe = tmp_path / "recipe.yml"
-    recipe.write_text(f"merge_method: linear\nmodels:\n- model: {models[0]}\n- model: {models[1]}\n")
-    monkeypatch.chdir(CHECKPOINTS)
-    assert open_case(str(recipe), ["llama-0"]).parents == ("llama-0", models[1])

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_support import CHECKPOINTS
 from plugin_support import state
 from safetensors.torch import save_file
 from tiny_models import ALL, Case, make
 
+from rotation_merge.diagnose import absent_models
 from rotation_merge.diagnose.doctor import diagnose, open_case
 
 Tensors = dict[str, torch.Tensor]
@@ -135,3 +137,16 @@ def test_a_parent_in_the_other_layout(merges: Callable, tmp_path: Path) -> None:
     (cause, *_) = diagnose(open_case(str(recipe)))
     assert cause.name == "RoPE layout"
     assert str(other) in cause.where
+
+
+def test_a_parent_by_two_paths_is_one_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The recipe names it by its whole path, the user by a short one."""
+    models = [str(CHECKPOINTS / name) for name in ("llama-0", "llama-1")]
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(f"merge_method: linear\nmodels:\n- model: {models[0]}\n- model: {models[1]}\n")
+    monkeypatch.chdir(CHECKPOINTS)
+    assert open_case(str(recipe), ["llama-0"]).parents == ("llama-0", models[1])
+
+
+def test_headers_are_asked_of_the_hub_for_no_file() -> None:
+    assert absent_models("merge_method: linear\nbase_model: org/b-GGUF:b.gguf\nmodels:\n- model: org/c\n") == ["org/c"]

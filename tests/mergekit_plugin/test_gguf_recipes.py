@@ -199,14 +199,6 @@ def test_the_report_names_the_types_of_a_fine_tune_that_is_carried(models: Path,
         assert any("was read from tuned.gguf, whose tensors are" in note for note in notes)
 
 
-def test_adapters_stand_on_the_file_that_they_name(models: Path, tmp_path: Path) -> None:
-    from rotation_merge.model.adapter_base import on_base
-
-    for name in ("a.gguf", "alone"):
-        adapter = _lora(models, models / name, tmp_path / name)
-        assert on_base(str(adapter)) == f"{models / name}+{adapter}"
-
-
 def test_a_check_finds_the_weights_of_a_file(models: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yml"
     recipe.write_text(
@@ -216,12 +208,6 @@ def test_a_check_finds_the_weights_of_a_file(models: Path, tmp_path: Path) -> No
     output = _run("check", recipe)
     assert "was read from" in output
     assert "no weights" not in output
-
-
-def test_a_check_asks_the_hub_for_no_headers_of_a_file(tmp_path: Path) -> None:
-    from rotation_merge.diagnose import absent_models
-
-    assert absent_models("merge_method: linear\nbase_model: org/b-GGUF:b.gguf\nmodels:\n- model: org/c\n") == ["org/c"]
 
 
 def test_a_lora_on_a_file(models: Path, tmp_path: Path) -> None:

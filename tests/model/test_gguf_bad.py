@@ -15,6 +15,7 @@ import torch
 from gguf_support import case_of, saved, written
 
 from rotation_merge.errors import CheckpointError
+from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.checkpoint import open_model
 from rotation_merge.model.gguf.file import open_gguf
 from rotation_merge.model.gguf.writer import plan_gguf
@@ -261,3 +262,14 @@ def test_one_expert_is_read_without_the_others(tmp_path: Path) -> None:
     whole = open_gguf(str(written(tmp_path / "model", tmp_path / "out.gguf"))).entries["blk.0.ffn_up_exps.weight"]
     assert whole.part(2).size * 4 == whole.size
     assert (whole.part(2).read() == whole.read()[2]).all()
+
+
+def test_an_adapter_stands_on_the_file_that_it_names(file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    shutil.copyfile(file, folder / "model-F16.gguf")
+    for base in (file, folder):
+        config = tmp_path / "lora" / "adapter_config.json"
+        config.parent.mkdir(exist_ok=True)
+        config.write_text(json.dumps({"base_model_name_or_path": str(base)}))
+        assert on_base(str(config.parent)) == f"{base}+{config.parent}"
