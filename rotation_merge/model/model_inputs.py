@@ -233,13 +233,31 @@ def _in_memory(
     name: str, state: Mapping[str, Tensor], config: dict[str, Any], untie: bool, module: nn.Module | None = None
 ) -> OpenedModel:
     tensors = dict(state)
-    if empty := next((key for key, tensor in tensors.items() if tensor.is_meta), None):
-        remedy = "load its weights, or give the model's folder"
-        raise CheckpointError(f"tensor '{empty}' has no numbers (device 'meta')", where=name, remedy=remedy)
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     if not stores_codes(config):
         check_codes(codes({key: (str(tensor.dtype), shapes[key]) for key, tensor in tensors.items()}), tensors, name)
-    return OpenedModel(name, config, tensors, tuple(tensors), shapes, untie, module)
+    return OpenedModel(name, config, _HeldTensors(name, tensors), tuple(tensors), shapes, untie, module)
+
+
+@dataclass(frozen=True)
+class _HeldTensors:
+    """Tensors of a model in memory; of one without numbers only names and shapes can be asked.
+
+    A subclass of torch's tensor may hold its numbers elsewhere.
+    """
+
+    name: str
+    tensors: Mapping[str, Tensor]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        tensor = self.tensors[name]
+        if tensor.is_meta and type(tensor) in (Tensor, nn.Parameter):
+            problem, remedy = f"tensor '{name}' has no numbers (device 'meta')", "load its weights, or give its folder"
+            raise CheckpointError(problem, where=self.name, remedy=remedy)
+        return tensor
 
 
 def _values(config: Any, name: str, module: nn.Module | None = None) -> dict[str, Any]:

@@ -116,6 +116,7 @@ def weigh_alike(method: StatisticsMethod, one: LinearMap, weight: Tensor, held: 
         {"shrink": 0.9, "ridge": 0.1},
         one.reads < one.gives,
         "",
+        None,
         {0: weight, 1: other},
         **{"0:0": held[0], "1:0": held[1]},
     )
