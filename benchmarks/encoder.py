@@ -64,10 +64,24 @@ MERGES: dict[str, Merge] = {
     "RegMean, 128 texts a task": (128, "gram", {"delegate": "regmean"}),
     **{
         f"refit, {count} texts a task": (count, "", {**REFIT, "samples": count, "exclude": "classifier"})
-        for count in (16, 32, 64, 128, 384)
+        for count in (16, 32, 64, 128, 384, 1536)
     },
-    "refit from wudi, 128 texts a task": (128, "", {**REFIT, "samples": 128, "exclude": "classifier", "start": "wudi"}),
-    "wudi, polished with 1024 texts a task": (1024, "", {"delegate": "wudi", "weight": 1.0, "polish": 300}),
+    **{
+        f"refit from wudi, {count} texts a task": (
+            count,
+            "",
+            {**REFIT, "samples": count, "exclude": "classifier", "start": "wudi"},
+        )
+        for count in (128, 1536)
+    },
+    **{
+        f"wudi, polished for {steps} steps, {count} texts a task": (
+            count,
+            "",
+            {"delegate": "wudi", "weight": 1.0, "polish": steps},
+        )
+        for steps, count in ((300, 1024), (900, 2048))
+    },
 }
 """By words: texts of each task, what is measured on them ahead of the merge, and the parameters of the recipe.
 `polish` are steps of distillation after it."""
