@@ -97,7 +97,7 @@ def row(title: str, how: str, found: float, share: str, own: float, place: str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("scale", "distil"), default="")
+    parser.add_argument("what", nargs="?", choices=("scale", "distil"))
     what = parser.parse_args().what
     torch.set_num_threads(1)
     table = Table(f"carry-{what}" if what else "carry")
