@@ -147,14 +147,14 @@ def halves(data: Data) -> tuple[Data, Data]:
     Raises:
         DataError: there are fewer than two rows.
     """
-    parts: list[list[Batch]] = [[], []]
-    if _is_one_by_one(data):
-        parts = [data.batches[0::2], data.batches[1::2]]
-    for batch in [] if _is_one_by_one(data) else data.batches:
-        for part, start in zip(parts, (0, 1), strict=True):
-            rows = {name: tensor[start::2] for name, tensor in batch.items()}
-            if examples_in(rows):
-                part.append(rows)
+
+    def half(start: int) -> list[Batch]:
+        if _is_one_by_one(data):
+            return list(data.batches[start::2])
+        rows = ({name: tensor[start::2] for name, tensor in batch.items()} for batch in data.batches)
+        return [batch for batch in rows if examples_in(batch)]
+
+    parts = half(0), half(1)
     if not all(parts):
         raise DataError("holds one sample to judge by", where=data.source or None, remedy="give at least two")
     return _data(parts[0], data.task), _data(parts[1], data.task)
@@ -215,6 +215,11 @@ class RecoveredLift:
         return (self.old - self.new[0]) / self.home if self.home > 0 else None
 
     @property
+    def is_known(self) -> bool:
+        """Whether the new base is better than the old one without the change."""
+        return self.known is not None and self.known >= KNOWN
+
+    @property
     def of_the_way(self) -> float | None:
         """(new base - carried) / (new base - fine-tune at home), of losses; None: the fine-tune is no better."""
         distance = self.new[0] - self.tuned
@@ -269,7 +274,7 @@ class RecoveredLift:
             yield name, losses if self.writes else losses[:1]
 
     def _known_words(self) -> list[str]:
-        if self.known is None or self.known < KNOWN:
+        if self.known is None or not self.is_known:
             return []
         known = f"The new base alone already has {self.known:.0%} of what fine-tuning gained on the old base"
         if self.of_the_way is None:
@@ -296,8 +301,7 @@ class RecoveredLift:
             )
         if self.method == NONE:
             return "Train on the new base instead: it is better alone than with the change. Recovered lift: 0%."
-        known = self.known is not None and self.known >= KNOWN
-        way = self.of_the_way if known else None
+        way = self.of_the_way if self.is_known else None
         more = "" if way is None else f" ({way:.0%} of the way from the new base to the fine-tune)"
         line = f"Recovered lift: {self.recovered:.0%} of what fine-tuning gained on the old base{more}."
         if self.recovered <= 0:

@@ -65,12 +65,12 @@ def adapter_of(delta: Delta, rank: int, base: Model) -> tuple[AdapterWeights, Ke
 
 def adapter_changes(delta: Delta, rank: int, base: Model) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The changes that `adapter_of` writes: block by block, by tensor name, float64, without what it leaves out."""
-    kept = adapter_of(delta, rank, base)[1]
+    norms = adapter_of(delta, rank, base)[1]
     for block in delta.carrier.architecture.blocks:
         changes: dict[str, Tensor] = {}
         for key, part in delta.factors(block, rank)[0].items():
             info = block.tensor(key)
-            if info is not None and kept[f"{block.name}: {key}"][1] > 0:
+            if info is not None and norms[f"{block.name}: {key}"][1] > 0:
                 changes |= unstack(info, dense(part, info))
         yield block.name, changes
 

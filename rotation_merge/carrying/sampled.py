@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -278,16 +278,12 @@ class SampledTransfer:
         """Losses with random changes that have the chosen one's singular values, and with the negated one."""
         new, draw = self.session.carrier.new, torch.Generator().manual_seed(self.config.seed)
         is_cut = self.is_cut if chosen.delta.solved is None else bool(self.rank)
-
-        def changes() -> Iterator[dict[str, Tensor]]:
-            if is_cut:
-                return (part for _, part in adapter_changes(chosen.delta, self.rank, self.session.bases.new))
-            return chosen.delta.changes_by_block(self._tied)
+        cut = [*adapter_changes(chosen.delta, self.rank, self.session.bases.new)] if is_cut else []
 
         def loss(control: Callable[[Tensor], Tensor]) -> float:
             tensors = {
                 name: (new[name].double() + control(change)).float()
-                for part in changes()
+                for part in ((changes for _, changes in cut) if is_cut else chosen.delta.changes_by_block(self._tied))
                 for name, change in part.items()
             }
             return evaluate(self._stored_model(tensors), parts.judge.tuned)[0]
@@ -390,14 +386,15 @@ class SampledTransfer:
         """A head that stays the embedding's tensor."""
         return None if self._untie else self.session.bases.new.tied_head
 
-    def _model(
-        self,
-        tensors: Mapping[str, Tensor],
-        rounded: Callable[[TensorSource], TensorSource] = lambda source: source,
-    ) -> Any:
-        """The new base with some tensors changed, by the names of the carrier's architecture."""
+    def _model(self, tensors: Mapping[str, Tensor], rounded: bool = False) -> Any:
+        """The new base with some tensors changed, by the names of the carrier's architecture.
+
+        Args:
+            rounded: as it would be stored.
+        """
         carrier, device = self.session.carrier, self.session.execution.device
-        source = rounded(ReplacedSource(carrier.new, tensors))
+        source: TensorSource = ReplacedSource(carrier.new, tensors)
+        source = self._rounded(source) if rounded else source
         model = Runner(
             self._model_config, source, carrier.architecture, [], untie=self._untie, device=device
         ).fill_all()
@@ -406,7 +403,7 @@ class SampledTransfer:
 
     def _stored_model(self, tensors: Mapping[str, Tensor]) -> Any:
         """The new base with some tensors changed, rounded as it would be stored; beside an adapter it is not."""
-        return self._model(tensors, (lambda source: source) if self.rank else self._rounded)
+        return self._model(tensors, not self.rank)
 
     def _rounded(self, source: TensorSource) -> TensorSource:
         return RoundedSource(source, self.session.carrier.new, dtype_from_name(self.session.execution.storage.dtype))
@@ -430,9 +427,9 @@ class SampledTransfer:
         last = len(held_out), max(1, round(HELD_OUT * len(base_texts)))
         lessons = DistillationSamples([*solved, *held_out], base_texts, last, parts.choice.tuned)
         names = {"new": self._new, "old": self._old, "tuned": self.name}
-        made = {which: partial(self._on, name) for which, name in names.items()}
+        loaders = {which: partial(self._on, name) for which, name in names.items()}
         student, training = self._student(tensors), PolishOptions(config.steps, lora=self.rank, seed=config.seed)
-        report = distil(made, student, lessons, training, work, self.progress)
+        report = distil(loaders, student, lessons, training, work, self.progress)
         return self._trained(student), report
 
     def _own_text(self) -> list[Batch]:

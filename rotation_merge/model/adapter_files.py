@@ -193,8 +193,8 @@ def _factors_of(
     if f"{module}.alpha" in tensors:
         return LowRankFactors(a, b, float(alpha) / len(a))
     prefix = module.partition(".")[0] + "."
-    own = {key.removeprefix(prefix): value for key, value in config.items() if key.startswith(prefix)} or config
-    return LowRankFactors(a, b, lora_scale(own, module, len(a), path) if "lora_alpha" in own else 1.0)
+    of_part = {key.removeprefix(prefix): value for key, value in config.items() if key.startswith(prefix)} or config
+    return LowRankFactors(a, b, lora_scale(of_part, module, len(a), path) if "lora_alpha" in of_part else 1.0)
 
 
 def write_adapter(adapter: AdapterFactors, out: str) -> None:

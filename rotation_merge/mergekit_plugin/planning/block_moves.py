@@ -171,8 +171,8 @@ class BlockMoves:
     def _unrounded(self, info: TensorInfo) -> bool:
         """Whether a delegate of our own takes the tensor: it rounds the result alone, since changes are small."""
         recipe = self.donors.recipe
-        own = plan_of(recipe.delegate).unit in (TENSOR, BLOCK)
-        return own and not any(map(recipe.excluded, self.out.names(info)))
+        takes_tensors = plan_of(recipe.delegate).unit in (TENSOR, BLOCK)
+        return takes_tensors and not any(map(recipe.excluded, self.out.names(info)))
 
     def loads(self, source: BlockPart, keys: Iterable[str]) -> Loads:
         """Loads of some tensors of a source's block, labelled by the names they have in the output."""
