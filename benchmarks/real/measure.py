@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -42,6 +42,8 @@ from rotation_merge.averaging.task_vectors import added_by_wudi
 from rotation_merge.carrying.judge import DRAWS, RecoveredLift, random_change
 
 PIECES, LENGTH = 8, 256
+SEEDS = (0, 1)
+"""Of the fine-tunes."""
 SCALES = (0.4, 0.7, 1.0, 1.3)
 BIN = Path(sys.executable).parent
 NOT_ALIGNED = {"attention": "none", "ffn": "none", "scaling": False}
@@ -73,10 +75,11 @@ MERGES: dict[str, dict[str, Any]] = {
 `polished`: then polished on so many texts of each task."""
 KEPT = "rows of several runs: what an earlier one measured is kept"
 NAMES = ("de", "fr", "c", "own")
+OWN = "each fine-tune on its own text"
 SHORT = (
     "base",
     "tuned on de alone",
-    "each fine-tune on its own text",
+    OWN,
     "linear",
     "task_arithmetic, best lambda",
     "ties, density 0.5",
@@ -145,6 +148,10 @@ class Bench:
 
     def known(self, key: str) -> bool:
         return self.file(key).exists()
+
+    def made(self, name: str) -> bool:
+        """Whether there is such a model, or an earlier run has judged it."""
+        return (self.root / name).exists() or self.known(name)
 
     def figures(self, key: str) -> dict[str, Any]:
         figures: dict[str, Any] = json.loads(self.file(key).read_text())
@@ -310,49 +317,60 @@ def merges_of(bench: Bench, key: str, names: tuple[str, ...]) -> None:
 def write_merges(bench: Bench, size: str, groups: tuple[tuple[str, ...], ...]) -> None:
     """The table of one number of tasks: means over the seeds, and half their range."""
     table = Table(f"real-merges-{size}", KEPT, keep=["merge"])
-    seeds = [seed for seed in range(len(groups)) if bench.known(f"{size}-{seed} linear")]
-    if not seeds:
-        return
-    tasks = [task_of(name) for name in groups[0]]
-    rows: dict[str, list[dict[str, Any]]] = {"base": [bench.figures("base")] * len(seeds)}
+    tasks, seeds = [task_of(name) for name in groups[0]], range(len(groups))
+    keys = {"base": ["base"]}
     for place, task in enumerate(tasks):
-        rows[f"tuned on {task} alone"] = [bench.figures(groups[seed][place]) for seed in seeds]
-    rows["each fine-tune on its own text"] = [
-        {task: bench.figures(name)[task] for task, name in zip(tasks, groups[seed], strict=True)} for seed in seeds
-    ]
-    rows["ensemble of the fine-tunes"] = [bench.figures(f"{size}-{seed} ensemble") for seed in seeds]
-    if size == "three" and bench.known("all-0"):
-        rows["one model trained on all texts"] = [bench.figures("all-0")]
+        keys[f"tuned on {task} alone"] = [names[place] for names in groups]
+    keys[OWN] = []
+    keys["ensemble of the fine-tunes"] = [f"{size}-{seed} ensemble" for seed in seeds]
+    if size == "three":
+        keys["one model trained on all texts"] = ["all-0"]
     for title in MERGES:
         for variant in (title, f"{title}, best lambda"):
-            figures = [
-                bench.figures(f"{size}-{seed} {variant}") for seed in seeds if bench.known(f"{size}-{seed} {variant}")
-            ]
-            if figures:
-                rows[variant] = figures
+            keys[variant] = [f"{size}-{seed} {variant}" for seed in seeds]
+    rows = {title: [bench.figures(key) for key in each if bench.known(key)] for title, each in keys.items()}
+    rows[OWN] = [
+        {task: bench.figures(name)[task] for task, name in zip(tasks, names, strict=True)}
+        for names in groups
+        if all(bench.known(name) for name in names)
+    ]
     for title, figures in rows.items():
-        if bench.only and title.removesuffix(", best lambda") not in bench.only:
+        if not figures or (bench.only and title.removesuffix(", best lambda") not in bench.only):
             continue
-        columns = {task: spread([row[task] for row in figures]) for task in tasks}
-        columns["mean"] = spread([mean(row[task] for task in tasks) for row in figures])
-        columns["base's own text"] = spread([row["own"] for row in figures if "own" in row])
-        columns["lambda"] = ", ".join(f"{row['lambda']:g}" for row in figures if "lambda" in row)
-        columns["seconds"] = " to ".join(
-            sorted({f"{row['seconds']:.0f}" for row in figures if "seconds" in row}, key=float)
-        )
-        columns["GB"] = " to ".join(sorted({f"{row['GB']:.1f}" for row in figures if "GB" in row}))
-        table.add({"merge": title, **columns, "seeds": len(figures), "README": "yes" if title in SHORT else ""})
+        scales = ", ".join(f"{row['lambda']:g}" for row in figures if "lambda" in row)
+        readme = "yes" if title in SHORT else ""
+        table.add({"merge": title, **losses(figures, tasks), "lambda": scales, **costs(figures), "README": readme})
 
 
-def spread(values: list[float]) -> str:
+def losses(figures: Sequence[dict[str, Any]], tasks: Sequence[str]) -> dict[str, str]:
+    """Losses of a row on each text, their mean, and that on the base's own text, over seeds."""
+    return {
+        **{task: spread([row[task] for row in figures]) for task in tasks},
+        "mean": spread([mean(row[task] for task in tasks) for row in figures]),
+        "base's own text": spread([row["own"] for row in figures if "own" in row]),
+    }
+
+
+def costs(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds and memory of a row, from the least to the largest, and the number of seeds."""
+    measured = [row for row in figures if "seconds" in row]
+    return {
+        "seconds": reach([row["seconds"] for row in measured], 0),
+        "GB": reach([row["GB"] for row in measured], 1),
+        "seeds": len(figures),
+    }
+
+
+def spread(values: Sequence[float], unit: str = "") -> str:
     """The mean, and half the range over seeds."""
     if not values:
         return ""
+    form, least = (".1%", 5e-4) if unit == "%" else (".3f", 5e-4)
     half = (max(values) - min(values)) / 2
-    return f"{mean(values):.3f}" + (f" ± {half:.3f}" if half >= 5e-4 else "")
+    return f"{mean(values):{form}}" + (f" ± {half:{form}}" if half >= least else "")
 
 
-def reach(values: list[float], digits: int) -> str:
+def reach(values: Sequence[float], digits: int) -> str:
     """The least and the largest."""
     return " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in (min(values), max(values)))) if values else ""
 
@@ -369,34 +387,30 @@ LORAS: dict[str, tuple[object, ...]] = {
 def loras(bench: Bench) -> None:
     """Two adapters of rank 8 into one of rank 12, and what a merge of full models gives in the same way."""
     tasks, base, out = ("de", "c"), bench.root / "base", bench.root / "merged-lora"
-    adapters = [bench.root / f"{task}-lora8" for task in tasks]
     table = Table("real-loras", KEPT, keep=["merge"])
 
-    def row(title: str, figures: dict[str, Any]) -> None:
-        cells = {name: f"{figures[name]:.3f}" for name in tasks}
-        average = f"{mean(figures[name] for name in tasks):.3f}"
-        table.add(
-            {"merge": title, **cells, "mean": average, "base's own text": f"{figures['own']:.3f}", **cost(figures)}
-        )
-
-    def merged_adapter(*options: object) -> dict[str, Any]:
+    def merged_adapter(adapters: list[Path], *options: object) -> dict[str, Any]:
         step = run(BIN / "rotation-merge", "lora", *adapters, out, "--rank", 12, *options, "--force")
         return {**bench.judge(read(out), NAMES), **step}
 
-    def merged_models(delegate: str) -> dict[str, Any]:
+    def merged_models(adapters: list[Path], delegate: str) -> dict[str, Any]:
         models = [{"model": f"{base}+{adapter}"} for adapter in adapters]
         parameters = {"delegate": delegate, **NOT_ALIGNED}
         step = by_recipe(ours(base, models, parameters), bench.root / "merged")
         return {**bench.judge(read(bench.root / "merged"), NAMES), **step}
 
-    row("base", bench.judged("base"))
-    for adapter in adapters:
-        row(f"{adapter.name} alone", bench.judged(adapter.name))
-    for title, options in LORAS.items():
-        if bench.due(f"lora12 {title}", title):
-            row(f"{title}, rank 12", bench.once(f"lora12 {title}", partial(merged_adapter, *options)))
-    for delegate in ("wudi", "tsv"):
-        row(f"{delegate}, full models", bench.once(f"lora full {delegate}", partial(merged_models, delegate)))
+    rows: dict[str, list[dict[str, Any]]] = {"base": [bench.judged("base")]}
+    for seed in SEEDS:
+        adapters = [bench.root / f"{task}-lora8-{seed}" for task in tasks]
+        ways = {f"{title}, rank 12": partial(merged_adapter, adapters, *options) for title, options in LORAS.items()}
+        ways |= {f"{delegate}, full models": partial(merged_models, adapters, delegate) for delegate in ("wudi", "tsv")}
+        for task, adapter in zip(tasks, adapters, strict=True):
+            rows.setdefault(f"{task} alone", []).append(bench.judged(adapter.name))
+        for title, make in ways.items():
+            if bench.due(f"lora-{seed} {title}", title):
+                rows.setdefault(title, []).append(bench.once(f"lora-{seed} {title}", make))
+    for title, figures in rows.items():
+        table.add({"merge": title, **losses(figures, tasks), **costs(figures)})
 
 
 def ours(base: Path, models: list[dict[str, Any]], parameters: dict[str, Any]) -> dict[str, Any]:
@@ -410,10 +424,6 @@ def ours(base: Path, models: list[dict[str, Any]], parameters: dict[str, Any]) -
     }
 
 
-def cost(figures: dict[str, Any]) -> dict[str, str]:
-    return {key: f"{figures[key]:.{digits}f}" if key in figures else "" for key, digits in (("seconds", 0), ("GB", 1))}
-
-
 def by_recipe(recipe: dict[str, Any], out: Path, *options: object) -> dict[str, Any]:
     """`mergekit-yaml` on a recipe."""
     file = out.with_suffix(".yml")
@@ -424,44 +434,41 @@ def by_recipe(recipe: dict[str, Any], out: Path, *options: object) -> dict[str, 
 
 def coordinates(bench: Bench) -> None:
     """What alignment does to near models, and whether models in other coordinates come back."""
-    root = bench.root
-    table = Table("real-coordinates", KEPT, keep=["merge"])
+    table, tasks = Table("real-coordinates", KEPT, keep=["merge"]), ("de", "fr")
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for seed in SEEDS:
+        for title, make in in_coordinates(bench, seed).items():
+            if bench.due(f"coordinates-{seed} {title}", title):
+                rows.setdefault(title, []).append(bench.once(f"coordinates-{seed} {title}", make))
+    for title, figures in rows.items():
+        table.add({"merge": title, **losses(figures, tasks), **costs(figures)})
 
-    def merge(first: str, second: str, options: dict[str, Any], **of_second: Any) -> dict[str, Any]:
+
+def in_coordinates(bench: Bench, seed: int) -> dict[str, Callable[[], dict[str, Any]]]:
+    """The rows of one seed by title."""
+    root, fr = bench.root, f"fr-{seed}"
+
+    def merge(
+        first: str, second: str, options: dict[str, Any], shares: tuple[float, float] = (0.5, 0.5), **of_second: Any
+    ) -> dict[str, Any]:
         models = [
-            {"model": str(root / first), "parameters": {"weight": 0.5}},
-            {"model": str(root / second), "parameters": {"weight": 0.5, **of_second}},
+            {"model": str(root / first), "parameters": {"weight": shares[0]}},
+            {"model": str(root / second), "parameters": {"weight": shares[1], **of_second}},
         ]
         step = by_recipe(ours(root / first, models, {"delegate": "linear", **options}), root / "aligned")
         return {**bench.judge(read(root / "aligned"), ("de", "fr"), halves=False), **step}
 
-    def brought() -> dict[str, Any]:
-        models = [
-            {"model": str(root / "base"), "parameters": {"weight": 0.0}},
-            {"model": str(root / "de-twin"), "parameters": {"weight": 1.0, **twin_base}},
-        ]
-        step = by_recipe(ours(root / "base", models, {"delegate": "linear", **whole}), root / "aligned")
-        return {**bench.judge(read(root / "aligned"), ("de", "fr"), halves=False), **step}
-
-    local, whole = {"heads": "permutation"}, {"heads": "permutation", "residual": "rotation", "untie": True}
-    twin_base = {"finetuned_from": str(root / "twin")}
-    rows: dict[str, Callable[[], dict[str, Any]]] = {
-        "de and fr, not aligned": lambda: merge("fr-0", "de-0", NOT_ALIGNED),
-        "de and fr, heads, neurons, scales": lambda: merge("fr-0", "de-0", local),
-        "de and fr, the residual stream, too": lambda: merge("fr-0", "de-0", whole),
-        "de in other coordinates, not aligned": lambda: merge("fr-0", "de-moved", {**NOT_ALIGNED, "untie": True}),
-        "de in other coordinates, heads, neurons, scales": lambda: merge("fr-0", "de-moved", {**local, "untie": True}),
-        "de in other coordinates, the residual stream, too": lambda: merge("fr-0", "de-moved", whole),
-        "de-twin at home": lambda: bench.judge(read(root / "de-twin"), ("de", "fr"), halves=False),
-        "de-twin brought to the base": brought,
-        "de-twin brought to the base, and fr": lambda: merge("fr-0", "de-twin", whole, **twin_base),
+    whole = {"heads": "permutation", "residual": "rotation", "untie": True}
+    twin_base = {"finetuned_from": str(root / f"twin-{seed}")}
+    home, moved, twin = f"de-{seed}", f"de-moved-{seed}", f"de-twin-{seed}"
+    return {
+        "de and fr, not aligned": lambda: merge(fr, home, NOT_ALIGNED),
+        "de in other coordinates, not aligned": lambda: merge(fr, moved, {**NOT_ALIGNED, "untie": True}),
+        "de in other coordinates, the residual stream, too": lambda: merge(fr, moved, whole),
+        "de-twin at home": lambda: bench.judge(read(root / twin), ("de", "fr"), halves=False),
+        "de-twin brought to the base": lambda: merge("base", twin, whole, (0.0, 1.0), **twin_base),
+        "de-twin brought to the base, and fr": lambda: merge(fr, twin, whole, **twin_base),
     }
-    for title, make in rows.items():
-        if not bench.due(f"coordinates {title}", title):
-            continue
-        figures = bench.once(f"coordinates {title}", make)
-        losses = {name: f"{figures[name]:.3f}" for name in ("de", "fr")}
-        table.add({"merge": title, **losses, "mean": f"{(figures['de'] + figures['fr']) / 2:.3f}", **cost(figures)})
 
 
 WAYS: dict[str, tuple[object, ...]] = {
@@ -474,134 +481,163 @@ WAYS: dict[str, tuple[object, ...]] = {
 def carry(bench: Bench) -> None:
     """Fine-tunes of the base, and LoRAs, carried to the second base: recovered lift, net of controls."""
     table = Table("real-carry", KEPT, keep=["fine-tune", "carried by"])
-    for name in [f"{task}-{kind}" for task in NAMES[:-1] for kind in ("0", "lora8")]:
-        if (bench.root / name).exists() and bench.due(f"carry {name} plain", name):
-            for row in carried(bench, name):
-                table.add(row)
+    for task in NAMES[:-1]:
+        for kind, title in (("", "all weights"), ("lora8-", "LoRA")):
+            rows: dict[str, list[dict[str, Any]]] = {}
+            for seed in SEEDS:
+                name = f"{task}-{kind}{seed}"
+                if bench.made(name) and bench.due(f"carry {name} plain addition", name):
+                    for way, row in carried(bench, name, seed):
+                        rows.setdefault(way, []).append(row)
+            for way, figures in rows.items():
+                table.add({"fine-tune": f"{task}, {title}", "carried by": way, **of_lift(figures)})
 
 
-def carried(bench: Bench, name: str) -> Iterator[dict[str, str]]:
-    """Rows of one fine-tune."""
-    task, new = task_of(name), bench.judged("new-base")
+def of_lift(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The cells of a row over seeds; those of the controls are of the first seed that has them."""
+    controls = next((row for row in figures if row.get("random")), None)
+    chance = controls["random"] if controls else {}
+    return {
+        "loss": spread([row["loss"] for row in figures]),
+        "base's own text": spread([row["own"] for row in figures]),
+        **{title: spread([row[title] for row in figures if title in row], "%") for title in SHARES},
+        "random changes": f"{chance['mean']:.1%} ± {chance['standard error']:.1%}" if chance else "",
+        "net of controls": f"{controls['net']:.1%}" if controls else "",
+        "seconds": reach([row["seconds"] for row in figures if "seconds" in row], 0),
+        "seeds": len(figures),
+    }
+
+
+SHARES = ("recovered lift", "of the way to the fine-tune", "of a fine-tune there")
+
+
+def carried(bench: Bench, name: str, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows of one fine-tune, with their losses as shares of others."""
+    task, base = task_of(name), f"new-base-{seed}"
+    new = bench.judged(base)
     tuned = bench.judged(name)[task]
     gain = bench.judged("base")[task] - tuned
-    there = f"{task}-new" if (bench.root / f"{task}-new").exists() and "lora" not in name else None
-    possible = new[task] - bench.judged(there)[task] if there else None
+    there = f"{task}-new-{seed}" if bench.made(f"{task}-new-{seed}") and "lora" not in name else None
 
-    def row(way: str, figures: dict[str, Any]) -> dict[str, str]:
-        chance = figures.get("random")
-        return {
-            "fine-tune": f"{task}, {'LoRA' if 'lora' in name else 'all weights'}",
-            "carried by": way,
-            "loss": f"{figures[task]:.3f}",
-            "base's own text": f"{figures['own']:.3f}",
-            "recovered lift": f"{(new[task] - figures[task]) / gain:.1%}",
-            "of the way to the fine-tune": f"{(new[task] - figures[task]) / (new[task] - tuned):.1%}",
-            "of a fine-tune there": f"{(new[task] - figures[task]) / possible:.1%}" if possible else "",
-            "random changes": f"{chance['mean']:.1%} ± {chance['standard error']:.1%}" if chance else "",
-            "net of controls": f"{figures['net']:.1%}" if chance else "",
-            "seconds": f"{figures['seconds']:.0f}" if "seconds" in figures else "",
-        }
+    def shares(figures: dict[str, Any]) -> dict[str, Any]:
+        gained = new[task] - figures[task]
+        parts = dict(zip(SHARES, (gained / gain, gained / (new[task] - tuned)), strict=False))
+        if there:
+            parts[SHARES[2]] = gained / (new[task] - bench.judged(there)[task])
+        return {**figures, "loss": figures[task], **parts}
 
-    yield row("on its own base", bench.judged(name))
-    yield row("not at all: the new base", new)
+    yield "on its own base", shares(bench.judged(name))
+    yield "not at all: the new base", shares(new)
     if there is not None:
-        yield row("not at all: the new base, fine-tuned as long", bench.judged(there))
-    yield row("plain addition", bench.once(f"carry {name} plain", partial(added, bench, name, task)))
-    if bench.due(f"carry {name} wudi", "wudi"):
-        yield row("wudi, scale 1", bench.once(f"carry {name} wudi", partial(added, bench, name, task, by_wudi=True)))
+        yield "not at all: the new base, fine-tuned as long", shares(bench.judged(there))
+    for way in ("plain addition", "wudi, scale 1"):
+        figures = bench.once(f"carry {name} {way}", partial(added, bench, name, base, way))
+        controls: dict[str, Any] = {}
+        if bench.known(f"controls {name} {way}") or "controls" in bench.only:
+            controls = bench.once(f"controls {name} {way}", partial(added, bench, name, base, way, controls=True))
+        yield way, {**shares(figures), **controls}
     for way, options in WAYS.items():
         if bench.due(f"carry {name} {way}", way):
-            figures = bench.once(f"carry {name} {way}", partial(by_command, bench, name, options))
+            figures = bench.once(f"carry {name} {way}", partial(by_command, bench, name, base, options))
             taken = figures.get("taken")
-            yield row(way if taken in (None, way.partition(",")[0]) else f"{way}: {taken} was better", figures)
+            title = way if taken in (None, way.partition(",")[0]) else f"{way}: {taken} was better"
+            yield title, shares(figures)
 
 
-def by_command(bench: Bench, name: str, options: Iterable[object]) -> dict[str, Any]:
+def by_command(bench: Bench, name: str, base: str, options: Iterable[object]) -> dict[str, Any]:
     """`rotation-merge carry`, its controls as it measured them, and the losses of what it wrote."""
     task, out = task_of(name), bench.root / "carried"
     shutil.rmtree(out, ignore_errors=True)
-    bases = ("--from", bench.root / "base", "--to", bench.root / "new-base")
+    bases = ("--from", bench.root / "base", "--to", bench.root / base)
     data = ("--data", bench.samples(task), "--samples", 32, "--controls", "--force")
     step = run(BIN / "rotation-merge", "carry", bench.root / name, out, *bases, *data, *options)
     lift = json.loads((out / "rotation_merge.json").read_text()).get("lift") or {}
     controls = {"random": lift.get("random controls"), "net": lift.get("net of controls"), "taken": lift.get("method")}
-    return {**bench.judge(on_new_base(bench, out), (task, "own")), **step, **controls}
+    return {**bench.judge(on_base(bench.root / base, out), (task, "own")), **step, **controls}
 
 
 @torch.no_grad()
-def added(bench: Bench, tuned: str, task: str, by_wudi: bool = False) -> dict[str, Any]:
+def added(bench: Bench, tuned: str, base: str, way: str, controls: bool = False) -> dict[str, Any]:
     """The fine-tune's change on the new base, as it stands, or as `carry` merges it with the new base's own change.
 
-    Its controls are ten random changes with the same singular values, and the negated change.
+    Returns:
+        The losses; with `controls` the recovered lift of ten random changes with the same singular values and of the
+        negated change, and the lift net of them.
     """
-    model = read(bench.root / "new-base")
+    task, model = task_of(tuned), read(bench.root / base)
     old, changed = read(bench.root / "base").state_dict(), read(bench.root / tuned).state_dict()
     new = {name: tensor.clone() for name, tensor in model.named_parameters()}  # a tied head once
     changes = {name: changed[name] - old[name] for name in new}
-    if by_wudi:
+    if way.startswith("wudi"):
         for name in (name for name in new if name.endswith("proj.weight")):
             changes[name] = added_by_wudi((new[name] - old[name]).double(), changes[name].double())
 
-    def losses(names: Iterable[str], control: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def judged(names: Iterable[str], control: Callable[[Tensor], Tensor]) -> dict[str, float]:
         for name, tensor in model.named_parameters():
             tensor.copy_(new[name] + control(changes[name]))
         return bench.judge(model, names)
 
-    figures, draw = losses((task, "own"), torch.clone), torch.Generator().manual_seed(0)
+    if not controls:
+        return judged((task, "own"), torch.clone)
+    draw, plain = torch.Generator().manual_seed(0), bench.figures(f"carry {tuned} {way}")
     lift = RecoveredLift(
         *(bench.judged(name)[task] for name in ("base", tuned)),
-        *((each[task], each["own"]) for each in (bench.judged("new-base"), figures)),
-        "wudi" if by_wudi else "plain addition",
-        controls=tuple(losses((task,), partial(random_change, draw=draw))[task] for _ in range(DRAWS)),
-        negated=losses((task,), torch.neg)[task],
+        *((each[task], each["own"]) for each in (bench.judged(base), plain)),
+        way.partition(",")[0],
+        controls=tuple(judged((task,), partial(random_change, draw=draw))[task] for _ in range(DRAWS)),
+        negated=judged((task,), torch.neg)[task],
     )
     facts = lift.facts()
-    return {**figures, "random": facts["random controls"], "net": facts["net of controls"]}
+    return {"random": facts["random controls"], "net": facts["net of controls"]}
 
 
-def on_new_base(bench: Bench, out: Path) -> PreTrainedModel:
+def on_base(base: Path, out: Path) -> PreTrainedModel:
     if (out / "adapter_config.json").exists():
         from peft import PeftModel
 
-        return PeftModel.from_pretrained(read(bench.root / "new-base"), out).merge_and_unload()
+        return PeftModel.from_pretrained(read(base), out).merge_and_unload()
     return read(out)
 
 
-COMMANDS: dict[str, tuple[tuple[str, ...], bool]] = {
-    "de and fr, without data": (("de-0", "fr-0"), False),
-    "de and fr, text of each": (("de-0", "fr-0"), True),
-    "de, fr and c, text of each": (("de-0", "fr-0", "c-0"), True),
+COMMANDS = {
+    "de and fr, without data": (("de", "fr"), False),
+    "de and fr, text of each": (("de", "fr"), True),
+    "de, fr and c, text of each": (("de", "fr", "c"), True),
 }
 
 
 def command(bench: Bench) -> None:
     """The best merge, as a user asks for it; judged on text that nobody used."""
     table = Table("real-command", KEPT, keep=["pair"])
-    for title, (models, with_data) in COMMANDS.items():
-        if not bench.due(f"command {title}", title):
+    for title, (tasks, with_data) in COMMANDS.items():
+        figures = []
+        for seed in SEEDS:
+            key = f"command-{seed} {title}"
+            if bench.due(key, f"{title}, seed {seed}"):
+                figures.append(bench.once(key, partial(best_merge, bench, tasks, seed, with_data)))
+        if not figures:
             continue
-        tasks = [task_of(model) for model in models]
-        figures = bench.once(f"command {title}", partial(best_merge, bench, models, tasks, with_data))
+        judged = [row for row in figures if "own" in row]
         table.add(
             {
                 "pair": title,
-                "tasks, unseen text": f"{mean(figures[task] for task in tasks):.3f}" if "own" in figures else "",
-                "base's own text": f"{figures['own']:.3f}" if "own" in figures else "",
-                "minutes": f"{figures['clock'] / 60:.1f}",
-                "processor minutes": f"{figures['seconds'] / 60:.1f}",
-                "GB": f"{figures['GB']:.1f}",
-                "without mapped files": f"{figures['GB allocated']:.1f}" if "GB allocated" in figures else "",
+                "tasks, unseen text": spread([mean(row[task] for task in tasks) for row in judged]),
+                "base's own text": spread([row["own"] for row in judged]),
+                "minutes": reach([row["clock"] / 60 for row in figures], 1),
+                "processor minutes": reach([row["seconds"] / 60 for row in figures], 1),
+                "GB": reach([row["GB"] for row in figures], 1),
+                "without mapped files": reach([row["GB allocated"] for row in figures if "GB allocated" in row], 1),
+                "seeds": len(figures),
             }
         )
 
 
-def best_merge(bench: Bench, models: Iterable[str], tasks: list[str], with_data: bool) -> dict[str, Any]:
-    out = bench.root / "best"
+def best_merge(bench: Bench, tasks: Sequence[str], seed: int, with_data: bool) -> dict[str, Any]:
+    models, out = [bench.root / f"{task}-{seed}" for task in tasks], bench.root / "best"
     shutil.rmtree(out, ignore_errors=True)
     data = [word for task in tasks for word in ("--data", bench.samples(task))] if with_data else []
     options = ("--base", bench.root / "base", "--budget", "15m", *data)
-    step = run(BIN / "rotation-merge", "merge", *(bench.root / model for model in models), out, *options, may_fail=True)
+    step = run(BIN / "rotation-merge", "merge", *models, out, *options, may_fail=True)
     return {**(bench.judge(read(out), (*tasks, "own")) if out.exists() else {}), **step}
 
 

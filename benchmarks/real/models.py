@@ -157,13 +157,12 @@ def base_model(wheel: Path, out: Path) -> None:
     write(model, tokenizer, out / "base", {domain: loss(model, held_out(domain, tokenizer)) for domain in DOMAINS})
 
 
-def twins(out: Path) -> None:
-    """The base, and its first German fine-tune, in other coordinates: same outputs, other weights."""
+def moved(out: Path, source: str, name: str, seed: int) -> None:
+    """The base or a fine-tune in other coordinates: same outputs, other weights."""
     import rotation_merge as rm
 
-    turned = rm.Alignment.random(out / "base", heads="permutation", residual="rotation", untie=True, seed=1)
-    for source, name in (("de-0", "de-moved"), ("base", "twin")):
-        turned.apply(out / source, strict=source == "base").save_pretrained(out / name)
+    turned = rm.Alignment.random(out / "base", heads="permutation", residual="rotation", untie=True, seed=seed)
+    turned.apply(out / source, strict=source == "base").save_pretrained(out / name)
 
 
 def fine_tune(out: Path, name: str, source: str, domains: list[str], *, steps: int, seed: int, rank: int = 0) -> None:
@@ -185,19 +184,29 @@ def fine_tune(out: Path, name: str, source: str, domains: list[str], *, steps: i
 
 
 def recipes_of_models() -> dict[str, dict[str, Any]]:
-    """Every model by name: what `fine_tune` is called with."""
+    """Every model by name: what `fine_tune` is called with, or the model that is moved to other coordinates."""
     models: dict[str, dict[str, Any]] = {}
     for seed in (0, 1):
         for domain in ("de", "fr", "c"):
             models[f"{domain}-{seed}"] = {"source": "base", "domains": [domain], "steps": 50, "seed": seed}
     models["all-0"] = {"source": "base", "domains": ["de", "fr", "c"], "steps": 150, "seed": 0}
     models["de-long"] = {"source": "base", "domains": ["de"], "steps": 150, "seed": 0}
-    models["new-base"] = {"source": "base", "domains": ["python", "english"], "steps": 120, "seed": 2}
-    for domain in ("de", "fr", "c"):  # what fine-tuning the second base itself gains: the ceiling of carrying
-        models[f"{domain}-new"] = {"source": "new-base", "domains": [domain], "steps": 50, "seed": 0}
-    models["de-twin"] = {"source": "twin", "domains": ["de"], "steps": 50, "seed": 0}
-    for domain in ("de", "fr", "c", "python"):
-        models[f"{domain}-lora8"] = {"source": "base", "domains": [domain], "steps": 50, "seed": 0, "rank": 8}
+    for seed in (0, 1):
+        new_base = f"new-base-{seed}"
+        models[new_base] = {"source": "base", "domains": ["python", "english"], "steps": 120, "seed": seed + 2}
+        for domain in ("de", "fr", "c"):  # what fine-tuning the second base itself gains: the ceiling of carrying
+            models[f"{domain}-new-{seed}"] = {"source": new_base, "domains": [domain], "steps": 50, "seed": seed}
+        models[f"twin-{seed}"] = {"moved": "base", "seed": seed + 1}
+        models[f"de-moved-{seed}"] = {"moved": f"de-{seed}", "seed": seed + 1}
+        models[f"de-twin-{seed}"] = {"source": f"twin-{seed}", "domains": ["de"], "steps": 50, "seed": seed}
+        for domain in ("de", "fr", "c", "python"):
+            models[f"{domain}-lora8-{seed}"] = {
+                "source": "base",
+                "domains": [domain],
+                "steps": 50,
+                "seed": seed,
+                "rank": 8,
+            }
     for domain in ("de", "fr", "c"):
         models[f"{domain}-lora16"] = {"source": "base", "domains": [domain], "steps": 50, "seed": 1, "rank": 16}
     return models
@@ -217,9 +226,11 @@ def main() -> None:
     if unknown:
         sys.exit(f"unknown models {', '.join(sorted(unknown))}; there are {', '.join(models)}")
     for name in options.only or models:
-        if models[name]["source"] == "twin" and not (options.out / "twin").exists():
-            twins(options.out)
-        if not (options.out / name).exists():
+        if (options.out / name).exists():
+            continue
+        if "moved" in models[name]:
+            moved(options.out, models[name]["moved"], name, models[name]["seed"])
+        else:
             fine_tune(options.out, name, **models[name])
 
 
