@@ -50,10 +50,10 @@ def halves(*paths: Path | str, **of_last: Any) -> Models:
     return {**even, paths[-1]: {**even[paths[-1]], **of_last}}
 
 
-def command(*arguments: object) -> str:
-    """What one of our commands prints; ends the script where it fails."""
+def command(*arguments: object, ends: tuple[int, ...] = (0,)) -> str:
+    """What one of our commands prints; ends the script where it ends with another code."""
     program = Path(sys.executable).with_name("rotation-merge")
     done = subprocess.run([str(word) for word in (program, *arguments)], capture_output=True, text=True)
-    if done.returncode:
+    if done.returncode not in ends:
         sys.exit(done.stderr + done.stdout)
     return done.stdout
