@@ -19,7 +19,6 @@ seconds are processor time.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import itertools
 import json
@@ -32,13 +31,12 @@ from typing import Any
 
 import torch
 from labelled import TEST, Task, tasks
-from merging import STILL
+from merging import STILL, quiet
 from merging import merge as merge_models
 from record import Table
 from shipped import load
 from train_checkpoints import warm_cosine
 from transformers import AutoTokenizer, BertForTokenClassification
-from transformers.utils import logging
 
 import rotation_merge as rm
 
@@ -312,10 +310,7 @@ def main() -> None:
     parser.add_argument("--encoder", default=installed(), help="the package's folder, where it is not installed")
     parser.add_argument("--texts", type=Path, default=Path("/"), help="where the Debian packages are unpacked")
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    gc.freeze()  # as a command with a recipe of ours does: the collector does not look at all that was imported
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet()
     found = tasks(given.texts)
     if given.what == "train":
         if given.encoder is None:

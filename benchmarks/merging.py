@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
@@ -36,6 +37,13 @@ def merge(base: Path | str, models: Models, out: Path | str, parameters: Mapping
     """The merge of a recipe, written to a folder."""
     run_recipe(yaml.safe_dump(recipe(base, models, parameters), sort_keys=False), out)
     return Path(out)
+
+
+def quiet() -> None:
+    """One thread of torch, and nothing from transformers."""
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def run_recipe(text: str, out: Path | str) -> None:

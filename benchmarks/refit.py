@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 from corpora import training_text
-from merging import STILL, WHOLE, command, halves, merge
+from merging import STILL, WHOLE, command, halves, merge, quiet
 from record import Table
 from shipped import accuracy, digits, loss
-from transformers.utils import logging
 
 import rotation_merge as rm
 
@@ -155,9 +154,7 @@ def main() -> None:
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("checkpoints", type=Path)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet()
     with SCRATCH:
         TASKS[given.task](given.checkpoints)
 

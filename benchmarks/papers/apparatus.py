@@ -31,11 +31,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(folder) for folder in (HERE, HERE.parent) if str(folder) not in sys.path]
 
-import torch  # noqa: E402
 from journal import FILE, Journal  # noqa: E402
+from merging import quiet  # noqa: E402
 from record import RESULTS, ROOT, Row, Table  # noqa: E402
 from shipped import CHECKPOINTS as SHIPPED  # noqa: E402
-from transformers.utils import logging  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
 
@@ -93,9 +92,7 @@ def run(name: str, arguments: Sequence[str] | None = None) -> dict[str, list[Row
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"), help="what make papers trained")
     parser.add_argument("--out", type=Path, help="for tables and pictures; by default those of the pages")
     asked = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet()
     quick = asked.quick
     out = asked.out or (Path(tempfile.mkdtemp(prefix="papers-")) if quick else RESULTS)
     note = "" if quick else "several runs: what an earlier one had kept was not computed again"
