@@ -151,7 +151,7 @@ class Bases:
             run, yaml.safe_dump(asdict(options), sort_keys=False), str(self.new.reference)
         )
 
-    def with_layer_pairs(self, options: AlignConfig, progress: Progress | None = None) -> Bases:
+    def with_layer_pairs(self, options: AlignConfig, progress: Progress | None) -> Bases:
         """Pair the layers by similarity if asked to, alternating with matching until the pairs are stable."""
         if not self.alike or self.frame is None:
             return self
@@ -350,7 +350,7 @@ def probe_products(
     block: Block,
     source: TensorSource,
     probe_vectors: Mapping[str, Tensor],
-    maps: Mapping[str, SpaceTransform] | None = None,
+    maps: Mapping[str, SpaceTransform] | None,
 ) -> Marks:
     """Products of the Grams of a layer's maps with probe vectors.
 

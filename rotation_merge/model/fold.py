@@ -109,7 +109,7 @@ def _fold_norm(
 
 
 def unfold_change(
-    block: Block, info: TensorInfo, change: Tensor, get: Get, streams: Iterable[str], weight: Tensor | None = None
+    block: Block, info: TensorInfo, change: Tensor, get: Get, streams: Iterable[str], weight: Tensor | None
 ) -> Tensor:
     """The change of a stored tensor that has the same effect as `change` on the folded model.
 

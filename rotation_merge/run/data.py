@@ -100,7 +100,7 @@ def read_batches(
     return Data(batches, task, count, source, length, batch_size)
 
 
-def data_in_memory(samples: Sequence[Mapping[str, Tensor]], model: Any, source: str = "samples") -> Data:
+def data_in_memory(samples: Sequence[Mapping[str, Tensor]], model: Any) -> Data:
     """Batches in memory, with labels for a loss.
 
     Args:
@@ -110,7 +110,7 @@ def data_in_memory(samples: Sequence[Mapping[str, Tensor]], model: Any, source: 
     Raises:
         DataError: they are none, or of another kind than the model takes.
     """
-    remedy = "give a list of dictionaries such as {'input_ids': tensor}"
+    source, remedy = "samples", "give a list of dictionaries such as {'input_ids': tensor}"
     if isinstance(samples, Mapping) or not samples or not all(isinstance(batch, Mapping) for batch in samples):
         raise DataError("are no batches", where=source, remedy=remedy)
     if not all(isinstance(x, Tensor) and len(x) for batch in samples for x in batch.values()):
@@ -410,7 +410,7 @@ Samples = Any
 def read_samples(
     opened: OpenedModel,
     samples: Samples,
-    limit: int | None = None,
+    limit: int | None,
     batch_size: int = 16,
     length: int = 128,
     seed: int = 0,

@@ -466,7 +466,7 @@ def _adapter_config(text: str, renaming: Renaming) -> str:
     )
 
 
-def publish(plan: Draft, private: bool = False) -> str:
+def publish(plan: Draft, private: bool) -> str:
     """Upload everything; gives the commit.
 
     Raises:
