@@ -43,8 +43,8 @@ from merging import STILL, halves, recipe
 from record import RESULTS, Table
 from shapes import OPTIONS, SHAPES, Shape, add_options, chosen, write
 
+import rotation_merge as rm
 from rotation_merge.architecture import resolve
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.passes import PARTS, SAMPLE
 from rotation_merge.mergekit_plugin.recipe.delegates import OWN
 from rotation_merge.report.estimate import PASSES, Estimate, averaging, estimate
@@ -146,7 +146,7 @@ def expected(shape: Shape, case: str, donors: int = 1) -> float:
     near, untie = CASES[case][0] != "far", bool(options.pop("untie", False))
     architecture = resolve(shape.config, list(shape.sizes), "benchmark", untie=untie)
     sizes = replace(shape, tied=False).sizes if untie else shape.sizes
-    found: Estimate = estimate(architecture, sizes, AlignConfig(**options), 2, 2)  # type: ignore[arg-type]
+    found: Estimate = estimate(architecture, sizes, rm.AlignConfig(**options), 2, 2)  # type: ignore[arg-type]
     return (found.near_seconds if near else found.seconds) * donors
 
 
@@ -282,7 +282,7 @@ def changes(shape: Shape, threads: int, table: Table, folder: Path) -> None:
     anchor = write(shape, folder / "anchor")
     donors = [write(shape, folder / f"near{number}", "near", number) for number in (0, 1)]
     architecture = resolve(shape.config, list(shape.sizes), "benchmark")
-    alone = AlignConfig(**STILL)
+    alone = rm.AlignConfig(**STILL)
     reading = estimate(architecture, shape.sizes, alone, 2, 2).seconds * len(donors)
     for delegate in ("linear", "wudi", "iso"):
         options = {"delegate": delegate, **STILL}

@@ -100,7 +100,7 @@ def read_batches(
     return Data(batches, task, count, source, length, batch_size)
 
 
-def data_in_memory(samples: Sequence[Mapping[str, Tensor]], model: Any) -> Data:
+def data_in_memory(samples: Sequence[Mapping[str, Tensor]], model: Any, source: str = "samples") -> Data:
     """Batches in memory, with labels for a loss.
 
     Args:
@@ -110,7 +110,7 @@ def data_in_memory(samples: Sequence[Mapping[str, Tensor]], model: Any) -> Data:
     Raises:
         DataError: they are none, or of another kind than the model takes.
     """
-    source, remedy = "samples", "give a list of dictionaries such as {'input_ids': tensor}"
+    remedy = "give a list of dictionaries such as {'input_ids': tensor}"
     if isinstance(samples, Mapping) or not samples or not all(isinstance(batch, Mapping) for batch in samples):
         raise DataError("are no batches", where=source, remedy=remedy)
     if not all(isinstance(x, Tensor) and len(x) for batch in samples for x in batch.values()):
