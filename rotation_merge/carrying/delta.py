@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.carrying.carrier import Carrier, Change, Changes, is_bias
+from rotation_merge.carrying.carrier import Carrier, Change, Changes, is_bias, weight_key
 from rotation_merge.carrying.frame import FittingNorms, FramedSource
 from rotation_merge.errors import AlignmentError, not_written
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model import slices
 from rotation_merge.model.factors import LowRank, dense, stacks, transposed
-from rotation_merge.model.fold import folded_source, weight_key
+from rotation_merge.model.fold import folded_source
 from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_names, open_like
 from rotation_merge.model.source import TensorSource, read_tensor, unstack
 from rotation_merge.model.sources import ReplacedSource

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.architecture.registry import every_name
-from rotation_merge.carrying.carrier import is_bias
+from rotation_merge.carrying.carrier import is_bias, weight_key
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, short
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.factors import LowRank, dense, stacks, transposed
-from rotation_merge.model.fold import weight_key
 from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.source import TensorSource, read_tensor, unstack
 
