@@ -1,22 +1,19 @@
 """Averaging with statistics, on the checkpoints that come with the package; minutes on one core.
 
     python benchmarks/averaging.py digits        the rows of the ICML 2025 paper's table 2, on two digit ViTs
-    python benchmarks/averaging.py finetunes     two short fine-tunes of one Llama, on text that they write themselves
     python benchmarks/averaging.py shipped       the two fine-tunes of a Llama that come with the package, by their base
     python benchmarks/averaging.py lora          four adapters of one Llama, as one model and as one adapter
     python benchmarks/averaging.py changes checkpoints      delegates of task vectors, by `lambda`, for every seed there
-    python benchmarks/averaging.py refits checkpoints       options of refits of the same models
     python benchmarks/averaging.py unequal checkpoints      the same models, one change three times as long
 
-digits: accuracy on 540 held-out digits, halves of two ViTs of other seeds; statistics and activations on `--images`
-training images without labels. Fisher after matching is measured anew on the donor that `align` wrote, as in the paper.
+digits: accuracy on 540 held-out digits, halves of two ViTs of other seeds; statistics and activations on 200 training
+images without labels. Fisher after matching is measured anew on the donor that `align` wrote, as in the paper.
 shipped: nats per byte on the second halves of the two texts, and of the base's own (python), which shows what is
 forgotten; refits see the first 64 windows of each text, and the next 21 judge them.
 changes: nats per byte of 64 windows of each of the two texts that llama-S-c and llama-S-english were tuned on, of each
 at its best `lambda`, and on 32 texts that llama-S wrote itself; `rotation-merge merge` searches in the same way.
 lora: nats per byte of 48 windows of held-out files of four domains, of four adapters of rank 8 of llama-0 (150 steps
 each), merged as full models and into one adapter of rank 16: what the base's mean loss falls by, at the best `lambda`.
-finetunes: nats per byte on the second halves of two texts, whose first halves they were tuned on (8 x 128 a step).
 """
 
 from __future__ import annotations
@@ -70,15 +67,6 @@ UNEQUAL: dict[str, dict[str, Any]] = {
     "iso": {},
     "iso, lengths: keep": {"lengths": "keep"},
 }
-REFITS: dict[str, dict[str, Any]] = {
-    "wudi": {"delegate": "wudi"},
-    "refit": {},
-    "gram_norm: norm": {"gram_norm": "norm"},
-    "norms: solve": {"norms": "solve"},
-    "all of FeatCal's": {"gram_norm": "norm", "norms": "solve", "alpha": 0.3, "lambda": 2.0, "ridge": 0.05},
-    "start: wudi, gram_norm: norm": {"start": "wudi", "gram_norm": "norm"},
-}
-"""Options of refits from 32 windows of each text; and where the last one starts."""
 LORA_DOMAINS = ("c", "english", "cpp", "torch")
 LORA_SCALES = (0.25, 0.35, 0.42, 0.5, 0.7, 1.0)
 LORA_RANKS: dict[str, dict[str, Any]] = {
@@ -134,21 +122,17 @@ def with_statistics(*paths: Path) -> Models:
     return {path: {**values, "statistics": f"{path}.safetensors"} for path, values in halves(*paths).items()}
 
 
-def measure(model: Path, samples: Any, work: Path, **options: Any) -> None:
-    config = rm.MeasureConfig(("gram", "kfac", "fisher"), **options)
-    rm.measure(model, samples, config).save(work / f"{model.name}.safetensors")
-
-
-def run_digits(images: int) -> None:
+def run_digits(_: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         training = work / "training.npz"
-        np.savez(training, pixel_values=digits()[0][:images].numpy())
+        np.savez(training, pixel_values=digits()[0][:200].numpy())
         anchor, donor = (Path(shutil.copytree(CHECKPOINTS / name, work / name)) for name in ("vit-0", "vit-1"))
         aligned = work / "aligned"
         rm.align(anchor, donor, heads="permutation").apply(donor).save_pretrained(aligned)
         for path in (anchor, donor, aligned):
-            measure(path, str(training), work)
+            measured = rm.measure(path, str(training), rm.MeasureConfig(("gram", "kfac", "fisher")))
+            measured.save(f"{path}.safetensors")
         table = Table("averaging-digits")
         for name, method in METHODS.items():
             row = {"average": name}
@@ -173,30 +157,9 @@ def digits_cell(anchor: Path, donor: Path, training: Path, method: dict[str, Any
     return f"{rm.evaluate(out, 'demo:digits')['accuracy']:.1%}"
 
 
-def run_finetunes(steps: int, samples: int) -> None:
-    texts = {name: in_halves(name) for name in DOMAINS}
-    held = {name: second for name, (_, second) in texts.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        for seed, (name, (training, _)) in enumerate(texts.items()):
-            tune(training, steps, seed).save_pretrained(work / name)
-            for file in ("tokenizer.json", "tokenizer_config.json"):
-                shutil.copy(CHECKPOINTS / "llama-0" / file, work / name)
-            measure(work / name, "self", work, samples=samples)
-        table = Table("averaging-finetunes")
-        table.add(figures("what they were tuned from", CHECKPOINTS / "llama-0", held))
-        for name in DOMAINS:
-            table.add(figures(f"tuned on {name}", work / name, held))
-        for title, method in list(METHODS.items())[:4]:
-            tuned = [work / name for name in DOMAINS]
-            models = halves(*tuned) if title == "Simple" else with_statistics(*tuned)
-            out, took = merged(tuned[0], models, work / "merged", {**method, **STILL})
-            table.add(figures(title, out, held, took))
-
-
-def run_shipped() -> None:
+def run_shipped(_: Path) -> None:
     base = CHECKPOINTS / "llama-0"
-    held = {name: in_halves(name)[1] for name in (*DOMAINS, "python")}
+    held = {name: second_half(name) for name in (*DOMAINS, "python")}
     table = Table("averaging-shipped")
     for suffix in ("", *(f"-{name}" for name in DOMAINS)):
         table.add(figures(f"llama-0{suffix}", f"{base}{suffix}", held))
@@ -254,7 +217,7 @@ def run_changes(folder: Path) -> None:
             row(title, line(best), **more)
 
 
-def run_lora() -> None:
+def run_lora(_: Path) -> None:
     base, table = CHECKPOINTS / "llama-0", Table("averaging-lora")
     plain = load(base)
     with tempfile.TemporaryDirectory() as folder:
@@ -308,23 +271,6 @@ def tune_lora(training: Tensor, seed: int) -> Any:
     return model
 
 
-def run_refits(folder: Path) -> None:
-    table = Table("averaging-refits")
-    held = {name: windows(name)[64:128] for name in DOMAINS}
-    for base, _ in tuned_bases(folder):
-        for title, options in REFITS.items():
-            samples = {} if "delegate" in options else {"delegate": "refit", "samples": 32}
-            data = {name: {"data": f"demo:{name}"} if samples else {} for name in DOMAINS}
-            tuned = {f"{base}-{name}": {"weight": 1.0, **data[name]} for name in DOMAINS}
-            parameters = {**samples, **STILL, **options}
-            with tempfile.TemporaryDirectory() as scratch:
-                out, took = merged(base, {base: {"weight": 0.0}, **tuned}, Path(scratch, "merged"), parameters)
-                losses = {name: nats(out, ids) for name, ids in held.items()}
-            cells = {name: f"{loss:.3f}" for name, loss in losses.items()}
-            mean = f"{fmean(losses.values()):.3f}"
-            table.add({"seed": base.name[-1], "refit": title, **cells, "mean": mean, "seconds": f"{took:.1f}"})
-
-
 def run_unequal(folder: Path) -> None:
     table = Table("averaging-unequal")
     held = [windows(name)[:64] for name in DOMAINS]
@@ -355,52 +301,25 @@ def on_line(base: Any, end: Any) -> Callable[[float], rm.View]:
     return lambda scale: change.scaled(scale).applied()
 
 
-def in_halves(name: str) -> tuple[Tensor, Tensor]:
-    """The first and the second half of a text, in windows of 128 bytes."""
+def second_half(name: str) -> Tensor:
+    """Of a text, in windows of 128 bytes."""
     whole = text(name)
-    cut = len(whole) // 256 * 128
-    rest = whole[cut:]
-    return whole[:cut].view(-1, 128), rest[: len(rest) // 128 * 128].view(-1, 128)
+    rest = whole[len(whole) // 256 * 128 :]
+    return rest[: len(rest) // 128 * 128].view(-1, 128)
 
 
-def tune(training: Tensor, steps: int, seed: int) -> Any:
-    """llama-0 after a few steps on a text."""
-    model = load(CHECKPOINTS / "llama-0").train()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
-    draw = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        batch = training[torch.randint(len(training), (8,), generator=draw)]
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
-    return model.eval()
+WORKS = {
+    work.__name__.removeprefix("run_"): work for work in (run_digits, run_shipped, run_lora, run_changes, run_unequal)
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["digits", "finetunes", "shipped", "lora", "changes", "refits", "unequal"])
+    parser.add_argument("what", choices=WORKS)
     parser.add_argument("checkpoints", type=Path, nargs="?", default=CHECKPOINTS, help="folder of changes")
-    parser.add_argument("--images", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--samples", type=int, default=64)
     given = parser.parse_args()
     torch.manual_seed(0)
-    if given.what == "digits":
-        run_digits(given.images)
-    elif given.what == "shipped":
-        run_shipped()
-    elif given.what == "unequal":
-        run_unequal(given.checkpoints)
-    elif given.what == "refits":
-        run_refits(given.checkpoints)
-    elif given.what == "lora":
-        run_lora()
-    elif given.what == "changes":
-        run_changes(given.checkpoints)
-    else:
-        run_finetunes(given.steps, given.samples)
+    WORKS[given.what](given.checkpoints)
 
 
 if __name__ == "__main__":

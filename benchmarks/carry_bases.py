@@ -1,13 +1,9 @@
 """What arrives of three domains' fine-tunes at three new bases, by every way of carrying them.
 
-    python benchmarks/carry_bases.py checkpoints          without controls, to benchmarks/results/carry-bases.json
-    python benchmarks/carry_bases.py checkpoints long     long fine-tunes, to benchmarks/results/carry-bases-long.json
-    python benchmarks/carry_bases.py checkpoints distil   50 steps, to benchmarks/results/carry-bases-distil.json
-    python benchmarks/carry_bases.py checkpoints long distil
-    python benchmarks/carry_bases.py checkpoints --only C      what was measured of the others is kept
-    python benchmarks/carry_bases.py checkpoints --controls    beside controls, to carry-bases-controls.json
-    python benchmarks/carry_bases.py checkpoints distil --controls
+    python benchmarks/carry_bases.py checkpoints --controls    to benchmarks/results/carry-bases-controls.json
+    python benchmarks/carry_bases.py checkpoints distil --controls    50 steps
     python benchmarks/carry_bases.py checkpoints digits --controls    a classifier: ViT 0 tuned on mirrored digits
+    python benchmarks/carry_bases.py checkpoints long     long fine-tunes, to benchmarks/results/carry-bases-long.json
 
 The checkpoints are those of benchmarks/train_checkpoints.py: Llama 0's fine-tunes go to Llamas 1, 2 and 3, which were
 trained from other seeds; those that are not there are left out. Samples are 512 sequences that the fine-tune wrote
@@ -28,52 +24,40 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from corpora import documents
-from peft import LoraConfig, get_peft_model
 from record import Table
+from shipped import NAMES, digits, load
+from shipped import windows as shipped_windows
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from train_checkpoints import fit, save, warm_cosine
-from train_checkpoints import load as untrained
 
+import rotation_merge as rm
 from rotation_merge.architecture import Architecture
-from rotation_merge.carrying import sampled as carrying
 from rotation_merge.carrying.bases import open_bases
-from rotation_merge.carrying.config import PLAIN, TransferConfig
 from rotation_merge.carrying.judge import DRAWS, random_change
 from rotation_merge.carrying.transfer import transferred
-from rotation_merge.matching.match import match_model
-from rotation_merge.matching.match_on import SampleMatcher
-from rotation_merge.matching.options import BOTH, AlignConfig
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import TranslatedSource
-from rotation_merge.run import demo
 from rotation_merge.run.data import Data
-from rotation_merge.run.functions import architecture_of, load
+from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.generated_samples import self_written
 
-WHOLE = AlignConfig(heads="permutation", residual="rotation")
+WHOLE = rm.AlignConfig(heads="permutation", residual="rotation")
 SHORT = {"C++": ("llama-0-cpp", "cpp"), "English": ("llama-0-english", "english"), "C": ("llama-0-c", "c")}
 LONG = {"English, long": ("llama-0-english-long", "english"), "C, long": ("llama-0-c-long", "c")}
 LENGTH, WINDOWS, RANK = 128, 80, 16
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
 IMAGES = "demo:digits"
-KEPT = "several runs: what an earlier one had measured of other fine-tunes is kept"
-
 SAMPLES = 512
-
-Way = Callable[["Pair", str, str], dict[str, Tensor]]
-"""Of a pair, a fine-tune and the file of its own text, the new base's tensors that change."""
+Way = rm.TransferConfig | None
+"""How a change is carried; None: it is added as it stands."""
 
 
 @dataclass(frozen=True)
@@ -83,61 +67,51 @@ class Task:
     Attributes:
         tuned: the fine-tune.
         data, own: held-out samples of it, and of what the new bases know by themselves.
-        samples: writes what the change is solved from to a file.
+        samples: the file of what the change is solved from.
     """
 
     title: str
     tuned: str
     data: Data
     own: Data
-    samples: Callable[[Path], str]
+    samples: str
 
 
 def windows(domain: str) -> Data:
     """Held-out text of a domain."""
-    if domain in demo.NAMES:
-        tokens = demo.windows(domain)[:WINDOWS]
+    if domain in NAMES:
+        tokens = shipped_windows(domain)[:WINDOWS]
     else:
         held_out = torch.frombuffer(bytearray(b"".join(documents(domain)[1])), dtype=torch.uint8).long()
         tokens = held_out[: WINDOWS * LENGTH].view(WINDOWS, LENGTH)
     return Data([{"input_ids": part, "labels": part} for part in tokens.split(40)], "next token", WINDOWS)
 
 
-def texts(checkpoints: Path, names: Mapping[str, tuple[str, str]]) -> Iterator[Task]:
+def texts(checkpoints: Path, names: Mapping[str, tuple[str, str]], scratch: Path) -> Iterator[Task]:
     """Fine-tunes of Llama 0, and the text that each writes itself."""
     for title, (name, domain) in names.items():
-        if not (checkpoints / name).exists():
-            continue
-        tuned = str(checkpoints / name)
-
-        def written(folder: Path, tuned: str = tuned) -> str:
+        if (checkpoints / name).exists():
+            tuned, file = str(checkpoints / name), scratch / f"{name}.jsonl"
             rows = self_written(load(tuned), tuned, SAMPLES, LENGTH).tolist()
-            lines = "\n".join(json.dumps({"input_ids": row}) for row in rows)
-            (folder / "own.jsonl").write_text(lines, encoding="utf-8")
-            return str(folder / "own.jsonl")
-
-        yield Task(title, tuned, windows(domain), windows("python"), written)
+            file.write_text("\n".join(json.dumps({"input_ids": row}) for row in rows), encoding="utf-8")
+            yield Task(title, tuned, windows(domain), windows("python"), str(file))
 
 
-def images(checkpoints: Path) -> Iterator[Task]:
+def images(checkpoints: Path, scratch: Path) -> Iterator[Task]:
     """ViT 0 tuned on mirrored digits, for a hundred steps, from training images that it is given."""
-    pixels, labels, unseen, answers = demo.digits()
-    mirrored, tuned = pixels.flip(-1), checkpoints / "vit-0-mirrored"
+    pixels, labels, unseen, answers = digits()
+    mirrored, tuned, file = pixels.flip(-1), checkpoints / "vit-0-mirrored", scratch / "images.npz"
     if not tuned.exists():
-        model, draw = untrained(checkpoints / "vit-0"), torch.Generator().manual_seed(0)
+        model, draw = load(checkpoints / "vit-0"), torch.Generator().manual_seed(0)
         picked = (torch.randperm(len(pixels), generator=draw)[:64] for _ in range(100))
         batches = ({"pixel_values": mirrored[rows], "labels": labels[rows]} for rows in picked)
         fit(model, batches, 100, warm_cosine(100, 10, 0.05), lr=1e-3, weight_decay=0.05)
         save(model, tuned)
-
-    def given(folder: Path) -> str:
-        np.savez(folder / "images.npz", pixel_values=mirrored[:SAMPLES].numpy(), labels=labels[:SAMPLES].numpy())
-        return str(folder / "images.npz")
-
+    np.savez(file, pixel_values=mirrored[:SAMPLES].numpy(), labels=labels[:SAMPLES].numpy())
     test, own = (
         Data([{"pixel_values": shown, "labels": answers}], "class", len(answers)) for shown in (unseen.flip(-1), unseen)
     )
-    yield Task("mirrored digits", str(tuned), test, own, given)
+    yield Task("mirrored digits", str(tuned), test, own, str(file))
 
 
 @torch.no_grad()
@@ -169,13 +143,22 @@ class Pair:
     def __init__(self, old: str, new: str, samples: str) -> None:
         self.old, self.new, self.bases = old, new, open_bases(new, old)
         self.model = load(new)
-        first, second = self.bases.sources
-        self.stored = tensors_of(first, self.bases.architecture)
-        given = self.bases.architecture, first, second, WHOLE, None
-        self.weights, self.both = match_model(*given), SampleMatcher(BOTH, new, old, samples)(*given)
+        self.stored = tensors_of(self.bases.sources[0], self.bases.architecture)
+        self.weights = rm.align(new, old, WHOLE)
+        self.both = rm.align(new, old, WHOLE, match_on="both", samples=samples)
 
-    def carried(self, tuned: str, config: TransferConfig) -> dict[str, Tensor]:
-        return transferred(tuned, self.old, self.new, config)[0]
+    def carried(self, tuned: str, text: str, way: Way) -> dict[str, Tensor]:
+        """The new base's tensors that change.
+
+        Args:
+            text: a file of what the fine-tune learned.
+        """
+        if way is None:
+            sources = self.bases.sources[1], self.bases.tuned(tuned)
+            old, fine = (tensors_of(source, self.bases.architecture) for source in sources)
+            return {name: self.stored[name] + fine[name] - tensor for name, tensor in old.items()}
+        alignment = self.both if way.method == "activations" else self.weights
+        return transferred(tuned, self.old, self.new, replace(way, data=text, alignment=alignment))[0]
 
     def losses(self, tensors: Mapping[str, Tensor], data: Data) -> Tensor:
         """Of each sample, with some of the new base's tensors, by their names in the checkpoint, replaced."""
@@ -195,96 +178,48 @@ class Pair:
         return torch.stack(drawn), self.changed({name: -change for name, change in changes.items()}, data)
 
 
-def added(pair: Pair, tuned: str, _: str) -> dict[str, Tensor]:
-    """The change as it stands."""
-    sources = pair.bases.sources[1], pair.bases.tuned(tuned)
-    old, fine = (tensors_of(source, pair.bases.architecture) for source in sources)
-    return {name: pair.stored[name] + fine[name] - tensor for name, tensor in old.items()}
+def ways(long: bool, distil: bool) -> dict[str, Way]:
+    """By words; what long fine-tunes changed is too much for the scales of short ones."""
 
+    def by(method: str, scale: float | None, rank: int = 0) -> dict[str, Way]:
+        words = [method, *([f"an adapter of rank {rank}"] if rank else [])]
+        words.append("scale by held-out samples" if scale is None else f"scale {scale:g}")
+        return {", ".join(words): rm.TransferConfig(method, scale or "auto", samples=SAMPLES, rank=rank, match=WHOLE)}
 
-def distilled(rank: int, fresh: bool = False) -> Way:
-    """Fifty steps from the refit on; `fresh`: from the new base as it is, an adapter's factors as peft draws them."""
-
-    def carry(pair: Pair, tuned: str, text: str) -> dict[str, Tensor]:
-        options = {"data": text, "samples": SAMPLES, "rank": rank, "alignment": pair.weights, "match": WHOLE}
-        config = TransferConfig("distil", 1.0, steps=50, **options)
-        with from_the_new_base() if fresh else nullcontext():
-            return pair.carried(tuned, config)
-
-    return carry
-
-
-@contextmanager
-def from_the_new_base() -> Iterator[None]:
-    """Training begins at what the new base is, not at the refit."""
-
-    def drawn(model: Any, _: Any) -> Any:
-        torch.manual_seed(0)
-        wanted = LoraConfig(r=RANK, lora_alpha=RANK, use_rslora=True, target_modules=LINEAR)
-        return get_peft_model(model, wanted).eval()
-
-    with (
-        patch.object(carrying.SampledTransfer, "_refitted", lambda *_: {}),
-        patch.object(carrying, "adapter_of", lambda *_: (None, {})),
-        patch.object(carrying, "adapter_in_training", drawn),
-    ):
-        yield
-
-
-def ways(long: bool, distil: bool, controls: bool) -> dict[str, Way]:
-    """By name; what long fine-tunes changed is too much for the scales of short ones."""
-
-    def by(way: str, scale: float | None, rank: int = 0) -> tuple[str, Way]:
-        def carry(pair: Pair, tuned: str, text: str) -> dict[str, Tensor]:
-            alignment = pair.both if way == "activations" else pair.weights
-            options = {"data": text, "samples": SAMPLES, "rank": rank, "alignment": alignment, "match": WHOLE}
-            return pair.carried(tuned, TransferConfig(way, scale or "auto", **options))
-
-        words = [way, *([f"an adapter of rank {rank}"] if rank else [])]
-        return ", ".join([*words, "scale by held-out samples" if scale is None else f"scale {scale:g}"]), carry
-
-    if distil and controls:
-        return {"50 steps, all weights": distilled(0)}
     if distil:
-        return {
-            "50 steps, all weights": distilled(0),
-            "50 steps, an adapter of rank 16": distilled(RANK),
-            "50 steps, an adapter of rank 16, from the new base": distilled(RANK, fresh=True),
-        }
+        return {"50 steps, all weights": rm.TransferConfig("distil", 1.0, samples=SAMPLES, match=WHOLE)}
     if long:
-        return dict([by("weights", 0.1), *(by(way, None) for way in ("activations", "refit")), by("refit", None, RANK)])
-    short = dict([by("weights", 0.75), by("activations", 0.75), by("refit", 1)])
-    short |= dict([by("refit", None)])
-    return {PLAIN: added, **short} if controls else {**short, **dict([by("refit", 1, RANK)])}
+        return {**by("weights", 0.1), **by("activations", None), **by("refit", None), **by("refit", None, RANK)}
+    scaled = {**by("weights", 0.75), **by("activations", 0.75), **by("refit", 1), **by("refit", None)}
+    return {"plain addition": None, **scaled}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", type=Path)
     parser.add_argument("asked", nargs="*", metavar="long, distil, digits", help="long fine-tunes; 50 steps; ViTs")
-    parser.add_argument("--only", help="one fine-tune; what was measured of the others is kept")
     parser.add_argument("--controls", action="store_true", help="random changes and the negated one beside each")
     args = parser.parse_args()
     if odd := set(args.asked) - {"long", "distil", "digits"}:
         parser.error(f"{odd.pop()}: long, distil or digits")
     torch.set_num_threads(1)
-    long, digits = "long" in args.asked, "digits" in args.asked
-    name = ["carry-bases", *sorted(args.asked, reverse=True), *(["controls"] if args.controls else [])]
-    table = Table("-".join(name), KEPT, keep=["fine-tune", "how"]) if args.only else Table("-".join(name))
-    kind = "vit" if digits else "llama"
+    long, images_asked = "long" in args.asked, "digits" in args.asked
+    table = Table(
+        "-".join(["carry-bases", *sorted(args.asked, reverse=True), *(["controls"] if args.controls else [])])
+    )
+    kind = "vit" if images_asked else "llama"
     old = str(args.checkpoints / f"{kind}-0")
     numbers = [n for n in (1, 2, 3) if (args.checkpoints / f"{kind}-{n}").exists()]
-    pairs = [Pair(old, str(args.checkpoints / f"{kind}-{n}"), IMAGES if digits else "self") for n in numbers]
-    for task in images(args.checkpoints) if digits else texts(args.checkpoints, LONG if long else SHORT):
-        if args.only not in (None, task.title):
-            continue
-        with tempfile.TemporaryDirectory() as scratch:
-            text, home = task.samples(Path(scratch)), loss(load(old), task.data) - loss(load(task.tuned), task.data)
-            for way, carry in ways(long, "distil" in args.asked, args.controls).items():
+    pairs = [Pair(old, str(args.checkpoints / f"{kind}-{n}"), IMAGES if images_asked else "self") for n in numbers]
+    with tempfile.TemporaryDirectory() as name:
+        scratch, names = Path(name), LONG if long else SHORT
+        for task in images(args.checkpoints, scratch) if images_asked else texts(args.checkpoints, names, scratch):
+            home = loss(load(old), task.data) - loss(load(task.tuned), task.data)
+            for words, way in ways(long, "distil" in args.asked).items():
                 began = time.process_time()
-                carried = [carry(pair, task.tuned, text) for pair in pairs]
+                carried = [pair.carried(task.tuned, task.samples, way) for pair in pairs]
                 seconds = (time.process_time() - began) / len(pairs)
-                table.add(row(task, way, home, pairs, carried, seconds, args.controls))
+                table.add(row(task, words, home, pairs, carried, seconds, args.controls))
 
 
 def row(

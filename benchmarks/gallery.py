@@ -7,7 +7,6 @@ Writes docs/gallery.md and its pictures, and benchmarks/results/gallery.json; tw
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from dataclasses import dataclass, field
@@ -210,8 +209,6 @@ def page() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
     table = Table("gallery")
     PAGE.write_text(page(), encoding="utf-8")
     with tempfile.TemporaryDirectory() as scratch:

@@ -21,8 +21,10 @@ Labelled = Iterable[tuple[str, str]]
 FORTUNES = "people definitions cookie computers songs-poems politics work science men-women zippy knghtbrd platitudes"
 
 
-TEST = 800
-"""Test texts of a task that are spread over classes as its training texts are."""
+TRAINING, HELD, TEST = 3200, 800, 800
+"""Texts of a task, at most, that are spread evenly over classes."""
+MORE = 1200
+"""Further texts for testing, as far as classes have some left; the others do not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,11 @@ class Task:
     test: list[tuple[str, int]]
 
 
-def tasks(root: Path = Path("/"), sizes: tuple[int, int, int] = (3200, 800, TEST), more: int = 1200) -> dict[str, Task]:
-    """By name: as many texts of every class, none twice; then `more` for testing, as far as classes have some left.
+def tasks(root: Path) -> dict[str, Task]:
+    """By name: as many texts of every class, none twice; then `MORE` for testing.
 
     Args:
         root: where the Debian packages lie.
-        sizes: at most so many texts for training, held back and for testing.
-        more: further test texts, at most; the other texts do not depend on it.
     """
     found: dict[str, tuple[Labelled, int]] = {
         "packages": (packages(), 10),
@@ -55,7 +55,7 @@ def tasks(root: Path = Path("/"), sizes: tuple[int, int, int] = (3200, 800, TEST
         "verbs": (glosses(root / "usr/share/wordnet/data.verb"), 10),
         "fortunes": (fortunes(root / "usr/share/games/fortunes"), 12),
     }
-    return {name: _task(texts, classes, sizes, more) for name, (texts, classes) in found.items()}
+    return {name: _task(texts, classes) for name, (texts, classes) in found.items()}
 
 
 def packages() -> Iterator[tuple[str, str]]:
@@ -82,9 +82,9 @@ def fortunes(folder: Path) -> Iterator[tuple[str, str]]:
             yield " ".join(text.split()), name
 
 
-def _task(texts: Labelled, most: int, parts: tuple[int, int, int], more: int) -> Task:
-    """The `most` largest classes, all of the size of the smallest of them but for `more` test texts."""
-    training, held, test = parts
+def _task(texts: Labelled, most: int) -> Task:
+    """The `most` largest classes, all of the size of the smallest of them but for `MORE` test texts."""
+    whole = TRAINING + HELD + TEST
     of: dict[str, set[str]] = defaultdict(set)
     for text, name in texts:
         if text:
@@ -92,7 +92,7 @@ def _task(texts: Labelled, most: int, parts: tuple[int, int, int], more: int) ->
     single = [(text, next(iter(names))) for text, names in of.items() if len(names) == 1]
     sizes = Counter(name for _, name in single)
     classes = sorted(sorted(sizes, key=lambda name: (-sizes[name], name))[:most])
-    each = min([(training + held + test) // len(classes), *(sizes[name] for name in classes)])
+    each = min([whole // len(classes), *(sizes[name] for name in classes)])
     draw = torch.Generator().manual_seed(0)
     chosen: list[tuple[str, int]] = []
     left: list[tuple[str, int]] = []
@@ -100,8 +100,8 @@ def _task(texts: Labelled, most: int, parts: tuple[int, int, int], more: int) ->
         mine = sorted(text for text, other in single if other == name)
         drawn = [(mine[i], number) for i in torch.randperm(len(mine), generator=draw).tolist()]
         chosen += drawn[:each]
-        left += drawn[each : each + more // len(classes)]
+        left += drawn[each : each + MORE // len(classes)]
     order = torch.randperm(len(chosen), generator=draw).tolist()
-    first, last = (len(order) * part // (training + held + test) for part in (test, test + held))
+    first, last = (len(order) * part // whole for part in (TEST, TEST + HELD))
     taught, kept, asked = ([chosen[i] for i in part] for part in (order[last:], order[first:last], order[:first]))
     return Task(classes, taught, kept, asked + left)

@@ -4,25 +4,23 @@
 
 The checkpoints are those of benchmarks/train_checkpoints.py. Residual rotation and head order, matched on weights, on
 activations of 64 sequences of which each model writes half, and on both. The barrier is that at the middle, in nats a
-byte, over 80 windows of held-out Python; seconds are of the processor, of the whole command `align`.
+byte, over 80 windows of held-out Python; seconds are of the processor.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import tempfile
 from pathlib import Path
 from statistics import fmean
 
 from journal import clock
-from merging import command
+from merging import WHOLE
 from record import Table
 from shipped import loss
 
 import rotation_merge as rm
 
-OPTIONS = ("--heads", "permutation", "--residual", "rotation", "--no-verify")
 PAIRS = {f"Llamas {a} and {b}": (f"llama-{a}", f"llama-{b}") for a, b in itertools.combinations(range(3), 2)}
 
 
@@ -41,10 +39,7 @@ def main() -> None:
 
 def barrier(anchor: Path, donor: Path, how: str) -> float:
     """At the middle of two models."""
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch, "alignment.safetensors")
-        command("align", anchor, donor, Path(scratch, "out"), *OPTIONS, "--match-on", how, "--alignment", file)
-        alignment = rm.Alignment.load(file)
+    alignment = rm.align(anchor, donor, match_on=how, samples=None if how == "weights" else "self", **WHOLE)
     middle = rm.average([alignment.apply_anchor(anchor), alignment.apply(donor)])
     return loss(middle, "python", count=80) - fmean(loss(model, "python", count=80) for model in (anchor, donor))
 

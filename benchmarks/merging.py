@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
@@ -38,6 +39,13 @@ def merge(base: Path | str, models: Models, out: Path | str, parameters: Mapping
     return Path(out)
 
 
+def quiet() -> None:
+    """One thread of torch, and nothing from transformers."""
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def run_recipe(text: str, out: Path | str) -> None:
     logging.disable_progress_bar()
     options = MergeOptions(quiet=True, random_seed=0)
@@ -50,10 +58,10 @@ def halves(*paths: Path | str, **of_last: Any) -> Models:
     return {**even, paths[-1]: {**even[paths[-1]], **of_last}}
 
 
-def command(*arguments: object) -> str:
-    """What one of our commands prints; ends the script where it fails."""
+def command(*arguments: object, ends: tuple[int, ...] = (0,)) -> str:
+    """What one of our commands prints; ends the script where it ends with another code."""
     program = Path(sys.executable).with_name("rotation-merge")
     done = subprocess.run([str(word) for word in (program, *arguments)], capture_output=True, text=True)
-    if done.returncode:
+    if done.returncode not in ends:
         sys.exit(done.stderr + done.stdout)
     return done.stdout

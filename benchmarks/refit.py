@@ -4,7 +4,6 @@
     python benchmarks/refit.py llamas checkpoints          two Llamas with one skill, without data
     python benchmarks/refit.py learned checkpoints         the same on top of a match that was learned on data
     python benchmarks/refit.py near | far checkpoints      two fine-tunes of one base, short or long
-    python benchmarks/refit.py seeds checkpoints           what polishing gains between short ones, for every base there
 
 Checkpoints are those of `train_checkpoints.py`. ViTs are measured by accuracy on the 540 test digits, Llamas by nats a
 byte of 160 windows of 128 held-out bytes of each domain. Samples are training images, synthetic ones, or texts that the
@@ -25,10 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 from corpora import training_text
-from merging import STILL, WHOLE, command, halves, merge
+from merging import STILL, WHOLE, command, halves, merge, quiet
 from record import Table
 from shipped import accuracy, digits, loss
-from transformers.utils import logging
 
 import rotation_merge as rm
 
@@ -141,23 +139,6 @@ def _tuned(table: Table, root: Path, names: tuple[str, str]) -> None:
         add(f"refit, then polished for 50 steps, {how}", out, took + seconds)
 
 
-def seeds(root: Path) -> None:
-    """Two short fine-tunes of each base that has them: mean loss of the two domains."""
-    table = Table("polish-seeds")
-    for base in sorted(path.name.removesuffix("-c") for path in root.glob("llama-?-c")):
-        paths = [str(root / f"{base}-{domain}") for domain in ("english", "c")]
-        refitted, took = merged(paths, delegate="refit", data="self", samples=64)
-        losses, times = [loss(refitted, "english", "c")], [took]
-        for lora in (0, 16):
-            out, seconds = polished_for(refitted, paths, lora)
-            losses.append(loss(out, "english", "c"))
-            times.append(took + seconds)
-        words = ("refit", "polished, all weights", "polished, LoRA of rank 16")
-        cells = {name: f"{value:.3f}" for name, value in zip(words, losses, strict=True)}
-        gains = {f"gain, {how}": f"{losses[0] - x:.3f}" for how, x in zip(("all", "LoRA"), losses[1:], strict=True)}
-        table.add({"base": base, **cells, **gains, "processor time": f"{times[1]:.1f} s and {times[2]:.1f} s"})
-
-
 def polished_for(merge: str, teachers: list[str], lora: int) -> tuple[str, float]:
     """A merge polished by teachers on what they write themselves: where it is, and the seconds it took."""
     out, began = place(), time.process_time()
@@ -165,7 +146,7 @@ def polished_for(merge: str, teachers: list[str], lora: int) -> tuple[str, float
     return out, time.process_time() - began
 
 
-TASKS = {task.__name__: task for task in (vits, llamas, learned, near, far, seeds)}
+TASKS = {task.__name__: task for task in (vits, llamas, learned, near, far)}
 
 
 def main() -> None:
@@ -173,9 +154,7 @@ def main() -> None:
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("checkpoints", type=Path)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet()
     with SCRATCH:
         TASKS[given.task](given.checkpoints)
 

@@ -1,10 +1,7 @@
-"""A checkpoint of a shape that people have, with made-up weights: written tensor by tensor, in shards, never held.
+"""Checkpoints of shapes that people have, with made-up weights: written tensor by tensor, in shards, never held.
 
-    python benchmarks/shapes.py --shape llama-1b OUT
-    python benchmarks/shapes.py --shape llama-8b --layers 3 --vocabulary 16032 --donor near OUT
-
-Without `--donor` the anchor; a donor is a fine-tune of it (`near`: 2% noise), a twin that was moved by a random element
-of every local group and has the noise, too (`planted`), or drawn anew (`far`). The same arguments give the same bytes.
+A donor is a fine-tune of the anchor (`near`: 2% noise), a twin that was moved by a random element of every local group
+and has the noise, too (`planted`), or drawn anew (`far`). The same arguments give the same bytes.
 """
 
 from __future__ import annotations
@@ -13,25 +10,19 @@ import argparse
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from rotation_merge.architecture.build import build
-from rotation_merge.architecture.model import Architecture, TensorInfo
-from rotation_merge.architecture.registry import shipped
-from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import AlignConfig
-from rotation_merge.model.apply import transform_tensor
-from rotation_merge.symmetry import SpaceTransform
+import rotation_merge as rm
 
-OPTIONS: dict[str, object] = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "scaling": True}
-DONORS = ("near", "planted", "far")
+OPTIONS: dict[str, Any] = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "scaling": True}
 NOISE = 0.02
 SHARD = 10**9
 _PIECE = 1 << 24  # entries made at a time
@@ -39,9 +30,8 @@ _PIECE = 1 << 24  # entries made at a time
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model."""
+    """Sizes of a Llama."""
 
-    family: str
     hidden: int
     ffn: int
     heads: int
@@ -54,37 +44,26 @@ class Shape:
     def config(self) -> dict[str, Any]:
         """Its config.json."""
         return {
-            "architectures": shipped()[self.family].classes[:1],
-            "model_type": self.family,
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
             "vocab_size": self.vocabulary,
             "hidden_size": self.hidden,
             "intermediate_size": self.ffn,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
-            "hidden_act": "silu" if self.family == "llama" else "gelu",
+            "hidden_act": "silu",
             "tie_word_embeddings": self.tied,
             "dtype": "bfloat16",
         }
 
     @cached_property
-    def architecture(self) -> Architecture:
-        spec = shipped()[self.family]
-        return build(spec, self.config, spec.bases[0], [])
-
-    @cached_property
-    def tensors(self) -> dict[str, TensorInfo]:
-        """What a checkpoint holds, by name: everything that is not optional, and the head where it is its own."""
-        return {
-            name: info
-            for name, info in self.architecture.named().items()
-            if not info.optional or (name == "lm_head.weight" and not self.tied)
-        }
-
-    @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """The lengths of every tensor."""
-        return {name: tuple(axis.size or self.vocabulary for axis in info.axes) for name, info in self.tensors.items()}
+        """The lengths of every tensor of a checkpoint, by name."""
+        with torch.device("meta"):
+            model = LlamaForCausalLM(LlamaConfig(**self.config))
+        tensors = model.state_dict() if not self.tied else model.model.state_dict(prefix="model.")
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     @property
     def parameters(self) -> int:
@@ -92,11 +71,11 @@ class Shape:
 
 
 SHAPES = {
-    "llama-tiny": Shape("llama", 256, 688, 8, 4, 4, 1000, tied=True),
-    "llama-300m": Shape("llama", 1024, 2816, 16, 4, 24, 32000, tied=True),
-    "llama-1b": Shape("llama", 2048, 8192, 32, 8, 16, 128256, tied=True),
-    "llama-8b": Shape("llama", 4096, 14336, 32, 8, 32, 128256),
-    "llama-70b": Shape("llama", 8192, 28672, 64, 8, 80, 128256),
+    "llama-tiny": Shape(256, 688, 8, 4, 4, 1000, tied=True),
+    "llama-300m": Shape(1024, 2816, 16, 4, 24, 32000, tied=True),
+    "llama-1b": Shape(2048, 8192, 32, 8, 16, 128256, tied=True),
+    "llama-8b": Shape(4096, 14336, 32, 8, 32, 128256),
+    "llama-70b": Shape(8192, 28672, 64, 8, 80, 128256),
 }
 
 
@@ -124,13 +103,13 @@ def made(name: str, lengths: tuple[int, ...], donor: str | None, number: int = 0
     """A tensor of the anchor, or of a donor before it is moved, bfloat16.
 
     Args:
-        donor: one of `DONORS`; None: the anchor.
+        donor: `near` or `far`; None: the anchor.
         number: which of several such donors.
     """
     result = torch.empty(lengths, dtype=torch.bfloat16)
     for part, x in pieces(name, lengths, 10 + number if donor == "far" else 1):
         result[part] = x
-    if donor in ("near", "planted"):
+    if donor == "near":
         scale = NOISE * float(result[:4096].float().std())
         for part, noise in pieces(f"noise of {name}", lengths, 100 + number):
             unit = noise / 0.02 if len(lengths) > 1 else (noise - 1) / 0.1
@@ -142,13 +121,13 @@ def write(shape: Shape, where: Path, donor: str | None = None, number: int = 0) 
     """A checkpoint in a folder, one shard of it and one tensor in memory."""
     from mergekit.io import TensorWriter
 
-    gauge: Mapping[str, SpaceTransform] = {}
     if donor == "planted":
-        gauge = random_gauge(shape.architecture, AlignConfig(**OPTIONS), torch.Generator().manual_seed(7))  # type: ignore[arg-type]
+        near = write(shape, where.with_name(f"{where.name}-still"), "near", number)
+        rm.Alignment.random(near, seed=7, **OPTIONS).apply(near).save_pretrained(where)
+        return where
     writer = TensorWriter(str(where), max_shard_size=SHARD)
-    for name, info in shape.tensors.items():
-        tensor = made(name, shape.sizes[name], donor, number)
-        writer.save_tensor(name, transform_tensor(tensor, info, gauge).bfloat16())
+    for name, lengths in shape.sizes.items():
+        writer.save_tensor(name, made(name, lengths, donor, number))
     writer.finalize()
     (where / "config.json").write_text(json.dumps(shape.config, indent=1))
     return where
@@ -156,9 +135,7 @@ def write(shape: Shape, where: Path, donor: str | None = None, number: int = 0) 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that say which shape."""
-    parser.add_argument(
-        "--shape", choices=[name for name, s in SHAPES.items() if s.family == "llama"], default="llama-300m"
-    )
+    parser.add_argument("--shape", choices=SHAPES, default="llama-300m")
     parser.add_argument("--layers", type=int, help="other than the shape has")
     parser.add_argument("--vocabulary", type=int, help="tokens, other than the shape has")
 
@@ -167,18 +144,3 @@ def chosen(arguments: argparse.Namespace) -> Shape:
     shape = SHAPES[arguments.shape]
     given = {"layers": arguments.layers, "vocabulary": arguments.vocabulary}
     return replace(shape, **{name: value for name, value in given.items() if value is not None})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    parser.add_argument("--donor", choices=DONORS)
-    parser.add_argument("out", type=Path)
-    arguments = parser.parse_args()
-    shape = chosen(arguments)
-    write(shape, arguments.out, arguments.donor)
-    print(f"{arguments.out}: {shape.parameters:,} weights, {asdict(shape)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,6 @@
 
     python benchmarks/sizes.py --shape llama-300m             whole models
     python benchmarks/sizes.py --shape llama-300m --threads 0            wall time at torch's default of threads
-    python benchmarks/sizes.py --shape llama-300m --busy --threads 0 --cases near
     python benchmarks/sizes.py --shape llama-8b --layers 1 --vocabulary 4000 --whole
     python benchmarks/sizes.py --data                         `measure`, and a refit of two models, on samples
     python benchmarks/sizes.py --changes --shape llama-8b --layers 1 --vocabulary 4000    changes of two fine-tunes
@@ -32,20 +31,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import yaml
+from merging import STILL, halves, recipe
 from record import RESULTS, Table
 from shapes import OPTIONS, SHAPES, Shape, add_options, chosen, write
 
+import rotation_merge as rm
 from rotation_merge.architecture import resolve
-from rotation_merge.averaging.task_vectors import TaskVectorMethod
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.passes import PARTS, SAMPLE
 from rotation_merge.mergekit_plugin.recipe.delegates import OWN
 from rotation_merge.report.estimate import PASSES, Estimate, averaging, estimate
@@ -76,38 +75,21 @@ class Cost:
     wall: float
     processor: float
     peak: int
-    found: Mapping[str, object]
-
-    def of(self, which: str) -> Mapping[str, float]:
-        part = self.found[which]
-        assert isinstance(part, Mapping)
-        return part
+    found: Mapping[str, Any]
 
     @property
     def total(self) -> float:
         """Seconds after the start."""
-        return float(str(self.found["total"]))
+        return self.found["total"]
 
     @property
     def solved(self) -> int:
         """How often the stream was solved for."""
-        return int(self.of("calls").get("solve, not in a layer", 0))
+        return self.found["calls"].get("solve, not in a layer", 0)
 
     def rounds(self, layers: int) -> float:
         """How often a layer was matched."""
-        return self.of("calls").get("match_block", 0) / layers
-
-
-def recipe(options: Mapping[str, object], anchor: Path, donors: Sequence[Path]) -> dict[str, object]:
-    """All models alike; no options: by mergekit's own linear."""
-    models = [{"model": str(path), "parameters": {"weight": 1 / (1 + len(donors))}} for path in (anchor, *donors)]
-    return {
-        "merge_method": "rotation_merge" if options else "linear",
-        "base_model": str(anchor),
-        "models": models,
-        "parameters": {"delegate": "linear", **options} if options else {},
-        "dtype": "bfloat16",
-    }
+        return self.found["calls"].get("match_block", 0) / layers
 
 
 def run(
@@ -118,16 +100,19 @@ def run(
     passes: int = 0,
     plain: bool = False,
 ) -> Cost:
-    """One merge in a process of its own.
+    """One merge in a process of its own, all models alike.
 
     Args:
+        options: none: by mergekit's own linear.
         threads: of torch; 0: as many as it takes by itself.
         passes: at most so many for a residual stream; 0: as ever.
         plain: take time and memory from a second run, of mergekit's own command with nobody watching.
     """
     with tempfile.TemporaryDirectory(dir=anchor.parent) as name:
         folder = Path(name)
-        (folder / "recipe.yml").write_text(yaml.safe_dump(recipe(options, anchor, donors)))
+        merge = recipe(anchor, halves(anchor, *donors), {"delegate": "linear", **options} if options else {})
+        merge |= {"dtype": "bfloat16"} if options else {"dtype": "bfloat16", "merge_method": "linear"}
+        (folder / "recipe.yml").write_text(yaml.safe_dump(merge))
         command = [sys.executable, Path(__file__).with_name("phases.py"), folder / "recipe.yml", folder / "out"]
         command += [folder / "found.json", *(["--passes", passes] if passes else [])]
         used = process(command, threads)
@@ -155,25 +140,13 @@ def process(command: Sequence[object], threads: int) -> Cost:
     return Cost(wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, {})
 
 
-@contextmanager
-def busy() -> Iterator[None]:
-    """Every core has other work."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
-    try:
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-
-
 def expected(shape: Shape, case: str, donors: int = 1) -> float:
     """Seconds by the estimate of `inspect`, on as many threads as there are here."""
     options = dict(CASES[case][1])
     near, untie = CASES[case][0] != "far", bool(options.pop("untie", False))
     architecture = resolve(shape.config, list(shape.sizes), "benchmark", untie=untie)
     sizes = replace(shape, tied=False).sizes if untie else shape.sizes
-    found: Estimate = estimate(architecture, sizes, AlignConfig(**options), 2, 2)  # type: ignore[arg-type]
+    found: Estimate = estimate(architecture, sizes, rm.AlignConfig(**options), 2, 2)  # type: ignore[arg-type]
     return (found.near_seconds if near else found.seconds) * donors
 
 
@@ -220,9 +193,9 @@ def extrapolated(cost: Cost, part: Shape, full: Shape, rounds: float, solved: fl
     """
     again = rounds / cost.rounds(part.layers) if cost.rounds(part.layers) else 1.0
     outside = [shape.parameters - shape.layers * _layer(shape) for shape in (full, part)]
-    layer, other = 0.0, cost.of("spent")["rest"]
-    for phase, spent in cost.of("spent").items():
-        inside = cost.of("inside").get(phase, 0.0)
+    layer, other = 0.0, cost.found["spent"]["rest"]
+    for phase, spent in cost.found["spent"].items():
+        inside = cost.found["inside"].get(phase, 0.0)
         times = again if phase in EACH_PASS else 1.0
         if phase == "solving":
             other += spent * solved / max(cost.solved, 1)
@@ -309,21 +282,15 @@ def changes(shape: Shape, threads: int, table: Table, folder: Path) -> None:
     anchor = write(shape, folder / "anchor")
     donors = [write(shape, folder / f"near{number}", "near", number) for number in (0, 1)]
     architecture = resolve(shape.config, list(shape.sizes), "benchmark")
-    alone = AlignConfig(attention="none", heads="none", ffn="none", scaling=False)
+    alone = rm.AlignConfig(**STILL)
     reading = estimate(architecture, shape.sizes, alone, 2, 2).seconds * len(donors)
     for delegate in ("linear", "wudi", "iso"):
-        options = {"delegate": delegate, "attention": "none", "heads": "none", "ffn": "none", "scaling": False}
+        options = {"delegate": delegate, **STILL}
         cost, more = run(options, anchor, donors, threads), 0.0
         if delegate != "linear":
-            more = averaging(task_vector_method(delegate), {}, architecture, shape.sizes, len(donors)).seconds
+            more = averaging(OWN[delegate], {}, architecture, shape.sizes, len(donors)).seconds
         cells = {"after the start, s": f"{cost.total:.0f}", "estimate, s": f"{reading + more:.0f}"}
         table.add({"merge": delegate, **cells, "peak, MB": f"{cost.peak / 1e6:.0f}"})
-
-
-def task_vector_method(delegate: str) -> TaskVectorMethod:
-    method = OWN[delegate]
-    assert isinstance(method, TaskVectorMethod)
-    return method
 
 
 def outside(shape: Shape, threads: int, table: Table, folder: Path) -> None:
@@ -362,7 +329,6 @@ def curves(table: Table, folder: Path) -> None:
             cost = costs[case]
             cells = {"by": what, "number": str(count), "donor": kind, "after the start, s": f"{cost.total:.2f}"}
             table.add(cells | {"matching, s": f"{cost.of('spent')['matching']:.2f}"})
-    laws(table.rows, Table("sizes-laws"))
 
 
 def apart(shape: Shape, number: int, kind: str, place: Path) -> Cost:
@@ -373,27 +339,12 @@ def apart(shape: Shape, number: int, kind: str, place: Path) -> Cost:
     return cost
 
 
-def laws(rows: Sequence[Mapping[str, str]], table: Table) -> None:
-    """How cost grows: the exponent (least squares of the logarithms), and how far it is from a straight line."""
-    for what, kind in dict.fromkeys((row["by"], row["donor"]) for row in rows):
-        chosen = [row for row in rows if (row["by"], row["donor"]) == (what, kind)]
-        count = np.array([float(row["number"]) for row in chosen])
-        cells = {"by": what, "donor": kind}
-        for column in ("after the start, s", "matching, s"):
-            cost = np.array([float(row[column]) for row in chosen])
-            line = np.polyval(np.polyfit(count, cost, 1), count)
-            cells[f"exponent, {column[:-3]}"] = f"{np.polyfit(np.log(count), np.log(cost), 1)[0]:.2f}"
-            cells[f"off a line, {column[:-3]}"] = f"{np.abs(line / cost - 1).max():.0%}"
-        table.add(cells)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["near", "planted", "far"])
     parser.add_argument("--repeats", type=int, default=1, help="of everything but far donors")
     parser.add_argument("--threads", type=int, default=1, help="of torch; 0: as many as it takes by itself")
-    parser.add_argument("--busy", action="store_true", help="keep every core busy with other work")
     parser.add_argument("--whole", action="store_true", help="extrapolate from these layers to the whole shape")
     parser.add_argument("--curves", action="store_true", help="cost by layers, width and donors instead")
     parser.add_argument("--data", action="store_true", help="measure and refit instead")
@@ -405,9 +356,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads or torch.get_num_threads())
     if arguments.estimates:
         return estimates(Table("estimates"))
-    how = "-busy" if arguments.busy else "" if arguments.threads else "-default"
-    name = arguments.shape.removeprefix("llama-") + how
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as place, busy() if arguments.busy else nullcontext():
+    name = arguments.shape.removeprefix("llama-") + ("" if arguments.threads else "-default")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
         if arguments.curves:
             return curves(Table("sizes-curves"), Path(place))
         modes = (

@@ -20,13 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from merging import STILL, WHOLE, merge
+from merging import STILL, WHOLE, merge, quiet
 from record import Table
 from shipped import digits as all_digits
 from shipped import load
 from torch import Tensor
 from train_checkpoints import known, save, train_vit
-from transformers.utils import logging
 
 HALVES = ("01234", "56789")
 REFIT = {"delegate": "refit", "targets": "own", "ridge": 0.001}
@@ -49,9 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=4)
     pairs = parser.parse_args().pairs
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet()
     found: dict[str, list[tuple[Right, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="skills-") as folder:
         for pair in range(pairs):

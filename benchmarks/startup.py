@@ -68,15 +68,11 @@ def main() -> None:
         for _ in range(runs):
             for name, python in pythons.items():
                 times[name].append(started(python))
-    result = {}
-    for i, clock in enumerate(("wall", "cpu")):
-        pairs = zip(times["without"], times["with"], strict=True)
-        result[f"{clock}_without_ms"] = round(statistics.median(t[i] for t in times["without"]), 3)
-        result[f"{clock}_difference_ms"] = round(statistics.median(b[i] - a[i] for a, b in pairs), 3)
     table = Table("startup")
-    for clock, words in (("wall", "wall, median"), ("cpu", "processor, median")):
-        without, added = result[f"{clock}_without_ms"], result[f"{clock}_difference_ms"]
-        table.add({"case": words, "without": f"{without:.1f} ms", "added": f"{added:.2f} ms"})
+    for i, words in enumerate(("wall, median", "processor, median")):
+        without, both = ([t[i] for t in times[name]] for name in ("without", "with"))
+        added = statistics.median(b - a for a, b in zip(without, both, strict=True))
+        table.add({"case": words, "without": f"{statistics.median(without):.1f} ms", "added": f"{added:.2f} ms"})
 
 
 if __name__ == "__main__":

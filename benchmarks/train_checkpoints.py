@@ -31,7 +31,6 @@ import kinds
 import shipped
 import torch
 from corpora import documents, excerpt, training_tokens, unseen
-from journal import FILE, TRAINING, Journal
 from shipped import CHECKPOINTS, NAMES, TEXTS, held_out_images, load, loss
 from torch import Tensor, nn
 from transformers import (
@@ -370,13 +369,10 @@ def main() -> None:
     if args.command == "texts":
         write_texts()
     elif args.command == "papers":
-        journal = Journal(args.out / FILE)
         for name, words in PAPERS.items():
             if not (args.out / name).exists() and not (CHECKPOINTS / name).exists():
                 base = ["--base", str(base_of(name, args.out))] if "--domain" in words else []
-                began = time.process_time()
                 _train(parser().parse_args([*words.split(), *base, "--out", str(args.out)]))
-                journal.keep(f"trained, {name}", words, TRAINING, time.process_time() - began)
     elif args.command in ("ship", "evaluate"):
         for path in args.checkpoints:
             if args.command == "ship":

@@ -1,6 +1,6 @@
 """A stranger's walk: one command for each of four pairs of models, and what comes of it.
 
-    python benchmarks/walk.py --checkpoints /where/train_checkpoints/wrote [--command /venv/bin/rotation-merge]
+    OMP_NUM_THREADS=1 python benchmarks/walk.py --checkpoints /where/train_checkpoints/wrote
 
 Each pair is handed to `rotation-merge merge A B OUT --budget 10m` in a process of its own, with a file of samples where
 the stranger has one: text, a table, arrays of images. The shipped checkpoints serve for fine-tunes that lie near and
@@ -12,17 +12,16 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
-import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from journal import clock
+from merging import command
 from record import Table
-
-from rotation_merge.run.demo import CHECKPOINTS, TEXTS, digits
+from shipped import CHECKPOINTS, TEXTS, digits
 
 BUDGET = "10m"
 
@@ -79,19 +78,12 @@ def images(path: Path) -> Path:
     return path
 
 
-def walked(pair: Pair, command: str, out: Path) -> dict[str, Any]:
-    """What the command says, its exit code and its processor seconds."""
-    given = [word for file in pair.data for word in ("--data", str(file))]
-    words = [command, "merge", *map(str, pair.models), str(out), *given, "--budget", BUDGET, "--json"]
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(words, stdout=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        output.seek(0)
-        found = json.loads(output.read())
-    if "error" in found:
-        raise SystemExit(f"{pair.words}: {found['error']}")
-    return {**found, "exit": process.returncode, "took": usage.ru_utime + usage.ru_stime}
+def walked(pair: Pair, out: Path) -> dict[str, Any]:
+    """What the command says, and its processor seconds."""
+    given = [word for file in pair.data for word in ("--data", file)]
+    began = clock()
+    found = json.loads(command("merge", *pair.models, out, *given, "--budget", BUDGET, "--json", ends=(0, 1)))
+    return {**found, "took": clock() - began}
 
 
 def row(pair: Pair, found: dict[str, Any]) -> dict[str, str]:
@@ -118,12 +110,11 @@ def row(pair: Pair, found: dict[str, Any]) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
-    parser.add_argument("--command", default="rotation-merge")
-    given = parser.parse_args()
+    checkpoints = parser.parse_args().checkpoints
     with tempfile.TemporaryDirectory(prefix="walk-") as name:
         folder, table = Path(name), Table("walk")
-        for number, pair in enumerate(pairs(folder, given.checkpoints)):
-            table.add(row(pair, walked(pair, given.command, folder / f"out-{number}")))
+        for number, pair in enumerate(pairs(folder, checkpoints)):
+            table.add(row(pair, walked(pair, folder / f"out-{number}")))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import yaml
 from click.testing import CliRunner, Result
 from mergekit import merge_methods
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -94,8 +96,6 @@ def state(where: Path) -> dict[str, torch.Tensor]:
 
 def write_state(tensors: dict[str, torch.Tensor], like: Path, where: Path) -> Path:
     """A checkpoint with the config of another and these tensors."""
-    from safetensors.torch import save_file
-
     where.mkdir(parents=True)
     for name in ("config.json", "generation_config.json"):
         if (like / name).exists():
@@ -112,8 +112,6 @@ def twin(anchor: Path, where: Path, seed: int = 1, **options: Any) -> Path:
 
 def write_adapter(config: dict[str, Any], factors: dict[str, torch.Tensor], where: Path) -> Path:
     """An adapter's two files, as peft writes them."""
-    from safetensors.torch import save_file
-
     where.mkdir(parents=True)
     (where / "adapter_config.json").write_text(json.dumps(config))
     save_file({name: x.contiguous() for name, x in factors.items()}, where / "adapter_model.safetensors")
@@ -210,3 +208,36 @@ def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
     module = rm.average([path]).to(dtype).to_module()
     module.set_attn_implementation("eager")
     return module.requires_grad_(False)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """What every file in a folder holds, by its path there."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class SpoiltDonor:
+    """A good checkpoint in `donor`, to be spoilt."""
+
+    donor: Path
+
+    def weights(self) -> Path:
+        return self.donor / "model.safetensors"
+
+    def tensors(self, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+        found = state(self.donor)
+        change(found)
+        save_file(found, self.weights(), {"format": "pt"})
+
+    def config(self, **changes: object) -> None:
+        path = self.donor / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+class Evil:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))

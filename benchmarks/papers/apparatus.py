@@ -1,6 +1,6 @@
 """What every script of this folder begins with: its arguments, where checkpoints lie, rows that are kept.
 
-    python benchmarks/papers/table2.py [--quick] [--checkpoints DIR] [--seeds N] [--out DIR] [--again]
+    python benchmarks/papers/table2.py [--quick] [--checkpoints DIR] [--seeds N] [--out DIR]
     python benchmarks/papers/apparatus.py      all scripts, one after another (`make papers`)
 
 A script is one table or figure. It has `TABLES` (columns by name of the table: `benchmarks/results/NAME.json`, shown
@@ -8,7 +8,7 @@ on docs/papers.md), `rows`, which yields (name of a table, row), and, where it d
 docs/pictures a function that makes the SVG of the rows of all tables, by name. It ends with `run(__name__)`.
 
 What took long is asked for by `given.kept(key, compute)`: found in the journal DIR/papers.jsonl, it is not computed
-again, and its processor seconds stand there, too. `--quick` uses what comes with the package, one seed, few samples,
+again. `--quick` uses what comes with the package, one seed, few samples,
 and writes to a folder of its own.
 
 Import this module first: it makes the other benchmarks importable.
@@ -31,15 +31,12 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(folder) for folder in (HERE, HERE.parent) if str(folder) not in sys.path]
 
-import torch  # noqa: E402
-from journal import FILE, TRAINING, Journal, clock  # noqa: E402
+from journal import FILE, Journal  # noqa: E402
+from merging import quiet  # noqa: E402
 from record import RESULTS, ROOT, Row, Table  # noqa: E402
 from shipped import CHECKPOINTS as SHIPPED  # noqa: E402
-from transformers.utils import logging  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
-SECONDS = "papers-seconds"
-"""What training and each script took, on one thread."""
 
 
 @dataclass
@@ -52,7 +49,6 @@ class Given:
         checkpoints: where the trained ones lie (`benchmarks/train_checkpoints.py papers`).
         out: where tables are written.
         scratch: for files that nobody needs afterwards.
-        script: what is running, by name.
     """
 
     quick: bool
@@ -60,7 +56,6 @@ class Given:
     checkpoints: Path
     out: Path
     scratch: Path
-    script: str
     journal: Journal
 
     def model(self, name: str) -> Path:
@@ -77,7 +72,7 @@ class Given:
 
     def kept(self, key: str, compute: Callable[[], Any]) -> Any:
         """What `compute` returns (anything that JSON holds), or has returned in an earlier run under this key."""
-        return self.journal.kept(f"quick: {key}" if self.quick else key, compute, self.script)
+        return self.journal.kept(f"quick: {key}" if self.quick else key, compute)
 
 
 def spread(values: Sequence[float], form: str = "{:.1f}") -> str:
@@ -86,40 +81,29 @@ def spread(values: Sequence[float], form: str = "{:.1f}") -> str:
     return f"{shown} ± {form.format(stdev(values)).lstrip('+')}" if len(values) > 1 else shown
 
 
-def parser(words: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--quick", action="store_true", help="what comes with the package, one seed, few samples")
-    made.add_argument("--seeds", type=int, default=3, help="seeds, or pairs of them")
-    made.add_argument("--checkpoints", type=Path, default=Path("checkpoints"), help="what make papers trained")
-    made.add_argument("--out", type=Path, help="for tables and pictures; by default those of the pages")
-    made.add_argument("--again", action="store_true", help="compute again what an earlier run has kept")
-    return made
-
-
 def run(name: str, arguments: Sequence[str] | None = None) -> dict[str, list[Row]]:
     """A script's tables, written and drawn; `name` is its `__name__`, and nothing happens where it is imported."""
     module = sys.modules[name]
     if arguments is None and name != "__main__":
         return {}
-    asked = parser(module.__doc__).parse_args(arguments)
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    parser = argparse.ArgumentParser(description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="what comes with the package, one seed, few samples")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds, or pairs of them")
+    parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"), help="what make papers trained")
+    parser.add_argument("--out", type=Path, help="for tables and pictures; by default those of the pages")
+    asked = parser.parse_args(arguments)
+    quiet()
     quick = asked.quick
     out = asked.out or (Path(tempfile.mkdtemp(prefix="papers-")) if quick else RESULTS)
     note = "" if quick else "several runs: what an earlier one had kept was not computed again"
     with tempfile.TemporaryDirectory(prefix="papers-") as scratch:
-        script = Path(str(module.__file__)).stem
-        journal = Journal((out if quick else asked.checkpoints) / FILE, asked.again)
-        seeds, began = 1 if quick else asked.seeds, clock()
-        given = Given(quick, seeds, asked.checkpoints, out, Path(scratch), script, journal)
+        journal = Journal((out if quick else asked.checkpoints) / FILE)
+        given = Given(quick, 1 if quick else asked.seeds, asked.checkpoints, out, Path(scratch), journal)
         tables = {table: Table(table, note, out) for table in module.TABLES}
         for table, row in module.rows(given):
             if tuple(row) != tuple(module.TABLES[table]):
                 raise SystemExit(f"{table}: columns {list(row)}, promised were {list(module.TABLES[table])}")
             tables[table].add(row)
-        if (rest := f"{script}, what is not kept") not in journal.found:
-            journal.keep(rest, None, script, clock() - began - journal.spent)
     found = {table: written.rows for table, written in tables.items()}
     for file, text in pictures(module, out if quick else RESULTS, found).items():
         ((asked.out or out if quick else PICTURES) / file).write_text(text, encoding="utf-8")
@@ -145,16 +129,9 @@ def scripts() -> Iterator[ModuleType]:
 
 
 def main() -> None:
-    """All scripts with the same arguments, and what each of them has taken since nothing was kept."""
+    """All scripts with the same arguments."""
     for module in scripts():
         run(module.__name__, sys.argv[1:])
-    asked = parser(None).parse_args()
-    if not asked.quick:
-        spent = Journal(asked.checkpoints / FILE).seconds()
-        table = Table(SECONDS, "", asked.out or RESULTS)
-        for what in sorted(spent, key=lambda name: (name != TRAINING, name)):
-            table.add({"what": what, "seconds": f"{spent[what]:.0f}"})
-        table.add({"what": "all", "seconds": f"{sum(spent.values()):.0f}"})
 
 
 if __name__ == "__main__":

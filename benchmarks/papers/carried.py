@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from apparatus import Given
 from corpora import training_tokens
-from models import Model, align, open_model
 from shipped import digits, load, next_token, windows
 from torch import Tensor
-from train_checkpoints import CONTEXT, fit, save, warm_cosine
+from train_checkpoints import CONTEXT, fit, image_batches, save, warm_cosine
 from transformers import AutoConfig, ViTForImageClassification
 
 from rotation_merge import AlignConfig, Alignment
+from rotation_merge.architecture import Architecture
 from rotation_merge.averaging.ot_fusion import (
     REGULARISATION,
     Plans,
@@ -35,10 +35,12 @@ from rotation_merge.averaging.ot_fusion import (
 )
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.judge import ScaledChange
+from rotation_merge.matching.match import match_model
 from rotation_merge.mergekit_plugin.planning.transport import PlanStreams
 from rotation_merge.model.source import read_block, unstack
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.generated_samples import self_written
 
 STEPS = 100
@@ -63,6 +65,21 @@ IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 Found = dict[str, list[float]]
 """By scale: gain on the task in nats and in points of accuracy, and what is lost of the own skill in both."""
+
+
+@dataclass
+class Model:
+    """A trained checkpoint."""
+
+    name: str
+    state: dict[str, Tensor]
+    architecture: Architecture
+
+
+@functools.cache
+def _opened(folder: Path) -> Model:
+    model = load(folder)
+    return Model(folder.name, model.state_dict(), architecture_of(model))
 
 
 @dataclass(frozen=True)
@@ -102,7 +119,7 @@ class Family:
 
     def carried(self, base: str, method: AlignConfig | str | None) -> dict[str, ScaledChange]:
         """The new base with the change of every fine-tune, by task, whatever the scale."""
-        new, config = _base(self.given, base), AutoConfig.from_pretrained(self.path(base))
+        new, config = _opened(self.given.model(base)), AutoConfig.from_pretrained(self.path(base))
         options = method if isinstance(method, AlignConfig) else None
         alignment = _alignment(self.given.model(base), self.given.model(self.old.name), options)
         carrier = Carrier(new.architecture, self.old.state, new.state, alignment)
@@ -145,9 +162,9 @@ class Family:
 def families(given: Given, llamas: bool = False) -> Iterator[Family]:
     """ViTs, and Llamas: in quick runs only where `llamas` says so."""
     seeds = tuple(range(1, 1 + given.seeds))
-    yield Family("ViTs", given, _base(given, "vit-0"), _images(given), seeds)
+    yield Family("ViTs", given, _opened(given.model("vit-0")), _images(given), seeds)
     if llamas or not given.quick:
-        yield Family("Llamas", given, _base(given, "llama-0"), _texts(given), seeds)
+        yield Family("Llamas", given, _opened(given.model("llama-0")), _texts(given), seeds)
 
 
 def gained(before: tuple[float, float], model: Any, data: Data) -> list[float]:
@@ -159,47 +176,34 @@ def gained(before: tuple[float, float], model: Any, data: Data) -> list[float]:
 # --- tasks -----------------------------------------------------------------------------------------------------
 
 
-def _base(given: Given, name: str) -> Model:
-    return _opened(given.model(name))
-
-
-@functools.cache
-def _opened(folder: Path) -> Model:
-    return open_model(folder)
-
-
 @functools.cache
 def _alignment(new: Path, old: Path, options: AlignConfig | None) -> Alignment:
-    return align(_opened(new), _opened(old), options)
+    if options is None:
+        return Alignment({})
+    anchor, donor = _opened(new), _opened(old)
+    return match_model(anchor.architecture, anchor.state, donor.state, options)
 
 
 def _texts(given: Given) -> list[Work]:
     count = 4 if given.quick else 48
     own = _next(windows("python")[:count])
-    written = _Written()
     return [
         Work(
             task,
-            _base(given, f"llama-0-{short}"),
+            _opened(given.model(f"llama-0-{short}")),
             _next(windows(short)[:count]),
             _next(_training(short, FEW["Llamas"])),
             own,
-            written,
+            _written,
         )
         for task, short in (("English", "english"), ("C", "c"))[: 1 if given.quick else None]
     ]
 
 
-class _Written:
-    """Text that a base writes itself, once for each."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Data] = {}
-
-    def __call__(self, path: str) -> Data:
-        if path not in self.found:
-            self.found[path] = _next(self_written(load(path), path, FEW["Llamas"]))
-        return self.found[path]
+@functools.cache
+def _written(path: str) -> Data:
+    """Text that a base writes itself."""
+    return _next(self_written(load(path), path, FEW["Llamas"]))
 
 
 def _training(domain: str, count: int) -> Tensor:
@@ -235,18 +239,12 @@ def _classes(pixels: Tensor, labels: Tensor) -> Data:
 def _tuned(base: Path, task: str, steps: int) -> Model:
     """A ViT tuned on a task."""
     model = ViTForImageClassification.from_pretrained(base, dtype=torch.float32)
-    pixels, labels, _, _ = digits()
-    pixels, draw = IMAGES[task](pixels), torch.Generator().manual_seed(0)
-
-    def batches() -> Iterator[dict[str, Tensor]]:
-        while True:
-            for rows in torch.randperm(len(pixels), generator=draw).split(64):
-                yield {"pixel_values": pixels[rows], "labels": labels[rows]}
-
-    fit(model, batches(), steps, warm_cosine(steps, 10, 0.05), lr=5e-4, weight_decay=0.05, betas=(0.9, 0.99))
+    plain = image_batches(torch.Generator().manual_seed(0))
+    batches = ({**batch, "pixel_values": IMAGES[task](batch["pixel_values"])} for batch in plain)
+    fit(model, batches, steps, warm_cosine(steps, 10, 0.05), lr=5e-4, weight_decay=0.05, betas=(0.9, 0.99))
     with tempfile.TemporaryDirectory(prefix="papers-") as scratch:
         save(model, Path(scratch) / f"{base.name}-{task}")
-        return open_model(Path(scratch) / f"{base.name}-{task}")
+        return _opened(Path(scratch) / f"{base.name}-{task}")
 
 
 # --- optimal transport of a change -----------------------------------------------------------------------------

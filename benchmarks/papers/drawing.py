@@ -14,11 +14,11 @@ COLOURS = (GREY, "#3a9d5d", "#d97d1a", "#3d85c6", "#a05fb5", "#c0504d", "#2ca6a4
 LEFT, RIGHT, TOP = 46, 10, 24
 
 
-def bars(groups: Mapping[str, Mapping[str, float]], y_label: str, width: int = 640, height: int = 210) -> str:
+def bars(groups: Mapping[str, Mapping[str, float]], y_label: str, width: int = 640) -> str:
     """Bars side by side, in groups: value by name of the bar, by name of the group. All groups have the same bars."""
     names = list(next(iter(groups.values())))
     y1 = max(value for group in groups.values() for value in group.values())
-    frame = _Frame(width, height, (0.0, len(groups)), (0.0, y1))
+    frame = _Frame(width, 210, (0.0, len(groups)), (0.0, y1))
     parts = frame.axes(y_label, f"{y_label} by {', '.join(groups)}")
     step = 0.8 / len(names)
     for index, (title, group) in enumerate(groups.items()):
@@ -36,13 +36,11 @@ def lines(
     found: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     x_label: str,
     y_label: str,
-    width: int = 520,
-    height: int = 230,
     room: float = 0.0,
 ) -> str:
     """One line a name, of (xs, ys); all ys are finite. `room`: a share of their range that is left free above them."""
     xs, ys = ([value for line in found.values() for value in line[side]] for side in (0, 1))
-    frame = _Frame(width, height, (min(xs), max(xs)), (min(ys), max(ys) + room * (max(ys) - min(ys))))
+    frame = _Frame(520, 230, (min(xs), max(xs)), (min(ys), max(ys) + room * (max(ys) - min(ys))))
     parts = frame.axes(y_label, f"{y_label} by {x_label}")
     for x in ticks(min(xs), max(xs), 8):
         parts.append(frame.text(x, number(x), frame.height + 16, "middle"))
@@ -56,26 +54,26 @@ def lines(
 
 Panel = tuple[Sequence[float], Sequence[Sequence[float]], Mapping[str, tuple[float, float]]]
 """Edges of a plane (x from, x to, y from, y to), values by row from below and column, points by name."""
-SHADES, FINE, LEAST = 12, 48, 0.01
-"""Shades, places across a side, and the value below which all are one shade."""
+SHADES, FINE, LEAST, SIDE = 12, 48, 0.01, 290
+"""Shades, places across a side, the value below which all are one shade, and the length of a side."""
 
 
-def plane(panels: Mapping[str, Panel], label: str, side: int = 290) -> str:
+def plane(panels: Mapping[str, Panel], label: str) -> str:
     """Values over planes, side by side: the darker a place, the larger its value, on one logarithmic scale."""
     every = [max(value, LEAST) for _, rows, _ in panels.values() for row in rows for value in row]
     low, high = math.log(min(every)), math.log(max(every))
     parts = [f"<title>{escape(label)}, over planes: {escape('; '.join(panels))}</title>"]
     for index, (title, (edges, rows, marks)) in enumerate(panels.items()):
-        left, top = index * (side + 24), 20
+        left, top = index * (SIDE + 24), 20
         x0, x1, y0, y1 = edges
         parts.append(f'<text x="{left}" y="13">{escape(title)}</text>')
         parts += [
-            f'<g transform="translate({left} {top}) scale({side / FINE:.4f})" shape-rendering="crispEdges">',
+            f'<g transform="translate({left} {top}) scale({SIDE / FINE:.4f})" shape-rendering="crispEdges">',
             *(f'<path {_fill(shade)} d="{runs}"/>' for shade, runs in sorted(_shades(rows, low, high).items())),
             "</g>",
         ]
         at = {
-            name: (left + side * (x - x0) / (x1 - x0), top + side * (y1 - y) / (y1 - y0))
+            name: (left + SIDE * (x - x0) / (x1 - x0), top + SIDE * (y1 - y) / (y1 - y0))
             for name, (x, y) in marks.items()
         }
         for end, colour in (("B", COLOURS[5]), ("B'", COLOURS[2])):
@@ -89,7 +87,7 @@ def plane(panels: Mapping[str, Panel], label: str, side: int = 290) -> str:
             parts.append(
                 f'<text x="{x + 8:.1f}" y="{y - 6:.1f}" fill="{colour}" font-weight="bold">{escape(name)}</text>'
             )
-    width, y = max(len(panels) * (side + 24) - 24, 560), side + 42
+    width, y = max(len(panels) * (SIDE + 24) - 24, 560), SIDE + 42
     for shade in range(SHADES + 1):
         parts.append(f'<rect x="{20 * shade}" y="{y - 10}" width="20" height="12" {_fill(shade)}/>')
     words = f"{label}: from {number(math.exp(low))} to {number(math.exp(high))}, logarithmic"

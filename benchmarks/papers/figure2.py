@@ -12,8 +12,7 @@ from typing import Any
 
 from apparatus import Given, run, spread
 from drawing import plane
-from landscape import CALLED, VITS, Two, mixed, pairs
-from models import State, distance
+from landscape import CALLED, VITS, State, Two, distance, mixed, pairs
 from record import Row
 
 from rotation_merge.diagnose.matchings import NAMED

@@ -14,13 +14,13 @@ from typing import Any
 from apparatus import Given, run, spread
 from digits import pair
 from drawing import bars
+from landscape import distance, moved
 from merges import MATCHINGS, RESIDUAL, Pair
 from merging import STILL, halves, merge
-from models import distance, open_model
 from record import Row
+from shipped import load
 
 from rotation_merge import AlignConfig
-from rotation_merge.matching.match import match_model
 
 NAME = "papers-figure4"
 TABLES = {NAME: ("matching", "distance")}
@@ -48,19 +48,15 @@ def rows(given: Given) -> Iterator[tuple[str, Row]]:
 
 def share(pair: Pair, words: str) -> float:
     """The distance after a matching over that without it."""
-    anchor, donor = pair.models()
-    way = WAYS[words]
+    way, anchor, donor = WAYS[words], load(pair.anchor), load(pair.donor)
     if way is None:
         return 1.0
     if isinstance(way, dict):  # the merge is halfway
         merge(pair.anchor, halves(pair.anchor, pair.donor), pair.scratch / "halfway", way)
-        middle = open_model(pair.scratch / "halfway").state
-        return 2 * distance(middle, anchor.state) / distance(donor.state, anchor.state)
-    found = match_model(anchor.architecture, anchor.state, donor.state, way)
-    fixed = {**anchor.state, **anchor.folded(found)}
-    return distance({**donor.state, **donor.moved(found, anchor.state)}, fixed) / distance(
-        {**donor.state, **donor.folded(found)}, fixed
-    )
+        middle, first, second = (model.state_dict() for model in (load(pair.scratch / "halfway"), anchor, donor))
+        return 2 * distance(middle, first) / distance(second, first)
+    first, second, third = moved(anchor, donor, way)
+    return distance(third, first) / distance(second, first)
 
 
 def picture(tables: Mapping[str, Sequence[Row]]) -> str:

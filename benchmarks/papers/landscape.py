@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from apparatus import Given
 from digits import SAMPLES
 from merges import LEARNED
 from merging import command
-from models import Model, State
 from shipped import images, load
+from torch import Tensor
 
+import rotation_merge as rm
 from rotation_merge import AlignConfig
-from rotation_merge.diagnose import RecipeDonor
-from rotation_merge.diagnose.matchings import NAMED, matchings
-from rotation_merge.diagnose.paths import Paths
-from rotation_merge.matching.match import match_model
+from rotation_merge.diagnose.matchings import NAMED
 from rotation_merge.run.curves import Barrier
 from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.evaluate import evaluate
-from rotation_merge.run.functions import architecture_of
 
+State = dict[str, Tensor]
 VITS, LLAMAS, TUNED = "ViTs", "Llamas", "fine-tunes of one Llama"
 DATA = {VITS: "demo:digits", LLAMAS: "demo:python", TUNED: "demo:python"}
 LLAMA_PAIRS = [(0, 1), (2, 3), (1, 2)]
@@ -59,13 +57,13 @@ class Two:
         return f"{self.anchor} {self.donor}"
 
     @cached_property
-    def models(self) -> tuple[Model, Model]:
-        loaded = {name: load(self.given.model(name)) for name in (self.anchor, self.donor)}
-        return tuple(Model(name, m.state_dict(), architecture_of(m)) for name, m in loaded.items())  # type: ignore[return-value]
+    def models(self) -> tuple[Any, Any]:
+        """Anchor and donor."""
+        return load(self.ends[0]), load(self.ends[1])
 
     @cached_property
     def network(self) -> Any:
-        return load(self.given.model(self.anchor))
+        return load(self.ends[0])
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -84,14 +82,15 @@ class Two:
         self.network.load_state_dict(state)
         return evaluate(self.network, self.data)
 
+    def accuracies(self) -> list[float]:
+        return [self.loss_and_accuracy(model.state_dict())[1] for model in self.models]
+
     def moved(self, options: AlignConfig | None) -> tuple[State, State, State]:
         """Anchor, donor and donor as `align` writes it, all with norms folded where matching folds them."""
-        first, second = self.models
         if options is None:
-            return first.state, second.state, second.state
-        found = match_model(first.architecture, first.state, second.state, options)
-        still = {**first.state, **first.folded(found)}, {**second.state, **second.folded(found)}
-        return *still, {**second.state, **second.moved(found, first.state)}
+            first, second = (model.state_dict() for model in self.models)
+            return first, second, second
+        return moved(*self.models, options)
 
     def halfway(self, options: AlignConfig | None) -> tuple[float, float]:
         """Loss and accuracy of the average."""
@@ -117,20 +116,31 @@ class Two:
 
         def compute() -> dict[str, Any]:
             words = [f"{LEARNED}={self.learned()}" if name == LEARNED else name for name in names]
-            donors = [RecipeDonor(self.ends[0], self.ends[1], AlignConfig())]
-            compared = matchings(",".join(words))
-            return Paths(self.ends[0], donors, [DATA[self.kind]], points, self.reading).barriers(compared)[0].to_dict()
+            asked = [word for name, value in self.reading.items() for word in (f"--{name.replace('_', '-')}", value)]
+            asked += ["--compare", ",".join(words), "--data", DATA[self.kind], "--points", points]
+            return dict(json.loads(command("barrier", *self.ends, *asked, "--json"))[0])
 
         return Barrier.from_dict(self.kept(f"paths by {points}, {', '.join(names)}", compute))
 
 
+def moved(anchor: Any, donor: Any, options: AlignConfig) -> tuple[State, State, State]:
+    """Weights of two modules as `Two.moved` has them."""
+    alignment = rm.align(anchor, donor, options)
+    folded = replace(alignment, transforms={}).without_biases()
+    views = alignment.apply_anchor(anchor), folded.apply(donor), alignment.apply(donor)
+    return tuple(view.state_dict() for view in views)  # type: ignore[return-value]
+
+
 def mixed(states: dict[str, State], shares: Sequence[float]) -> State:
     """Their sum with these shares."""
-    first, *_ = states.values()
     return {
-        name: torch.stack([share * state[name] for share, state in zip(shares, states.values(), strict=True)]).sum(0)
-        for name in first
+        name: sum(share * state[name] for share, state in zip(shares, states.values(), strict=True))
+        for name in next(iter(states.values()))
     }
+
+
+def distance(a: State, b: State) -> float:
+    return float(sum((a[name].double() - b[name].double()).square().sum() for name in a)) ** 0.5
 
 
 def pairs(given: Given, kind: str) -> list[Two]:
@@ -153,7 +163,7 @@ def parts(given: Given) -> list[str]:
 
 def subsets(two: Two) -> dict[str, str]:
     """Which layers are matched, by words: none, single ones, the last few, all; of a quick run the fewest."""
-    last = len({block.index for block in two.models[0].architecture.blocks} - {None}) - 1
+    last = two.network.config.num_hidden_layers - 1
     if two.given.quick:
         return {"none": "", "layer 0 only": "0", "all": f"0-{last}"}
     single = {f"layer {i} only": str(i) for i in range(last + 1)}

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from apparatus import Given
 from averaging import METHODS
 from merging import STILL, halves, merge
-from models import Model, State, open_model
-from safetensors.torch import save_file
 from shipped import load
 
 import rotation_merge as rm
-from rotation_merge import AlignConfig, Alignment, FitConfig, fit
+from rotation_merge import AlignConfig
 from rotation_merge.diagnose.matchings import NAMED
-from rotation_merge.matching.match import match_model
 
 NONE, RESIDUAL, LEARNED = "no matching", "residual", "learned"
 FULL = AlignConfig(heads="permutation", residual="rotation")
@@ -66,39 +63,32 @@ class Pair:
     parameters: dict[str, Any] = field(default_factory=dict)
     matchings: dict[str, AlignConfig | None] = field(default_factory=lambda: MATCHINGS)
 
-    def alignment(self, matching: str) -> Alignment | None:
+    def ends(self, matching: str) -> tuple[Any, Any]:
+        """Anchor and donor as they are matched: modules for learning, else checkpoints."""
+        return (load(self.anchor), load(self.donor)) if matching == LEARNED else (self.anchor, self.donor)
+
+    def alignment(self, matching: str) -> rm.Alignment | None:
         """How the donor is moved; None: not at all."""
-        chosen = self.matchings[matching]
+        chosen, ends = self.matchings[matching], self.ends(matching)
         if chosen is None:
             return None
         if matching == LEARNED:
-            models = load(self.anchor), load(self.donor)
-            return fit(
-                models[0], models[1], self.batches, chosen, FitConfig(steps=self.steps, start=self.start)
-            ).alignments[0]
-        first, second = self.models()
-        return match_model(first.architecture, first.state, second.state, chosen)
-
-    def models(self) -> tuple[Model, Model]:
-        return tuple(open_model(path) for path in (self.anchor, self.donor))  # type: ignore[return-value]
+            return rm.fit(*ends, self.batches, chosen, rm.FitConfig(steps=self.steps, start=self.start)).alignments[0]
+        return rm.align(*ends, chosen)
 
     def aligned(self, matching: str) -> tuple[Path, Path]:
-        """Both as checkpoints in the same coordinates, neither with another function."""
-        options = self.matchings[matching]
-        folded = "-folded" if options is not None and options.residual == "rotation" else ""
+        """Both as checkpoints in float32 in the same coordinates, neither with another function."""
+        if (options := self.matchings[matching]) is None:
+            return self.anchor, self.donor
+        folded = "-folded" if options.residual == "rotation" else ""
         paths = self.scratch / f"anchor{folded}", self.scratch / f"donor-{matching.replace(' ', '-')}"
         if not paths[1].exists():
-            alignment, (anchor, donor) = self.alignment(matching), self.models()
-            self.write(self.donor, paths[1], donor.state, donor.moved(alignment, anchor.state) if alignment else {})
+            alignment, (anchor, donor) = self.alignment(matching), self.ends(matching)
+            assert alignment is not None
+            alignment.apply(donor, torch.float32).save_pretrained(paths[1])
             if not paths[0].exists():
-                self.write(self.anchor, paths[0], anchor.state, anchor.folded(alignment) if alignment else {})
+                alignment.apply_anchor(anchor, torch.float32).save_pretrained(paths[0])
         return paths
-
-    def write(self, like: Path, path: Path, state: State, changed: State) -> None:
-        """A checkpoint in float32, `changed` instead of some of its tensors."""
-        shutil.copytree(like, path)
-        tensors = {name: tensor.contiguous() for name, tensor in {**state, **changed}.items()}
-        save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
     def merged(self, average: str, matching: str) -> Path:
         """The merge of the two."""

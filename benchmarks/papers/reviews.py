@@ -45,7 +45,7 @@ def widths(given: Given) -> Iterator[tuple[str, Row]]:
     for width in (64,) if given.quick else (16, 32, 64):
         stem = "vit-" if width == 64 else f"vit-w{width}-"
         twos = [Two(given, VITS, f"{stem}{a}", f"{stem}{b}") for a, b in given.pairs()]
-        each = [two.kept("alone", lambda t=two: [t.loss_and_accuracy(m.state)[1] for m in t.models]) for two in twos]
+        each = [two.kept("alone", two.accuracies) for two in twos]
         alone = spread([100 * fmean(pair) for pair in each])
         before = [two.kept("half, none", lambda t=two: list(t.halfway(None))) for two in twos]
         for name in MATCHED[:1] if given.quick else MATCHED:

@@ -43,16 +43,8 @@ def rows(given: Given) -> Iterator[tuple[str, Row]]:
             for scale in map("{:g}".format, _scales(family)):
                 shares = [family.share({task: at[scale][0] for task, at in base.items()}) for base in bases]
                 lost = [fmean(at[scale][2] for at in base.values()) for base in bases]
-                yield (
-                    SWEEP,
-                    dict(
-                        zip(
-                            TABLES[SWEEP],
-                            (family.name, method, scale, spread(shares), spread(lost, "{:.3f}")),
-                            strict=True,
-                        )
-                    ),
-                )
+                cells = (family.name, method, scale, spread(shares), spread(lost, "{:.3f}"))
+                yield SWEEP, dict(zip(TABLES[SWEEP], cells, strict=True))
 
 
 def measured(family: Family, base: str, way: str, options: AlignConfig | str | None) -> dict[str, Found]:

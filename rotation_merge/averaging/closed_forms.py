@@ -180,12 +180,14 @@ def _jointly_diagonalised(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor
     return torch.linalg.solve_triangular(lower.T, vectors, upper=True), values.clamp(min=0)
 
 
+TOLERANCE, MOST_STEPS = 1e-10, 500
+"""Of conjugate gradients: the residual's norm over the right side's, and steps."""
+
+
 def conjugate_gradients(
     apply: Callable[[Tensor], Tensor],
     right: Tensor,
     before: Callable[[Tensor], Tensor],
-    tolerance: float = 1e-10,
-    most: int = 500,
 ) -> Tensor:
     """Solve ``apply(x) = right`` for a symmetric positive operator, preconditioned by `before`.
 
@@ -198,12 +200,12 @@ def conjugate_gradients(
         return x
     z = before(residual)
     direction, rho = z, float((residual * z).sum())
-    for _ in range(most):
+    for _ in range(MOST_STEPS):
         moved = apply(direction)
         step = rho / float((direction * moved).sum())
         x = x + step * direction
         residual = residual - step * moved
-        if float(residual.norm()) <= tolerance * size:
+        if float(residual.norm()) <= TOLERANCE * size:
             return x
         z = before(residual)
         rho, last = float((residual * z).sum()), rho

@@ -49,8 +49,8 @@ def carry_adapter(
     carrier: Carrier,
     config: Mapping[str, Any],
     new_name: str,
-    scale: Scale = 1.0,
-    rows: LabelRows | None = None,
+    scale: Scale,
+    rows: LabelRows | None,
 ) -> CarriedAdapter:
     """Carry an adapter of the old base to the new one.
 

@@ -11,8 +11,10 @@ import torch
 import yaml
 from mergekit.common import dtype_from_name
 from mergekit.options import MergeOptions
+from torch import Tensor
 
 from rotation_merge.architecture import Architecture, find, resolve
+from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.architecture.sizes import config_of_sizes
 from rotation_merge.carrying.carrier import Carrier, RowPair
 from rotation_merge.carrying.frame import AUTO, WIDTHS, Frame, ResizeOptions, frame_of
@@ -26,17 +28,16 @@ from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.run import AppliedAlignment, Run
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.checkpoint import Model, Models, parse_reference
-from rotation_merge.model.depth import in_order, probe_products, probes
-from rotation_merge.model.depth import likeness as alikeness
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.labels import label_rows
 from rotation_merge.model.lora import parse
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.paired_model import PairedModel
-from rotation_merge.model.source import Progress, TensorSource
+from rotation_merge.model.source import Progress, TensorSource, read_tensor
 from rotation_merge.model.sources import ResizedVocabulary, RestructuredSource, VocabularySubset, other_form
 from rotation_merge.model.vocabulary import check_tuned_ids, shared_rows, vocabulary_size
 from rotation_merge.record import MergeReport
+from rotation_merge.symmetry import SpaceTransform
 
 ROUNDS = 4
 """Layers are compared so often at most, each time under the alignment of those found before."""
@@ -150,7 +151,7 @@ class Bases:
             run, yaml.safe_dump(asdict(options), sort_keys=False), str(self.new.reference)
         )
 
-    def with_layer_pairs(self, options: AlignConfig, progress: Progress | None = None) -> Bases:
+    def with_layer_pairs(self, options: AlignConfig, progress: Progress | None) -> Bases:
         """Pair the layers by similarity if asked to, alternating with matching until the pairs are stable."""
         if not self.alike or self.frame is None:
             return self
@@ -243,7 +244,13 @@ def _framed(new: str, old: str, device: str, untie: bool, unlike: ResizeOptions)
 
 
 def alike(bases: Bases, alignment: Alignment) -> tuple[dict[str, list[tuple[int, int]]], dict[str, float]]:
-    """Pairs of the most similar layers under an alignment (new, old), by module, and their mean similarity."""
+    r"""Pairs of the most similar layers under an alignment (new, old), by module, and their mean similarity.
+
+    The part of a stream that a layer's maps W read (or write) is given by the Gram ``G = W^T W`` (``W W^T``) up to the
+    gauge of heads and neurons. With the stream's map R, a layer of the one resembles a layer of the other by the cosine
+    of ``R G R^T`` and ``G'``, less their multiples of the identity. Layers meet in order, all of the shallower model's,
+    with the greatest sum (dynamic programming).
+    """
     frame = bases.frame
     assert frame is not None
     probe_vectors = probes({name: space.sizes["size"] for name, space in frame.common.streams.items()})
@@ -256,7 +263,7 @@ def alike(bases: Bases, alignment: Alignment) -> tuple[dict[str, list[tuple[int,
             layer_marks.append(
                 [probe_products(block, source, probe_vectors, maps) for block in architecture.layers(module)]
             )
-        table = torch.tensor([[alikeness(a, b) for b in layer_marks[1]] for a in layer_marks[0]], dtype=torch.float64)
+        table = torch.tensor([[mean_cosine(a, b) for b in layer_marks[1]] for a in layer_marks[0]], dtype=torch.float64)
         layers[module] = in_order(table.reshape(len(layer_marks[0]), len(layer_marks[1])))
         likeness[module] = float(table[tuple(zip(*layers[module], strict=True))].mean()) if layers[module] else 0.0
     return layers, likeness
@@ -318,3 +325,101 @@ def _by_token(work: str, bases: Bases) -> bool:
     parsed = parse(Adapter(work), bases.old.config)
     spots = [*(entry.spot for entry in parsed.entries), *parsed.saved.values()]
     return any(spot.info.vocabulary_axis is not None for spot in spots)
+
+
+PROBES = 128
+"""Grams of larger streams are compared by their products with so many random vectors."""
+
+Marks = dict[tuple[str, str], Tensor]
+"""By stream and role, products of the Grams of a layer's maps with probe vectors, (size, probes)."""
+
+
+def probes(sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Vectors that Grams are compared by, for streams of these sizes: (size, probes), float64."""
+    draw = torch.Generator().manual_seed(0)
+    vectors = {}
+    for name, size in sizes.items():
+        few = size > PROBES
+        vectors[name] = (
+            torch.randn(size, PROBES, generator=draw, dtype=torch.float64) if few else torch.eye(size).double()
+        )
+    return vectors
+
+
+def probe_products(
+    block: Block,
+    source: TensorSource,
+    probe_vectors: Mapping[str, Tensor],
+    maps: Mapping[str, SpaceTransform] | None,
+) -> Marks:
+    """Products of the Grams of a layer's maps with probe vectors.
+
+    Args:
+        source: its tensors, folded where streams are turned.
+        probe_vectors: the probes by stream.
+        maps: of the streams to where the probes are; None: they are there.
+    """
+    products: Marks = {}
+    stream_maps: dict[tuple[str, str], list[Tensor]] = {}
+    for info in block.tensors:
+        place = _on_stream(info)
+        if place is None or (tensor := read_tensor(info, source)) is None:
+            continue
+        dim, stream, role = place
+        stream_maps.setdefault((stream, role), []).append(tensor.movedim(dim, 0).flatten(1).double())
+    for (stream, role), maps_there in stream_maps.items():
+        wide, transform = probe_vectors[stream], (maps or {}).get(stream)
+        local_probes = wide if transform is None else transform.inverse().act(wide, role, 0)
+        size = len(maps_there[0])
+        local_probes = local_probes[:size]
+        product = sum((w @ (w.mT @ local_probes) for w in maps_there), torch.zeros_like(local_probes))
+        product = product - sum(float(w.square().sum()) for w in maps_there) / size * local_probes
+        padded = torch.zeros_like(wide)
+        padded[:size] = product
+        products[stream, role] = padded if transform is None else transform.act(padded, role, 0)
+    return products
+
+
+def _on_stream(info: TensorInfo) -> tuple[int, str, str] | None:
+    """The dimension of a map that lives in a stream, the stream, and whether the map reads or writes it."""
+    stream_axes = [
+        (dim, part.space.name, part.role)
+        for dim, axis in enumerate(info.axes)
+        for part in axis.parts
+        if part.space.kind == "stream" and axis.size == part.size
+    ]
+    return (
+        stream_axes[0]
+        if len(info.axes) > 1 and len(stream_axes) == 1 and stream_axes[0][2] in ("read", "write")
+        else None
+    )
+
+
+def mean_cosine(new: Marks, old: Marks) -> float:
+    """The mean cosine of two layers' marks."""
+    shared = [(new[key], old[key]) for key in new.keys() & old.keys()]
+    cosines = [float((a * b).sum() / (a.norm() * b.norm()).clamp_min(1e-300)) for a, b in shared]
+    return sum(cosines) / len(cosines) if cosines else 0.0
+
+
+def in_order(table: Tensor) -> list[tuple[int, int]]:
+    """The pairs (row, column) in rising order, as many as the shorter side, with the greatest sum.
+
+    Args:
+        table: similarity of each row and column, (rows, columns).
+    """
+    if table.shape[0] > table.shape[1]:
+        return [(row, column) for column, row in in_order(table.mT)]
+    rows, columns = table.shape
+    best = torch.full((rows + 1, columns + 1), -torch.inf, dtype=torch.float64)
+    best[0] = 0.0
+    for i in range(1, rows + 1):
+        for j in range(i, columns + 1):
+            best[i, j] = torch.maximum(best[i, j - 1], best[i - 1, j - 1] + table[i - 1, j - 1])
+    pairs, j = [], columns
+    for i in range(rows, 0, -1):
+        while j > i and best[i, j] == best[i, j - 1]:
+            j -= 1
+        pairs.append((i - 1, j - 1))
+        j -= 1
+    return pairs[::-1]

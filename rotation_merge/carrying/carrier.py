@@ -23,7 +23,7 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match_on import centred
 from rotation_merge.model.apply import transform_axis, transform_tensor
 from rotation_merge.model.factors import LowRank, dense, factor_infos, input_dim
-from rotation_merge.model.fold import Fold, unfold_change
+from rotation_merge.model.fold import Fold, unfold_change, weight_key
 from rotation_merge.model.source import TensorSource, read_tensor
 from rotation_merge.run.maps import LinearMap, linear_map
 
@@ -201,10 +201,6 @@ def _with(get: Callable[[str], Tensor | None], replaced_key: str, value: Tensor)
 
 def is_bias(key: str) -> bool:
     return key.endswith(".bias")
-
-
-def weight_key(bias: str) -> str:
-    return bias.removesuffix("bias") + "weight"
 
 
 def reader(block: Block, source: TensorSource) -> Callable[[str], Tensor | None]:

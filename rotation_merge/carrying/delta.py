@@ -260,7 +260,7 @@ class Delta:
         """
         return {name: change for part in self.changes_by_block(left_out, rank) for name, change in part.items()}
 
-    def changes_by_block(self, left_out: str | None = None, rank: int | None = None) -> Iterator[dict[str, Tensor]]:
+    def changes_by_block(self, left_out: str | None, rank: int | None = None) -> Iterator[dict[str, Tensor]]:
         """Yield `changes` block by block, so that one block is in memory at a time."""
         for block in self.carrier.architecture.blocks:
             change: dict[str, Tensor] = {}

@@ -81,7 +81,7 @@ def config_options(
 
 
 def _option(
-    name: str, described: Option, default: Any, kind: click.ParamType | None = None
+    name: str, described: Option, default: Any, kind: click.ParamType | None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     flag = f"--{(described.key or name).replace('_', '-')}"
     text = sentence(described.text, described.choices)

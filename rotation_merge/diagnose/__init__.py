@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from mergekit.options import MergeOptions
@@ -34,7 +33,7 @@ __all__ = [
 ]
 
 
-def check_text(text: str, refused: Mapping[str, RotationMergeError] = MappingProxyType({})) -> list[Fault]:
+def check_text(text: str, refused: Mapping[str, RotationMergeError]) -> list[Fault]:
     """Every fault of a recipe for mergekit-yaml, mergekit-multi or mergekit-evolve, in the order of the text.
 
     Args:

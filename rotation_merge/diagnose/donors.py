@@ -72,8 +72,8 @@ def carried_recipe(
     path: str,
     donor: RecipeDonor,
     scale: float,
-    matched: AlignConfig | None = None,
-    match_values: Mapping[str, Any] | None = None,
+    matched: AlignConfig | None,
+    match_values: Mapping[str, Any] | None,
 ) -> str:
     """A recipe for the anchor plus a multiple of one donor's carried task vector, after the recipe at `path`.
 

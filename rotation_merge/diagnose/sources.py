@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from mergekit.common import ModelReference
@@ -46,7 +45,7 @@ def check_sources(
     recipe: Recipe | None,
     made_earlier: set[str],
     options: MergeOptions,
-    refused: Mapping[str, RotationMergeError] = MappingProxyType({}),
+    refused: Mapping[str, RotationMergeError],
 ) -> None:
     """Collect the faults of all models that a document names.
 

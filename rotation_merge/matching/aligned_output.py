@@ -19,7 +19,7 @@ from rotation_merge.model.card import metadata, notes, section, with_metadata
 from rotation_merge.model.markdown import code, plain
 from rotation_merge.model.source import Progress
 from rotation_merge.model.view import View
-from rotation_merge.model.writing import STORAGE, Check, StorageOptions, stored, untied, write_checkpoint
+from rotation_merge.model.writing import Check, StorageOptions, stored, untied, write_checkpoint
 from rotation_merge.record import MergeReport, versions
 from rotation_merge.run.functions import load
 
@@ -46,7 +46,7 @@ def write_aligned(
     pair: Pair,
     alignment: Alignment,
     out: str,
-    storage: StorageOptions = STORAGE,
+    storage: StorageOptions,
     progress: Progress | None = None,
     check: Check | None = None,
 ) -> View:
@@ -62,7 +62,7 @@ def write_aligned(
     return view
 
 
-def aligned_model(pair: Pair, alignment: Alignment, untie: bool = False) -> Any:
+def aligned_model(pair: Pair, alignment: Alignment, untie: bool) -> Any:
     """Load the aligned donor into memory, in float32, as `write_aligned` would write it."""
     view, donor = pair.aligned(alignment), pair.donor
     tensors = view.state_dict()

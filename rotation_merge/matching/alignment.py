@@ -340,8 +340,8 @@ class Alignment:
     def view_of(
         self,
         opened: OpenedModel,
-        biases: TensorSource | None = None,
-        dtype: torch.dtype | None = None,
+        biases: TensorSource | None,
+        dtype: torch.dtype | None,
         identity: Identity | None = None,
         unread: Sequence[str] | None = None,
     ) -> View:
@@ -544,8 +544,8 @@ class AlignmentFile:
 def save_alignment(
     path: Path | str,
     alignment: Alignment,
-    metadata: Mapping[str, Any] | None = None,
-    dtype: torch.dtype = torch.float64,
+    metadata: Mapping[str, Any] | None,
+    dtype: torch.dtype,
 ) -> None:
     """Write an alignment; see `Alignment.save`.
 

@@ -18,6 +18,7 @@ from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.scaling import LARGEST_LOG_SCALE, best_scale
 from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.options import AlignConfig
+from rotation_merge.model.apply import at_least_float32
 from rotation_merge.symmetry.admitted import convolution
 from rotation_merge.symmetry.convolution import COUNT, FACTORS, ConvolutionTransform, multiplier
 
@@ -79,16 +80,12 @@ def _by_role(role_sides: list[Side]) -> dict[str, _RoleRows]:
     for role in FACTORS:
         sides = [side for side in role_sides if side.role == role]
         if sides:
-            result[role] = _RoleRows(*(torch.cat([_wide(x) for x in xs], 1) for xs in _both(sides)))
+            result[role] = _RoleRows(*(torch.cat([at_least_float32(x) for x in xs], 1) for xs in _both(sides)))
     return result
 
 
 def _both(sides: list[Side]) -> tuple[list[Tensor], list[Tensor]]:
     return [side.anchor for side in sides], [side.donor.to(side.anchor.device) for side in sides]
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _similarity(rows: dict[str, _RoleRows], rescale: bool) -> Tensor:

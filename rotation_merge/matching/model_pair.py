@@ -19,7 +19,7 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import StreamStatistics, compared
 from rotation_merge.matching.stream_products import TensorMeasurement, measured
 from rotation_merge.model import slices
-from rotation_merge.model.apply import transform_tensor
+from rotation_merge.model.apply import at_least_float32, transform_tensor
 from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.model.fold import FoldedSource
 from rotation_merge.model.source import CachedSource, TensorSource, read_block, read_tensor
@@ -319,7 +319,7 @@ class MatchingPass:
             if info.name in self.weights and info.key in tensors:
                 x = tensors[info.key]
                 unweighted.update({info.key: x} if info.offset else {})
-                wide = x.to(torch.promote_types(x.dtype, torch.float32))
+                wide = at_least_float32(x)
                 tensors[info.key] = wide * self.weights[info.name] ** 0.5
         return unweighted
 

@@ -106,9 +106,7 @@ def carried_gram(
     return {"diagonal": moved.diagonal, "factor": moved.factor}
 
 
-def moved_gram(
-    linear: LinearMap, gram: Gram, transforms: Transforms, shift: Tensor | None = None, folded: bool = False
-) -> Gram:
+def moved_gram(linear: LinearMap, gram: Gram, transforms: Transforms, shift: Tensor | None, folded: bool) -> Gram:
     """The Gram of a map's inputs in the moved donor, float64.
 
     Args:
@@ -137,7 +135,7 @@ def moved_gram(
     return replace(gram, matrix=moved, count=_experts(linear, gram.count, transforms))
 
 
-def moved_moments(linear: LinearMap, moments: Tensor, transforms: Transforms, shift: Tensor | None = None) -> Tensor:
+def moved_moments(linear: LinearMap, moments: Tensor, transforms: Transforms, shift: Tensor | None) -> Tensor:
     """Means and mean squares of a map's inputs in the moved donor, (..., 2, n), float64.
 
     Args:

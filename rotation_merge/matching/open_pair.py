@@ -364,7 +364,7 @@ def read_alignment(pair: Pair, path: str, untie: bool = False) -> Alignment:
     return read_file(pair, path, untie).alignment
 
 
-def read_file(pair: Pair, path: str, untie: bool = False) -> AlignmentFile:
+def read_file(pair: Pair, path: str, untie: bool) -> AlignmentFile:
     """Read an alignment file of this pair.
 
     Raises:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Axis, Space, TensorInfo
 from rotation_merge.matching.matrix_pairs import axis_views
-from rotation_merge.model.apply import transform_tensor
+from rotation_merge.model.apply import at_least_float32, transform_tensor
 from rotation_merge.symmetry import SpaceTransform
 
 _ENTRIES = 1 << 22  # of a matrix widened at a time
@@ -148,7 +148,7 @@ def _chunks(x: Tensor, entries: int = _ENTRIES) -> Iterator[Tensor]:
     """The columns of a matrix in chunks of limited size, widened to float32 at least."""
     step = max(1, entries // max(1, x.shape[0]))
     for piece in x.split(step, dim=1):
-        yield piece.to(torch.promote_types(piece.dtype, torch.float32))
+        yield at_least_float32(piece)
 
 
 def _logits_axis(info: TensorInfo) -> int | None:

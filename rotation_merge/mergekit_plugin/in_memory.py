@@ -126,12 +126,12 @@ def opened_views(views: Sequence[View]) -> list[OpenedModel]:
 def merge_views(
     views: Sequence[View],
     opened: Sequence[OpenedModel],
-    method: str = "linear",
-    parameters: Mapping[str, Any] | None = None,
-    of_model: Sequence[Mapping[str, Any]] = (),
-    statistics: Sequence[Any] = (),
-    samples: Sequence[list[dict[str, Tensor]]] = (),
-    seed: int = 0,
+    method: str,
+    parameters: Mapping[str, Any] | None,
+    of_model: Sequence[Mapping[str, Any]],
+    statistics: Sequence[Any],
+    samples: Sequence[list[dict[str, Tensor]]],
+    seed: int,
 ) -> View:
     """Models in shared coordinates, merged by a delegate.
 

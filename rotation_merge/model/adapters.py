@@ -267,22 +267,22 @@ def lora_scale(config: Mapping[str, Any], module: str, rank: int, path: str) -> 
     Raises:
         CheckpointError: the config of the adapter at `path` gives none.
     """
-    alpha = _of_pattern(config, "alpha_pattern", module, config.get("lora_alpha"), path)
+    alpha = _alpha_of_pattern(config, module, config.get("lora_alpha"), path)
     number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
     if not number or rank < 1:
         raise damaged(f"lora_alpha of '{module}' is {alpha!r}", path)
     return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
 
 
-def _of_pattern(config: Mapping[str, Any], entry: str, module: str, otherwise: Any, path: str) -> Any:
+def _alpha_of_pattern(config: Mapping[str, Any], module: str, otherwise: Any, path: str) -> Any:
     """The value of the first pattern that a module's name ends with."""
-    patterns = config.get(entry) or {}
+    patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
-        raise damaged(f"'{entry}' is not a mapping", path)
+        raise damaged("'alpha_pattern' is not a mapping", path)
     try:
         return next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", module)), otherwise)
     except re.error as error:
-        raise damaged(f"'{entry}' holds a pattern that cannot be read ({error})", path) from error
+        raise damaged(f"'alpha_pattern' holds a pattern that cannot be read ({error})", path) from error
 
 
 def damaged(problem: str, path: str) -> CheckpointError:

@@ -12,6 +12,11 @@ from rotation_merge.architecture.model import Axis, AxisPiece, Part, TensorInfo,
 from rotation_merge.symmetry import SpaceTransform, TranslationTransform
 
 
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """A tensor in the dtype of computations: its own, but float32 where that is less precise."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def transform_tensor(
     tensor: Tensor, info: TensorInfo, transforms: Mapping[str, SpaceTransform], change: bool = False
 ) -> Tensor:
@@ -31,7 +36,7 @@ def transform_tensor(
     }
     if not moving:
         return tensor
-    result = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    result = at_least_float32(tensor)
     if info.offset and not change:
         return (transform_tensor(result.double() + info.offset, info, moving, change=True) - info.offset).to(
             result.dtype

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, Part, Space, TensorInfo
-from rotation_merge.model.apply import join_axis, split_axis, transform_tensor
+from rotation_merge.model.apply import at_least_float32, join_axis, split_axis, transform_tensor
 from rotation_merge.model.fold import Get
 from rotation_merge.model.source import TensorSource, read_tensor
 from rotation_merge.symmetry import SpaceTransform
@@ -130,11 +130,11 @@ def _with(info: TensorInfo, moved: Get, anchor: Get, known: list[HiddenBiases]) 
     for hidden in known if tensor is not None else ():
         assert tensor is not None
         for role in hidden.of(info):
-            tensor = _with_piece(_work(tensor), info, hidden.space, role, _required(anchor(info.key), info))
+            tensor = _with_piece(at_least_float32(tensor), info, hidden.space, role, _required(anchor(info.key), info))
         if hidden.bias is not None and hidden.bias.key == info.key:
             shift = shifted(hidden, moved, anchor)
             if shift is not None and bool(shift.any()):
-                tensor = _work(tensor) - _through(hidden, shift, moved)
+                tensor = at_least_float32(tensor) - _through(hidden, shift, moved)
     return tensor
 
 
@@ -150,7 +150,7 @@ def shifted(hidden: HiddenBiases, moved: Get, anchor: Get) -> Tensor | None:
         return None
     place = _place(hidden.values.axes[0], hidden.space, "v")
     assert place is not None
-    a, b = (split_axis(_work(x), 0, hidden.values.axes[0])[place] for x in (anchor_bias, donor_bias))
+    a, b = (split_axis(at_least_float32(x), 0, hidden.values.axes[0])[place] for x in (anchor_bias, donor_bias))
     return a.to(b) - b
 
 
@@ -284,7 +284,7 @@ def _with_piece(tensor: Tensor, info: TensorInfo, space: Space, role: str, repla
 def _through(hidden: HiddenBiases, shift: Tensor, moved: Get) -> Tensor:
     """The output map applied to a constant that all heads of a group read, shape (out,)."""
     assert hidden.output is not None
-    weight = _work(_required(moved(hidden.output.key), hidden.output))
+    weight = at_least_float32(_required(moved(hidden.output.key), hidden.output))
     dim = next(d for d, axis in enumerate(hidden.output.axes) if _place(axis, hidden.space, "o") is not None)
     axis = hidden.output.axes[dim]
     piece = split_axis(weight, dim, axis)[_place(axis, hidden.space, "o") or 0]
@@ -296,7 +296,3 @@ def _required(tensor: Tensor | None, info: TensorInfo) -> Tensor:
     if tensor is None:
         raise KeyError(info.key)
     return tensor
-
-
-def _work(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -213,7 +213,7 @@ def _data(report: MergeReport) -> list[str]:
     return ["", "### Data", "", "| used for | samples | source |", "|---|---|---|", *rows]
 
 
-def usage_lines(report: MergeReport, name: str, model_class: str | None, first: Sequence[str] = ()) -> list[str]:
+def usage_lines(report: MergeReport, name: str, model_class: str | None, first: Sequence[str]) -> list[str]:
     """Card lines: running the model, and making it again with and without the plugin."""
     if report.relation == "adapter":
         base = next(iter(_hub_ids(report)), report.base or report.anchor)
@@ -319,7 +319,7 @@ def updated_card(
     text: str,
     report: MergeReport,
     name: str,
-    model_class: str | None = None,
+    model_class: str | None,
     measured: Sequence[Mapping[str, Any]] = (),
     written: MergeReport | None = None,
     first: Sequence[str] = (),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, Norm, TensorInfo, stem_of
 from rotation_merge.errors import AlignmentError
-from rotation_merge.model.apply import join_axis, placed, split_axis
+from rotation_merge.model.apply import at_least_float32, join_axis, placed, split_axis
 from rotation_merge.model.source import TensorSource, read_tensor
 
 Get = Callable[[str], Tensor | None]
@@ -39,7 +39,7 @@ def fold_inputs(block: Block, info: TensorInfo, streams: Iterable[str]) -> list[
             if norm.shift is not None:
                 get(norm.shift)
             if info.key.endswith(".bias"):
-                get(_weight_key(info.key))
+                get(weight_key(info.key))
     for scale in block.scales:
         if scale.stream in streams and info.key in (scale.gain, *scale.writes):
             get(scale.gain)
@@ -80,10 +80,10 @@ def fold_tensor(
             if info.key == scale.gain:
                 tensor = torch.ones_like(tensor)
             elif info.key in scale.writes:
-                tensor = times_gain(_work(tensor), info, _required(get, scale.gain), scale.stream, "write")
+                tensor = times_gain(at_least_float32(tensor), info, _required(get, scale.gain), scale.stream, "write")
     for dim, axis in enumerate(info.axes):
         if any(part.role == "write" and part.space.name in centred for part in axis.parts):
-            tensor = _work(tensor)
+            tensor = at_least_float32(tensor)
             tensor = tensor - tensor.mean(dim, keepdim=True)
     return tensor
 
@@ -101,15 +101,17 @@ def _fold_norm(
     if info.key.endswith(".bias"):
         if shift is None or not _absorbs_shift(block, norm):
             return tensor
-        weight_info = block.tensor(_weight_key(info.key))
+        weight_info = block.tensor(weight_key(info.key))
         if weight_info is None:
             return tensor
-        return _work(tensor) + _constant(_work(_required(get, weight_info.key)), weight_info, shift, norm, tensor.ndim)
-    return times_gain(_work(tensor), info, _gain(norm, get), norm.stream)
+        return at_least_float32(tensor) + _constant(
+            at_least_float32(_required(get, weight_info.key)), weight_info, shift, norm, tensor.ndim
+        )
+    return times_gain(at_least_float32(tensor), info, _gain(norm, get), norm.stream)
 
 
 def unfold_change(
-    block: Block, info: TensorInfo, change: Tensor, get: Get, streams: Iterable[str], weight: Tensor | None = None
+    block: Block, info: TensorInfo, change: Tensor, get: Get, streams: Iterable[str], weight: Tensor | None
 ) -> Tensor:
     """The change of a stored tensor that has the same effect as `change` on the folded model.
 
@@ -134,14 +136,14 @@ def unfold_change(
         if not info.key.endswith(".bias"):
             change = times_gain(change, info, _reciprocal(block, norm, get, change.dtype), norm.stream)
             continue
-        weight_info = block.tensor(_weight_key(info.key))
+        weight_info = block.tensor(weight_key(info.key))
         if weight is not None and weight_info is not None and norm.shift is not None and _absorbs_shift(block, norm):
             shift = get(norm.shift) if block.tensor(norm.shift) is not None else None
             if shift is not None:
-                change = change - _constant(_work(weight), weight_info, shift, norm, change.ndim)
+                change = change - _constant(at_least_float32(weight), weight_info, shift, norm, change.ndim)
     for scale in block.scales:
         if scale.stream in streams and info.key in scale.writes:
-            factor = _inverse(block, scale.gain, _work(_required(get, scale.gain)))
+            factor = _inverse(block, scale.gain, at_least_float32(_required(get, scale.gain)))
             change = times_gain(change, info, factor, scale.stream, "write")
     return change
 
@@ -216,14 +218,14 @@ def _divided(block: Block, shift: Tensor, norm: Norm, get: Get, dtype: torch.dty
     Raises:
         AlignmentError: that error would be more than a few roundings.
     """
-    gain = _gain(norm, get).to(_work(shift))
+    gain = _gain(norm, get).to(at_least_float32(shift))
     if bool(((gain == 0) & (shift != 0)).any()):
         raise AlignmentError(
             f"the gain '{norm.gain}' has zeros and cannot be folded",
             where=block.name,
             remedy="use 'residual: permutation' instead of rotation",
         )
-    divided = torch.where(gain == 0, torch.zeros_like(gain), _work(shift) / gain)
+    divided = torch.where(gain == 0, torch.zeros_like(gain), at_least_float32(shift) / gain)
     size = float(divided.double().square().mean().sqrt())
     stored = max((shift.dtype, dtype or shift.dtype), key=lambda kind: torch.finfo(kind).eps)
     rounding = torch.finfo(stored).eps
@@ -239,7 +241,7 @@ def _divided(block: Block, shift: Tensor, norm: Norm, get: Get, dtype: torch.dty
 
 
 def _gain(norm: Norm, get: Get) -> Tensor:
-    return _work(_required(get, norm.gain)) + norm.offset
+    return at_least_float32(_required(get, norm.gain)) + norm.offset
 
 
 def _required(get: Get, key: str) -> Tensor:
@@ -249,12 +251,8 @@ def _required(get: Get, key: str) -> Tensor:
     return tensor
 
 
-def _weight_key(bias: str) -> str:
+def weight_key(bias: str) -> str:
     return bias.removesuffix("bias") + "weight"
-
-
-def _work(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _dim(info: TensorInfo, stream: str, role: str = "read") -> int:

@@ -67,7 +67,7 @@ def no_answer() -> tuple[str, str]:
     return "HF_HUB_OFFLINE is set", "unset it, or name a folder"
 
 
-def check_available(path: str, revision: str | None, cache: str | None = None) -> None:
+def check_available(path: str, revision: str | None, cache: str | None) -> None:
     """Refuse a hub model that is not cached while the hub cannot be reached.
 
     Raises:

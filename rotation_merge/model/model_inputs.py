@@ -168,13 +168,12 @@ class OpenedModel:
         return mark
 
 
-def open_like(model: ModelLike, name: str = "", config: Any = None, untie: bool = False) -> OpenedModel:
+def open_like(model: ModelLike, name: str = "", untie: bool = False) -> OpenedModel:
     """Open a model; no tensor of a checkpoint is read.
 
     Args:
         model: see `ModelLike`.
         name: of a model in memory, for messages; of a checkpoint its path is taken.
-        config: of a state dict that is given without; of a module its own counts.
         untie: give a head that shares the embedding's tensor one of its own.
 
     Raises:
@@ -200,14 +199,10 @@ def open_like(model: ModelLike, name: str = "", config: Any = None, untie: bool 
             raise CheckpointError(
                 "is a model of peft, with an adapter beside its weights", where=name or None, remedy=remedy
             )
-        config_of_model = getattr(model, "config", config)
-        return _in_memory(
-            name or type(model).__name__, model.state_dict(), _values(config_of_model, name, model), untie, model
-        )
+        config = getattr(model, "config", None)
+        return _in_memory(name or type(model).__name__, model.state_dict(), _values(config, name, model), untie, model)
     if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], Mapping):
         return _in_memory(name or "the state dict", model[0], _values(model[1], name), untie)
-    if isinstance(model, Mapping) and config is not None:
-        return _in_memory(name or "the state dict", model, _values(config, name), untie)
     problem = (
         "is a state dict without its config" if isinstance(model, Mapping) else f"is of type {type(model).__name__}"
     )

@@ -68,7 +68,7 @@ class RemoteHeaders:
 
 
 @contextmanager
-def remote_headers(names: Sequence[str], offline: bool = False) -> Iterator[RemoteHeaders]:
+def remote_headers(names: Sequence[str], offline: bool) -> Iterator[RemoteHeaders]:
     """Have the headers of models of the hub in the place of its cache while the block runs; the hub is not asked then.
 
     Args:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rotation_merge.architecture.sentence import MODES
+from rotation_merge.architecture.sentence import MODES, dense
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.headers import read_json, reason
 
@@ -127,7 +127,7 @@ class SentenceLoader:
 
     def __init__(self, base: Any, folder: str, modules: list[dict[str, Any]]) -> None:
         self.base = base
-        self.prefixes = {_weights(folder, module["path"]): f"{module['path']}." for module in _dense(modules)}
+        self.prefixes = {_weights(folder, module["path"]): f"{module['path']}." for module in dense(modules)}
         self.tensors = module_tensors(folder, modules)
         module_paths = {
             name: file for file, prefix in self.prefixes.items() for name in self.tensors if name.startswith(prefix)
@@ -146,15 +146,11 @@ class SentenceLoader:
         self.base.flush()
 
 
-def _dense(modules: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [module for module in modules if module["type"] == "Dense"]
-
-
 def module_tensors(folder: str, modules: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Tensors of the dense modules, by their names in the whole model."""
     return {
         f"{module['path']}.{name}": tensor
-        for module in _dense(modules)
+        for module in dense(modules)
         for name, tensor in _read(os.path.join(folder, _weights(folder, module["path"]))).items()
     }
 
@@ -183,7 +179,7 @@ def _read(path: str) -> dict[str, Tensor]:
 
 def module_of(name: str, modules: list[dict[str, Any]]) -> str | None:
     """The path of a tensor's module; None for the transformer's."""
-    return next((module["path"] for module in _dense(modules) if name.startswith(f"{module['path']}.")), None)
+    return next((module["path"] for module in dense(modules) if name.startswith(f"{module['path']}.")), None)
 
 
 def write_modules(source: str, out: str, tensors: Mapping[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo, factors_of
+from rotation_merge.model.apply import at_least_float32
 from rotation_merge.model.labels import LabelRows, in_order
 from rotation_merge.model.source import TensorSource, read_tensor
 
@@ -47,7 +48,7 @@ class AverageSource:
         first = self.sources[0][name]
         if not first.is_floating_point():
             return first
-        start = first.to(torch.promote_types(first.dtype, torch.float32))
+        start = at_least_float32(first)
         total, apart = start.clone(), torch.empty_like(start)
         for source, share in zip(self.sources[1:], self.shares[1:], strict=True):
             total.add_(torch.sub(source[name].to(start), start, out=apart), alpha=share)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -29,7 +28,7 @@ from rotation_merge.architecture.model import (
     stem_of,
 )
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.apply import join_axis, split_axis
+from rotation_merge.model.apply import at_least_float32, join_axis, split_axis
 from rotation_merge.model.fold import fold_tensor
 from rotation_merge.model.source import TensorSource, read_tensor
 
@@ -105,7 +104,7 @@ class Widening:
         result = fold_tensor(block, info, get, self.folded, self.centred)
         if result is stored and info.axes == larger.axes and factor == 1.0:
             return stored
-        result = result.to(torch.promote_types(result.dtype, torch.float32))
+        result = at_least_float32(result)
         if factor != 1.0:
             offset = next((norm.offset for norm in block.norms if norm.gain == info.key), 0.0)
             result = (result.double() + offset).mul(factor).sub(offset).to(result.dtype)

@@ -147,7 +147,7 @@ def identity(rows: Sequence[SpaceRow]) -> str:
     if not lines:
         return ""
     hint = "Distance of each map from the identity; for permutations, the share of entries that move."
-    return card("Distance of the maps from the identity", hint, heatmap(lines, [str(x) for x in layers], "layer"))
+    return card("Distance of the maps from the identity", hint, heatmap(lines, [str(x) for x in layers]))
 
 
 def cumulative(rows: Sequence[SpaceRow]) -> str:
@@ -345,7 +345,7 @@ def legend(entries: Sequence[tuple[str, str, bool]]) -> str:
     return f'<div class="legend">{items}</div>'
 
 
-def heatmap(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[str], x_label: str) -> str:
+def heatmap(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[str]) -> str:
     """Rows of cells coloured from 0 (page colour) to the largest value; hover text gives the value."""
     top = max((value for _, values in rows for value in values if value is not None), default=0.0) or 1.0
     left_margin, cell = 92, 22
@@ -361,7 +361,7 @@ def heatmap(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequenc
                 continue
             x = left_margin + j * wide
             shape = f'x="{x:.2f}" y="{i * cell + 1}" width="{max(wide - 0.8, 0.6):.2f}" height="{cell - 2}"'
-            hint = f"{name}, {x_label} {columns[j]}: {number(value)}"
+            hint = f"{name}, layer {columns[j]}: {number(value)}"
             parts.append(f'<rect class="empty" {shape}/>')
             parts.append(f'<rect class="cell" {shape} opacity="{value / top:.3f}"><title>{escape(hint)}</title></rect>')
     every = max(1, -(-len(columns) // 10))
@@ -370,7 +370,7 @@ def heatmap(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequenc
         parts.append(
             f'<text class="tick" x="{x:.1f}" y="{len(rows) * cell + 13}" text-anchor="middle">{columns[j]}</text>'
         )
-    parts.append(f'<text class="axis" x="{WIDTH - RIGHT}" y="{height - 2}" text-anchor="end">{escape(x_label)}</text>')
+    parts.append(f'<text class="axis" x="{WIDTH - RIGHT}" y="{height - 2}" text-anchor="end">layer</text>')
     return "".join(parts) + f'</svg><p class="hint">Full colour: {number(top)}; no colour: the identity.</p>'
 
 

@@ -66,8 +66,9 @@ def _short(name: str) -> str:
     return name if "(" in name else name.rstrip("/").rpartition("/")[2]
 
 
-def text_plot(barrier: Barrier, height: int = 12, width: int = 56) -> str:
+def text_plot(barrier: Barrier) -> str:
     """The curves drawn with characters, for a terminal."""
+    height, width = 12, 56
     values = [loss for curve in barrier.curves for loss in curve.loss]
     low, high = min(values), max(values)
     span = (high - low) or 1.0

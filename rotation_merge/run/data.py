@@ -410,7 +410,7 @@ Samples = Any
 def read_samples(
     opened: OpenedModel,
     samples: Samples,
-    limit: int | None = None,
+    limit: int | None,
     batch_size: int = 16,
     length: int = 128,
     seed: int = 0,

@@ -106,7 +106,7 @@ SCALES = (1, 2, 3, 4, 6, 8)
 """Noise is drawn on grids of so many cells a side (and of the full size), and enlarged."""
 
 
-def synthetic_images(model: Any, model_path: str, count: int, seed: int = 0) -> Tensor:
+def synthetic_images(model: Any, model_path: str, count: int, seed: int) -> Tensor:
     """Noise of several scales, contrasts and brightnesses, squashed into the range of real pixels; float32, NCHW.
 
     Args:

@@ -412,9 +412,7 @@ class Runner:
         self.module(self.block.name)(*arguments, **named)
 
 
-def filled_model(
-    config: Any, source: TensorSource, architecture: Architecture, dtype: torch.dtype, device: str = "cpu"
-) -> Any:
+def filled_model(config: Any, source: TensorSource, architecture: Architecture, dtype: torch.dtype, device: str) -> Any:
     """A model with all of its weights, read from any source; see `Runner`."""
     return Runner(config, source, architecture, [], dtype=dtype, device=device).fill_all()
 

@@ -24,7 +24,7 @@ def pull(
     out: str,
     weights: bool,
     watch: Callable[[str], None],
-    include: Sequence[str] = (),
+    include: Sequence[str],
 ) -> Manifest:
     """Download a published folder: recipes first, and check each file on arrival.
 

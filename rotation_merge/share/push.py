@@ -26,12 +26,12 @@ from rotation_merge.report.html import read_report
 from rotation_merge.report.integrity import check_folder
 from rotation_merge.run.statistics_file import Statistics
 from rotation_merge.run.statistics_writer import checkpoint_of
-from rotation_merge.share.complete_recipe import STATISTICS as MEASURED
-from rotation_merge.share.complete_recipe import completed
 from rotation_merge.share.contents import chosen_files, included, is_statistics, published_name
 from rotation_merge.share.manifest import Manifest, sha256_of
+from rotation_merge.share.names import STATISTICS as MEASURED
 from rotation_merge.share.names import (
     Renaming,
+    completed,
     files_in,
     given_names,
     is_local,
@@ -466,7 +466,7 @@ def _adapter_config(text: str, renaming: Renaming) -> str:
     )
 
 
-def publish(plan: Draft, private: bool = False) -> str:
+def publish(plan: Draft, private: bool) -> str:
     """Upload everything; gives the commit.
 
     Raises:

@@ -16,6 +16,7 @@ from rotation_merge.linalg.scaling import best_scale, cost
 from rotation_merge.symmetry.base import GroupElement, broadcast
 from rotation_merge.symmetry.group import Group
 from rotation_merge.symmetry.planar import pair_dims
+from rotation_merge.symmetry.scaling import scaling_distance
 from rotation_merge.symmetry.statistics import Grams
 from rotation_merge.symmetry.tangent import Freedom, Steps, scaled
 
@@ -77,8 +78,7 @@ class Exchange(GroupElement):
         return (x * broadcast(factors, x, batch_dim, dim)).to(x.dtype)
 
     def distance(self) -> Tensor:
-        """Root mean square of |log |factor||, plus the fraction of negative signs."""
-        return self.factor.abs().log().pow(2).mean(1).sqrt() + (self.factor < 0).double().mean(1)
+        return scaling_distance(self.factor)
 
     def tensors(self) -> dict[str, Tensor]:
         layout = torch.tensor(LAYOUTS.index(self.layout), device=self.factor.device)

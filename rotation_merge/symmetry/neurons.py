@@ -19,7 +19,7 @@ _PROOF_FLOPS = 700.0
 """Operations for each weight that prove an order of neurons the best between near models, without all products."""
 
 
-def act_on_neurons(element: Monomial, degree: int, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
+def act_on_neurons(element: Monomial, degree: int, x: Tensor, role: str, dim: int, dual: bool) -> Tensor:
     """Move dimension `dim` of x, whose dimension 0 counts the elements (one for each expert).
 
     Roles: `in` (rows into the neurons; up, where gated), `out` (columns out of them, which the activation's degree

@@ -10,6 +10,11 @@ from torch import Tensor
 from rotation_merge.symmetry.base import GroupElement, broadcast
 
 
+def scaling_distance(factor: Tensor) -> Tensor:
+    """Root mean square of |log |factor||, plus the fraction of negative signs, (G,)."""
+    return factor.abs().log().pow(2).mean(1).sqrt() + (factor < 0).double().mean(1)
+
+
 @dataclass(frozen=True, eq=False)
 class Scaling(GroupElement):
     """``aligned = factor * donor``, on the dual side ``donor / factor``; factor nonzero, float64, shape (G, d)."""
@@ -55,8 +60,7 @@ class Scaling(GroupElement):
         return (x * broadcast(factor, x, batch_dim, dim)).to(x.dtype)
 
     def distance(self) -> Tensor:
-        """Root mean square of |log |factor||, plus the fraction of negative signs."""
-        return self.factor.abs().log().pow(2).mean(1).sqrt() + (self.factor < 0).double().mean(1)
+        return scaling_distance(self.factor)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"factor": self.factor}

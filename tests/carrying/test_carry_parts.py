@@ -30,7 +30,7 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.task_vectors import added_by_wudi
 from rotation_merge.carrying import carrier as carry
-from rotation_merge.carrying.bases import open_bases
+from rotation_merge.carrying.bases import in_order, open_bases
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN
 from rotation_merge.carrying.delta import of_low_rank
@@ -52,7 +52,6 @@ from rotation_merge.matching.match import match_model
 from rotation_merge.mergekit_plugin.planning import tasks
 from rotation_merge.model import biases, slices
 from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.depth import in_order
 from rotation_merge.model.factors import LowRank, dense
 from rotation_merge.model.source import read_tensor
 from rotation_merge.run.data import Data

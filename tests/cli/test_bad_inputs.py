@@ -19,12 +19,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from interrupted_support import forked
-from plugin_support import command, make, one_error, recipe_for, state, twin, write_recipe
+from plugin_support import Evil, SpoiltDonor, command, make, one_error, recipe_for, state, twin, write_recipe
 from safetensors.torch import save_file
 
 
 @dataclass
-class Bench:
+class Bench(SpoiltDonor):
     """A good recipe and its models, to be spoilt."""
 
     folder: Path
@@ -43,18 +43,6 @@ class Bench:
 
     def delegate(self, name: str, **parameters: Any) -> None:
         self.recipe = recipe_for(name, self.anchor, self.donor, **parameters)
-
-    def weights(self) -> Path:
-        return self.donor / "model.safetensors"
-
-    def tensors(self, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-        found = state(self.donor)
-        change(found)
-        save_file(found, self.weights(), {"format": "pt"})
-
-    def config(self, **changes: Any) -> None:
-        path = self.donor / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
     def text(self, old: str, new: str) -> None:
         """Change the recipe as text."""
@@ -82,16 +70,6 @@ class Bench:
         path = self.donor / "model.safetensors.index.json"
         path.write_text(json.dumps({"metadata": {}, "weight_map": index}))
         return path
-
-
-class Evil:
-    """Runs code where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.path,))
 
 
 def by_file(bench: Bench, file: Path) -> None:

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from cli_support import run
-from plugin_support import make, state
-from safetensors.torch import save_file
+from plugin_support import SpoiltDonor, make, state
 
 
 @dataclass
-class Bench:
+class Bench(SpoiltDonor):
     """Good models and a good recipe in a folder of their own, to be spoilt."""
 
     folder: Path
@@ -35,18 +33,6 @@ class Bench:
         found = self.recipe.read_text()
         assert old in found
         self.recipe.write_text(found.replace(old, new))
-
-    def weights(self) -> Path:
-        return self.donor / "model.safetensors"
-
-    def config(self, **changes: object) -> None:
-        path = self.donor / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    def tensors(self, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-        found = state(self.donor)
-        change(found)
-        save_file(found, self.weights(), {"format": "pt"})
 
     def other(self, family: str, **sizes: object) -> None:
         shutil.rmtree(self.donor)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from interrupted_support import assert_whole_or_not_at_all, equal, forked, load, run
-from plugin_support import merged, one_error, recipe_for, state, write_recipe
+from plugin_support import files_of, merged, one_error, recipe_for, state, write_recipe
 
 from rotation_merge.model import output
 
@@ -87,10 +87,6 @@ def exchanged(new: Path, target: Path, step: int) -> bool:
     os._exit(0)
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_killed_at_every_step_of_the_exchange(tmp_path: Path, pair: tuple[Path, Path]) -> None:
     """What loads meanwhile is one of the two; the next run finds the folder as it was, or as it was to be, each file of
     it, before it writes anything itself."""
@@ -103,9 +99,9 @@ def test_killed_at_every_step_of_the_exchange(tmp_path: Path, pair: tuple[Path, 
         (tmp_path / place).write_text(text)
     (tmp_path / "new" / "sub").mkdir()
     (tmp_path / "new" / "sub" / "both").write_text("new")
-    before = files(tmp_path / "old")
+    before = files_of(tmp_path / "old")
     others = {name: content for name, content in before.items() if not output.is_of_a_model(name)}
-    after, undone = {**others, **files(tmp_path / "new")}, 0
+    after, undone = {**others, **files_of(tmp_path / "new")}, 0
     for step in range(1, 200):
         target = tmp_path / f"target{step}"
         shutil.copytree(tmp_path / "old", target)
@@ -113,11 +109,11 @@ def test_killed_at_every_step_of_the_exchange(tmp_path: Path, pair: tuple[Path, 
         assert_whole_or_not_at_all(target, old, new)
         with pytest.raises(KeyError), output.staged(str(target)):
             raise KeyError
-        assert files(target) in (before, after), step
-        undone += files(target) == before
+        assert files_of(target) in (before, after), step
+        undone += files_of(target) == before
         assert [path.name for path in tmp_path.glob(".*")] == []
         if lived:
-            assert files(target) == after
+            assert files_of(target) == after
             assert undone > 12
             return
     raise AssertionError("the exchange never came to its end")

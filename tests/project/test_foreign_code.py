@@ -16,7 +16,7 @@ from cli_support import app
 from click.testing import CliRunner
 from mergekit.io.tasks import LoaderCache
 from mergekit.scripts.run_yaml import main as mergekit_yaml
-from plugin_support import make, recipe_for, state, write_recipe
+from plugin_support import Evil, make, recipe_for, state, write_recipe
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rotation_merge"
 
@@ -31,16 +31,6 @@ def bench(pair: tuple[Path, Path], tmp_path: Path) -> Path:
     save_file({"input_ids": torch.arange(40).view(2, 20)}, tmp_path / "data.safetensors")
     write_recipe(recipe_for("linear", tmp_path / "anchor", tmp_path / "donor"), tmp_path / "recipe.yml")
     return tmp_path
-
-
-class Evil:
-    """Runs code where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.path,))
 
 
 def own_class(bench: Path) -> None:

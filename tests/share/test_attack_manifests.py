@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cli_support import run
 from hub_support import MANIFEST_FILE, Hub, publish_as_push_does
-from plugin_support import one_error
+from plugin_support import files_of, one_error
 
 from rotation_merge.share.contents import belongs, is_weights, well_formed
 
@@ -17,19 +17,15 @@ REPO = "org/evil"
 HONEST = {"config.json": b"{}", "README.md": b"# x\n", "alignment/0-maps.safetensors": b"maps"}
 
 
-def on_disk(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def refused(home: Hub, folder: Path, *options: str) -> str:
     """The line that a pull ends in, onto nothing and onto a folder that holds something."""
     (folder / "there").mkdir()
     (folder / "there" / "config.json").write_text('{"mine": 1}')
-    before = on_disk(folder)
+    before = files_of(folder)
     done = run("pull", REPO, folder / "new", *options)
     again = run("pull", REPO, folder / "there", "--force", *options)
     assert (done.exit_code, again.exit_code) == (2, 2), done.output
-    assert on_disk(folder) == before
+    assert files_of(folder) == before
     assert sorted(path.name for path in folder.iterdir()) == ["there"]
     line = one_error(done.output)
     assert line.isprintable()
@@ -39,7 +35,7 @@ def refused(home: Hub, folder: Path, *options: str) -> str:
 def test_what_is_honest_is_taken(home: Hub, tmp_path: Path) -> None:
     publish_as_push_does(home, REPO, HONEST)
     assert run("pull", REPO, tmp_path / "out").exit_code == 0
-    assert on_disk(tmp_path / "out").keys() == {*HONEST, MANIFEST_FILE}
+    assert files_of(tmp_path / "out").keys() == {*HONEST, MANIFEST_FILE}
 
 
 PLACES = {
@@ -131,7 +127,7 @@ def test_a_user_may_include_a_file(home: Hub, tmp_path: Path) -> None:
     publish_as_push_does(home, REPO, {**HONEST, "plots/a.svg": b"x", "notes.pdf": b"y"})
     assert "'plots/a.svg'" in one_error(run("pull", REPO, tmp_path / "out", "--include", "*.pdf").output)
     assert run("pull", REPO, tmp_path / "out", "--include", "*.pdf", "--include", "plots/*").exit_code == 0
-    assert on_disk(tmp_path / "out").keys() == {*HONEST, "plots/a.svg", "notes.pdf", MANIFEST_FILE}
+    assert files_of(tmp_path / "out").keys() == {*HONEST, "plots/a.svg", "notes.pdf", MANIFEST_FILE}
 
 
 def test_force_replaces_a_model_and_keeps_what_else_is_there(home: Hub, tmp_path: Path) -> None:
@@ -147,7 +143,7 @@ def test_force_replaces_a_model_and_keeps_what_else_is_there(home: Hub, tmp_path
     publish_as_push_does(home, REPO, files)
     assert "already exists" in one_error(run("pull", REPO, out).output)
     assert run("pull", REPO, out, "--force").exit_code == 0
-    found = on_disk(out)
+    found = files_of(out)
     found.pop(MANIFEST_FILE)
     assert found == {**kept, **files}
 

@@ -36,7 +36,7 @@ APART = f"do not average the two, or {LEARN}"
 EVERYTHING = AlignConfig(heads="permutation", residual="largest")
 
 
-def of_pairs(case: Case, progress: Progress | None = None) -> Iterator[Cause]:
+def of_pairs(case: Case, progress: Progress | None) -> Iterator[Cause]:
     """Causes from comparing the first parent with each other one."""
     if case.method == "passthrough" and case.recipe.get("slices"):
         yield Cause(

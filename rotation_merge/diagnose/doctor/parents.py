@@ -89,7 +89,7 @@ class ParentSpan:
         return [tensor for tensor in tensors if tensor is not None and tuple(tensor.shape) == shape]
 
 
-def parents_of(case: Case, progress: Progress | None = None) -> ParentSpan:
+def parents_of(case: Case, progress: Progress | None) -> ParentSpan:
     """The parents that are here, as the merge saw them.
 
     Raises:

@@ -76,7 +76,7 @@ class Comparison:
     ordered: set[str] = field(default_factory=set)
 
 
-def of_span(case: Case, progress: Progress | None = None) -> Iterator[Cause]:
+def of_span(case: Case, progress: Progress | None) -> Iterator[Cause]:
     """Faults of single tensors of a merge compared with its parents.
 
     For a recipe, of parents compared with the first one.

@@ -148,9 +148,7 @@ def check_adapter(model: Model, origin: Model | None = None) -> None:
         check_own_base(model, [origin], "name its own base ('finetuned_from'), or run mergekit with --allow-crimes")
 
 
-def added_as_it_is(
-    recipe: Recipe, reader: ConfigReader, model: ModelReference, base: Model, origin: Model
-) -> tuple[bool, str]:
+def added_as_it_is(reader: ConfigReader, model: ModelReference, base: Model, origin: Model) -> tuple[bool, str]:
     """Whether a donor's change is added without alignment, and a note on it.
 
     This holds if its base and the anchor share their coordinates and the recipe asks for no matching.

@@ -163,7 +163,7 @@ class Donors:
         unmoved, words = False, ""
         check_adapter(self.models[model], self.models[origin] if origin is not None else None)
         if origin is not None:
-            unmoved, words = added_as_it_is(self.recipe, reader, model, self._base, self.models[origin])
+            unmoved, words = added_as_it_is(reader, model, self._base, self.models[origin])
         if unmoved and path is None:
             self.recipe.relations[model] = UNMOVED
         varying = self.recipe.varying(reader, model) if path is None else NOTHING

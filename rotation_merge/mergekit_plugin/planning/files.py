@@ -79,16 +79,13 @@ def recipe_outputs(config: MergeConfiguration, out: str | None) -> list[Output]:
 RENAME = "name another file, or move it away"
 
 
-def check_pulled(config: MergeConfiguration, path: str | None = None) -> None:
+def check_pulled(config: MergeConfiguration) -> None:
     """Refuse outputs of a pulled recipe outside the current folder.
-
-    Args:
-        path: the recipe's file, if it is not the one that is being run.
 
     Raises:
         RecipeError: names the parameter.
     """
-    path = path or recipe_file()
+    path = recipe_file()
     if path is None or not os.path.exists(os.path.join(os.path.dirname(path), MANIFEST_FILE)):
         return
     folder = os.path.realpath(os.getcwd())

@@ -98,7 +98,7 @@ def weight_files(path: str) -> tuple[str, ...]:
     return split_files(_only(path) if os.path.isdir(path) else path) if is_gguf(path) and os.path.exists(path) else ()
 
 
-def located(path: str, revision: str | None, cache: str | None = None) -> tuple[str | None, str]:
+def located(path: str, revision: str | None, cache: str | None) -> tuple[str | None, str]:
     """The local folder of a GGUF model, if it exists, and its repository's name on the hub, if any."""
     parts = _of_hub(path)
     file = _here(path, revision, cache)

@@ -165,12 +165,11 @@ class GgufPlan:
         return whole
 
 
-def plan_gguf(model: Model, kind: str = "f16", name: str = "") -> GgufPlan:
+def plan_gguf(model: Model, kind: str = "f16") -> GgufPlan:
     """Plan a checkpoint's GGUF; reads no weights.
 
     Args:
         kind: f16 or q8_0.
-        name: name of the model in the file.
 
     Raises:
         CheckpointError: its class, its config or its tokenizer has no place in GGUF, as far as is known here.
@@ -185,7 +184,7 @@ def plan_gguf(model: Model, kind: str = "f16", name: str = "") -> GgufPlan:
     general = {
         "general.architecture": family.architecture,
         "general.type": "model",
-        "general.name": name or os.path.basename(model.folder.rstrip(os.sep)),
+        "general.name": os.path.basename(model.folder.rstrip(os.sep)),
         **({"general.basename": family.named} if family.named else {}),
         "general.file_type": FILE_TYPES[kind.upper()],
         **({"general.quantization_version": 2} if kind == "q8_0" else {}),

@@ -56,7 +56,7 @@ def mend(folder: str, parents: Sequence[str] = (), weights: bool = False) -> lis
     return done
 
 
-def copy_companions(folder: str, parents: Sequence[str], without: Collection[str] = ()) -> list[str]:
+def copy_companions(folder: str, parents: Sequence[str], without: Collection[str]) -> list[str]:
     """Copy the small files that parents have and a folder that is being written lacks; gives their names.
 
     Args:
@@ -73,7 +73,7 @@ def copy_companions(folder: str, parents: Sequence[str], without: Collection[str
     return list(copies)
 
 
-def mended_copy(folder: str, out: str, parents: Sequence[str] = (), weights: bool = False) -> list[str]:
+def mended_copy(folder: str, out: str, parents: Sequence[str], weights: bool) -> list[str]:
     """`mend` on a copy, which comes to its place whole."""
     with staged(out) as staging:
         shutil.copytree(folder, staging, symlinks=False)
