@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from cli_support import CHECKPOINTS, run
+from gguf_support import written
 from plugin_support import mergekit_yaml, one_error, state, write_state
 from safetensors.torch import load_file, save_file
 from test_merge_command import planner
@@ -68,6 +69,44 @@ def test_a_card_names_the_base_and_merges_are_none(tmp_path: Path) -> None:
     shutil.rmtree(away)
     (home / "merge" / "mergekit_config.yml").write_text("merge_method: linear")
     assert find_base(models) is None
+
+
+@pytest.mark.parametrize("stored", ["folder", "hub"])
+def test_a_config_names_the_model_that_was_trained(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the base only by its weights: a sibling, or a model itself, may stand there as well."""
+    models = [copied(ENGLISH, tmp_path / "home" / "a"), copied(C, tmp_path / "home" / "b")]
+    assert find_base(models) is None
+    snapshot = tmp_path / "cache" / "models--org--base"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    name = copied(BASE, tmp_path / "away") if stored == "folder" else "org/base"
+    if stored == "hub":
+        copied(BASE, snapshot / "snapshots" / "1")
+        (snapshot / "refs").mkdir()
+        (snapshot / "refs" / "main").write_text("1")
+    for named, known in ((ENGLISH, False), (name, True)):
+        config = Path(models[0]) / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "_name_or_path": named}))
+        base = find_base(models)
+        assert (base is not None) == known
+    assert base is not None
+    assert (base.name, base.why) == (name, "by its weights")
+
+
+def test_a_base_in_gguf_stands_beside(tmp_path: Path) -> None:
+    models = [copied(ENGLISH, tmp_path / "a"), copied(C, tmp_path / "b")]
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    assert find_base(models) is None
+    base = find_base([*models], str(written(Path(BASE), tmp_path / "base.gguf")))
+    assert base is not None
+    found = find_base(models)
+    assert found is not None
+    assert (found.name, found.why) == (base.name, "by its weights")
+    as_gguf = [str(written(Path(model), Path(f"{model}.gguf"))) for model in models]
+    for model in models:
+        shutil.rmtree(model)
+    found = find_base(as_gguf)
+    assert found is not None
+    assert found.name == base.name
 
 
 def test_an_adapter_stands_on_its_base() -> None:
