@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.low_rank import with_lora
-from rotation_merge.averaging.methods import BLOCK, MODEL, plan_of
+from rotation_merge.averaging.methods import BLOCK, MODEL, numbers_for, plan_of
 from rotation_merge.averaging.polish import TOGETHER, PolishConfig, PolishOptions, SharedBody, check_trainable
 from rotation_merge.averaging.polish import polish as distil
 from rotation_merge.carrying.config import TransferConfig
@@ -35,7 +35,7 @@ from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, o
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.heads import head_names, heads_of_teachers
 from rotation_merge.model.lora import AdapterWeights
-from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_names, open_like
+from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_names, open_like, paths_of, several
 from rotation_merge.model.naming import anywhere, check_different
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.view import View, as_stored
@@ -146,14 +146,10 @@ def average(
     """
     for name, value, of in (("limit", limit, "samples"), ("seed", seed, "seed")):
         MeasureConfig.options()[of].check(name, value)
-    views = [model if isinstance(model, View) else as_stored(open_like(model)) for model in _several(models)]
-    if not views or (weights is not None and len(weights) != len(views)):
-        count = 0 if weights is None else len(weights)
-        raise RecipeError(f"{count} weights for {len(views)} models", remedy="give one weight for each model")
-    try:
-        shares = None if weights is None else [float(weight) for weight in weights]
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"'weights' are {short(repr(weights))}", remedy="give one number for each model") from error
+    views = [model if isinstance(model, View) else as_stored(open_like(model)) for model in several(models)]
+    if not views:
+        raise RecipeError("no models are given", remedy="give one model or more")
+    shares = None if weights is None else numbers_for(weights, len(views), "model")
     if shares is not None and abs(sum(shares)) < 1e-12:
         raise RecipeError("the weights' sum is zero", remedy="give weights whose sum is not zero")
     if not isinstance(method, str):
@@ -305,7 +301,7 @@ def polish(
         RotationMergeError: models or samples are of no use.
     """
     config = PolishConfig.or_default(config)
-    opened, parents = open_like(merged), [open_like(teacher) for teacher in _several(teachers)]
+    opened, parents = open_like(merged), [open_like(teacher) for teacher in several(teachers)]
     if not parents:
         raise RecipeError("no teachers are given", remedy="give the models that were merged")
     heads = _heads(opened, parents)
@@ -385,9 +381,9 @@ def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: Barri
 
 
 def merge(
-    models: Sequence[str],
+    models: Iterable[str | os.PathLike[str]],
     out: str | os.PathLike[str],
-    data: Sequence[str] = (),
+    data: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
     config: MergeConfig | None = None,
     *,
     anyway: bool = False,
@@ -398,7 +394,7 @@ def merge(
     Args:
         models: folders or names of the hub; the anchor first.
         out: a folder, new or empty.
-        data: a source of samples for all models, or one for each; empty: samples that the models write.
+        data: a source of samples for all models, or a list with one for each; empty: samples that the models write.
         anyway: write the best merge even if one parent alone is better.
         watch: called with each line of progress.
 
@@ -408,12 +404,13 @@ def merge(
     Raises:
         RotationMergeError: models, data or the folder are of no use.
     """
-    names, place = [anywhere(model) for model in _several(models)], os.path.abspath(out)
+    names, place = [anywhere(model) for model in paths_of(models)], os.path.abspath(out)
     if len(names) < 2:
         raise RecipeError(f"{len(names)} models are given", remedy="name two or more")
     check_different(names)
     config = MergeConfig.or_default(config)
-    sources = tuple(data) or (usual_data(names[0]),)
+    sources = tuple(paths_of([data] if isinstance(data, str | os.PathLike) else data, "source of samples"))
+    sources = sources or (usual_data(names[0]),)
     search_config = SearchConfig(tuple(names), place, sources, **asdict(config))
     check_outputs([Output(place, "out", FOLDER)], [Input(name, "model") for name in names])
     with Clock(config.seconds, watch or LOG.info, lambda _: None) as clock:
@@ -588,14 +585,3 @@ def _as_it_is(opened: OpenedModel) -> nn.Module:
         module: nn.Module = for_evaluation(opened)
         return module
     return opened.module
-
-
-def _several(models: Any) -> list[ModelLike]:
-    """Models as a list.
-
-    Raises:
-        RecipeError: they are one model, or none.
-    """
-    if isinstance(models, str | os.PathLike | nn.Module | Mapping) or not isinstance(models, Iterable):
-        raise RecipeError(f"one {type(models).__name__} stands where models belong", remedy="give a list of models")
-    return list(models)

@@ -112,6 +112,7 @@ def test_averages_of_averages(pair: Pair) -> None:
         ({"samples": [{}]}, "have no effect with linear"),
         ({"method": "regmean", "samples": "text.txt"}, "give batches of input_ids"),
         ({"weights": [1.0]}, "1 weights for 2 models"),
+        ({"weights": 1.0}, "one number for each model"),
     ],
 )
 def test_bad_input_is_one_line(options: dict[str, Any], words: str) -> None:
