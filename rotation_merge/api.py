@@ -33,7 +33,7 @@ from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, Match
 from rotation_merge.matching.teachers import AnsweredSamples, write_answers
 from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, opened_views
 from rotation_merge.model.adapters import Adapter, is_adapter
-from rotation_merge.model.heads import head_names, heads_of_teachers
+from rotation_merge.model.heads import free_name, head_names, heads_in, heads_of_teachers, under_head
 from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_names, open_like, paths_of, several
 from rotation_merge.model.naming import anywhere, check_different
@@ -134,7 +134,9 @@ def average(
         statistics: of each model, instead of samples: results of `measure`, or its files.
         limit: of sources by name at most so many examples.
         seed: of everything random.
-        **parameters: of the method, such as `t` or `density`; `lambda_` stands for `lambda`.
+        **parameters: of the method, such as `t` or `density`; `lambda_` stands for `lambda`. `exclude` and `heads_of`
+            as in recipes: with `heads_of="each"` the result's `heads` are the merged body under the heads of all models
+            but the first, by the names of their folders.
 
     Returns:
         A lazy view: tensors are merged one by one, in float32 at least, and rounded once; `refit` solves the whole
@@ -180,7 +182,15 @@ def average(
         for number, (model, source) in enumerate(zip(opened, sources, strict=True)):
             batches.append(read_samples(model, source, limit, seed=seed + number).batches)
             of_model[number]["data"] = "samples" if shared else f"samples of model {number + 1}"
-    return merge_views(views, opened, method, parameters, of_model, measured, batches, seed)
+    result = merge_views(views, opened, method, parameters, of_model, measured, batches, seed)
+    if parameters.get("heads_of") != "each":
+        return result
+    if plan.unit == MODEL:
+        raise RecipeError(f"'heads_of: each' with {method} needs files", remedy="write a recipe for mergekit-yaml")
+    heads: dict[str, View] = {}
+    for view in views[1:]:
+        heads[free_name(os.path.basename(view.opened.name.rstrip("/")), heads)] = under_head(result, view)
+    return result.with_heads(heads)
 
 
 def _measured(
@@ -289,8 +299,8 @@ def polish(
 
     Args:
         merged: as `align` takes models, or a view.
-        teachers: the models that were merged. Where the merge is a folder with `heads` (`heads_of: each`), each of
-            those trains the body under its own head.
+        teachers: the models that were merged. Where the merge has `heads` (`heads_of: each`), in its folder or as a
+            view, each of those trains the body under its own head.
         samples: for all teachers or a list with those of each, as of `average`.
 
     Returns:
@@ -304,7 +314,7 @@ def polish(
     opened, parents = open_like(merged), [open_like(teacher) for teacher in several(teachers)]
     if not parents:
         raise RecipeError("no teachers are given", remedy="give the models that were merged")
-    heads = _heads(opened, parents)
+    heads = _heads(merged, opened, parents)
     check_trainable(opened.name, opened.config.get(KEY) or [], config.lora if any(heads) else 0)
     students = [head or opened for head in heads]
     if opened.checkpoint is not None:
@@ -340,13 +350,16 @@ def polish(
     return result.with_heads(named).with_notes([report.verdict()])
 
 
-def _heads(merged: OpenedModel, teachers: Sequence[OpenedModel]) -> list[OpenedModel | None]:
-    """A merge's body under the head of each teacher, where its folder holds that (`heads_of: each`)."""
-    if merged.checkpoint is None or merged.source is not merged.checkpoint or merged.checkpoint.adapter is not None:
-        return [None] * len(teachers)
+def _heads(merged: ModelLike, opened: OpenedModel, teachers: Sequence[OpenedModel]) -> list[OpenedModel | None]:
+    """A merge's body under the head of each teacher, where it has that (`heads_of: each`)."""
+    known: Mapping[str, ModelLike] = {}
+    if isinstance(merged, View):
+        known = merged.heads
+    elif opened.checkpoint is not None and opened.checkpoint.adapter is None:
+        known = heads_in(opened.checkpoint.folder)
     references = [None if teacher.checkpoint is None else teacher.checkpoint.reference for teacher in teachers]
-    folders = heads_of_teachers(merged.checkpoint.folder, references)
-    return [open_like(folder) if folder else None for folder in folders]
+    heads = heads_of_teachers(known, references, opened.name)
+    return [None if head is None else open_like(head) for head in heads]
 
 
 def _trained(opened: OpenedModel, module: Any) -> View:
