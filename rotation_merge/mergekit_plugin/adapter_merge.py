@@ -163,14 +163,13 @@ def _merged(
     unchanged = outputs.new_zeros(outputs.shape[1], inputs.shape[1])
     cores = [unchanged if flat is None else (outputs.mT @ flat[1]) @ (flat[0] @ inputs) for flat in flats]
     shortened, ratio = with_long_changes_shortened(cores)
+    if rule.shortens:
+        cores = shortened
     if rule.entrywise:
         merged = rule.merge([outputs @ core @ inputs.mT for core in cores], weights, like.shape)
         u, s, v = _decomposed(merged, most)
     else:
-        if like.embedding:
-            merged = rule.mean(cores, weights)
-        else:
-            merged = rule.merge(shortened if rule.shortens else cores, weights, like.shape)
+        merged = rule.mean(cores, weights) if like.embedding else rule.merge(cores, weights, like.shape)
         u, s, v = torch.linalg.svd(merged, full_matrices=False)
         u, v = outputs @ u, v @ inputs.mT
     total = float(merged.square().sum())

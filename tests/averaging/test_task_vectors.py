@@ -166,7 +166,7 @@ def written(recipe: dict[str, Any], path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("name", "words"), [("wudi", "harmonic mean"), ("ties", "'weight'")])
+@pytest.mark.parametrize(("name", "words"), [("wudi", "share in the mean"), ("ties", "'weight'")])
 def test_check_says_how_long_the_changes_are(name: str, words: str, tmp_path: Path) -> None:
     base = checkpoint("llama", "llama", tmp_path / "base")
     short, long = tuned(base, tmp_path / "short", 1, 0.01), tuned(base, tmp_path / "long", 2, 0.05)
