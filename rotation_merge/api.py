@@ -32,6 +32,7 @@ from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.matching.teachers import AnsweredSamples, write_answers
 from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, opened_views
+from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.heads import free_name, head_names, heads_in, heads_of_teachers, under_head
 from rotation_merge.model.lora import AdapterWeights
@@ -405,7 +406,7 @@ def merge(
     """Look for the best merge of two or more checkpoints, and write it with its recipe.
 
     Args:
-        models: folders or names of the hub; the anchor first.
+        models: folders or names of the hub; the anchor first. An adapter's folder stands for the adapter on its base.
         out: a folder, new or empty.
         data: a source of samples for all models, or a list with one for each; empty: samples that the models write.
         anyway: write the best merge even if one parent alone is better.
@@ -422,9 +423,13 @@ def merge(
         raise RecipeError(f"{len(names)} models are given", remedy="name two or more")
     check_different(names)
     config = MergeConfig.or_default(config)
-    sources = tuple(paths_of([data] if isinstance(data, str | os.PathLike) else data, "source of samples"))
+    if config.subsets and len(names) < 3:
+        raise RecipeError("'subsets' are of three or more models", remedy="leave it out, or name more models")
+    base = config.base and anywhere(config.base)
+    names = [on_base(name, base) for name in names]
+    sources = tuple(paths_of([data] if isinstance(data, str | os.PathLike) else data, "data source"))
     sources = sources or (usual_data(names[0]),)
-    search_config = SearchConfig(tuple(names), place, sources, **asdict(config))
+    search_config = SearchConfig(tuple(names), place, sources, **{**asdict(config), "base": base})
     check_outputs([Output(place, "out", FOLDER)], [Input(name, "model") for name in names])
     with Clock(config.seconds, watch or LOG.info, lambda _: None) as clock:
         search = Search(search_config, clock)

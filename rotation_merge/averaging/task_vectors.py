@@ -113,7 +113,8 @@ class TaskVectorMethod(DelegateMethod):
             target.log.note("ratios", ratio)
             target.log.note("lengths", parameters["lengths"])
             if target.info.vocabulary_axis is not None and "sides" in parameters:
-                parameters = {**parameters, "sides": "one"}  # rows of rare tokens have next to no change, and would grow
+                # with both sides, rows of rare tokens, which have next to no change, would grow
+                parameters = {**parameters, "sides": "one"}
             merged = self.change(changes, weights, parameters)
         else:
             target.log.note("others", parameters["others"])

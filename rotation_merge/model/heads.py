@@ -157,9 +157,7 @@ def heads_in(merged: str) -> dict[str, str]:
     return {name: path for name in names if os.path.isdir(path := os.path.join(folder, name))}
 
 
-def heads_of_teachers(
-    heads: Mapping[str, T], teachers: Sequence[ModelReference | None], merged: str
-) -> list[T | None]:
+def heads_of_teachers(heads: Mapping[str, T], teachers: Sequence[ModelReference | None], merged: str) -> list[T | None]:
     """Of each teacher the merged body under its head; None: under the merge's own.
 
     Args:

@@ -123,7 +123,7 @@ def _stated(folder: str) -> str:
 
 
 def _nearest(models: Sequence[str], opened: Mapping[str, Model]) -> TaskVectorBase | None:
-    """The model from which all others differ independently: one of them, of those beside them, or that they began as."""
+    """The model that all others differ from independently: one of them, or beside them, or named by their configs."""
     if len(models) < 2:
         return None
     candidates = [*(models if len(models) > 2 else []), *_beside(models), *_began_as(opened.values())]

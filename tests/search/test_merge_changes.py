@@ -18,6 +18,7 @@ from plugin_support import mergekit_yaml, one_error, state, write_state
 from safetensors.torch import load_file, save_file
 from test_merge_command import planner
 
+import rotation_merge as rm
 from rotation_merge.model.adapter_base import on_base
 from rotation_merge.run.functions import load
 from rotation_merge.search.base import TaskVectorBase, find_base
@@ -72,7 +73,9 @@ def test_a_card_names_the_base_and_merges_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", ["folder", "hub"])
-def test_a_config_names_the_model_that_was_trained(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_names_the_model_that_was_trained(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is the base only by its weights: a sibling, or a model itself, may stand there as well."""
     models = [copied(ENGLISH, tmp_path / "home" / "a"), copied(C, tmp_path / "home" / "b")]
     assert find_base(models) is None
@@ -367,3 +370,30 @@ def test_loading_leaves_a_base_as_it_is() -> None:
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     best_scale(merged, base, 1.0, (0.0, figures(1.0, 0.0)), lambda *_: (0.0, figures(1.0, 0.0)))
     assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+
+
+def test_python_takes_what_the_command_takes(
+    tmp_path: Path, only: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths, one source for all models, a relative base, the folder of an adapter without its base."""
+    only("wudi")
+    copied(BASE, tmp_path / "llama-0")
+    adapter = copied(str(CHECKPOINTS / "llama-0-lora-english"), tmp_path / "adapter")
+    monkeypatch.chdir(tmp_path)
+    config = rm.MergeConfig(samples=8, length=24, batch_size=4, base="llama-0")
+    models, out, base = (Path(adapter), Path(C)), tmp_path / "out", str(tmp_path / "llama-0")
+    outcome = rm.merge(models, out, "demo:english", config, anyway=True)
+    assert [trial.name for trial in outcome.tried] == ["wudi"]
+    recipe = yaml.safe_load((out / "recipe.yml").read_text())
+    assert recipe["base_model"] == base
+    assert [entry["model"] for entry in recipe["models"]] == [f"{base}+{adapter}", C]
+    for arguments, words in (
+        (([object(), C], tmp_path / "other"), "one model is of type object"),
+        ((ENGLISH, tmp_path / "other"), "one str stands where models belong"),
+        ((models, tmp_path / "other", 3), "one int stands where data sources belong"),
+        ((models, tmp_path / "other", tmp_path / "none.txt"), "none.txt: no such file"),
+        ((models, tmp_path / "other", (), rm.MergeConfig(subsets=2)), "'subsets' are of three or more"),
+    ):
+        with pytest.raises(rm.RotationMergeError, match=words):
+            rm.merge(*arguments)
+    assert not (tmp_path / "other").exists()
