@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.low_rank import with_lora
-from rotation_merge.averaging.methods import BLOCK, MODEL, plan_of
+from rotation_merge.averaging.methods import BLOCK, MODEL, numbers_for, plan_of
 from rotation_merge.averaging.polish import TOGETHER, PolishConfig, PolishOptions, SharedBody, check_trainable
 from rotation_merge.averaging.polish import polish as distil
 from rotation_merge.carrying.config import TransferConfig
@@ -32,10 +32,11 @@ from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.matching.teachers import AnsweredSamples, write_answers
 from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, opened_views
+from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.adapters import Adapter, is_adapter
-from rotation_merge.model.heads import head_names, heads_of_teachers
+from rotation_merge.model.heads import free_name, head_names, heads_in, heads_of_teachers, under_head
 from rotation_merge.model.lora import AdapterWeights
-from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_names, open_like
+from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_names, open_like, paths_of, several
 from rotation_merge.model.naming import anywhere, check_different
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.view import View, as_stored
@@ -134,7 +135,9 @@ def average(
         statistics: of each model, instead of samples: results of `measure`, or its files.
         limit: of sources by name at most so many examples.
         seed: of everything random.
-        **parameters: of the method, such as `t` or `density`; `lambda_` stands for `lambda`.
+        **parameters: of the method, such as `t` or `density`; `lambda_` stands for `lambda`. `exclude` and `heads_of`
+            as in recipes: with `heads_of="each"` the result's `heads` are the merged body under the heads of all models
+            but the first, by the names of their folders.
 
     Returns:
         A lazy view: tensors are merged one by one, in float32 at least, and rounded once; `refit` solves the whole
@@ -146,14 +149,10 @@ def average(
     """
     for name, value, of in (("limit", limit, "samples"), ("seed", seed, "seed")):
         MeasureConfig.options()[of].check(name, value)
-    views = [model if isinstance(model, View) else as_stored(open_like(model)) for model in _several(models)]
-    if not views or (weights is not None and len(weights) != len(views)):
-        count = 0 if weights is None else len(weights)
-        raise RecipeError(f"{count} weights for {len(views)} models", remedy="give one weight for each model")
-    try:
-        shares = None if weights is None else [float(weight) for weight in weights]
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"'weights' are {short(repr(weights))}", remedy="give one number for each model") from error
+    views = [model if isinstance(model, View) else as_stored(open_like(model)) for model in several(models)]
+    if not views:
+        raise RecipeError("no models are given", remedy="give one model or more")
+    shares = None if weights is None else numbers_for(weights, len(views), "model")
     if shares is not None and abs(sum(shares)) < 1e-12:
         raise RecipeError("the weights' sum is zero", remedy="give weights whose sum is not zero")
     if not isinstance(method, str):
@@ -184,7 +183,15 @@ def average(
         for number, (model, source) in enumerate(zip(opened, sources, strict=True)):
             batches.append(read_samples(model, source, limit, seed=seed + number).batches)
             of_model[number]["data"] = "samples" if shared else f"samples of model {number + 1}"
-    return merge_views(views, opened, method, parameters, of_model, measured, batches, seed)
+    result = merge_views(views, opened, method, parameters, of_model, measured, batches, seed)
+    if parameters.get("heads_of") != "each":
+        return result
+    if plan.unit == MODEL:
+        raise RecipeError(f"'heads_of: each' with {method} needs files", remedy="write a recipe for mergekit-yaml")
+    heads: dict[str, View] = {}
+    for view in views[1:]:
+        heads[free_name(os.path.basename(view.opened.name.rstrip("/")), heads)] = under_head(result, view)
+    return result.with_heads(heads)
 
 
 def _measured(
@@ -293,8 +300,8 @@ def polish(
 
     Args:
         merged: as `align` takes models, or a view.
-        teachers: the models that were merged. Where the merge is a folder with `heads` (`heads_of: each`), each of
-            those trains the body under its own head.
+        teachers: the models that were merged. Where the merge has `heads` (`heads_of: each`), in its folder or as a
+            view, each of those trains the body under its own head.
         samples: for all teachers or a list with those of each, as of `average`.
 
     Returns:
@@ -305,10 +312,10 @@ def polish(
         RotationMergeError: models or samples are of no use.
     """
     config = PolishConfig.or_default(config)
-    opened, parents = open_like(merged), [open_like(teacher) for teacher in _several(teachers)]
+    opened, parents = open_like(merged), [open_like(teacher) for teacher in several(teachers)]
     if not parents:
         raise RecipeError("no teachers are given", remedy="give the models that were merged")
-    heads = _heads(opened, parents)
+    heads = _heads(merged, opened, parents)
     check_trainable(opened.name, opened.config.get(KEY) or [], config.lora if any(heads) else 0)
     students = [head or opened for head in heads]
     if opened.checkpoint is not None:
@@ -344,13 +351,16 @@ def polish(
     return result.with_heads(named).with_notes([report.verdict()])
 
 
-def _heads(merged: OpenedModel, teachers: Sequence[OpenedModel]) -> list[OpenedModel | None]:
-    """A merge's body under the head of each teacher, where its folder holds that (`heads_of: each`)."""
-    if merged.checkpoint is None or merged.source is not merged.checkpoint or merged.checkpoint.adapter is not None:
-        return [None] * len(teachers)
+def _heads(merged: ModelLike, opened: OpenedModel, teachers: Sequence[OpenedModel]) -> list[OpenedModel | None]:
+    """A merge's body under the head of each teacher, where it has that (`heads_of: each`)."""
+    known: Mapping[str, ModelLike] = {}
+    if isinstance(merged, View):
+        known = merged.heads
+    elif opened.checkpoint is not None and opened.checkpoint.adapter is None:
+        known = heads_in(opened.checkpoint.folder)
     references = [None if teacher.checkpoint is None else teacher.checkpoint.reference for teacher in teachers]
-    folders = heads_of_teachers(merged.checkpoint.folder, references)
-    return [open_like(folder) if folder else None for folder in folders]
+    heads = heads_of_teachers(known, references, opened.name)
+    return [None if head is None else open_like(head) for head in heads]
 
 
 def _trained(opened: OpenedModel, module: Any) -> View:
@@ -385,9 +395,9 @@ def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: Barri
 
 
 def merge(
-    models: Sequence[str],
+    models: Iterable[str | os.PathLike[str]],
     out: str | os.PathLike[str],
-    data: Sequence[str] = (),
+    data: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
     config: MergeConfig | None = None,
     *,
     anyway: bool = False,
@@ -396,9 +406,9 @@ def merge(
     """Look for the best merge of two or more checkpoints, and write it with its recipe.
 
     Args:
-        models: folders or names of the hub; the anchor first.
+        models: folders or names of the hub; the anchor first. An adapter's folder stands for the adapter on its base.
         out: a folder, new or empty.
-        data: a source of samples for all models, or one for each; empty: samples that the models write.
+        data: a source of samples for all models, or a list with one for each; empty: samples that the models write.
         anyway: write the best merge even if one parent alone is better.
         watch: called with each line of progress.
 
@@ -408,13 +418,18 @@ def merge(
     Raises:
         RotationMergeError: models, data or the folder are of no use.
     """
-    names, place = [anywhere(model) for model in _several(models)], os.path.abspath(out)
+    names, place = [anywhere(model) for model in paths_of(models)], os.path.abspath(out)
     if len(names) < 2:
         raise RecipeError(f"{len(names)} models are given", remedy="name two or more")
     check_different(names)
     config = MergeConfig.or_default(config)
-    sources = tuple(data) or (usual_data(names[0]),)
-    search_config = SearchConfig(tuple(names), place, sources, **asdict(config))
+    if config.subsets and len(names) < 3:
+        raise RecipeError("'subsets' are of three or more models", remedy="leave it out, or name more models")
+    base = config.base and anywhere(config.base)
+    names = [on_base(name, base) for name in names]
+    sources = tuple(paths_of([data] if isinstance(data, str | os.PathLike) else data, "data source"))
+    sources = sources or (usual_data(names[0]),)
+    search_config = SearchConfig(tuple(names), place, sources, **{**asdict(config), "base": base})
     check_outputs([Output(place, "out", FOLDER)], [Input(name, "model") for name in names])
     with Clock(config.seconds, watch or LOG.info, lambda _: None) as clock:
         search = Search(search_config, clock)
@@ -588,14 +603,3 @@ def _as_it_is(opened: OpenedModel) -> nn.Module:
         module: nn.Module = for_evaluation(opened)
         return module
     return opened.module
-
-
-def _several(models: Any) -> list[ModelLike]:
-    """Models as a list.
-
-    Raises:
-        RecipeError: they are one model, or none.
-    """
-    if isinstance(models, str | os.PathLike | nn.Module | Mapping) or not isinstance(models, Iterable):
-        raise RecipeError(f"one {type(models).__name__} stands where models belong", remedy="give a list of models")
-    return list(models)

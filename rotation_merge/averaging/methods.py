@@ -23,7 +23,7 @@ from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.closed_forms import Metric, fisher, kfac, mean, regmean
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.config import Option
-from rotation_merge.errors import RecipeError, StatisticsError
+from rotation_merge.errors import RecipeError, StatisticsError, short
 
 STOCK, TENSOR, BLOCK, MODEL = "stock", "tensor", "block", "model"
 """The unit that a delegate works on. STOCK: single tensors, by a task of mergekit's own."""
@@ -53,6 +53,24 @@ class Plan:
     def one_shape(self) -> bool:
         """Whether it looks at more of a donor than its tensors in the anchor's coordinates."""
         return bool(self.statistics) or self.unit == BLOCK
+
+
+def numbers_for(weights: Any, count: int, of: str) -> list[float]:
+    """Weights that a caller gave, one for each of `count` models.
+
+    Args:
+        of: what they are weights of, in the singular.
+
+    Raises:
+        RecipeError: they are no numbers, or too many or too few.
+    """
+    try:
+        values = [float(weight) for weight in weights]
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"'weights' are {short(repr(weights))}", remedy=f"give one number for each {of}") from error
+    if len(values) != count:
+        raise RecipeError(f"{len(values)} weights for {count} {of}s", remedy=f"give one weight for each {of}")
+    return values
 
 
 def plan_of(method: MergeMethod) -> Plan:

@@ -17,7 +17,10 @@ from torch import Tensor
 from rotation_merge.averaging.methods import TENSOR, DelegateMethod, MergeLog, Plan, Source, Target, parameter
 
 RATIO = 2.0
-"""Where the lengths of a map's changes differ by more than this factor, the long ones are shortened."""
+"""Where the lengths of a tensor's changes differ by more than this factor, the long ones are shortened."""
+
+SHORTENED = "shortened to the length of the shortest, or to their share in the mean"
+"""What `lengths: auto` does, in words."""
 
 WUDI_RIDGE = 0.05
 """Default strength of the pull of `wudi` towards its prior, relative to the mean eigenvalue of the Grams."""
@@ -101,27 +104,24 @@ class TaskVectorMethod(DelegateMethod):
         changes = [change_from(base.weight, source.weight) for source in tuned_sources]
         if not any(bool(change.any()) for change in changes):
             return base.weight
+        if target.linear and self.sees_rounding:
+            parameters = {**parameters, "rounding": _rounding_shares(tuned_sources, changes)}
+        shortened, ratio = with_long_changes_shortened(changes)
+        if parameters["lengths"] == "auto":
+            changes = shortened
         if target.linear:
-            if self.sees_rounding:
-                parameters = {**parameters, "rounding": _rounding_shares(tuned_sources, changes)}
-            merged = self._map(changes, weights, target, parameters)
+            target.log.note("ratios", ratio)
+            target.log.note("lengths", parameters["lengths"])
+            if target.info.vocabulary_axis is not None and "sides" in parameters:
+                # with both sides, rows of rare tokens, which have next to no change, would grow
+                parameters = {**parameters, "sides": "one"}
+            merged = self.change(changes, weights, parameters)
         else:
             target.log.note("others", parameters["others"])
             merged = mean_of(changes, weights)
             if parameters["others"] == "sum":
                 merged = merged * sum(weights)
         return start + parameters["lambda"] * merged
-
-    def _map(
-        self, changes: Sequence[Tensor], weights: Sequence[float], target: Target, parameters: Mapping[str, Any]
-    ) -> Tensor:
-        """The merged change of one linear map."""
-        if target.info.vocabulary_axis is not None and "sides" in parameters:
-            parameters = {**parameters, "sides": "one"}  # rows of rare tokens have next to no change, and would grow
-        shortened, ratio = with_long_changes_shortened(changes)
-        target.log.note("ratios", ratio)
-        target.log.note("lengths", parameters["lengths"])
-        return self.change(shortened if parameters["lengths"] == "auto" else changes, weights, parameters)
 
     def words(self, log: MergeLog) -> list[str]:
         ratios = log.facts.get("ratios", [])
@@ -133,7 +133,7 @@ class TaskVectorMethod(DelegateMethod):
         uneven = [ratio for ratio in ratios if ratio > RATIO]
         if uneven:
             keep = "keep" in log.facts["lengths"]
-            done = "they are kept ('lengths: keep')" if keep else "the longer ones are shortened to the harmonic mean"
+            done = "they are kept ('lengths: keep')" if keep else f"the longer ones are {SHORTENED}"
             lines.append(
                 f"In {len(uneven)} of {len(ratios)} linear maps they differ by a factor of more than {RATIO:g}: {done}."
             )
@@ -434,20 +434,20 @@ def mean_of(changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def with_long_changes_shortened(changes: Sequence[Tensor]) -> tuple[list[Tensor], float]:
-    """Shorten changes to the harmonic mean of their lengths if these differ by more than `RATIO`.
+    """Shorten changes to the length of the shortest if lengths differ by more than `RATIO`.
 
     Also returns the ratio of the longest to the shortest.
 
-    No change is made longer, or divided by more than the number of changes, its share in their mean. Zero changes do
-    not count.
+    No change is divided by more than the number of changes, its share in their mean. So none is longer than in the
+    mean, or than the shortest: beside others that are added in full, a longer one would take the result further from
+    the base than the mean goes. Zero changes do not count.
     """
     lengths = [float(d.norm()) for d in changes]
     counting = [length for length in lengths if length > 0.0]
     ratio = max(counting) / min(counting) if counting else 1.0
     if ratio <= RATIO:
         return list(changes), ratio
-    count, mean = len(counting), len(counting) / sum(1 / length for length in counting)
-    factors = [min(1.0, max(mean / length, 1 / count)) if length else 1.0 for length in lengths]
+    factors = [max(min(counting) / length, 1 / len(counting)) if length else 1.0 for length in lengths]
     return [factor * d for factor, d in zip(factors, changes, strict=True)], ratio
 
 

@@ -104,7 +104,7 @@ def polished(
     from rotation_merge.averaging.polish import PolishOptions, SharedBody, check_trainable, polish
     from rotation_merge.files.ledger import STATE, Unfinished
     from rotation_merge.model.checkpoint import open_model, parse_reference
-    from rotation_merge.model.heads import head_names, heads_of_teachers
+    from rotation_merge.model.heads import head_names, heads_in, heads_of_teachers
     from rotation_merge.model.sentence import read_modules
     from rotation_merge.run.functions import load, local_path
 
@@ -113,7 +113,7 @@ def polished(
     if ways.lora and not ways.merge_lora and parse_reference(merged).lora is not None:
         problem = "is a base with an adapter, so a new adapter cannot have it as its base"
         raise RotationMergeError(problem, where=merged, remedy="add '--merge-lora', or leave '--lora' out")
-    heads = heads_of_teachers(merged, [parse_reference(teacher) for teacher in teachers])
+    heads = heads_of_teachers(heads_in(merged), [parse_reference(teacher) for teacher in teachers], merged)
     check_trainable(merged, read_modules(local_path(merged)), ways.lora if any(heads) else 0)
     progress = Progress()
     with Unfinished(out) as work:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mergekit.merge_methods.base import BasePolicy
 from mergekit.options import MergeOptions
 
-from rotation_merge.averaging.task_vectors import RATIO, TaskVectorMethod
+from rotation_merge.averaging.task_vectors import RATIO, SHORTENED, TaskVectorMethod
 from rotation_merge.diagnose.donors import donors_of, last_recipe
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.locks import first_missing
@@ -77,8 +77,7 @@ class Lengths:
         if self.ratio <= RATIO:
             return lengths_text
         if self.shortened:
-            shortened = "shortens the longer ones to the harmonic mean ('lengths: keep' leaves them)"
-            return f"{lengths_text}; {self.delegate} {shortened}"
+            return f"{lengths_text}; with {self.delegate} the longer ones are {SHORTENED} ('lengths: keep' leaves them)"
         return f"{lengths_text}; the longest dominates with {self.delegate}: give it a lower 'weight'"
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,15 @@ from mergekit.merge_methods.base import TensorGroup
 from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
 from torch import Tensor
 
-from rotation_merge.averaging.config import AdapterMergeConfig
+from rotation_merge.averaging.config import AUTO, AdapterMergeConfig
+from rotation_merge.averaging.methods import numbers_for
 from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, mean_of, with_long_changes_shortened
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
+from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
+from rotation_merge.mergekit_plugin.recipe.settings import check_value
 from rotation_merge.model.adapter_files import PEFT, AdapterFactors, LowRankFactors, read_adapter, write_adapter
+from rotation_merge.model.model_inputs import paths_of
 
 LINEAR = "linear"
 SPARE = 16
@@ -84,19 +88,20 @@ class MergedAdapter:
         """The least share of a map's squared norm that the rank keeps."""
         return min(merged.energy for merged in self.maps.values())
 
-    def save(self, out: str) -> None:
+    def save(self, out: str | os.PathLike[str]) -> None:
         """Write the adapter: a folder in peft's format, or the one file that the inputs were.
 
         Raises:
             CheckpointError: an input lies there, or the name does not fit the format.
         """
+        out = os.fspath(out)
         if os.path.realpath(out) in map(os.path.realpath, self.sources):
             raise CheckpointError("is one of the inputs", where=out, remedy="write somewhere else")
         write_adapter(self.adapter, out)
 
 
 def merge_adapters(
-    adapters: Sequence[str],
+    adapters: Iterable[str | os.PathLike[str]],
     method: str = LINEAR,
     weights: Sequence[float] | None = None,
     config: AdapterMergeConfig | None = None,
@@ -121,11 +126,14 @@ def merge_adapters(
         RecipeError: a parameter, an option or a weight means nothing.
     """
     chosen = AdapterMergeConfig.of(config, options)
-    if len(adapters) < 2:
+    paths = paths_of(adapters, "adapter")
+    if len(paths) < 2:
         raise CheckpointError(
             "a merge needs two adapters or more", remedy="name two or more adapters, then the output folder"
         )
-    read = [read_adapter(path) for path in adapters]
+    if chosen.energy != AdapterMergeConfig.energy and chosen.rank != AUTO:
+        raise RecipeError(f"'energy' has no effect with rank {chosen.rank or 'not given'}", remedy="choose rank auto")
+    read = [read_adapter(path) for path in paths]
     _check_alike(read, same_base)
     rule = _rule(method, dict(parameters or {}))
     shares = _weights(weights, len(read))
@@ -155,14 +163,13 @@ def _merged(
     unchanged = outputs.new_zeros(outputs.shape[1], inputs.shape[1])
     cores = [unchanged if flat is None else (outputs.mT @ flat[1]) @ (flat[0] @ inputs) for flat in flats]
     shortened, ratio = with_long_changes_shortened(cores)
+    if rule.shortens:
+        cores = shortened
     if rule.entrywise:
         merged = rule.merge([outputs @ core @ inputs.mT for core in cores], weights, like.shape)
         u, s, v = _decomposed(merged, most)
     else:
-        if like.embedding:
-            merged = rule.mean(cores, weights)
-        else:
-            merged = rule.merge(shortened if rule.shortens else cores, weights, like.shape)
+        merged = rule.mean(cores, weights) if like.embedding else rule.merge(cores, weights, like.shape)
         u, s, v = torch.linalg.svd(merged, full_matrices=False)
         u, v = outputs @ u, v @ inputs.mT
     total = float(merged.square().sum())
@@ -178,7 +185,11 @@ def _merged(
         own_a, own_b = flat
         squared = float(((own_b.mT @ own_b) * (own_a @ own_a.mT)).sum())
         shares.append(float(((b.mT @ own_b) * (a @ own_a.mT)).sum()) / squared if squared else 1.0)
-    return like.with_flat(a, b), MergedMap(count, tuple(shares), retained, ratio)
+    factors = like.with_flat(a, b)
+    if not all_finite([factors.a, factors.b]):
+        problem = f"the merged change exceeds the range of {str(factors.a.dtype).removeprefix('torch.')}"
+        raise RecipeError(problem, remedy="a smaller 'lambda' or smaller weights keep it in range")
+    return factors, MergedMap(count, tuple(shares), retained, ratio)
 
 
 def _count(values: Tensor, total: float, config: AdapterMergeConfig) -> int:
@@ -228,11 +239,13 @@ def _rule(name: str, parameters: dict[str, Any]) -> _Rule:
         return _Rule(lambda changes, weights, _: mean_of(changes, weights), mean_of)
     method = _ENTRYWISE.get(name) or _OWN.get(name)
     if method is None:
-        remedy = f"{nearest(name, METHODS)}; there are {', '.join(METHODS)}"
+        remedy = f"{nearest(str(name), METHODS)}; there are {', '.join(METHODS)}"
         raise RecipeError(f"adapters are not merged by '{name}'", remedy=remedy)
-    defaults = {spec.name: spec.default for spec in method.spec.parameters if spec.name != "weight"}
-    _check_known(name, parameters, defaults)
-    values = {**defaults, **{key: _as(defaults[key], value, key) for key, value in parameters.items()}}
+    specs = {spec.name: spec for spec in method.spec.parameters if spec.name != "weight"}
+    _check_known(name, parameters, specs)
+    for key, value in parameters.items():
+        check_value(key, value, specs[key])
+    values = {key: spec.validate(parameters.get(key, spec.default)) for key, spec in specs.items()}
     if isinstance(method, TaskVectorMethod):
         return _of_task_vectors(method, values)
 
@@ -249,8 +262,6 @@ def _rule(name: str, parameters: dict[str, Any]) -> _Rule:
 
 
 def _of_task_vectors(method: TaskVectorMethod, values: dict[str, Any]) -> _Rule:
-    method.check(values)
-
     def merge(changes: Sequence[Tensor], weights: Sequence[float], shape: tuple[int, int]) -> Tensor:
         if not any(bool(change.any()) for change in changes):
             return torch.zeros_like(changes[0])
@@ -270,28 +281,8 @@ def _check_known(method: str, parameters: Mapping[str, Any], known: Sequence[str
             raise RecipeError(f"'{method}' has no parameter '{name}'", remedy=remedy)
 
 
-def _as(default: Any, value: Any, name: str) -> Any:
-    """Convert a value to the type of its default; text is parsed, as from the command line."""
-    if isinstance(default, bool):
-        if str(value).lower() in ("true", "false"):
-            return str(value).lower() == "true"
-    elif isinstance(default, float):
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if math.isfinite(number):
-            return number
-    else:
-        return value
-    kind = "true or false" if isinstance(default, bool) else "a number"
-    raise RecipeError(f"parameter '{name}' is {value!r}", remedy=f"it must be {kind}")
-
-
 def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
-    values = [1.0] * count if weights is None else [float(weight) for weight in weights]
-    if len(values) != count:
-        raise RecipeError(f"{len(values)} weights for {count} adapters", remedy="give one for each")
+    values = [1.0] * count if weights is None else numbers_for(weights, count, "adapter")
     if not all(math.isfinite(value) and value > 0 for value in values):
         raise RecipeError(
             f"a weight is {min(values, key=lambda v: v if v == v else -math.inf)}",
@@ -302,21 +293,20 @@ def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
 
 def _check_alike(read: Sequence[AdapterFactors], same_base: bool) -> None:
     """Refuse adapters of different forms, bases, or shapes of one map."""
-    first = read[0]
+    first, shapes = read[0], {module: (factors.shape, read[0].path) for module, factors in read[0].maps.items()}
     for adapter in read[1:]:
         if adapter.form != first.form:
             problem = f"is in the format of {adapter.form}, {first.path} in that of {first.form}"
             raise CheckpointError(problem, where=adapter.path, remedy="convert one of them first")
-        if same_base and adapter.base != first.base:
-            problem = f"is an adapter of {adapter.base}, {first.path} one of {first.base}"
+        if same_base and _place(adapter.base) != _place(first.base):
+            bases = [base or "an unnamed base" for base in (adapter.base, first.base)]
+            problem = f"is an adapter of {bases[0]}, {first.path} one of {bases[1]}"
             remedy = "carry one of them first ('rotation-merge carry'); --force if the two are the same model"
             raise CheckpointError(problem, where=adapter.path, remedy=remedy)
         for module, factors in adapter.maps.items():
-            first_factors = first.maps.get(module)
-            if first_factors is not None and first_factors.shape != factors.shape:
-                problem = (
-                    f"changes '{module}' of shape {list(factors.shape)}, {first.path} of {list(first_factors.shape)}"
-                )
+            shape, other = shapes.setdefault(module, (factors.shape, adapter.path))
+            if shape != factors.shape:
+                problem = f"changes '{module}' of shape {list(factors.shape)}, {other} of {list(shape)}"
                 raise CheckpointError(problem, where=adapter.path, remedy="they belong to different models")
     known: dict[str, Tensor] = {}
     for adapter in read:
@@ -328,6 +318,11 @@ def _check_alike(read: Sequence[AdapterFactors], same_base: bool) -> None:
         raise CheckpointError(
             f"has no map in common with {first.path}", where=read[1].path, remedy="they belong to different models"
         )
+
+
+def _place(base: str | None) -> str | None:
+    """A base's folder without links and relative parts; another name unchanged."""
+    return os.path.realpath(base) if base and os.path.isdir(base) else base
 
 
 def _check_rank(rank: int | str | None, read: Sequence[AdapterFactors]) -> None:

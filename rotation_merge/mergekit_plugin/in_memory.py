@@ -41,7 +41,7 @@ from rotation_merge.model.held_model import HeldModel
 from rotation_merge.model.model_inputs import OpenedModel
 from rotation_merge.model.view import View
 
-MERGING = ("exclude", "targets", "start", "spill")
+MERGING = ("exclude", "heads_of", "targets", "start", "spill")
 """Our parameters of merging, as opposed to aligning."""
 
 STILL = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}

@@ -123,7 +123,7 @@ def _read_folder(path: str) -> AdapterFactors:
         raise CheckpointError("changes stacked experts ('target_parameters')", where=path, remedy=IN_BASE)
     maps, base_weights = {}, {}
     for name, change in adapter.changes.items():
-        if change.magnitude is not None:
+        if change.magnitude is not None or adapter.config.get("use_dora"):
             raise CheckpointError("is a DoRA: its changes are not of low rank", where=path, remedy=IN_BASE)
         of_base = change.value is not None and change.a is not None and BASE_LAYER in change.value
         if (change.value is not None and not of_base) or change.shift is not None:
@@ -160,6 +160,8 @@ def _read_file(path: str) -> AdapterFactors:
             maps[module] = _factors_of(module, tensors, (down, up), config, path)
         elif not name.endswith((f".{up}", ".alpha")):
             raise CheckpointError(f"'{name}' is not a factor of a plain LoRA", where=path, remedy=IN_BASE)
+        elif (alone := name.removesuffix(f".{up}")) != name and f"{alone}.{down}" not in tensors:
+            raise CheckpointError(f"'{alone}' lacks factors that fit", where=path, remedy="download it again")
     return AdapterFactors(path, form, maps)
 
 

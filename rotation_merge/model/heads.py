@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from mergekit.common import ModelReference
@@ -18,9 +19,12 @@ from rotation_merge.model.fold import folded_source
 from rotation_merge.model.folder_exchange import HEADS
 from rotation_merge.model.markdown import code
 from rotation_merge.model.source import TensorSource, read_tensor, unstack
+from rotation_merge.model.view import View
 from rotation_merge.model.writing import StorageOptions, write_checkpoint
 from rotation_merge.record import MergeReport
 from rotation_merge.symmetry import SpaceTransform
+
+T = TypeVar("T")
 
 
 def is_head(block: Block, info: TensorInfo) -> bool:
@@ -102,7 +106,7 @@ def write_heads(
     own_heads = head_names(anchor.architecture)
     names: list[str] = []
     for reference, (model, transforms) in donors.items():
-        name = _free(os.path.basename(str(reference.model.path).rstrip("/")), names)
+        name = free_name(os.path.basename(str(reference.model.path).rstrip("/")), names)
         donor_heads = head_names(model.architecture)
         body_names = [key for key in body.index.tensor_paths if key not in own_heads]
         known = set(body_names) | donor_heads | set(model.ignored)
@@ -134,25 +138,46 @@ def write_heads(
     return names
 
 
-def heads_of_teachers(merged: str, teachers: Sequence[ModelReference | None]) -> list[str]:
-    """Folders in `merged`/heads of the merged body under each teacher's head; empty: the merge's own head.
+def under_head(body: View, own: View) -> View:
+    """A merged body under the head of one of the models, both in the same coordinates."""
+    dtypes = {dtype for dtype in body.opened.dtypes.values() if dtype.is_floating_point}
+    stored = body.dtype or max(dtypes, key=lambda dtype: dtype.itemsize)
+
+    def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
+        tensor = (own if is_head(block, info) else body).tensor(block, info)
+        return tensor if tensor is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+    return View(own.opened, compute, stored, own.left_out)
+
+
+def heads_in(merged: str) -> dict[str, str]:
+    """Folders in `merged`/heads by name: the merged body under heads of models."""
+    folder = os.path.join(merged, HEADS)
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    return {name: path for name in names if os.path.isdir(path := os.path.join(folder, name))}
+
+
+def heads_of_teachers(heads: Mapping[str, T], teachers: Sequence[ModelReference | None], merged: str) -> list[T | None]:
+    """Of each teacher the merged body under its head; None: under the merge's own.
 
     Args:
-        teachers: None: one in memory, which has no folder there.
+        heads: by the name of the model's folder.
+        teachers: None: one in memory.
 
     Raises:
-        RotationMergeError: two teachers have the name of one folder.
+        RotationMergeError: teachers cannot be told apart by their names.
     """
+    if heads and not all(teachers):
+        problem = "a teacher in memory has no name, so its head cannot be found among those of the merge"
+        raise RotationMergeError(problem, where=merged, remedy="give the teachers' folders")
     names = [os.path.basename(str(teacher.model.path).rstrip("/")) if teacher else "" for teacher in teachers]
-    folders = [os.path.join(merged, HEADS, name) if name else "" for name in names]
-    heads = [folder if os.path.isdir(folder) else "" for folder in folders]
-    if twice := next((name for name, head in zip(names, heads, strict=True) if head and names.count(name) > 1), None):
+    if twice := next((name for name in names if name in heads and names.count(name) > 1), None):
         problem = f"two teachers are called '{twice}', so their heads in {merged} cannot be told apart"
         raise RotationMergeError(problem, remedy="give each teacher's folder another name before the merge")
-    return heads
+    return [heads.get(name) for name in names]
 
 
-def _free(name: str, used: Sequence[str]) -> str:
+def free_name(name: str, used: Collection[str]) -> str:
     """A name that is not taken yet."""
     number, free = 1, name
     while free in used:

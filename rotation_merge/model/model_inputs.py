@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import stores_codes, tied_head, unread
 from rotation_merge.config import DTYPES
-from rotation_merge.errors import CheckpointError, short
+from rotation_merge.errors import CheckpointError, RecipeError, short
 from rotation_merge.model.adapter_base import check_own_base
 from rotation_merge.model.checkpoint import Model, open_model
 from rotation_merge.model.fingerprint import Fingerprint
@@ -30,6 +30,31 @@ from rotation_merge.model.widened_loader import widening, words
 ModelLike = Any
 """A folder, a name of the hub (also with a revision or an adapter, as in recipes), a module, a pair of a state dict and
 its config (a transformers config, or the dictionary in config.json), or a result of `open_like`."""
+
+
+def several(models: Any, of: str = "model") -> list[Any]:
+    """Models (or what else `of` says, in the singular) as a list.
+
+    Raises:
+        RecipeError: they are one of them, or none.
+    """
+    if isinstance(models, str | os.PathLike | nn.Module | Mapping) or not isinstance(models, Iterable):
+        raise RecipeError(f"one {type(models).__name__} stands where {of}s belong", remedy=f"give a list of {of}s")
+    return list(models)
+
+
+def paths_of(models: Any, of: str = "model") -> list[str]:
+    """Files, folders or names of the hub as text.
+
+    Raises:
+        RecipeError: they are one, or none, or one of them is in memory.
+    """
+    values = several(models, of)
+    for value in values:
+        if not isinstance(value, str | os.PathLike):
+            problem = f"one {of} is of type {type(value).__name__}"
+            raise RecipeError(problem, remedy="give names, of folders, of files, or on the hub")
+    return [os.fspath(value) for value in values]
 
 
 @dataclass(frozen=True)

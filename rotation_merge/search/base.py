@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rotation_merge.errors import CheckpointError, RotationMergeError
@@ -12,7 +12,9 @@ from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.model.card import front_matter
 from rotation_merge.model.checkpoint import Model, parse_reference
-from rotation_merge.model.gguf.place import in_cache, is_absent
+from rotation_merge.model.gguf.file import split_files
+from rotation_merge.model.gguf.place import in_cache, is_absent, is_gguf
+from rotation_merge.model.headers import read_json
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.nearness import RELATED, SampledChanges, likeness, sampled_changes
 from rotation_merge.run.statistics_writer import checkpoint_of
@@ -22,7 +24,7 @@ UNRELATED = 0.35
 sibling it is one half or more, as both changes hold the sibling's own."""
 
 MOST_BESIDE = 32
-"""So many folders beside the models are looked at."""
+"""So many models beside the others are looked at."""
 
 MERGED = ("mergekit_config.yml", "rotation_merge.json")
 """Files of a merge, which is no base."""
@@ -96,46 +98,58 @@ def _named(models: Sequence[str], opened: Mapping[str, Model]) -> Iterator[tuple
         if reference.lora is not None:
             yield str(reference.model), f"base of the adapter ({os.path.basename(str(reference.lora))})"
     for name in models:
-        for stated in _stated(opened[name].folder):
-            beside = os.path.join(os.path.dirname(opened[name].folder), stated)
-            for place in (stated, beside):
-                if os.path.isdir(place):
-                    yield os.path.abspath(place), f"the card of {os.path.basename(name)} names it"
-            if is_hub_name(stated) and in_cache(stated, None) is not None and not is_absent(parse_reference(stated)):
-                yield stated, f"the card of {os.path.basename(name)} names it"
+        for place in _places(_stated(opened[name].folder), opened[name].folder):
+            yield place, f"the card of {os.path.basename(name)} names it"
 
 
-def _stated(folder: str) -> list[str]:
-    """The base in a model's card; None for a merge, which has several."""
+def _places(stated: str, folder: str) -> Iterator[str]:
+    """Where a model is that the files in a folder name: in a folder, beside that folder, or in the hub's cache."""
+    for place in (stated, os.path.join(os.path.dirname(folder), stated)):
+        if stated and os.path.isdir(place):
+            yield os.path.abspath(place)
+    if is_hub_name(stated) and in_cache(stated, None) is not None and not is_absent(parse_reference(stated)):
+        yield stated
+
+
+def _stated(folder: str) -> str:
+    """The base in a model's card; empty for a merge, which has several."""
     try:
         with open(os.path.join(folder, "README.md"), encoding="utf-8") as file:
             stated = front_matter(file.read())[0].get("base_model")
     except (OSError, UnicodeDecodeError):
-        return []
+        return ""
     names = [stated] if isinstance(stated, str) else stated if isinstance(stated, list) else []
-    return [str(name) for name in names] if len(names) == 1 else []
+    return str(names[0]) if len(names) == 1 else ""
 
 
 def _nearest(models: Sequence[str], opened: Mapping[str, Model]) -> TaskVectorBase | None:
-    """The base among the models and the folders beside them: the model from which all others differ independently."""
+    """The model that all others differ from independently: one of them, or beside them, or named by their configs."""
     if len(models) < 2:
         return None
-    candidates = [*(models if len(models) > 2 else []), *_beside(models)]
+    candidates = [*(models if len(models) > 2 else []), *_beside(models), *_began_as(opened.values())]
     bases = [base for name in candidates if (base := _tried(name, "by its weights", opened)) is not None]
     bases = [base for base in bases if all(base.changes.lengths.values()) and abs(base.changes.cosine) < UNRELATED]
     return min(bases, key=lambda base: abs(base.changes.cosine), default=None)
 
 
 def _beside(models: Sequence[str]) -> list[str]:
-    """Folders with a model beside the models, without merges."""
-    parents = {os.path.dirname(os.path.abspath(name)) for name in models if os.path.isdir(name)}
+    """Folders and GGUF files with a model beside the models, without merges."""
+    parents = {os.path.dirname(os.path.abspath(name)) for name in models if os.path.exists(name)}
     places = [os.path.join(parent, name) for parent in sorted(parents) for name in sorted(os.listdir(parent))]
     named = {os.path.realpath(name) for name in models}
-    folders = [
-        place
-        for place in places
-        if os.path.isfile(os.path.join(place, "config.json"))
-        and os.path.realpath(place) not in named
-        and not any(os.path.exists(os.path.join(place, file)) for file in MERGED)
-    ]
-    return folders[:MOST_BESIDE]
+    found = [place for place in places if _holds_model(place) and os.path.realpath(place) not in named]
+    return found[:MOST_BESIDE]
+
+
+def _holds_model(place: str) -> bool:
+    """Whether a folder or a GGUF file is a model, and no merge."""
+    if os.path.isfile(place):
+        return is_gguf(place) and split_files(place)[0] == place
+    merged = any(os.path.exists(os.path.join(place, file)) for file in MERGED)
+    return os.path.isfile(os.path.join(place, "config.json")) and not merged
+
+
+def _began_as(models: Iterable[Model]) -> list[str]:
+    """Stored models that configs name as those which were loaded before training (`_name_or_path`)."""
+    stated = [(model, read_json(os.path.join(model.folder, "config.json")).get("_name_or_path")) for model in models]
+    return list(dict.fromkeys(place for model, name in stated for place in _places(str(name or ""), model.folder)))

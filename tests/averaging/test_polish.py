@@ -126,7 +126,7 @@ def test_a_teacher_of_other_classes_is_refused(mine: int, its: int, tmp_path: Pa
     assert not list(tmp_path.glob("out*"))
 
 
-def encoders(folder: Path) -> tuple[list[Path], list[Path], Path]:
+def encoders(folder: Path, **parameters: Any) -> tuple[list[Path], list[Path], Path]:
     """Fine-tunes with heads of two and five classes, their data, and their merge with `heads_of: each`."""
     paths = [make("bert", folder / name, seed=seed, num_labels=n) for seed, (name, n) in enumerate(NAMED.items())]
     for number, path in enumerate(paths):
@@ -139,7 +139,7 @@ def encoders(folder: Path) -> tuple[list[Path], list[Path], Path]:
         (folder / f"{path.name}.jsonl").write_text("\n".join(rows))
     models = [{"model": str(path), "parameters": {"weight": 0.5}} for path in paths]
     recipe = {"merge_method": "rotation_merge", "base_model": str(paths[0]), "models": models, "dtype": "float32"}
-    recipe["parameters"] = {"delegate": "linear", "heads_of": "each"}
+    recipe["parameters"] = {"delegate": "linear", "heads_of": "each", **parameters}
     merged(recipe, folder / "merged")
     return paths, [folder / f"{path.name}.jsonl" for path in paths], folder / "merged"
 
@@ -196,6 +196,24 @@ def test_python_polishes_under_the_heads_of_a_folder_as_the_command_does(rate: f
         assert apart <= 0.01 * moved
     loss = rm.evaluate(view.heads["five"], [{"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([4])}])
     assert loss["loss"] > 0
+
+
+def test_python_merges_and_polishes_under_the_heads_of_all(tmp_path: Path) -> None:
+    """As a recipe and the polish of its folder do; a polished view still has its heads."""
+    teachers, data, before = encoders(tmp_path, attention="none", heads="none", ffn="none", scaling=False)
+    view = rm.average(teachers, heads_of="each")
+    view.save_pretrained(tmp_path / "python")
+    for place in (".", "heads/five"):
+        expected, found = state(before / place), state(tmp_path / "python" / place)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+    config, sources = rm.PolishConfig(samples=24, steps=4, learning_rate=0.003), list(data)
+    first, second = (rm.polish(merge, teachers, sources, config) for merge in (view, before))
+    assert set(first.heads) == set(second.heads) == {"five"}
+    assert set(rm.polish(first, teachers, sources, config).heads) == {"five"}
+    module = AutoModelForSequenceClassification.from_pretrained(teachers[1])
+    with pytest.raises(rm.RotationMergeError, match="a teacher in memory has no name"):
+        rm.polish(view, [teachers[0], module], sources, config)
 
 
 def test_one_lora_for_several_heads_is_refused(tmp_path: Path) -> None:

@@ -148,14 +148,29 @@ def test_long_changes_are_shortened_where_lengths_differ_by_more_than_two() -> N
     long *= 2.5 * short.norm() / long.norm()
     shortened, ratio = with_long_changes_shortened([short, long, torch.zeros(3, 3).double()])
     assert ratio == pytest.approx(2.5)
-    harmonic = 2 / (1 / short.norm() + 1 / long.norm())
     assert torch.equal(shortened[0], short)
-    assert float(shortened[1].norm()) == pytest.approx(float(harmonic))
+    torch.testing.assert_close(shortened[1], 0.5 * long)  # its share in the mean of those that count
+    of_three = with_long_changes_shortened([short, long, short])[0]
+    torch.testing.assert_close(of_three[1], long / 2.5)  # the shortest one's length
     assert not shortened[2].any()
     assert torch.equal(with_long_changes_shortened([short, 1.5 * short])[0][0], short)
     least, most = with_long_changes_shortened([short, 1e9 * long])[0]  # by no more than the number of changes
     torch.testing.assert_close(least, short)
     torch.testing.assert_close(most, 0.5e9 * long)
+
+
+@pytest.mark.parametrize(("lengths", "factor"), [("auto", 0.5), ("keep", 1.0)])
+def test_long_changes_of_tensors_that_are_no_maps_are_shortened_too(
+    lengths: str, factor: float, tmp_path: Path
+) -> None:
+    base = checkpoint("llama", "llama", tmp_path / "base")
+    models = [base, tuned(base, tmp_path / "short", 1, 0.01), tuned(base, tmp_path / "long", 2, 0.1)]
+    asked = recipe(*(model.path for model in models), delegate="wudi", lengths=lengths)
+    result = merged(asked, tmp_path / "out")
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        start, short, long = (model.state[name] for model in models)
+        expected = start + (short - start + factor * (long - start)) / 2
+        torch.testing.assert_close(result[name], expected, atol=1e-6, rtol=1e-6)
 
 
 def test_the_rounding_of_a_base_is_no_change_of_a_model_that_was_trained_from_the_rounded_base() -> None:

@@ -122,6 +122,20 @@ def test_bad_values_are_one_line(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("delegate", "name"), [("wudi", "lambda"), ("iso", "share"), ("ties", "lambda")])
+def test_parameters_of_the_whole_merge_under_one_model_are_one_line(
+    delegate: str, name: str, three: list[Checkpoint], tmp_path: Path
+) -> None:
+    """Where nothing reads them."""
+    asked = recipe(three[0].path, three[1].path, three[2].path, delegate=delegate, weight=1.0, density=0.5)
+    asked["parameters"] = {k: v for k, v in asked["parameters"].items() if delegate == "ties" or k != "density"}
+    asked["models"][1]["parameters"] = {name: 0.5}
+    result = mergekit_yaml(asked, tmp_path / "out")
+    assert result.exit_code == 2
+    assert f"'{name}' of delegate {delegate} has no effect under one model" in one_error(result.output)
+    assert "move it under the recipe's 'parameters'" in result.output
+
+
 def test_the_base_is_required_and_alone_no_merge(three: list[Checkpoint], tmp_path: Path) -> None:
     base = three[0].path
     result = mergekit_yaml(recipe(base, base, delegate="tsv"), tmp_path / "out")
@@ -152,7 +166,7 @@ def written(recipe: dict[str, Any], path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("name", "words"), [("wudi", "harmonic mean"), ("ties", "'weight'")])
+@pytest.mark.parametrize(("name", "words"), [("wudi", "share in the mean"), ("ties", "'weight'")])
 def test_check_says_how_long_the_changes_are(name: str, words: str, tmp_path: Path) -> None:
     base = checkpoint("llama", "llama", tmp_path / "base")
     short, long = tuned(base, tmp_path / "short", 1, 0.01), tuned(base, tmp_path / "long", 2, 0.05)

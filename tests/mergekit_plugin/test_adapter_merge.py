@@ -162,7 +162,7 @@ def test_mergekits_methods_as_for_full_models(name: str, settings: dict[str, Any
 
 @pytest.mark.parametrize(("name", "settings"), [("ties", {"density": 0.5}), ("task_arithmetic", {}), ("wudi", {})])
 def test_changes_of_embeddings(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Single entries are those of the whole change; a method for linear maps takes the mean, whatever the lengths."""
+    """Single entries are those of the whole change; a method for linear maps takes the mean, long ones shortened."""
     for seed, folder in enumerate(("one", "two")):
         write_peft(tmp_path / folder, seed, rank=6, scale=1 + 3 * seed, maps=("q_proj",))
         file = tmp_path / folder / "adapter_model.safetensors"
@@ -174,7 +174,7 @@ def test_changes_of_embeddings(name: str, settings: dict[str, Any], tmp_path: Pa
     (merged,) = changes(merge_adapters(paths, name, parameters=settings), tmp_path / "out").values()
     full = [next(iter(of(path).values())) for path in paths]
     if name == "wudi":
-        expected = (full[0] + full[1]) / 2
+        expected = (full[0] + full[1] / 2) / 2
     else:
         method = registry.get(name)
         defaults = {spec.name: spec.default for spec in method.spec.parameters if spec.name != "weight"}
@@ -342,6 +342,44 @@ def test_the_command(three: list[str], tmp_path: Path) -> None:
     assert config["lora_alpha"] == config["r"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"weights": ["much", 1, 1]}, "'weights' are .*one number for each adapter"),
+        ({"weights": 1}, "'weights' are 1"),
+        ({"method": None}, "not merged by 'None'"),
+        ({"energy": 0.5}, "'energy' has no effect"),
+        ({"rank": 2, "energy": 0.5}, "'energy' has no effect"),
+        ({"method": "dare_ties", "parameters": {"density": -1}}, "'density' is -1.* from 0 to 1"),
+        ({"method": "ties", "parameters": {"density": 2}}, "'density' is 2.* from 0 to 1"),
+        ({"method": "ties", "parameters": {"lambda": float("inf")}}, "finite"),
+        ({"method": "task_arithmetic", "parameters": {"lambda": 1e300}}, "exceeds the range of float32"),
+    ],
+)
+def test_values_that_mean_nothing_are_one_line(arguments: dict[str, Any], words: str, three: list[str]) -> None:
+    with pytest.raises(RotationMergeError, match=words) as error:
+        merge_adapters(three, **arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_adapters_are_named_in_every_way(three: list[str], tmp_path: Path) -> None:
+    merge_adapters(map(Path, three)).save(tmp_path / "out")
+    assert of(tmp_path / "out").keys() == changes(merge_adapters(three), tmp_path / "again").keys()
+    for adapters, words in ((three[0], "one str stands where adapters belong"), ([three[0], None], "of type NoneType")):
+        with pytest.raises(RotationMergeError, match=words):
+            merge_adapters(adapters)  # type: ignore[arg-type]
+
+
+def test_one_folder_by_two_names_is_one_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    names = (f"{tmp_path}/base", f"{tmp_path}/base/", "./base", None)
+    paths = [str(write_peft(tmp_path / str(i), i, base_model_name_or_path=name)) for i, name in enumerate(names)]
+    assert len(merge_adapters(paths[:3]).maps) == len(MAPS)
+    with pytest.raises(RotationMergeError, match="is an adapter of an unnamed base"):
+        merge_adapters(paths)
+
+
 def test_bad_input_gets_one_line(three: list[str], tmp_path: Path) -> None:
     write_peft(tmp_path / "foreign", 5, base_model_name_or_path="org/other")
     write_peft(tmp_path / "dora", 6, use_dora=True)
@@ -351,6 +389,10 @@ def test_bad_input_gets_one_line(three: list[str], tmp_path: Path) -> None:
     }
     save_file({**keys, **magnitude}, tmp_path / "dora" / "adapter_model.safetensors")
     write_peft(tmp_path / "nan", 7, scale=float("nan"))
+    wide = {"base_model.model.layers.0.up_proj.lora_A.weight": torch.ones(1, 10)}
+    wide["base_model.model.layers.0.up_proj.lora_B.weight"] = torch.ones(8, 1)
+    write_peft(tmp_path / "wide", 12)
+    save_file(wide, tmp_path / "wide" / "adapter_model.safetensors")
     other = {"base_model.model.layers.0.q_proj.lora_A.weight": torch.ones(1, 4)}
     other["base_model.model.layers.0.q_proj.lora_B.weight"] = torch.ones(4, 1)
     write_peft(tmp_path / "shape", 8)
@@ -370,6 +412,11 @@ def test_bad_input_gets_one_line(three: list[str], tmp_path: Path) -> None:
         save_file({**plain, **tensors}, spoilt[name])
     save_file({"m.lora_A.weight": torch.ones(1, 2)}, tmp_path / "header.safetensors", {"lora_adapter_metadata": "["})
     write_peft(tmp_path / "infinite", 9, lora_alpha=float("inf"))
+    write_peft(tmp_path / "no magnitudes", 10, use_dora=True)
+    write_peft(tmp_path / "short", 11, maps=("q_proj",))
+    pair = {"m.lora_down.weight": torch.ones(2, 4), "m.lora_up.weight": torch.ones(5, 2)}
+    save_file(pair, tmp_path / "pair.safetensors")
+    save_file({**pair, "n.lora_up.weight": torch.ones(5, 2)}, tmp_path / "half.safetensors")
     first, out = three[0], tmp_path / "out"
     for arguments, named in [
         ([first, out], "two adapters"),
@@ -386,6 +433,9 @@ def test_bad_input_gets_one_line(three: list[str], tmp_path: Path) -> None:
         ([first, spoilt["alpha"], out], "'m' holds NaN"),
         ([first, tmp_path / "header.safetensors", out], "'lora_adapter_metadata' in its header"),
         ([first, tmp_path / "infinite", out], "lora_alpha of 'layers.0"),
+        ([first, tmp_path / "no magnitudes", out], "DoRA"),
+        ([tmp_path / "pair.safetensors", tmp_path / "half.safetensors", out], "'n' lacks factors"),
+        ([tmp_path / "short", first, tmp_path / "wide", out], "'layers.0.up_proj' of shape [8, 10]"),
         ([*three, out, "--rank", "99"], "'rank' is 99"),
         ([*three, out, "--rank", "-1"], "'--rank' is -1"),
         ([*three, out, "--rank", "all"], "'--rank' is 'all'"),
@@ -398,6 +448,7 @@ def test_bad_input_gets_one_line(three: list[str], tmp_path: Path) -> None:
         ([*three, out, "--weights", "1,0,1"], "positive"),
         ([*three, out, "--weights", "a"], "--weights"),
         ([*three, out, "--energy", "2"], "energy"),
+        ([*three, out, "--energy", "0.5"], "'energy' has no effect"),
         ([*three, tmp_path / "out.safetensors"], "a folder"),
     ]:
         done = run("lora", *arguments)

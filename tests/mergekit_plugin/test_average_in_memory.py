@@ -106,12 +106,15 @@ def test_averages_of_averages(pair: Pair) -> None:
         ({"method": "ties", "density": 3}, "from 0 to 1"),
         ({"method": [0.5, 0.5]}, "the keyword 'weights'"),
         ({"heads": "permutation"}, "give it to rotation_merge.align"),
-        ({"heads_of": "each"}, "a recipe for mergekit-yaml"),
+        ({"heads_of": "all"}, "base, each"),
+        ({"method": "refit", "heads_of": "each", "samples": samples()}, "a recipe for mergekit-yaml"),
+        ({"save_alignment": True}, "a recipe for mergekit-yaml"),
         ({"method": "regmean"}, "add 'samples'"),
         ({"method": "wudi", "ridge": -1.0}, "at least 0"),
         ({"samples": [{}]}, "have no effect with linear"),
         ({"method": "regmean", "samples": "text.txt"}, "give batches of input_ids"),
         ({"weights": [1.0]}, "1 weights for 2 models"),
+        ({"weights": 1.0}, "one number for each model"),
     ],
 )
 def test_bad_input_is_one_line(options: dict[str, Any], words: str) -> None:

@@ -13,10 +13,12 @@ import pytest
 import torch
 import yaml
 from cli_support import CHECKPOINTS, run
+from gguf_support import written
 from plugin_support import mergekit_yaml, one_error, state, write_state
 from safetensors.torch import load_file, save_file
 from test_merge_command import planner
 
+import rotation_merge as rm
 from rotation_merge.model.adapter_base import on_base
 from rotation_merge.run.functions import load
 from rotation_merge.search.base import TaskVectorBase, find_base
@@ -68,6 +70,46 @@ def test_a_card_names_the_base_and_merges_are_none(tmp_path: Path) -> None:
     shutil.rmtree(away)
     (home / "merge" / "mergekit_config.yml").write_text("merge_method: linear")
     assert find_base(models) is None
+
+
+@pytest.mark.parametrize("stored", ["folder", "hub"])
+def test_a_config_names_the_model_that_was_trained(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the base only by its weights: a sibling, or a model itself, may stand there as well."""
+    models = [copied(ENGLISH, tmp_path / "home" / "a"), copied(C, tmp_path / "home" / "b")]
+    assert find_base(models) is None
+    snapshot = tmp_path / "cache" / "models--org--base"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    name = copied(BASE, tmp_path / "away") if stored == "folder" else "org/base"
+    if stored == "hub":
+        copied(BASE, snapshot / "snapshots" / "1")
+        (snapshot / "refs").mkdir()
+        (snapshot / "refs" / "main").write_text("1")
+    for named, known in ((ENGLISH, False), (name, True)):
+        config = Path(models[0]) / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "_name_or_path": named}))
+        base = find_base(models)
+        assert (base is not None) == known
+    assert base is not None
+    assert (base.name, base.why) == (name, "by its weights")
+
+
+def test_a_base_in_gguf_stands_beside(tmp_path: Path) -> None:
+    models = [copied(ENGLISH, tmp_path / "a"), copied(C, tmp_path / "b")]
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    assert find_base(models) is None
+    base = find_base([*models], str(written(Path(BASE), tmp_path / "base.gguf")))
+    assert base is not None
+    found = find_base(models)
+    assert found is not None
+    assert (found.name, found.why) == (base.name, "by its weights")
+    as_gguf = [str(written(Path(model), Path(f"{model}.gguf"))) for model in models]
+    for model in models:
+        shutil.rmtree(model)
+    found = find_base(as_gguf)
+    assert found is not None
+    assert found.name == base.name
 
 
 def test_an_adapter_stands_on_its_base() -> None:
@@ -328,3 +370,30 @@ def test_loading_leaves_a_base_as_it_is() -> None:
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     best_scale(merged, base, 1.0, (0.0, figures(1.0, 0.0)), lambda *_: (0.0, figures(1.0, 0.0)))
     assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+
+
+def test_python_takes_what_the_command_takes(
+    tmp_path: Path, only: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths, one source for all models, a relative base, the folder of an adapter without its base."""
+    only("wudi")
+    copied(BASE, tmp_path / "llama-0")
+    adapter = copied(str(CHECKPOINTS / "llama-0-lora-english"), tmp_path / "adapter")
+    monkeypatch.chdir(tmp_path)
+    config = rm.MergeConfig(samples=8, length=24, batch_size=4, base="llama-0")
+    models, out, base = (Path(adapter), Path(C)), tmp_path / "out", str(tmp_path / "llama-0")
+    outcome = rm.merge(models, out, "demo:english", config, anyway=True)
+    assert [trial.name for trial in outcome.tried] == ["wudi"]
+    recipe = yaml.safe_load((out / "recipe.yml").read_text())
+    assert recipe["base_model"] == base
+    assert [entry["model"] for entry in recipe["models"]] == [f"{base}+{adapter}", C]
+    for arguments, words in (
+        (([object(), C], tmp_path / "other"), "one model is of type object"),
+        ((ENGLISH, tmp_path / "other"), "one str stands where models belong"),
+        ((models, tmp_path / "other", 3), "one int stands where data sources belong"),
+        ((models, tmp_path / "other", tmp_path / "none.txt"), "none.txt: no such file"),
+        ((models, tmp_path / "other", (), rm.MergeConfig(subsets=2)), "'subsets' are of three or more"),
+    ):
+        with pytest.raises(rm.RotationMergeError, match=words):
+            rm.merge(*arguments)
+    assert not (tmp_path / "other").exists()

@@ -13,7 +13,7 @@ from mergekit import merge_methods
 from mergekit._data import chat_templates
 from mergekit.common import dtype_from_name
 from mergekit.config import ConditionalParameter, MergeConfiguration
-from mergekit.merge_methods.base import MergeMethod, ParameterSpec
+from mergekit.merge_methods.base import MergeMethod, ParameterScope, ParameterSpec
 from pydantic import ValidationError
 
 from rotation_merge.architecture.model import Architecture
@@ -223,6 +223,10 @@ def _setting(
     if readers and delegate is not None and delegate.spec.name not in readers and not _on_samples(document, path):
         problem = f"parameter '{name}' has no effect with delegate {delegate.spec.name}"
         document.fault(path, problem, f"leave it out; it is read by delegate {', '.join(readers)}")
+    under_model = path[-4:-3] in (("models",), ("sources",))
+    if delegate is not None and spec is not None and spec.scope == ParameterScope.SHARED and under_model:
+        problem = f"parameter '{name}' of delegate {delegate.spec.name} has no effect under one model"
+        document.fault(path, problem, "move it under the recipe's 'parameters'")
     for place, item in [(path, value), *(((*path, i), item) for i, item in items(value) if isinstance(value, list))]:
         _keys(document, place, item, tuple(ConditionalParameter.model_fields))
     for leaf, place in leaves(value, path):
