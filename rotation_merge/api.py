@@ -32,6 +32,7 @@ from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.matching.teachers import AnsweredSamples, write_answers
 from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, opened_views
+from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.heads import head_names, heads_of_teachers
 from rotation_merge.model.lora import AdapterWeights
@@ -385,7 +386,7 @@ def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: Barri
 
 
 def merge(
-    models: Sequence[str],
+    models: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
     data: Sequence[str] = (),
     config: MergeConfig | None = None,
@@ -396,7 +397,7 @@ def merge(
     """Look for the best merge of two or more checkpoints, and write it with its recipe.
 
     Args:
-        models: folders or names of the hub; the anchor first.
+        models: folders, names of the hub, or adapters, each then on its base; the anchor first.
         out: a folder, new or empty.
         data: a source of samples for all models, or one for each; empty: samples that the models write.
         anyway: write the best merge even if one parent alone is better.
@@ -408,11 +409,16 @@ def merge(
     Raises:
         RotationMergeError: models, data or the folder are of no use.
     """
-    names, place = [anywhere(model) for model in _several(models)], os.path.abspath(out)
+    config = MergeConfig.or_default(config)
+    named, place = _several(models), os.path.abspath(out)
+    unnamed = [model for model in named if not isinstance(model, str | os.PathLike)]
+    if unnamed:
+        problem = f"a {type(unnamed[0]).__name__} stands where a folder or a name of the hub belongs"
+        raise RecipeError(problem, remedy="write it with save_pretrained, and name the folder")
+    names = [on_base(anywhere(os.fspath(model)), config.base) for model in named]
     if len(names) < 2:
         raise RecipeError(f"{len(names)} models are given", remedy="name two or more")
     check_different(names)
-    config = MergeConfig.or_default(config)
     sources = tuple(data) or (usual_data(names[0]),)
     search_config = SearchConfig(tuple(names), place, sources, **asdict(config))
     check_outputs([Output(place, "out", FOLDER)], [Input(name, "model") for name in names])
@@ -473,8 +479,8 @@ def transfer(
     ]
     first, second, third = bases
     for model in (second, third):
+        check_pair(first.member, model.member, chosen.match, untie=chosen.untie)
         check_names(first, model)
-    check_pair(first.member, third.member, chosen.match, untie=chosen.untie)
     if _with_tokens(tuned, old, new):
         return _transferred_files(tuned, old, new, chosen)
     near = nearness(first.architecture, first.source, second.source)

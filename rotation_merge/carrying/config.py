@@ -122,7 +122,9 @@ class TransferConfig(Config):
             problem = f"'{name}' has no effect where the change is carried by weights at a given scale"
             raise RecipeError(problem, remedy="let samples choose the scale (auto), or carry by refit")
         if self.method != "distil" and self.steps != TransferConfig().steps:
-            raise RecipeError(f"'carry: {self.method}' takes no steps", remedy="carry by distil, or leave out 'steps'")
+            raise RecipeError(
+                f"carrying by {self.method} takes no steps", remedy="carry by distil, or leave out 'steps'"
+            )
 
     @property
     def factor(self) -> float | None:

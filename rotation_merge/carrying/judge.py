@@ -95,7 +95,7 @@ def read_parts(tuned: str, new: str, config: TransferConfig, load: Callable[[str
     """
     model = load(tuned)
     if config.data == SELF and not writes_text(model):
-        raise DataError(f"{type(model).__name__} writes no text", where=tuned, remedy="give --data FILE")
+        raise DataError(f"{type(model).__name__} writes no text", where=tuned, remedy="give a file as 'data'")
 
     def read(source: str, seed: int) -> Data:
         reading = replace(config, seed=seed).reading(AT_ONCE)
@@ -106,7 +106,7 @@ def read_parts(tuned: str, new: str, config: TransferConfig, load: Callable[[str
         return data
 
     if config.judge is not None and is_same_file(config.judge, config.data):
-        problem, remedy = "has the samples to solve from, too", "leave out --judge (a part is held out), or name others"
+        problem, remedy = "has the samples to solve from, too", "leave out 'judge' (a part is held out), or name others"
         raise DataError(problem, where=config.judge, remedy=remedy)
     judge_seed = config.seed + (3 if config.judge == SELF else 0)  # other text than what is solved from
     whole = read(config.data, config.seed)
@@ -296,7 +296,7 @@ class RecoveredLift:
         if self.recovered is None:
             carried = "Nothing was carried. " if self.method == NONE else ""
             return (
-                f"{carried}Give samples of the fine-tune's task (--data or --judge): on these it is no better than its "
+                f"{carried}Give samples of the fine-tune's task ('data' or 'judge'): on these it is no better than its "
                 "base, so the recovered lift is unknown."
             )
         if self.method == NONE:

@@ -176,7 +176,9 @@ def _modules(config: Mapping[str, Any], name: str) -> dict[tuple[str, str, int |
             model = model_class(model_class.config_class.from_dict(dict(config)))
     except Exception as error:  # models and configs raise errors of many classes
         raise CheckpointError(
-            f"its class cannot be built ({short(error)})", where=name, remedy="carry the whole model, without --lora"
+            f"its class cannot be built ({short(error)})",
+            where=name,
+            remedy="carry it as a whole model, not as an adapter",
         ) from error
     spots = every_name(config)
     return {

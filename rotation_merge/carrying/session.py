@@ -168,7 +168,7 @@ class TransferSession:
         carried = carry_adapter(adapter, self.carrier, old.config, new, self.scale, old.rows)
         lines = _notes(carried, self.bases)
         if self.config.rank not in (0, adapter.rank):
-            lines.append(f"The adapter keeps its rank {adapter.rank}: --lora is for whole fine-tunes.")
+            lines.append(f"The adapter keeps its rank {adapter.rank}: another rank is for whole fine-tunes.")
         return carried.adapter, lines
 
     def as_adapter(self, tuned: TensorSource, rank: int) -> tuple[AdapterWeights, list[str]]:
@@ -270,7 +270,8 @@ def check_head(bases: Bases, alignment: Alignment, storage: StorageOptions) -> N
         raise RecipeError(
             f"a rotated stream needs an untied head, '{tied}' is tied to the embedding",
             where=str(bases.new.reference),
-            remedy="add --untie (the output then stores a separate head), or --residual permutation, or --lora RANK",
+            remedy="add 'untie' (the output then stores a separate head), use 'residual: permutation', or carry it as "
+            "an adapter",
         )
 
 

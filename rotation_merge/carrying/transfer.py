@@ -27,8 +27,8 @@ from rotation_merge.model.source import Progress
 if TYPE_CHECKING:
     from rotation_merge.carrying.sampled import SampledTransfer
 
-OWN_BASE = "name its own base (--from), or add --force"
-ALONE = "leave out --carry and --scale auto: weights alone can be carried by shared tokens"
+OWN_BASE = "name its own base, or a copy of it (the command carries it anyway with --force)"
+ALONE = "carry by weights, at a given scale: they alone can be carried by shared tokens"
 
 
 def carry(

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from rotation_merge.averaging.config import AdapterMergeConfig
 from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, mean_of, with_long_changes_shortened
-from rotation_merge.errors import CheckpointError, RecipeError, nearest
+from rotation_merge.errors import CheckpointError, RecipeError, nearest, short
+from rotation_merge.files.outputs import FILE, FOLDER, Input, Output, check_outputs, check_replaced
 from rotation_merge.linalg.seeding import seeded
-from rotation_merge.model.adapter_files import PEFT, AdapterFactors, LowRankFactors, read_adapter, write_adapter
+from rotation_merge.model.adapter_files import PEFT, SUFFIX, AdapterFactors, LowRankFactors, read_adapter, write_adapter
 
 LINEAR = "linear"
 SPARE = 16
@@ -84,15 +85,21 @@ class MergedAdapter:
         """The least share of a map's squared norm that the rank keeps."""
         return min(merged.energy for merged in self.maps.values())
 
-    def save(self, out: str) -> None:
+    def save(self, out: str | os.PathLike[str], force: bool = False) -> None:
         """Write the adapter: a folder in peft's format, or the one file that the inputs were.
 
+        Args:
+            out: a new file, or a folder that is new or empty.
+            force: replace what lies there, if it is no input.
+
         Raises:
-            CheckpointError: an input lies there, or the name does not fit the format.
+            RotationMergeError: something lies there, or the name does not fit the format.
         """
-        if os.path.realpath(out) in map(os.path.realpath, self.sources):
-            raise CheckpointError("is one of the inputs", where=out, remedy="write somewhere else")
-        write_adapter(self.adapter, out)
+        path = os.fspath(out)
+        output = Output(path, "out", FILE if path.endswith(SUFFIX) else FOLDER)
+        check_outputs([output], [Input(source, "adapter") for source in self.sources])
+        check_replaced([output], force)
+        write_adapter(self.adapter, path)
 
 
 def merge_adapters(
@@ -289,7 +296,10 @@ def _as(default: Any, value: Any, name: str) -> Any:
 
 
 def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
-    values = [1.0] * count if weights is None else [float(weight) for weight in weights]
+    try:
+        values = [1.0] * count if weights is None else [float(weight) for weight in weights]
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"'weights' are {short(repr(weights))}", remedy="give one number for each adapter") from error
     if len(values) != count:
         raise RecipeError(f"{len(values)} weights for {count} adapters", remedy="give one for each")
     if not all(math.isfinite(value) and value > 0 for value in values):
@@ -309,7 +319,7 @@ def _check_alike(read: Sequence[AdapterFactors], same_base: bool) -> None:
             raise CheckpointError(problem, where=adapter.path, remedy="convert one of them first")
         if same_base and adapter.base != first.base:
             problem = f"is an adapter of {adapter.base}, {first.path} one of {first.base}"
-            remedy = "carry one of them first ('rotation-merge carry'); --force if the two are the same model"
+            remedy = "carry one of them first; if the two are the same model, use --force (in Python: same_base=False)"
             raise CheckpointError(problem, where=adapter.path, remedy=remedy)
         for module, factors in adapter.maps.items():
             first_factors = first.maps.get(module)

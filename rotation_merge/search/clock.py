@@ -106,7 +106,7 @@ class Clock:
         if step is not None:
             step.tick(activity, done, total)
         if self._deadline is not None and time.perf_counter() > self._deadline:
-            raise OutOfTime("ran out of time", remedy="give a longer --budget")
+            raise OutOfTime("ran out of time", remedy="give a longer 'budget'")
 
     def _beat(self) -> None:
         while not self._stop.wait(0.25):

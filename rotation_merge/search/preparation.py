@@ -182,7 +182,7 @@ class Preparation:
             return None
         base = find_base(config.models, config.base)
         if base is None:
-            self.say("base: not known, so task vectors are not merged; name it with --base")
+            self.say("base: not known, so task vectors are not merged; name it as 'base'")
             return None
         names = shortened([*config.models, *([base.name] if base.name not in config.models else [])])
         lengths = ", ".join(f"{names[model]} {length:.3g}" for model, length in base.changes.lengths.items())
@@ -286,7 +286,7 @@ class Preparation:
         count = sum(data.examples for data in (*reduced.deciding, *reduced.reported))
         self.say(
             f"short of time: only {count} of {sum(data.examples for data in held_out)} held-out samples judge the "
-            "merges; a longer --budget uses more"
+            "merges; a longer budget uses more"
         )
         return reduced
 
@@ -324,7 +324,7 @@ class Preparation:
         fewer, shorter = _fewer(count, length, share)
         self.say(
             f"short of time: each model writes {2 * fewer} texts of {shorter} tokens to judge by, instead of "
-            f"{2 * count} of {length}; a longer --budget uses more"
+            f"{2 * count} of {length}; a longer budget uses more"
         )
         return fewer, shorter
 

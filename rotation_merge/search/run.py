@@ -81,7 +81,9 @@ class Search:
             self.work.begin(self.mark)
         except OSError as error:
             problem = f"cannot be written ({reason(error)})"
-            raise RotationMergeError(problem, where=self.config.out, remedy="write somewhere else") from error
+            raise RotationMergeError(
+                problem, where=self.config.out, remedy="write somewhere else (the command replaces it with --force)"
+            ) from error
         try:
             yield
         except RotationMergeError:
@@ -100,7 +102,9 @@ class Search:
         """
         out = self.config.out
         if not force and not self.goes_on() and os.path.isdir(out) and os.listdir(out):
-            raise RotationMergeError("already exists", where=out, remedy="write somewhere else, or --force")
+            raise RotationMergeError(
+                "already exists", where=out, remedy="write somewhere else (the command replaces it with --force)"
+            )
         with self.begun():
             self.prepare()
             return self.run()

@@ -174,5 +174,5 @@ def test_a_file_cannot_solve_and_judge(texts: list[Path], models: dict[str, dict
     bases = ("--from", pair["old"], "--to", pair["new"], "--carry", "refit")
     done = run("carry", pair["tuned"], *bases, tmp_path / "out", "--data", texts[0], "--judge", texts[0])
     assert done.exit_code == 2
-    assert "leave out --judge" in one_error(done.output)
+    assert "leave out 'judge'" in one_error(done.output)
     assert not (tmp_path / "out").exists()

@@ -129,7 +129,9 @@ def test_an_existing_folder_is_refused_before_anything_is_loaded(tmp_path: Path)
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2 set()\n"
-    assert one_error(done.stderr).endswith("already exists; write somewhere else, or --force")
+    assert one_error(done.stderr).endswith(
+        "already exists; write somewhere else (the command replaces it with --force)"
+    )
 
 
 def test_the_output_in_first_place_is_named(tmp_path: Path) -> None:
