@@ -347,6 +347,7 @@ class ScaledChange:
     Attributes:
         tuned: the fine-tune, under the names of the carrier's architecture.
         config: of transformers, the new base's.
+        untie: whether a tied head has a tensor of its own.
         rounded: the model's tensors as they would be stored.
     """
 
@@ -354,6 +355,7 @@ class ScaledChange:
     tuned: TensorSource
     config: Any
     device: str = "cpu"
+    untie: bool = True
     rounded: Callable[[TensorSource], TensorSource] = lambda source: source
     ends: dict[str, tuple[str, Tensor, Tensor]] = field(default_factory=dict)
 
@@ -389,7 +391,7 @@ class ScaledChange:
         }
         source = self.rounded(ReplacedSource(self._base, tensors))
         architecture = self.carrier.architecture
-        return Runner(self.config, source, architecture, [], device=self.device, untie=True).fill_all()
+        return Runner(self.config, source, architecture, [], device=self.device, untie=self.untie).fill_all()
 
 
 def search(

@@ -102,6 +102,8 @@ class Search:
         """
         out = self.config.out
         if not force and not self.goes_on() and os.path.isdir(out) and os.listdir(out):
+            if self.work.path.is_dir() and self.work.is_empty():
+                self.work.remove()  # it was killed while it cleaned up after OUT was written
             raise RotationMergeError(
                 "already exists", where=out, remedy="write somewhere else (the command replaces it with --force)"
             )

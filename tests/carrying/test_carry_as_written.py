@@ -45,6 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path
         ("llama", ("--carry", "refit", "--scale", 1, "--dtype", "bfloat16")),
         ("tied", ("--carry", "refit", "--scale", 1, "--lora", 2, "--untie")),
         ("tied", ("--scale", "auto", "--lora", 2)),
+        ("tied", ("--scale", "auto")),
         ("qwen2", ("--steps", 2, "--scale", 1, "--lora", 2)),
     ],
 )
@@ -71,10 +72,23 @@ def test_the_reported_loss_is_that_of_what_is_written(
     done = run("carry", pair["tuned"], *bases, out, *options, "--samples", 32)
     assert done.exit_code == 0, done.output
     written = load(f"{pair['new']}+{out}" if "--lora" in options else str(out))
+    if name == "tied" and not {"--lora", "--untie"} & set(options):
+        assert "lm_head.weight" not in state(out)  # at a scale of its own it would not be the embedding
     lift = json.loads((out / "rotation_merge.json").read_text())["lift"]
     assert lift["carried"] != lift["new"]
     with torch.no_grad():
         assert evaluate(written, used[0].judge.tuned)[0] == pytest.approx(lift["carried"][0], abs=2e-5)
+
+
+@pytest.mark.parametrize("options", [(), ("--scale", "auto"), ("--carry", "refit")])
+def test_a_head_of_its_own_has_no_place_in_a_tied_base(
+    options: tuple[str, ...], models: dict[str, dict[str, Path]], tmp_path: Path
+) -> None:
+    apart, tied = models["llama"], models["tied"]
+    bases = ("--from", apart["old"], "--to", tied["new"], "--residual", "none", "--force")
+    done = run("carry", apart["tuned"], *bases, tmp_path / "out", *options)
+    assert "its change has no place; add 'untie'" in one_error(done.output)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_change_below_the_precision_of_its_base_can_be_stored(
