@@ -72,7 +72,7 @@ def self_written(model: Any, model_path: str, count: int, length: int = 128, see
             first_token = number * length
 
             def tick(tokens: int, first_token: int = first_token) -> None:
-                tell("writing samples", first_token + tokens, len(parts) * length)
+                tell("writing samples, tokens", first_token + tokens, len(parts) * length)
 
             written.append(_continued(model, part, length, draw, tick))
     return torch.cat(written)

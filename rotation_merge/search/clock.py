@@ -122,7 +122,7 @@ class _Step:
         self.activity, self.done, self.total, self.since = "", 0.0, 0.0, self.began
 
     def tick(self, activity: str, done: float, total: float) -> None:
-        if activity != self.activity:
+        if activity != self.activity or done < self.done:
             self.activity, self.since = activity, time.perf_counter()
         self.done, self.total = done, total
 

@@ -119,7 +119,7 @@ class Preparation:
             relation = self._relation(architecture, relations)
             base = self._base(relation)
             loaded = {model: load(model, like=models[0]) for model in models}
-        with self.clock.step("reading the samples"):
+        with self.clock.step("collecting the samples"):
             samples = [] if self.made_up else self._given(loaded[models[0]])
             per_token = self._pace(loaded[models[0]], samples)
             sets = self._sampled(loaded, per_token) if self.made_up else self._split(samples, per_token)
@@ -215,7 +215,7 @@ class Preparation:
     def _relate(self, pair: Pair, model: str) -> float:
         """Print the relation of a model to the first one: coordinates, and differences of configs."""
         cosine = likeness(pair.anchor, pair.donor)
-        kind = "a fine-tune of one base" if cosine >= RELATED else "other coordinates, or another base"
+        kind = "a fine-tune of the same base" if cosine >= RELATED else "other coordinates, or another base"
         names = shortened(self.config.models)
         anchor = names[self.config.models[0]]
         self.say(f"{names[model]}: {kind} (mean cosine of its matrices to those of {anchor}: {cosine_text(cosine)})")

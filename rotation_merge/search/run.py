@@ -273,7 +273,10 @@ class Search:
         if tried and expected > remaining:
             self.left_out[candidate.title] = f"needs {expected:.0f} s, {remaining:.0f} s of the budget are left"
             return None
-        more = f", {behind} more to try in {remaining:.0f} s" if behind else ""
+        others = (
+            f", {behind} more to try in {remaining:.0f} s" if remaining > expected else ", for more there is no time"
+        )
+        more = others if behind else ""
         self.say(f"{candidate.title}, about {expected:.0f} s{more} ...")
         try:
             with self.clock.step(candidate.title, expected, remaining if tried else None):

@@ -156,7 +156,8 @@ def _byte_pairs(metadata: Mapping[str, Any], tokens: Sequence[str], architecture
     name = metadata.get("tokenizer.ggml.pre") or BY_ARCHITECTURE.get(architecture)
     rule = splittings().get(str(name))
     if rule is None:
-        problem = f"its tokenizer splits text by '{name}', which is not known"
+        rule_name = f"by '{name}', which is not known" if name else "in a way that it does not name"
+        problem = f"its tokenizer splits text {rule_name}"
         raise CheckpointError(problem, where=label, remedy=OWN_TOKENIZER)
     merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", [])]
     if any(len(merge) != 2 for merge in merges):
