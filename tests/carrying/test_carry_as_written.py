@@ -80,6 +80,18 @@ def test_the_reported_loss_is_that_of_what_is_written(
         assert evaluate(written, used[0].judge.tuned)[0] == pytest.approx(lift["carried"][0], abs=2e-5)
 
 
+def test_each_change_is_cut_to_a_rank_once_to_choose_its_scale_and_the_best_once_to_be_written(
+    models: dict[str, dict[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, shapes, svd = models["llama"], list[tuple[int, ...]](), torch.linalg.svd
+    monkeypatch.setattr(torch.linalg, "svd", lambda x, **options: (shapes.append(tuple(x.shape)), svd(x, **options))[1])
+    bases = ("--from", pair["old"], "--to", pair["new"], "--residual", "none", "--heads", "none", "--attention", "none")
+    options = ("--ffn", "none", "--scale", "auto", "--lora", 2, "--samples", 32)
+    assert run("carry", pair["tuned"], *bases, tmp_path / "out", *options).exit_code == 0
+    vocabulary = [shape for shape in shapes if max(shape) == len(state(pair["old"])["lm_head.weight"])]
+    assert len(vocabulary) == 2 * 3  # embedding and head; moved, as it is, and written
+
+
 @pytest.mark.parametrize("options", [(), ("--scale", "auto"), ("--carry", "refit")])
 def test_a_head_of_its_own_has_no_place_in_a_tied_base(
     options: tuple[str, ...], models: dict[str, dict[str, Path]], tmp_path: Path

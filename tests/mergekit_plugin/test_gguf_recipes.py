@@ -138,7 +138,10 @@ def test_commands_take_a_file_and_write_one(models: Path, tmp_path: Path) -> Non
         assert "would hold two models" in run(*command, alone / "new.gguf").output
         assert "let it end in .gguf" in run(*command, tmp_path / "new.txt").output
     assert not (tmp_path / "new").exists()
-    _run("gguf", named, shutil.copytree(alone, tmp_path / "kept") / "new.gguf")
+    again = shutil.copytree(alone, tmp_path / "kept") / "new.gguf"
+    _run("gguf", named, again)
+    names = [GGUFReader(file).fields["general.name"].contents() for file in (named, again)]
+    assert names == ["b", "b"]  # not that of a folder in the cache
 
 
 def test_a_refusal_imports_no_libraries(models: Path, tmp_path: Path) -> None:
