@@ -17,7 +17,7 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.model.adapters import WEIGHTS, Adapter, Change
 from rotation_merge.model.factors import stacks, transposed
 from rotation_merge.model.headers import ADAPTER_CONFIG
-from rotation_merge.model.output import new_folder
+from rotation_merge.model.output import new_folder, write_files
 from rotation_merge.record import MergeReport
 
 WHOLE = "merge the adapter into its base and carry the whole model"
@@ -102,9 +102,7 @@ class AdapterWeights:
         with open(os.path.join(folder, ADAPTER_CONFIG), "w", encoding="utf-8") as file:
             json.dump(self.config, file, indent=2, sort_keys=True)
             file.write("\n")
-        for name, content in self.beside.items():
-            with open(os.path.join(folder, name), "wb") as file_beside:
-                file_beside.write(content)
+        write_files(folder, self.beside)
 
 
 def parse(adapter: Adapter, base: Mapping[str, Any]) -> ParsedAdapter:

@@ -33,6 +33,7 @@ from rotation_merge.model.gguf.tokenizer import (
     USER_DEFINED,
     splittings,
     tokenizer_of,
+    written_templates,
 )
 from rotation_merge.model.run_keys import unchanged
 from rotation_merge.model.vocabulary import has_only_special_tokens
@@ -351,8 +352,7 @@ def write_vocabulary(tokenizer: Any, rows: int, architecture: str, label: str) -
     }
     if kind["tokenizer.ggml.model"] == SENTENCE_PIECES:
         metadata["tokenizer.ggml.add_space_prefix"] = tokenizer.tokenize("a")[:1] == [f"{SPACE}a"]
-    if isinstance(tokenizer.chat_template, str):
-        metadata["tokenizer.chat_template"] = tokenizer.chat_template
+    metadata |= written_templates(tokenizer.chat_template)
     _check(tokenizer, metadata, tokens, architecture, label)
     return metadata
 
