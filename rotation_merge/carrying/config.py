@@ -109,6 +109,9 @@ class TransferConfig(Config):
         groups = {name: value for name, value in values.items() if name in matching}
         if not groups:
             return config
+        if config.alignment is not None:
+            problem = f"'{next(iter(groups))}' has no effect beside 'alignment', which gives the maps"
+            raise RecipeError(problem, remedy="leave it out")
         return replace(config, match=AlignConfig.from_values({**asdict(config.match), **groups}))
 
     def check_use(self) -> None:

@@ -108,6 +108,10 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "bases of other depth": (lambda of: rm.transfer(of("deep"), of("deep"), of("a")), "'layers_map'"),
     "an adapter of another base": (lambda of: rm.transfer(of("one"), of("b"), of("a")), "name its own base"),
     "a method without its number": (lambda of: rm.average([of("a"), of("b")], "slerp"), "add 't'"),
+    "groups beside the maps": (
+        lambda of: rm.transfer(of("a"), of("a"), of("b"), alignment=rm.align(of("b"), of("a")), heads="permutation"),
+        "'heads' has no effect beside 'alignment'",
+    ),
     "a full folder": (lambda of: rm.merge([of("a"), of("b")], of("deep")), "write somewhere else"),
     "a module to merge": (lambda of: rm.merge([build("llama"), of("b")], of("new")), "write it with save_pretrained"),
     "adapters of a base that is not here": (
