@@ -488,8 +488,8 @@ def transfer(
     ]
     first, second, third = bases
     for model in (second, third):
+        check_pair(first.member, model.member, chosen.match, untie=chosen.untie)
         check_names(first, model)
-    check_pair(first.member, third.member, chosen.match, untie=chosen.untie)
     if _with_tokens(tuned, old, new):
         return _transferred_files(tuned, old, new, chosen)
     near = nearness(first.architecture, first.source, second.source)

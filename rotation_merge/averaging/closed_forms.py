@@ -95,7 +95,7 @@ def _over(right: Tensor, grams: Sequence[Metric], shares: Sequence[float]) -> Te
         return torch.cholesky_solve(right.T, _cholesky(total)).T
     if any(gram.dense is not None for gram in grams):
         raise StatisticsError(
-            "some models have full Grams and others have them of low rank", remedy="measure all with one --rank"
+            "some models have full Grams and others have them of low rank", remedy="measure all with one 'rank'"
         )
     diagonal: Tensor = sum(a * _there(g.diagonal) for a, g in zip(shares, grams, strict=True))  # type: ignore[assignment]
     factor = torch.cat([a**0.5 * _there(g.factor) for a, g in zip(shares, grams, strict=True)], 1)

@@ -158,7 +158,7 @@ def check_trainable(name: str, modules: Sequence[Mapping[str, Any]], lora: int =
     """
     if lora:
         problem = "has a separate head for each teacher, but one LoRA cannot hold them"
-        raise RotationMergeError(problem, where=name, remedy="leave '--lora' out")
+        raise RotationMergeError(problem, where=name, remedy="train all weights, without 'lora'")
     if modules:
         problem = "is a sentence-transformers folder, whose modules cannot be trained"
         remedy = "leave it out of polish; merge with 'delegate: regmean' for a better average"
@@ -225,7 +225,7 @@ class _Polish:
         self.training: list[list[int]] = []
         for number, answers in enumerate(answered):
             if answers.count < 2:
-                remedy = "give more of them ('--samples')"
+                remedy = "give more of them ('samples')"
                 raise DataError(
                     f"{answers.count} batches of samples are too few to hold one out",
                     where=str(answers.path),
@@ -389,5 +389,5 @@ def one_cycle(optimiser: torch.optim.Optimizer, rate: float, steps: int) -> torc
 
 def _check_number(loss: float) -> None:
     if not math.isfinite(loss):
-        problem, remedy = "training gives NaN", "give a lower '--learning-rate', or look at the model's weights"
+        problem, remedy = "training gives NaN", "give a lower 'learning_rate', or look at the model's weights"
         raise CheckpointError(problem, remedy=remedy)

@@ -131,7 +131,7 @@ class Bases:
         if self.frame is not None and match is not match_model:
             problem = "its shape differs from the new base's, so activations cannot be compared"
             raise CheckpointError(
-                problem, where=str(self.old.reference), remedy="leave out --match-on and --carry activations"
+                problem, where=str(self.old.reference), remedy="leave out 'match_on', and carry by weights"
             )
         if self.frame is not None:
             new, architecture = self.frame.of_new(new), self.frame.common

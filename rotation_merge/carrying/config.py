@@ -109,6 +109,9 @@ class TransferConfig(Config):
         groups = {name: value for name, value in values.items() if name in matching}
         if not groups:
             return config
+        if config.alignment is not None:
+            problem = f"'{next(iter(groups))}' has no effect beside 'alignment', which gives the maps"
+            raise RecipeError(problem, remedy="leave it out")
         return replace(config, match=AlignConfig.from_values({**asdict(config.match), **groups}))
 
     def check_use(self) -> None:
@@ -122,7 +125,9 @@ class TransferConfig(Config):
             problem = f"'{name}' has no effect where the change is carried by weights at a given scale"
             raise RecipeError(problem, remedy="let samples choose the scale (auto), or carry by refit")
         if self.method != "distil" and self.steps != TransferConfig().steps:
-            raise RecipeError(f"'carry: {self.method}' takes no steps", remedy="carry by distil, or leave out 'steps'")
+            raise RecipeError(
+                f"carrying by {self.method} takes no steps", remedy="carry by distil, or leave out 'steps'"
+            )
 
     @property
     def factor(self) -> float | None:

@@ -291,7 +291,7 @@ class Delta:
             raise AlignmentError(
                 f"'{info.name}' cannot be carried: {why}",
                 where=block.name,
-                remedy="name the base that it was tuned from, of the same class, with --from",
+                remedy="name the base that it was tuned from, of the same class",
             )
         old = old.to(torch.promote_types(old.dtype, self.precision))
         change = tuned.to(old.dtype) - old

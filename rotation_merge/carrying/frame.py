@@ -26,8 +26,8 @@ from rotation_merge.model.source import TensorSource, read_tensor
 from rotation_merge.model.sources import RestructuredSource
 from rotation_merge.model.widen import WidenedSource, Widening
 
-WIDTHS = "use '--widths' ('widths: true' in a recipe) to carry between bases of different sizes"
-DEPTH = "pair the layers with '--layers-map' ('layers_map' in a recipe): OLD:NEW,... or auto"
+WIDTHS = "add 'widths' to carry between bases of different sizes"
+DEPTH = "pair the layers with 'layers_map': OLD:NEW,... or auto"
 
 
 class FramedSource(WidenedSource):

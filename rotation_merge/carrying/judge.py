@@ -95,7 +95,7 @@ def read_parts(tuned: str, new: str, config: TransferConfig, load: Callable[[str
     """
     model = load(tuned)
     if config.data == SELF and not writes_text(model):
-        raise DataError(f"{type(model).__name__} writes no text", where=tuned, remedy="give --data FILE")
+        raise DataError(f"{type(model).__name__} writes no text", where=tuned, remedy="give a file as 'data'")
 
     def read(source: str, seed: int) -> Data:
         reading = replace(config, seed=seed).reading(AT_ONCE)
@@ -106,7 +106,7 @@ def read_parts(tuned: str, new: str, config: TransferConfig, load: Callable[[str
         return data
 
     if config.judge is not None and is_same_file(config.judge, config.data):
-        problem, remedy = "has the samples to solve from, too", "leave out --judge (a part is held out), or name others"
+        problem, remedy = "has the samples to solve from, too", "leave out 'judge' (a part is held out), or name others"
         raise DataError(problem, where=config.judge, remedy=remedy)
     judge_seed = config.seed + (3 if config.judge == SELF else 0)  # other text than what is solved from
     whole = read(config.data, config.seed)
@@ -296,7 +296,7 @@ class RecoveredLift:
         if self.recovered is None:
             carried = "Nothing was carried. " if self.method == NONE else ""
             return (
-                f"{carried}Give samples of the fine-tune's task (--data or --judge): on these it is no better than its "
+                f"{carried}Give samples of the fine-tune's task ('data' or 'judge'): on these it is no better than its "
                 "base, so the recovered lift is unknown."
             )
         if self.method == NONE:
@@ -347,6 +347,7 @@ class ScaledChange:
     Attributes:
         tuned: the fine-tune, under the names of the carrier's architecture.
         config: of transformers, the new base's.
+        untie: whether a tied head has a tensor of its own.
         rounded: the model's tensors as they would be stored.
     """
 
@@ -354,6 +355,7 @@ class ScaledChange:
     tuned: TensorSource
     config: Any
     device: str = "cpu"
+    untie: bool = True
     rounded: Callable[[TensorSource], TensorSource] = lambda source: source
     ends: dict[str, tuple[str, Tensor, Tensor]] = field(default_factory=dict)
 
@@ -389,7 +391,7 @@ class ScaledChange:
         }
         source = self.rounded(ReplacedSource(self._base, tensors))
         architecture = self.carrier.architecture
-        return Runner(self.config, source, architecture, [], device=self.device, untie=True).fill_all()
+        return Runner(self.config, source, architecture, [], device=self.device, untie=self.untie).fill_all()
 
 
 def search(

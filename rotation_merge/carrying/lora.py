@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.architecture.registry import every_name
-from rotation_merge.carrying.carrier import is_bias, weight_key
+from rotation_merge.carrying.carrier import Changes, is_bias, weight_key
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, short
 from rotation_merge.model.checkpoint import Model
@@ -48,11 +48,31 @@ def adapter_of(delta: Delta, rank: int, base: Model) -> tuple[AdapterWeights, Ke
     Returns:
         The adapter, and the share of each tensor's change that it keeps.
     """
+    writing, norms, _ = _decomposed(delta, rank, base)
+    return AdapterWeights(writing.config(rank, base.config, str(base.reference)), writing.tensors), norms
+
+
+def adapter_changes(delta: Delta, rank: int, base: Model) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The changes that `adapter_of` writes: block by block, by tensor name, float64, without what it leaves out."""
+    _, norms, changes_by_block = _decomposed(delta, rank, base)
+    for block, changes in changes_by_block:
+        written: dict[str, Tensor] = {}
+        for key, part in changes.items():
+            info = block.tensor(key)
+            if info is not None and norms[f"{block.name}: {key}"][1] > 0:
+                written |= unstack(info, dense(part, info))
+        yield block.name, written
+
+
+def _decomposed(delta: Delta, rank: int, base: Model) -> tuple[_Writing, Kept, list[tuple[Block, Changes]]]:
+    """The adapter in the making, the share of each change that it keeps, and all changes of that rank by block."""
     modules = _modules(base.config, str(base.reference))
     writing = _Writing(base.tied_head is not None)
     norms: Kept = {}
+    changes_by_block = []
     for block in delta.carrier.architecture.blocks:
         changes, parts = delta.factors(block, rank)
+        changes_by_block.append((block, changes))
         norms.update({f"{block.name}: {key}": pair for key, pair in parts.items()})
         for key, change in changes.items():
             info = block.tensor(key)
@@ -60,19 +80,7 @@ def adapter_of(delta: Delta, rank: int, base: Model) -> tuple[AdapterWeights, Ke
             if info is None or not writing.take(block, info, change, changes, place, delta.carrier.new):
                 norms[f"{block.name}: {key}"] = parts[key][0], 0.0
     norms |= {key: (norms[key][0], 0.0) for key in writing.without_embeddings()}
-    return AdapterWeights(writing.config(rank, base.config, str(base.reference)), writing.tensors), norms
-
-
-def adapter_changes(delta: Delta, rank: int, base: Model) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The changes that `adapter_of` writes: block by block, by tensor name, float64, without what it leaves out."""
-    norms = adapter_of(delta, rank, base)[1]
-    for block in delta.carrier.architecture.blocks:
-        changes: dict[str, Tensor] = {}
-        for key, part in delta.factors(block, rank)[0].items():
-            info = block.tensor(key)
-            if info is not None and norms[f"{block.name}: {key}"][1] > 0:
-                changes |= unstack(info, dense(part, info))
-        yield block.name, changes
+    return writing, norms, changes_by_block
 
 
 @dataclass
@@ -176,7 +184,9 @@ def _modules(config: Mapping[str, Any], name: str) -> dict[tuple[str, str, int |
             model = model_class(model_class.config_class.from_dict(dict(config)))
     except Exception as error:  # models and configs raise errors of many classes
         raise CheckpointError(
-            f"its class cannot be built ({short(error)})", where=name, remedy="carry the whole model, without --lora"
+            f"its class cannot be built ({short(error)})",
+            where=name,
+            remedy="carry it as a whole model, not as an adapter",
         ) from error
     spots = every_name(config)
     return {

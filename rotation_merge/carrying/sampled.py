@@ -215,7 +215,11 @@ class SampledTransfer:
         if self.is_cut:
             return self._cut_models(self._moved())
         execution = self.session.execution
-        moved = ScaledChange(self.session.carrier, self.tuned, self._model_config, execution.device, self._rounded)
+        moved = ScaledChange(
+            *(self.session.carrier, self.tuned, self._model_config, execution.device),
+            untie=self._untie or bool(self.rank),
+            rounded=self._rounded,
+        )
         return moved.blocks, moved.model
 
     def _cut_models(self, delta: Delta) -> tuple[list[str], Callable[[Scale], Any]]:

@@ -168,7 +168,7 @@ class TransferSession:
         carried = carry_adapter(adapter, self.carrier, old.config, new, self.scale, old.rows)
         lines = _notes(carried, self.bases)
         if self.config.rank not in (0, adapter.rank):
-            lines.append(f"The adapter keeps its rank {adapter.rank}: --lora is for whole fine-tunes.")
+            lines.append(f"The adapter keeps its rank {adapter.rank}: another rank is for whole fine-tunes.")
         return carried.adapter, lines
 
     def as_adapter(self, tuned: TensorSource, rank: int) -> tuple[AdapterWeights, list[str]]:
@@ -264,14 +264,21 @@ def matcher(config: TransferConfig, bases: Bases, device: str) -> Match:
     return SampleMatcher(config.matched_on, *bases.names, config.data, count, seed, device, length, part)
 
 
-def check_head(bases: Bases, alignment: Alignment, storage: StorageOptions) -> None:
-    """Refuse a rotated stream for a tied head without `untie`."""
-    if alignment.folded and not storage.untie and (tied := bases.new.tied_head) is not None:
-        raise RecipeError(
-            f"a rotated stream needs an untied head, '{tied}' is tied to the embedding",
-            where=str(bases.new.reference),
-            remedy="add --untie (the output then stores a separate head), or --residual permutation, or --lora RANK",
-        )
+def check_head(bases: Bases, storage: StorageOptions, folded: bool) -> None:
+    """Refuse a change of a head that is tied in the new base, without `untie`.
+
+    Args:
+        folded: whether the stream that the head reads is rotated.
+    """
+    tied = None if storage.untie else bases.new.tied_head
+    if tied is None or not (folded or bases.old.tied_head is None):
+        return
+    problem = f"a rotated stream needs an untied head, '{tied}' is tied to the embedding"
+    if not folded:
+        problem = f"'{tied}' is tied to the embedding, which {bases.old.reference} has apart: its change has no place"
+    other = "use 'residual: permutation', " if folded else ""
+    remedy = f"add 'untie' (the output then stores a separate head), {other}or carry it as an adapter"
+    raise RecipeError(problem, where=str(bases.new.reference), remedy=remedy)
 
 
 def verdict(bases: Bases, report: MergeReport) -> str:

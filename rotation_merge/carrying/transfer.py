@@ -27,8 +27,8 @@ from rotation_merge.model.source import Progress
 if TYPE_CHECKING:
     from rotation_merge.carrying.sampled import SampledTransfer
 
-OWN_BASE = "name its own base (--from), or add --force"
-ALONE = "leave out --carry and --scale auto: weights alone can be carried by shared tokens"
+OWN_BASE = "name its own base, or a copy of it (the command carries it anyway with --force)"
+ALONE = "carry by weights, at a given scale: they alone can be carried by shared tokens"
 
 
 def carry(
@@ -77,7 +77,7 @@ def _carry_weights(
     tuned = {out: bases.tuned(path, added[out].lengths[1]) for out, path in whole.items()}
     aligned = TransferSession.aligned(bases, config, execution, progress)
     if not all(ranks.values()):
-        check_head(aligned.bases, aligned.carrier.alignment, execution.storage)
+        check_head(aligned.bases, execution.storage, bool(aligned.carrier.alignment.folded))
     sessions = {
         out: aligned.with_added_tokens(*AddedTokens.of_adapter(bases, adapter)) for out, adapter in adapters.items()
     }
@@ -103,7 +103,9 @@ def _carry_with_samples(
     """Carry changes by solving for them, or by scaling them, on samples."""
     from rotation_merge.carrying.sampled import SampledTransfer
 
-    bases = bases_of(old, new, config, execution)
+    ranks = {out: config.rank or (Adapter(work).rank if is_adapter(work) else 0) for out, work in works.items()}
+    untie = execution.storage.untie or config.method != "weights" or all(ranks.values())
+    bases = bases_of(old, new, config, execution, untie)
     if (unmoved := unchanged_results(works, bases, config, execution)) is not None:
         return unmoved
     if bases.rows is not None:
@@ -113,7 +115,6 @@ def _carry_with_samples(
     names = {out: f"{old}+{path}" if is_adapter(path) else path for out, path in works.items()}
     config = resolved_residual(config, bases)
     bases = bases.with_layer_pairs(config.match, progress)
-    ranks = {out: config.rank or (Adapter(work).rank if is_adapter(work) else 0) for out, work in works.items()}
     added = {out: AddedTokens.of(bases, name, ranks[out], config.resizes) for out, name in names.items()}
     sources = {out: bases.tuned(name, added[out].lengths[1]) for out, name in names.items()}
     session = TransferSession.aligned(bases, config, execution, progress)
@@ -140,8 +141,8 @@ def _naming_types(session: TransferSession, tuned: str) -> TransferSession:
 def _write_sampled(sampled: SampledTransfer, work: str, out: str) -> TransferResult:
     """Write the change that samples chose, as an adapter or a model."""
     session, by_weights = sampled.session, sampled.config.method == "weights"
-    if by_weights and not sampled.rank:
-        check_head(session.bases, session.carrier.alignment, session.execution.storage)
+    if not sampled.rank:
+        check_head(session.bases, session.execution.storage, by_weights and bool(session.carrier.alignment.folded))
     chosen = sampled.carried(out)
     session = replace(session, report=replace(session.report, lift=chosen.lift.facts()))
     if chosen.delta.solved is None:

@@ -103,7 +103,7 @@ def command(
     check_dtype(dtype)
     shard_bytes = parse_size(shard_size)
     if gguf is not None:
-        check_gguf(donor, gguf_type)
+        check_gguf(donor, gguf, gguf_type, anchor)
     device, worker_device = devices(device, ray)
     pair = open_pair(anchor, donor, options, untie, device, widths=widths)
     progress = Progress()

@@ -142,5 +142,7 @@ def _check_use(config: TransferConfig, given_options: set[str]) -> None:
         and config.matched_on == WEIGHTS
     ):
         raise RotationMergeError("--carry weights uses no samples", remedy="add --scale auto, or --carry refit")
-    if config.alignment is not None and "match_on" in given_options:
-        raise RotationMergeError("--alignment already gives the maps", remedy="leave out --match-on")
+    of_matching = [name for name in ("match_on", *AlignConfig.options()) if name in given_options]
+    if config.alignment is not None and of_matching:
+        remedy = f"leave out --{of_matching[0].replace('_', '-')}"
+        raise RotationMergeError("--alignment already gives the maps", remedy=remedy)

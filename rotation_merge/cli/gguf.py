@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from rotation_merge.cli.show import Progress, json_option, note, print_json, say
 from rotation_merge.errors import RotationMergeError
 
 TYPES = ("f16", "q8_0")
+ENDING = ".gguf"
 
 
 def gguf_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,8 +30,11 @@ def gguf_option(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def check_gguf(model: str, kind: str) -> None:
-    """Refuse a model that cannot be written as a GGUF, before any work is done.
+def check_gguf(model: str, out: str, kind: str, *others: str) -> None:
+    """Refuse a file that cannot be written, or a model that cannot be one, before any work is done.
+
+    Args:
+        others: models that are read beside it.
 
     Raises:
         RotationMergeError: says why, and which tool can.
@@ -37,7 +42,20 @@ def check_gguf(model: str, kind: str) -> None:
     from rotation_merge.model.checkpoint import open_model
     from rotation_merge.model.gguf.writer import plan_gguf
 
+    _check_place(out, model, *others)
     plan_gguf(open_model(model), kind)
+
+
+def _check_place(out: str, *models: str) -> None:
+    """Refuse another name than a GGUF's, and a folder that is named as the model in it and would hold two then."""
+    from rotation_merge.model.gguf.place import is_gguf
+
+    if not out.lower().endswith(ENDING):
+        raise RotationMergeError("is not a GGUF file name", where=out, remedy=f"let it end in {ENDING}")
+    folder = os.path.dirname(os.path.realpath(out))
+    if any(os.path.realpath(model) == folder and is_gguf(model) for model in models):
+        problem = f"{folder} would hold two models, and is named as one"
+        raise RotationMergeError(problem, where=out, remedy="write somewhere else, or name the file in the folder")
 
 
 def write_gguf(model: str, out: str, kind: str) -> list[str]:
@@ -68,10 +86,9 @@ def command(model: str, out: str, kind: str, as_json: bool) -> int:
     GPT-2, with their tokenizers. Vectors, routers and positions stay float32. If GGUF cannot hold a part of the model,
     the error names that part. OUT.gguf is complete or absent.
     """
-    if not out.lower().endswith(".gguf"):
-        raise RotationMergeError("is not a GGUF file name", where=out, remedy="let it end in .gguf")
     if not as_json:
         note("loading libraries ...")
+    _check_place(out, model)
     notes = write_gguf(model, out, kind)
     if as_json:
         print_json({"model": model, "out": out, "type": kind, "notes": notes})

@@ -53,7 +53,7 @@ def command(
         parameters=dict(map(_pair, parameter)),
         same_base=not force,
     )
-    merged.save(out)
+    merged.save(out, force)
     shares, ranks = merged.shares(), [merged_map.rank for merged_map in merged.maps.values()]
     if as_json:
         maps = {module: vars(merged_map) for module, merged_map in merged.maps.items()}

@@ -91,7 +91,7 @@ def command(
     if all(adapter != model for adapter, model in zip(bare, names, strict=True)):
         note("Merging full models out of adapters; 'rotation-merge lora' merges them into one adapter.")
     if gguf is not None:
-        check_gguf(names[0], gguf_type)
+        check_gguf(names[0], gguf, gguf_type, *names[1:])
     sources = data or (usual_data(names[0]),)
     config = SearchConfig(tuple(names), out, sources, **{**asdict(options), "base": base})
     line = StatusLine()

@@ -49,7 +49,9 @@ class Suggestion:
             return f"{self.donor}: 'preset: {self.preset}' fits ({measured})"
         if self.preset in ("near", "far"):
             return f"{self.donor}: 'preset: {self.suggested}' fits better than '{self.preset}' ({measured})"
-        kind = "a fine-tune of one base" if self.suggested == "near" else "in other coordinates, or of another base"
+        kind = (
+            "a fine-tune of the same base" if self.suggested == "near" else "in other coordinates, or of another base"
+        )
         return f"{self.donor}: 'preset: {self.suggested}' fits, it is {kind} ({measured})"
 
 

@@ -24,8 +24,8 @@ from rotation_merge.symmetry import SpaceTransform, StreamTransform
 from rotation_merge.symmetry.admitted import by_stream
 
 UNLIKE = (
-    "only models of equal sizes and symmetries can be averaged; widen a model with 'rotation-merge align --widths', or "
-    "carry a fine-tune with 'rotation-merge carry --widths' ('finetuned_from' with 'widths: true')"
+    "only models of equal sizes and symmetries can be averaged; widen a model by aligning it with 'widths', or carry "
+    "a fine-tune with 'widths' (in a recipe: 'finetuned_from' with 'widths: true')"
 )
 
 Layers = Mapping[str, Sequence[tuple[int, int]]]
@@ -160,7 +160,7 @@ def _check_depth(anchor: PairedModel, donor: PairedModel) -> None:
                 f"has {donor_layers} layers, {anchor.name} has {ours}",
                 where=donor.name,
                 remedy="choose layers with 'slices' in a recipe, without 'residual'; or carry a fine-tune with "
-                "'rotation-merge carry --layers-map' ('finetuned_from' with 'layers_map')",
+                "'layers_map' (in a recipe: beside 'finetuned_from')",
             )
 
 

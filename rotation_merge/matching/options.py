@@ -51,17 +51,18 @@ class AlignConfig(GroupOptions):
         return layers is None or (index is not None and any(index in piece for piece in layers))
 
     def check_layers(self, architecture: Architecture) -> None:
-        """Check that every range names some layer of the model.
+        """Check that the model has the layers that are named.
 
         Raises:
-            RecipeError: one names none; says which there are.
+            RecipeError: names the first range with a layer that the model lacks; says which there are.
         """
         known = sorted({block.index for block in architecture.blocks if block.index is not None})
         for piece in self.layer_ranges() or ():
-            if not any(index in piece for index in known):
+            if not known or piece[-1] > known[-1]:
                 words = f"{piece[0]}" if len(piece) == 1 else f"{piece[0]}-{piece[-1]}"
-                remedy = f"the model has layers {known[0]} to {known[-1]}" if known else "the model has no layers"
-                raise RecipeError(f"parameter 'layers' names '{words}', but the model has no such layer", remedy=remedy)
+                lacking = "no layers" if not known else f"no layer {max(piece[0], known[-1] + 1)}"
+                remedy = f"name layers from {known[0]} to {known[-1]}" if known else "leave it out"
+                raise RecipeError(f"'layers' names '{words}', but the model has {lacking}", remedy=remedy)
 
     def at(self, architecture: Architecture, block: Block) -> AlignConfig:
         """The options of one block."""

@@ -26,10 +26,11 @@ from rotation_merge.averaging.config import AUTO, AdapterMergeConfig
 from rotation_merge.averaging.methods import numbers_for
 from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, mean_of, with_long_changes_shortened
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
+from rotation_merge.files.outputs import FILE, FOLDER, Input, Output, check_outputs, check_replaced
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.mergekit_plugin.recipe.settings import check_value
-from rotation_merge.model.adapter_files import PEFT, AdapterFactors, LowRankFactors, read_adapter, write_adapter
+from rotation_merge.model.adapter_files import PEFT, SUFFIX, AdapterFactors, LowRankFactors, read_adapter, write_adapter
 from rotation_merge.model.model_inputs import paths_of
 
 LINEAR = "linear"
@@ -88,16 +89,21 @@ class MergedAdapter:
         """The least share of a map's squared norm that the rank keeps."""
         return min(merged.energy for merged in self.maps.values())
 
-    def save(self, out: str | os.PathLike[str]) -> None:
+    def save(self, out: str | os.PathLike[str], force: bool = False) -> None:
         """Write the adapter: a folder in peft's format, or the one file that the inputs were.
 
+        Args:
+            out: a new file, or a folder that is new or empty.
+            force: replace what lies there, if it is no input.
+
         Raises:
-            CheckpointError: an input lies there, or the name does not fit the format.
+            RotationMergeError: something lies there, or the name does not fit the format.
         """
-        out = os.fspath(out)
-        if os.path.realpath(out) in map(os.path.realpath, self.sources):
-            raise CheckpointError("is one of the inputs", where=out, remedy="write somewhere else")
-        write_adapter(self.adapter, out)
+        path = os.fspath(out)
+        output = Output(path, "out", FILE if path.endswith(SUFFIX) else FOLDER)
+        check_outputs([output], [Input(source, "adapter") for source in self.sources])
+        check_replaced([output], force)
+        write_adapter(self.adapter, path)
 
 
 def merge_adapters(
@@ -301,7 +307,7 @@ def _check_alike(read: Sequence[AdapterFactors], same_base: bool) -> None:
         if same_base and _place(adapter.base) != _place(first.base):
             bases = [base or "an unnamed base" for base in (adapter.base, first.base)]
             problem = f"is an adapter of {bases[0]}, {first.path} one of {bases[1]}"
-            remedy = "carry one of them first ('rotation-merge carry'); --force if the two are the same model"
+            remedy = "carry one of them first; if the two are the same model, use --force (in Python: same_base=False)"
             raise CheckpointError(problem, where=adapter.path, remedy=remedy)
         for module, factors in adapter.maps.items():
             shape, other = shapes.setdefault(module, (factors.shape, adapter.path))

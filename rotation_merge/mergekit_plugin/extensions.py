@@ -33,14 +33,19 @@ def _mentions(obj: object) -> bool:
 
 
 def extend_common(module: Any) -> None:
-    """Make every merge able to read GGUF models.
+    """Make every merge able to read GGUF models, and adapters on them.
 
-    Config and tokenizer come from the converted folder, weights are read one at a time.
+    Config and tokenizer come from the converted folder; weights are read, and adapters merged, one at a time.
     """
     reference = module.ModelReference
     config, local_path, lazy_loader = reference.config, reference.local_path, reference.lazy_loader
+    merged = reference.merged
     if not _once(module):
         return
+
+    @functools.wraps(merged)
+    def of_merged(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return merged(self, *args, **kwargs) if _in_folder(self) is self else self
 
     @functools.wraps(config)
     def of_config(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,16 +60,24 @@ def extend_common(module: Any) -> None:
         folder = _in_folder(self, cache_dir)
         if folder is self:
             return lazy_loader(self, cache_dir, *args, **kwargs)
+        from mergekit.options import MergeOptions
+
+        from rotation_merge.model.checkpoint import Model
         from rotation_merge.model.gguf.loader import GgufLoader
 
         with one_line():
-            return GgufLoader(folder.model.path)
+            if self.lora is None:
+                return GgufLoader(folder.model.path)
+            adapted = Model(self, MergeOptions(transformers_cache=cache_dir))
+            adapted.architecture  # noqa: B018  (finds what the adapter changes, and checks it)
+            return adapted.loader
 
     reference.config, reference.local_path, reference.lazy_loader = of_config, of_path, of_loader
+    reference.merged = of_merged
 
 
 def _in_folder(reference: Any, cache: str | None = None) -> Any:
-    """The folder made from a GGUF model; any other model unchanged."""
+    """The folder made from a GGUF model, without its adapter; any other model unchanged."""
     from rotation_merge.model.gguf.place import downloaded, is_gguf
 
     model = reference.model
@@ -72,7 +85,7 @@ def _in_folder(reference: Any, cache: str | None = None) -> Any:
         return reference
     with one_line():
         folder = downloaded(model.path, model.revision, cache, [])
-    return reference.model_copy(update={"model": type(model)(path=folder)})
+    return reference.model_copy(update={"model": type(model)(path=folder), "lora": None})
 
 
 def extend_tokenizers(module: Any) -> None:
@@ -167,10 +180,15 @@ def extend_plan(module: Any) -> None:
 
 
 def extend_merge(module: Any) -> None:
-    """Check our recipes before any reading, and write their output atomically."""
-    stock = module.run_merge
+    """Check our recipes before any reading, and write their output atomically; give every merge a GGUF's tokenizer."""
+    stock, donor_model = module.run_merge, module._get_donor_model
     if not _once(module):
         return
+
+    @functools.wraps(donor_model)
+    def get_donor_model(*args: Any, **kwargs: Any) -> Any:
+        donor, folder = donor_model(*args, **kwargs)
+        return _in_folder(donor), folder
 
     @functools.wraps(stock)
     def run_merge(merge_config: Any, out_path: str, options: Any, config_source: str | None = None) -> None:
@@ -187,7 +205,7 @@ def extend_merge(module: Any) -> None:
 
             run(stock, merge_config, out_path, options, config_source)
 
-    module.run_merge = run_merge
+    module.run_merge, module._get_donor_model = run_merge, get_donor_model
 
 
 def extend_command(module: Any) -> None:

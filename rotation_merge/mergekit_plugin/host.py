@@ -14,7 +14,7 @@ OLDEST = NEWEST = "0.1.5"
 otherwise end with one line."""
 
 BUILT_ON: dict[str, tuple[str, ...]] = {
-    "mergekit.common:ModelReference": ("config", "local_path", "lazy_loader"),
+    "mergekit.common:ModelReference": ("config", "local_path", "lazy_loader", "merged"),
     "mergekit.tokenizer.build": ("build_tokenizer",),
     "mergekit.merge": ("run_merge", "_model_out_config", "_get_donor_model", "MultiGPUExecutor"),
     "mergekit.card": ("is_hf", "generate_card"),

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 from mergekit import card, merge
-from mergekit.common import ModelReference
+from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
@@ -318,8 +318,9 @@ def _fenced(real: Callable[..., str], config: MergeConfiguration, config_yaml: s
 def _base_folder(
     real: Callable[..., Any], config: MergeConfiguration, options: MergeOptions
 ) -> tuple[ModelReference, str]:
-    base = config.base_model or config.referenced_models()[0]
-    return base, downloaded(base.model.path, base.model.revision, options.transformers_cache, TOKENIZER_PATTERNS)
+    base = (config.base_model or config.referenced_models()[0]).model
+    folder = downloaded(base.path, base.revision, options.transformers_cache, TOKENIZER_PATTERNS)
+    return ModelReference(model=ModelPath(path=folder)), folder
 
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")

@@ -82,7 +82,7 @@ def on_base(name: str, base: str | None = None) -> str:
     if is_hub_name(stated) and in_cache(stated, None) is not None:
         return f"{stated}+{name}"
     problem = f"is an adapter of {stated or 'a base that it does not name'}, which is not on this machine"
-    remedy = "name its folder ('--base'), or merge adapters without a base ('rotation-merge lora')"
+    remedy = "name its folder as 'base', or merge adapters without a base ('rotation-merge lora')"
     raise CheckpointError(problem, where=name, remedy=remedy)
 
 

@@ -50,6 +50,8 @@ def read_json(path: str) -> dict[str, Any]:
             content = json.load(file)
     except FileNotFoundError:
         name, folder = os.path.basename(path), os.path.dirname(path)
+        if name == "config.json":
+            _refuse_adapter(folder)
         raise CheckpointError(f"{name} is missing", where=folder, remedy="the model is incomplete") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot be read: {reason(error)}", where=path, remedy="download it again") from None
@@ -65,6 +67,13 @@ def reason(error: Exception) -> str:
 
 
 ADAPTER_CONFIG = "adapter_config.json"
+
+
+def _refuse_adapter(folder: str) -> None:
+    """Refuse an adapter in the place of a model; says how its base is named with it."""
+    if os.path.exists(adapter := os.path.join(folder, ADAPTER_CONFIG)):
+        base = read_json(adapter).get("base_model_name_or_path") or "BASE"
+        raise CheckpointError("is an adapter, not a model", where=folder, remedy=f"write {base}+{folder}")
 
 
 _STEMS = ("model.safetensors", "pytorch_model.bin")
@@ -91,9 +100,7 @@ def check_local(folder: str) -> None:
             return
     if gguf_files(folder):
         return
-    if os.path.exists(adapter := os.path.join(folder, ADAPTER_CONFIG)):
-        base = read_json(adapter).get("base_model_name_or_path") or "BASE"
-        raise CheckpointError("is an adapter, not a model", where=folder, remedy=f"write {base}+{folder}")
+    _refuse_adapter(folder)
     raise CheckpointError(
         "there are no weights",
         where=folder,
@@ -212,7 +219,7 @@ def file_shapes(path: str) -> Shapes:
     Raises:
         CheckpointError: the file is damaged, or a pickle of something else than tensors.
     """
-    if path.endswith(ENDING):
+    if path.lower().endswith(ENDING):
         return gguf_tensors(path).shapes()
     with _readable(path):
         return safetensors_shapes(path) if path.endswith(".safetensors") else _pickle_shapes(path)
@@ -294,7 +301,7 @@ def _read_header(path: str, size: int) -> Header:
 
 def file_dtypes(path: str) -> dict[str, torch.dtype]:
     """Dtypes of the tensors in one weight file; for codes in a GGUF, the dtypes after reading."""
-    if path.endswith(ENDING):
+    if path.lower().endswith(ENDING):
         return gguf_tensors(path).dtypes()
     if not path.endswith(".safetensors"):
         return {name: tensor.dtype for name, tensor in _pickle(path).items()}
@@ -308,7 +315,7 @@ def file_codes(path: str) -> dict[str, str]:
     Raises:
         CheckpointError: as `file_shapes` does.
     """
-    if path.endswith(ENDING):
+    if path.lower().endswith(ENDING):
         return {}
     with _readable(path):
         if not path.endswith(".safetensors"):

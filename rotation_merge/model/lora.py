@@ -17,11 +17,11 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.model.adapters import WEIGHTS, Adapter, Change
 from rotation_merge.model.factors import stacks, transposed
 from rotation_merge.model.headers import ADAPTER_CONFIG
-from rotation_merge.model.output import staged
+from rotation_merge.model.output import new_folder, write_files
 from rotation_merge.record import MergeReport
 
 WHOLE = "merge the adapter into its base and carry the whole model"
-WRONG_BASE = "name the base that it was trained on with --from"
+WRONG_BASE = "name the base that it was trained on"
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,13 @@ class AdapterWeights:
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the adapter atomically: the two files that peft reads, and the files beside them.
 
-        An adapter that is there is replaced.
+        Args:
+            folder: new, or empty.
+
+        Raises:
+            CheckpointError: the folder holds something, or is a file.
         """
-        with staged(os.fspath(folder)) as staging:
+        with new_folder(os.fspath(folder)) as staging:
             self.write(staging)
 
     def write(self, folder: str) -> None:
@@ -98,9 +102,7 @@ class AdapterWeights:
         with open(os.path.join(folder, ADAPTER_CONFIG), "w", encoding="utf-8") as file:
             json.dump(self.config, file, indent=2, sort_keys=True)
             file.write("\n")
-        for name, content in self.beside.items():
-            with open(os.path.join(folder, name), "wb") as file_beside:
-                file_beside.write(content)
+        write_files(folder, self.beside)
 
 
 def parse(adapter: Adapter, base: Mapping[str, Any]) -> ParsedAdapter:

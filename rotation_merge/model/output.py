@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
@@ -63,6 +63,15 @@ def new_folder(out_path: str) -> Iterator[str]:
         raise CheckpointError(problem, where=out_path, remedy="write to a new folder")
     with staged(out_path) as staging:
         yield staging
+
+
+def write_files(folder: str, files: Mapping[str, bytes]) -> None:
+    """Write files by name into a folder, some of them into folders in it."""
+    for name, content in files.items():
+        path = os.path.join(folder, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(content)
 
 
 def mend(target: str) -> bool:

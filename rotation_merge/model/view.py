@@ -17,7 +17,7 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.folder_exchange import HEADS
 from rotation_merge.model.model_inputs import OpenedModel, check_storage, stored_dtype
-from rotation_merge.model.output import new_folder
+from rotation_merge.model.output import new_folder, write_files
 from rotation_merge.model.sentence import module_of, write_modules
 from rotation_merge.model.source import read_tensor, unstack
 from rotation_merge.model.writing import StorageOptions, parse_size, untied, write_beside
@@ -232,9 +232,7 @@ class View(Mapping[str, Tensor]):
         with open(os.path.join(staging, "config.json"), "w", encoding="utf-8") as file:
             json.dump(self.config, file, indent=2, default=str)
             file.write("\n")
-        for name, content in self.opened.beside.items():
-            with open(os.path.join(staging, name), "wb") as file_beside:
-                file_beside.write(content)
+        write_files(staging, self.opened.beside)
         generation = getattr(self.opened.module, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(staging)

@@ -231,7 +231,7 @@ class Widening:
         if self.narrow.layer_normed(name) and "rotation" not in groups:
             raise refuse("has a LayerNorm, and added zeros would change its mean")
         if self.narrow.layer_normed(name) and self.tied is not None:
-            raise refuse("is centred for its LayerNorms, which would change the tied head; add '--untie'")
+            raise refuse("is centred for its LayerNorms, which would change the tied head; add 'untie'")
         if any(
             block.index is None and not norm.reads
             for block in self.narrow.blocks

@@ -21,7 +21,7 @@ from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
 from rotation_merge.files.durable import write_json
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.headers import safetensors_entries, safetensors_in
-from rotation_merge.model.output import free_name, staged
+from rotation_merge.model.output import free_name, staged, write_files
 from rotation_merge.model.run_keys import unchanged
 from rotation_merge.model.sentence import module_of, write_modules
 from rotation_merge.model.source import Progress
@@ -29,6 +29,9 @@ from rotation_merge.record import MergeReport
 
 KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
 """Endings of a checkpoint's small files that are taken along (tokenizer, preprocessor, generation settings)."""
+
+TEMPLATES = "additional_chat_templates"
+"""A checkpoint's folder of chat templates beside the usual one."""
 
 OWN = ("config.json", "adapter_config.json", "rotation_merge.json")
 
@@ -156,9 +159,12 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def small_names(folder: str) -> list[str]:
     """Small files of a checkpoint or adapter that belong to it whatever its weights (tokenizer, preprocessor)."""
+    names = sorted(os.listdir(folder))
+    if os.path.isdir(templates := os.path.join(folder, TEMPLATES)):
+        names += [os.path.join(TEMPLATES, name) for name in sorted(os.listdir(templates))]
     return [
         name
-        for name in sorted(os.listdir(folder))
+        for name in names
         if os.path.isfile(os.path.join(folder, name))
         and name.endswith(KEPT)
         and name not in OWN
@@ -182,8 +188,7 @@ def write_beside(like: Model, out: str, storage: StorageOptions, changed: Mappin
         changed: entries of its config that are others.
     """
     source = like.loader.index.base_path
-    for name in small_names(source):
-        shutil.copyfile(os.path.join(source, name), os.path.join(out, name))
+    write_files(out, small_files(source))
     with open(os.path.join(source, "config.json"), encoding="utf-8") as file:
         config = {**json.load(file), **like.rewritten, **(changed or {})}
     if storage.dtype is not None:

@@ -81,7 +81,7 @@ def check_tokens(batch: Batch, model: Any, source: str) -> None:
         raise DataError(
             f"{ids.shape[-1]} tokens in a row, the model has positions for {longest}",
             where=source,
-            remedy=f"give windows of at most {longest} ('--length')",
+            remedy=f"give windows of at most {longest} ('length')",
         )
 
 

@@ -52,7 +52,7 @@ def self_written(model: Any, model_path: str, count: int, length: int = 128, see
         DataError: the model does not write text.
     """
     if not writes_text(model):
-        remedy = "give a file, or '--data synthetic' for image models"
+        remedy = "give a file, or 'synthetic' for image models"
         raise DataError(f"{type(model).__name__} does not write text", remedy=remedy)
     text = model.config.get_text_config()
     length = min(length, getattr(text, "max_position_embeddings", None) or length)
@@ -72,7 +72,7 @@ def self_written(model: Any, model_path: str, count: int, length: int = 128, see
             first_token = number * length
 
             def tick(tokens: int, first_token: int = first_token) -> None:
-                tell("writing samples", first_token + tokens, len(parts) * length)
+                tell("writing samples, tokens", first_token + tokens, len(parts) * length)
 
             written.append(_continued(model, part, length, draw, tick))
     return torch.cat(written)
@@ -119,7 +119,7 @@ def synthetic_images(model: Any, model_path: str, count: int, seed: int) -> Tens
     if not hasattr(vision, "image_size"):
         raise DataError(
             f"{type(model).__name__} does not take images",
-            remedy="'--data synthetic' is for image models, or give a file",
+            remedy="'synthetic' is for image models; give a file",
         )
     side = vision.image_size
     height, width = side if isinstance(side, list | tuple) else (side, side)

@@ -49,7 +49,7 @@ def random_batch(model: Any, generator: torch.Generator) -> Batch:
     if not batch:
         raise CheckpointError(
             f"{type(model).__name__} takes {', '.join(sorted(takes))}: no random input is known for that",
-            remedy="give inputs with --data",
+            remedy="give inputs as 'data'",
         )
     return batch
 

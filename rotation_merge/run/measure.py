@@ -344,7 +344,7 @@ def answers(model: Any, outputs: Mapping[str, Any]) -> dict[str, Tensor]:
     if not logits:
         raise DataError(
             f"{type(model).__name__} has no head that gives probabilities",
-            remedy="measure --kinds gram, or a model with its head",
+            remedy="measure the kind 'gram', or a model with its head",
         )
     return logits
 
@@ -401,7 +401,7 @@ def _of_labels(logits: Tensor, batch: Mapping[str, Tensor], task: str, kind: str
     if labels is not None and labels.shape != logits.shape[:-1]:
         labels = None
     if kind == "data" and labels is None:
-        raise DataError("the samples have no labels for this head", remedy="leave out '--labels data'")
+        raise DataError("the samples have no labels for this head", remedy="leave out 'labels: data'")
     labelled = torch.ones(logits.shape[:-1], dtype=torch.bool) if labels is None else labels != -100
     logs = logits[labelled].log_softmax(-1)
     if kind == "data" and labels is not None:

@@ -78,7 +78,7 @@ def _opened(name: str, why: str, models: Mapping[str, Model]) -> TaskVectorBase:
         if (cosine := likeness(pair.anchor, pair.donor)) < RELATED:
             problem = f"is not the base of {model}: the mean cosine of their matrices is {cosine:.2f}"
             raise CheckpointError(
-                problem, where=name, remedy="name the model that all others were fine-tuned from, or leave out --base"
+                problem, where=name, remedy="name the model that all others were fine-tuned from, or leave out 'base'"
             )
     tuned_models = {model: opened for model, opened in models.items() if model != name}
     return TaskVectorBase(name, why, sampled_changes(base, tuned_models))

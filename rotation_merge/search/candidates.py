@@ -190,7 +190,7 @@ class Planner:
             return "the models are not fine-tunes of one base"
         if self.other_ids:
             return "the models' token ids differ"
-        return "" if self.base is not None else "no base is known; name it with --base"
+        return "" if self.base is not None else "no base is known; name it as 'base'"
 
     @property
     def _tuned(self) -> list[str]:

@@ -106,7 +106,7 @@ class Clock:
         if step is not None:
             step.tick(activity, done, total)
         if self._deadline is not None and time.perf_counter() > self._deadline:
-            raise OutOfTime("ran out of time", remedy="give a longer --budget")
+            raise OutOfTime("ran out of time", remedy="give a longer 'budget'")
 
     def _beat(self) -> None:
         while not self._stop.wait(0.25):
@@ -122,7 +122,7 @@ class _Step:
         self.activity, self.done, self.total, self.since = "", 0.0, 0.0, self.began
 
     def tick(self, activity: str, done: float, total: float) -> None:
-        if activity != self.activity:
+        if activity != self.activity or done < self.done:
             self.activity, self.since = activity, time.perf_counter()
         self.done, self.total = done, total
 

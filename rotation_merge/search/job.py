@@ -49,7 +49,7 @@ def usual_data(model: str) -> str:
         return SELF
     if "image_size" in config or "vision_config" in config:
         return SYNTHETIC
-    raise RotationMergeError(f"{name or 'the model'} cannot write samples", where=model, remedy="give --data")
+    raise RotationMergeError(f"{name or 'the model'} cannot write samples", where=model, remedy="give 'data'")
 
 
 def _weights(model: str) -> list[str]:

@@ -248,7 +248,7 @@ class Judge:
         labels = [b["labels"].float().reshape(len(b["labels"]), -1) for b in self.sets[i].batches if self.labelled]
         targets = torch.cat(labels if self.labelled else self.targets[i])
         if len(targets) < 2:
-            raise DataError("embeddings are compared within a batch", remedy="--batch-size 2, or more")
+            raise DataError("embeddings are compared within a batch", remedy="take a batch size of 2 or more")
         return targets
 
 

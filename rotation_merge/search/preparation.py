@@ -119,7 +119,7 @@ class Preparation:
             relation = self._relation(architecture, relations)
             base = self._base(relation)
             loaded = {model: load(model, like=models[0]) for model in models}
-        with self.clock.step("reading the samples"):
+        with self.clock.step("collecting the samples"):
             samples = [] if self.made_up else self._given(loaded[models[0]])
             per_token = self._pace(loaded[models[0]], samples)
             sets = self._sampled(loaded, per_token) if self.made_up else self._split(samples, per_token)
@@ -182,7 +182,7 @@ class Preparation:
             return None
         base = find_base(config.models, config.base)
         if base is None:
-            self.say("base: not known, so task vectors are not merged; name it with --base")
+            self.say("base: not known, so task vectors are not merged; name it as 'base'")
             return None
         names = shortened([*config.models, *([base.name] if base.name not in config.models else [])])
         lengths = ", ".join(f"{names[model]} {length:.3g}" for model, length in base.changes.lengths.items())
@@ -215,7 +215,7 @@ class Preparation:
     def _relate(self, pair: Pair, model: str) -> float:
         """Print the relation of a model to the first one: coordinates, and differences of configs."""
         cosine = likeness(pair.anchor, pair.donor)
-        kind = "a fine-tune of one base" if cosine >= RELATED else "other coordinates, or another base"
+        kind = "a fine-tune of the same base" if cosine >= RELATED else "other coordinates, or another base"
         names = shortened(self.config.models)
         anchor = names[self.config.models[0]]
         self.say(f"{names[model]}: {kind} (mean cosine of its matrices to those of {anchor}: {cosine_text(cosine)})")
@@ -286,7 +286,7 @@ class Preparation:
         count = sum(data.examples for data in (*reduced.deciding, *reduced.reported))
         self.say(
             f"short of time: only {count} of {sum(data.examples for data in held_out)} held-out samples judge the "
-            "merges; a longer --budget uses more"
+            "merges; a longer budget uses more"
         )
         return reduced
 
@@ -324,7 +324,7 @@ class Preparation:
         fewer, shorter = _fewer(count, length, share)
         self.say(
             f"short of time: each model writes {2 * fewer} texts of {shorter} tokens to judge by, instead of "
-            f"{2 * count} of {length}; a longer --budget uses more"
+            f"{2 * count} of {length}; a longer budget uses more"
         )
         return fewer, shorter
 

@@ -81,7 +81,9 @@ class Search:
             self.work.begin(self.mark)
         except OSError as error:
             problem = f"cannot be written ({reason(error)})"
-            raise RotationMergeError(problem, where=self.config.out, remedy="write somewhere else") from error
+            raise RotationMergeError(
+                problem, where=self.config.out, remedy="write somewhere else (the command replaces it with --force)"
+            ) from error
         try:
             yield
         except RotationMergeError:
@@ -100,7 +102,11 @@ class Search:
         """
         out = self.config.out
         if not force and not self.goes_on() and os.path.isdir(out) and os.listdir(out):
-            raise RotationMergeError("already exists", where=out, remedy="write somewhere else, or --force")
+            if self.work.path.is_dir() and self.work.is_empty():
+                self.work.remove()  # it was killed while it cleaned up after OUT was written
+            raise RotationMergeError(
+                "already exists", where=out, remedy="write somewhere else (the command replaces it with --force)"
+            )
         with self.begun():
             self.prepare()
             return self.run()
@@ -267,7 +273,10 @@ class Search:
         if tried and expected > remaining:
             self.left_out[candidate.title] = f"needs {expected:.0f} s, {remaining:.0f} s of the budget are left"
             return None
-        more = f", {behind} more to try in {remaining:.0f} s" if behind else ""
+        others = (
+            f", {behind} more to try in {remaining:.0f} s" if remaining > expected else ", for more there is no time"
+        )
+        more = others if behind else ""
         self.say(f"{candidate.title}, about {expected:.0f} s{more} ...")
         try:
             with self.clock.step(candidate.title, expected, remaining if tried else None):

@@ -45,6 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path
         ("llama", ("--carry", "refit", "--scale", 1, "--dtype", "bfloat16")),
         ("tied", ("--carry", "refit", "--scale", 1, "--lora", 2, "--untie")),
         ("tied", ("--scale", "auto", "--lora", 2)),
+        ("tied", ("--scale", "auto")),
         ("qwen2", ("--steps", 2, "--scale", 1, "--lora", 2)),
     ],
 )
@@ -71,10 +72,35 @@ def test_the_reported_loss_is_that_of_what_is_written(
     done = run("carry", pair["tuned"], *bases, out, *options, "--samples", 32)
     assert done.exit_code == 0, done.output
     written = load(f"{pair['new']}+{out}" if "--lora" in options else str(out))
+    if name == "tied" and not {"--lora", "--untie"} & set(options):
+        assert "lm_head.weight" not in state(out)  # at a scale of its own it would not be the embedding
     lift = json.loads((out / "rotation_merge.json").read_text())["lift"]
     assert lift["carried"] != lift["new"]
     with torch.no_grad():
         assert evaluate(written, used[0].judge.tuned)[0] == pytest.approx(lift["carried"][0], abs=2e-5)
+
+
+def test_each_change_is_cut_to_a_rank_once_to_choose_its_scale_and_the_best_once_to_be_written(
+    models: dict[str, dict[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, shapes, svd = models["llama"], list[tuple[int, ...]](), torch.linalg.svd
+    monkeypatch.setattr(torch.linalg, "svd", lambda x, **options: (shapes.append(tuple(x.shape)), svd(x, **options))[1])
+    bases = ("--from", pair["old"], "--to", pair["new"], "--residual", "none", "--heads", "none", "--attention", "none")
+    options = ("--ffn", "none", "--scale", "auto", "--lora", 2, "--samples", 32)
+    assert run("carry", pair["tuned"], *bases, tmp_path / "out", *options).exit_code == 0
+    vocabulary = [shape for shape in shapes if max(shape) == len(state(pair["old"])["lm_head.weight"])]
+    assert len(vocabulary) == 2 * 3  # embedding and head; moved, as it is, and written
+
+
+@pytest.mark.parametrize("options", [(), ("--scale", "auto"), ("--carry", "refit")])
+def test_a_head_of_its_own_has_no_place_in_a_tied_base(
+    options: tuple[str, ...], models: dict[str, dict[str, Path]], tmp_path: Path
+) -> None:
+    apart, tied = models["llama"], models["tied"]
+    bases = ("--from", apart["old"], "--to", tied["new"], "--residual", "none", "--force")
+    done = run("carry", apart["tuned"], *bases, tmp_path / "out", *options)
+    assert "its change has no place; add 'untie'" in one_error(done.output)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_change_below_the_precision_of_its_base_can_be_stored(
@@ -174,5 +200,5 @@ def test_a_file_cannot_solve_and_judge(texts: list[Path], models: dict[str, dict
     bases = ("--from", pair["old"], "--to", pair["new"], "--carry", "refit")
     done = run("carry", pair["tuned"], *bases, tmp_path / "out", "--data", texts[0], "--judge", texts[0])
     assert done.exit_code == 2
-    assert "leave out --judge" in one_error(done.output)
+    assert "leave out 'judge'" in one_error(done.output)
     assert not (tmp_path / "out").exists()

@@ -89,7 +89,7 @@ def test_the_report_has_the_lift_of_each_donor(models: tuple[str, dict[str, Path
     [
         ({"controls": True}, "'controls' has no effect"),
         ({"judge": "texts.jsonl", "carry_scale": 0.5}, "'judge' has no effect"),
-        ({"carry": "refit", "steps": 4}, "'carry: refit' takes no steps"),
+        ({"carry": "refit", "steps": 4}, "carrying by refit takes no steps"),
     ],
 )
 def test_options_without_effect_are_refused(

@@ -58,6 +58,7 @@ def test_a_fine_tune_and_its_adapter_are_carried_so(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
     assert config["r"] == 2
-    done = run("carry", tuned, tmp_path / "none", *asked, "--match-on", "both", "--alignment", tmp_path / "file")
-    assert done.exit_code == 2
-    assert "leave out --match-on" in done.output
+    for option in (("--match-on", "both"), ("--heads", "permutation")):
+        done = run("carry", tuned, tmp_path / "none", *asked, *option, "--alignment", tmp_path / "file")
+        assert done.exit_code == 2
+        assert f"leave out {option[0]}" in done.output

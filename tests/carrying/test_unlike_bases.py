@@ -292,9 +292,9 @@ def test_what_cannot_be_carried_is_one_line(models: dict[str, Path], tmp_path: P
     vit = make_checkpoint("vit", tmp_path / "vit")
     turned = make_checkpoint("llama", tmp_path / "heads", head_dim=4)
     for old, new, flags, words in (
-        ("wide", "small", (), "--widths"),
-        ("deep", "small", ("--widths",), "--layers-map"),
-        ("wide", "small", ("--layers-map", "auto"), "'--widths'"),
+        ("wide", "small", (), "'widths'"),
+        ("deep", "small", ("--widths",), "'layers_map'"),
+        ("wide", "small", ("--layers-map", "auto"), "'widths'"),
         ("wide", "small", ("--widths", "--alignment", "x.safetensors"), "leave out the alignment file"),
         ("deep", "small", ("--layers-map", "0:0,3:2"), "which has 2"),
         ("deep", "small", ("--layers-map", "1:0,0:1"), "out of order"),

@@ -133,6 +133,15 @@ def test_commands_take_a_file_and_write_one(models: Path, tmp_path: Path) -> Non
     assert again.exit_code == 2
     assert "already exists" in again.output
     assert run("gguf", models / "a.gguf", models / "a.gguf", "--force").exit_code == 2
+    alone, named = models / "alone", models / "alone" / "model-F16.gguf"
+    for command in (("gguf", alone), ("align", models / "a", alone, tmp_path / "new", "--gguf")):
+        assert "would hold two models" in run(*command, alone / "new.gguf").output
+        assert "let it end in .gguf" in run(*command, tmp_path / "new.txt").output
+    assert not (tmp_path / "new").exists()
+    again = shutil.copytree(alone, tmp_path / "kept") / "new.gguf"
+    _run("gguf", named, again)
+    names = [GGUFReader(file).fields["general.name"].contents() for file in (named, again)]
+    assert names == ["b", "b"]  # not that of a folder in the cache
 
 
 def test_a_refusal_imports_no_libraries(models: Path, tmp_path: Path) -> None:
@@ -218,6 +227,28 @@ def test_a_lora_on_a_file(models: Path, tmp_path: Path) -> None:
     for path in (name, str(written(Path(name), tmp_path / "merged.gguf"))):
         for key, value in load(path).state_dict().items():
             torch.testing.assert_close(value, wanted[key], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("method", ["passthrough", "linear"])
+def test_a_lora_on_a_file_in_other_methods(method: str, models: Path, tmp_path: Path) -> None:
+    """Merged as it is read, without the cache that mergekit wants for adapters on checkpoints."""
+    name = f"{models / 'a.gguf'}+{_lora(models, None, tmp_path / 'lora')}"
+    made = {"merge_method": method, "models": [{"model": name, "parameters": {"weight": 1}}], "dtype": "float32"}
+    wanted = load(name).state_dict()
+    for key, value in merged(made, tmp_path / "out").items():
+        torch.testing.assert_close(value, wanted[key], rtol=1e-5, atol=1e-6)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")(TEXT).input_ids == byte_tokenizer()(TEXT).input_ids
+
+
+def test_a_chat_template_beside_a_files_tokenizer(models: Path, tmp_path: Path) -> None:
+    for method in ("rotation_merge\nparameters: {delegate: linear, weight: 0.5}", "linear"):
+        text = f"merge_method: {method}\nbase_model: {{a}}\nmodels:\n"
+        text += "".join(f"- {{model: {models / name}, parameters: {{weight: 1}}}}\n" for name in ("a.gguf", "alone"))
+        recipe = f"{text}chat_template: chatml\ndtype: float32\n".replace("{a}", str(models / "a.gguf"))
+        merged(recipe, tmp_path / method[:6])
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / method[:6])
+        assert "<|im_start|>" in tokenizer.chat_template
+        assert tokenizer(TEXT).input_ids == byte_tokenizer()(TEXT).input_ids
 
 
 def test_the_search_takes_files_and_writes_one(models: Path, tmp_path: Path) -> None:

@@ -174,8 +174,9 @@ def test_a_donor_that_has_vanished(models: tuple[Path, Path], tmp_path: Path) ->
 
 
 WORDS = {
-    "layers: '100'": ({"layers": "100"}, "layers 0 to 1"),
+    "layers: '100'": ({"layers": "100"}, "layers from 0 to 1"),
     "layers: 0,2-5": ({"layers": "0,2-5"}, "'2-5'"),
+    "layers: 0-99": ({"layers": "0-99"}, "no layer 2"),
     "layers without end": ({"layers": "0-999999999999"}, "ranges such as 0-5,11"),
     "layers backwards": ({"layers": "3-1"}, "ranges such as 0-5,11"),
     "exclude": ({"exclude": "lm_haed"}, "lm_head"),

@@ -179,6 +179,14 @@ def test_the_tokenizer_comes_back(tmp_path: Path) -> None:
     assert ours.get_vocab() == first.get_vocab()
 
 
+def test_several_chat_templates_come_back(tmp_path: Path) -> None:
+    saved(FAMILIES["llama"], tmp_path / "model")
+    first = byte_tokenizer()
+    first.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    first.save_pretrained(tmp_path / "model")
+    assert _tokenizer(written(tmp_path / "model", tmp_path / "out.gguf")).chat_template == first.chat_template
+
+
 def test_sentencepieces_tokenizer_comes_back(tmp_path: Path) -> None:
     saved(FAMILIES["llama"], tmp_path / "model")
     first = piece_tokenizer()

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from cli_support import run
 from gguf_support import case_of, saved, written
 
 from rotation_merge.errors import CheckpointError
@@ -141,6 +142,7 @@ def test_a_tokenizer_beside_it_that_is_another_models(file: Path, tmp_path: Path
         ({"general.type": "mmproj"}, "not a language model"),
         ({"llama.block_count": None}, "lack 'llama.block_count'"),
         ({"tokenizer.ggml.pre": "of-nobody"}, "'of-nobody'"),
+        ({"tokenizer.ggml.pre": None}, "in a way that it does not name"),
         ({"llama.rope.scaling.type": "of-nobody"}, "'of-nobody'"),
         ({"llama.feed_forward_length": [48, 64]}, "not the same in all layers"),
         ({"llama.block_count": 2_000_000_000}, "2000000000 layers, but no tensor is named 'blk.1999999999...'"),
@@ -212,6 +214,21 @@ def test_a_tokenizer_that_joins_nothing(file: Path, tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert "no such file" in _refused(tmp_path / "gone.gguf")
+    (tmp_path / "link.gguf").symlink_to(tmp_path / "gone.gguf")
+    assert "check the path" in _refused(tmp_path / "link.gguf")
+
+
+def test_names_in_capital_letters(file: Path, tmp_path: Path) -> None:
+    path = shutil.copyfile(file, tmp_path / "MODEL-F16.GGUF")
+    for name in (path, tmp_path):
+        again, first = open_model(str(name)), open_model(str(file))
+        assert (again.shapes, again.dtypes) == (first.shapes, first.dtypes)
+
+
+def test_an_adapter_without_its_base(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    for arguments in (("gguf", tmp_path, tmp_path / "x" / "out.gguf"), ("evaluate", tmp_path, "--data", "demo:bytes")):
+        assert f"is an adapter, not a model; write org/base+{tmp_path}" in run(*arguments).output
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def refused() -> Iterator[Any]:
     """Models whose sizes cannot change, which of them, and what is said."""
     yield pytest.param("bert", "masked words", (), "zeros would change its mean", id="post-norm")
     yield pytest.param("bert", "bare", (), "is an output of the model", id="output")
-    yield pytest.param("gpt2", "tied", (), "add '--untie'", id="tied and centred")
+    yield pytest.param("gpt2", "tied", (), "add 'untie'", id="tied and centred")
     yield pytest.param("qwen3_next", "moe", ("linear_value_head_dim",), "is normalised", id="normalised")
     yield pytest.param("t5", "tokens", ("num_heads",), "roles depend on their number", id="shared biases")
 

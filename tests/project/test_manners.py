@@ -107,7 +107,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a command that there is not": (["inspct", LLAMAS[0]], "did you mean 'inspect'?"),
     "bytes, inspected": (["inspect", "bytes.yml"], "cannot be read"),
     "half a recipe, inspected": (["inspect", "half.yml"], "not valid YAML"),
-    "layers that are none": (["inspect", LLAMAS[0], "--layers", "9"], "the model has no such layer"),
+    "layers that are none": (["inspect", LLAMAS[0], "--layers", "9"], "the model has no layer 9"),
     "data that is not there": (["evaluate", LLAMAS[0], "--data", "none.txt"], "no such file"),
     "data of nothing": (["evaluate", LLAMAS[0], "--data", "file.txt"], "give more text"),
     "arrays that are none": (["evaluate", LLAMAS[0], "--data", "junk.npz"], "is not an archive of arrays"),

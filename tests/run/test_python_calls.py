@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from plugin_support import build
 from transformers import PreTrainedModel
 
@@ -78,3 +83,70 @@ def test_bad_samples_are_one_line(models) -> None:
         with pytest.raises(rm.RotationMergeError, match=words) as error:
             rm.evaluate(models[0], samples)
         assert "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def folders(models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of several shapes, and two adapters of the first."""
+    where = tmp_path_factory.mktemp("folders")
+    deep, tied = build("llama", num_hidden_layers=3), build("llama", tie_word_embeddings=True)
+    for name, model in zip(("a", "b", "deep", "tied"), (*models, deep, tied), strict=True):
+        model.save_pretrained(where / name)
+    for name in ("one", "two"):
+        lora = get_peft_model(copy.deepcopy(models[0]), LoraConfig(r=2, target_modules=["q_proj"]))
+        lora.save_pretrained(where / name)
+        settings = where / name / "adapter_config.json"
+        settings.write_text(
+            json.dumps({**json.loads(settings.read_text()), "base_model_name_or_path": str(where / "a")})
+        )
+    return where
+
+
+WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "more layers than there are": (lambda of: rm.align(of("a"), of("b"), layers="0-99"), "the model has no layer 2"),
+    "models of other depth": (lambda of: rm.align(of("a"), of("deep")), "'layers_map'"),
+    "bases of other depth": (lambda of: rm.transfer(of("deep"), of("deep"), of("a")), "'layers_map'"),
+    "an adapter of another base": (lambda of: rm.transfer(of("one"), of("b"), of("a")), "name its own base"),
+    "a method without its number": (lambda of: rm.average([of("a"), of("b")], "slerp"), "add 't'"),
+    "groups beside the maps": (
+        lambda of: rm.transfer(of("a"), of("a"), of("b"), alignment=rm.align(of("b"), of("a")), heads="permutation"),
+        "'heads' has no effect beside 'alignment'",
+    ),
+    "a full folder": (lambda of: rm.merge([of("a"), of("b")], of("deep")), "write somewhere else"),
+    "a module to merge": (lambda of: rm.merge([build("llama"), of("b")], of("new")), "write it with save_pretrained"),
+    "adapters of a base that is not here": (
+        lambda of: rm.merge([of("one"), of("two")], of("new"), config=rm.MergeConfig(base=of("gone"))),
+        "no such directory",
+    ),
+    "weights of adapters that are words": (
+        lambda of: rm.merge_adapters([of("one"), of("two")], weights=["x", 1]),  # type: ignore[list-item]
+        "give one number for each adapter",
+    ),
+    "a full folder for an adapter": (
+        lambda of: rm.transfer(of("one"), of("a"), of("b")).save_pretrained(of("tied")),
+        "is not empty",
+    ),
+    "a full folder for merged adapters": (
+        lambda of: rm.merge_adapters([of("one"), of("two")]).save(of("tied")),
+        "already exists",
+    ),
+    "data that nobody writes": (lambda of: rm.evaluate(of("a"), "synthetic"), "'synthetic' is for image models"),
+    "steps of training without training": (
+        lambda of: rm.transfer(of("a"), of("a"), of("b"), steps=4),
+        "carrying by weights takes no steps",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_told_in_words_of_python(name: str, folders: Path) -> None:
+    """One line, which names no option as the command line spells it; what lies in a folder stays."""
+    call, words = WRONG[name]
+    before = {path: path.read_bytes() for path in folders.rglob("*") if path.is_file()}
+    with pytest.raises(rm.RotationMergeError) as error:
+        call(lambda part: str(folders / part))
+    told = str(error.value)
+    assert words in told
+    assert "\n" not in told
+    assert "--" not in re.sub(r"\(the command .* with --force\)", "", told)
+    assert {path: path.read_bytes() for path in folders.rglob("*") if path.is_file()} == before

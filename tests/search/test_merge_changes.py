@@ -140,9 +140,7 @@ def test_adapters_of_a_base_that_is_not_here_are_one_line(tmp_path: Path) -> Non
     adapters = [copied(str(CHECKPOINTS / "llama-0-lora-english"), tmp_path / name) for name in ("one", "two")]
     done = run("merge", *adapters, tmp_path / "out", *TINY)
     assert done.exit_code == 2
-    assert "is an adapter of llama-0, which is not on this machine; name its folder ('--base')" in one_error(
-        done.stderr
-    )
+    assert "is an adapter of llama-0, which is not on this machine; name its folder as 'base'" in one_error(done.stderr)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
     assert on_base(adapters[0], BASE) == f"{BASE}+{adapters[0]}"
     assert on_base(BASE) == BASE

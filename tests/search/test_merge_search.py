@@ -129,7 +129,25 @@ def test_an_existing_folder_is_refused_before_anything_is_loaded(tmp_path: Path)
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2 set()\n"
-    assert one_error(done.stderr).endswith("already exists; write somewhere else, or --force")
+    assert one_error(done.stderr).endswith(
+        "already exists; write somewhere else (the command replaces it with --force)"
+    )
+
+
+def test_what_a_kill_while_cleaning_up_left_goes_with_the_next_run(tmp_path: Path) -> None:
+    """OUT is whole, and of the work only the mark is there, which goes last."""
+    out, work = tmp_path / "out", tmp_path / "out.unfinished"
+    for folder in (out, work):
+        folder.mkdir()
+    (out / "config.json").write_text("{}")
+    (work / "run.txt").write_text("0")
+    done = run("merge", ENGLISH, C, out, *TEXTS, *TINY)
+    assert "already exists" in one_error(done.output)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    work.mkdir()
+    (work / "notes.txt").write_text("mine")
+    assert run("merge", ENGLISH, C, out, *TEXTS, *TINY).exit_code == 2
+    assert (work / "notes.txt").read_text() == "mine"
 
 
 def test_the_output_in_first_place_is_named(tmp_path: Path) -> None:

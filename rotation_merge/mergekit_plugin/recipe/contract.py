@@ -76,7 +76,7 @@ def _check_required(
     name, problem = parameter.name, f"delegate {delegate} needs the parameter '{parameter.name}'"
     if parameter.scope == ParameterScope.SHARED:
         if not document.misspelt(("parameters", name)):
-            document.fault(("parameters",), problem, f"add '{name}: ...' under parameters")
+            document.fault(("parameters",), problem, f"add '{name}' to the parameters")
         return
     for i, model in enumerate(group.inputs(base)):
         if model == base and parameter.scope == ParameterScope.NON_BASE:

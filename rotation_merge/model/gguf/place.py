@@ -132,7 +132,9 @@ def _fetched(path: str, revision: str | None, cache: str | None) -> str:
     parts = _of_hub(path)
     if parts is None:
         otherwise = "check the path; of the hub: org/repo:file.gguf"
-        remedy = nearest_path(path, otherwise, lambda beside: is_gguf(beside) or os.path.isdir(beside))
+        remedy = nearest_path(
+            path, otherwise, lambda beside: os.path.exists(beside) and (is_gguf(beside) or os.path.isdir(beside))
+        )
         raise CheckpointError("no such file", where=path, remedy=remedy)
     repo, name = parts
     end = f"@{revision}" if revision else ""

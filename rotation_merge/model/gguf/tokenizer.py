@@ -144,9 +144,29 @@ def tokenizer_of(metadata: Mapping[str, Any], tokens: Sequence[str], architectur
         tokenizer_object=fast,
         clean_up_tokenization_spaces=False,
         model_max_length=metadata.get(f"{architecture}.context_length"),
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=_read_templates(metadata),
         **special,
     )
+
+
+TEMPLATE, TEMPLATES, DEFAULT = "tokenizer.chat_template", "tokenizer.chat_templates", "default"
+"""Keys of the usual template and of the names of others, each under the first key and its name; transformers' name of
+the usual one."""
+
+
+def _read_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The chat template; several by name."""
+    usual: str | None = metadata.get(TEMPLATE)
+    others = {name: metadata[f"{TEMPLATE}.{name}"] for name in metadata.get(TEMPLATES) or []}
+    return {**({DEFAULT: usual} if usual else {}), **others} if others else usual
+
+
+def written_templates(templates: str | Mapping[str, str] | None) -> dict[str, Any]:
+    """The metadata of a chat template, or of several by name."""
+    by_name = {DEFAULT: templates} if isinstance(templates, str) else dict(templates or {})
+    usual = {TEMPLATE: by_name.pop(DEFAULT)} if DEFAULT in by_name else {}
+    others = {f"{TEMPLATE}.{name}": template for name, template in by_name.items()}
+    return {**usual, **({TEMPLATES: list(by_name), **others} if others else {})}
 
 
 def _byte_pairs(metadata: Mapping[str, Any], tokens: Sequence[str], architecture: str, label: str) -> tuple[Any, bool]:
@@ -156,7 +176,8 @@ def _byte_pairs(metadata: Mapping[str, Any], tokens: Sequence[str], architecture
     name = metadata.get("tokenizer.ggml.pre") or BY_ARCHITECTURE.get(architecture)
     rule = splittings().get(str(name))
     if rule is None:
-        problem = f"its tokenizer splits text by '{name}', which is not known"
+        rule_name = f"by '{name}', which is not known" if name else "in a way that it does not name"
+        problem = f"its tokenizer splits text {rule_name}"
         raise CheckpointError(problem, where=label, remedy=OWN_TOKENIZER)
     merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", [])]
     if any(len(merge) != 2 for merge in merges):

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.files.durable import replacing
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.gguf.config import family_of, read_config, write_metadata
-from rotation_merge.model.gguf.file import Entry, GgufFile
+from rotation_merge.model.gguf.file import Entry, GgufFile, open_gguf
 from rotation_merge.model.gguf.layout import CONVERTER, Family, Place, families, write_layout
+from rotation_merge.model.gguf.place import gguf_files
 from rotation_merge.model.gguf.tokenizer import (
     BYTE,
     BYTE_PAIRS,
@@ -31,6 +33,7 @@ from rotation_merge.model.gguf.tokenizer import (
     USER_DEFINED,
     splittings,
     tokenizer_of,
+    written_templates,
 )
 from rotation_merge.model.run_keys import unchanged
 from rotation_merge.model.vocabulary import has_only_special_tokens
@@ -184,7 +187,7 @@ def plan_gguf(model: Model, kind: str = "f16") -> GgufPlan:
     general = {
         "general.architecture": family.architecture,
         "general.type": "model",
-        "general.name": os.path.basename(model.folder.rstrip(os.sep)),
+        "general.name": _name(model.folder),
         **({"general.basename": family.named} if family.named else {}),
         "general.file_type": FILE_TYPES[kind.upper()],
         **({"general.quantization_version": 2} if kind == "q8_0" else {}),
@@ -194,6 +197,13 @@ def plan_gguf(model: Model, kind: str = "f16") -> GgufPlan:
     metadata = {**general, **values, **tokens}
     _check_config(family, GgufFile((label,), metadata, {tensor.name: tensor for tensor in tensors}), model)
     return GgufPlan(model, config, metadata, tuple(tensors), tuple(notes))
+
+
+def _name(folder: str) -> str:
+    """The name of a model: of one that was read from a GGUF, that in the file."""
+    if paths := gguf_files(folder):
+        return str(open_gguf(paths[0]).metadata.get("general.name") or Path(paths[0]).stem)
+    return os.path.basename(folder.rstrip(os.sep))
 
 
 def _config(model: Model) -> dict[str, Any]:
@@ -341,8 +351,7 @@ def write_vocabulary(tokenizer: Any, rows: int, architecture: str, label: str) -
     }
     if kind["tokenizer.ggml.model"] == SENTENCE_PIECES:
         metadata["tokenizer.ggml.add_space_prefix"] = tokenizer.tokenize("a")[:1] == [f"{SPACE}a"]
-    if isinstance(tokenizer.chat_template, str):
-        metadata["tokenizer.chat_template"] = tokenizer.chat_template
+    metadata |= written_templates(tokenizer.chat_template)
     _check(tokenizer, metadata, tokens, architecture, label)
     return metadata
 
