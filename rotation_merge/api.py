@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,6 +42,7 @@ from rotation_merge.model.nearness import nearness
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import check_same_tokens
 from rotation_merge.model.writing import StorageOptions, small_files
+from rotation_merge.record import MergeReport
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import Samples, data_in_memory, for_each, read_samples, unpadded
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
@@ -483,7 +485,7 @@ def transfer(
     if samples is None and chosen.matched_on != WEIGHTS:
         samples = chosen.data
     alignment = align(first, second, match, match_on=chosen.matched_on, samples=samples, untie=chosen.untie)
-    delta = Delta.between(second, third).moved(alignment, first)
+    delta = Delta.between(second, third).moved(alignment, first, strict=False)  # it was made of this base
     carried = delta.scaled(1.0 if chosen.factor is None else chosen.factor).applied()
     for note in carried.notes:
         LOG.warning("%s", note)
@@ -540,17 +542,26 @@ def _transferred_files(
             return path
 
         work, *bases = (path_of(name, model) for name, model in (("tuned", tuned), ("old", old), ("new", new)))
+
+        def named(text: str) -> str:
+            """A text with what models in memory are called instead of the places where they were written."""
+            return text.replace(f"{folder}{os.sep}", "")
+
         out = os.path.join(folder, "out")
         execution = Execution(storage=StorageOptions(untie=config.untie), even_if_near=True)
         (result,) = carry({out: work}, bases[0], bases[1], config, execution)
+        notes = tuple(map(named, result.lines))
+        report = None if result.report is None else MergeReport.from_dict(json.loads(named(result.report.text())))
         if is_adapter(out):
             written = Adapter(out)
             tensors = {name: written.tensor(name).clone() for name in written.shapes}
-            return AdapterWeights(written.config, tensors, small_files(out), tuple(result.lines), result.report)
+            base = bases[1] if named(bases[1]) == bases[1] else getattr(new, "name_or_path", None) or None
+            facts = {**written.config, "base_model_name_or_path": base}
+            return AdapterWeights(facts, tensors, small_files(out), notes, report)
         checkpoint = open_like(out)
         state = {name: checkpoint.source[name].clone() for name in checkpoint.names}
-        opened = open_like((state, checkpoint.config), f"{work}, carried", untie=config.untie)
-        return as_stored(replace(opened, beside=small_files(out))).with_notes(result.lines, result.report)
+        opened = open_like((state, checkpoint.config), f"{named(work)}, carried", untie=config.untie)
+        return as_stored(replace(opened, beside=small_files(out))).with_notes(notes, report)
 
 
 def _matcher(how: str, samples: Samples, anchor: OpenedModel, donor: OpenedModel) -> Match:

@@ -194,6 +194,11 @@ class Alignment:
     basis: Basis | None = field(default=None, compare=False)
     report: MergeReport | None = field(default=None, repr=False, compare=False)
 
+    def __repr__(self) -> str:
+        models = "" if self.basis is None else f"{self.basis.donor.name} to {self.basis.anchor.name}, "
+        folded = f", folded: {', '.join(self.folded)}" if self.folded else ""
+        return f"Alignment({models}{len(self.transforms)} spaces{folded})"
+
     @classmethod
     def random(
         cls,

@@ -75,7 +75,7 @@ def fit(
 def _as_list(donors: Any) -> list[ModelLike]:
     """The donors; a pair of a state dict and its config is one."""
     is_state = isinstance(donors, tuple) and len(donors) == 2 and isinstance(donors[0], Mapping)
-    if isinstance(donors, list | tuple) and not (is_state and not hasattr(donors[0], "opened")):
+    if isinstance(donors, list | tuple) and not (is_state and not hasattr(donors[0], "as_opened")):
         return list(donors)
     return [donors]
 

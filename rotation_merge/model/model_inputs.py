@@ -183,7 +183,7 @@ def open_like(model: ModelLike, name: str = "", config: Any = None, untie: bool 
     """
     if isinstance(model, OpenedModel):
         return model if model.untie == untie else replace(model, untie=untie)
-    if hasattr(model, "opened"):  # a view
+    if hasattr(model, "as_opened"):  # a view
         return model.as_opened()
     if isinstance(model, str | os.PathLike):
         checkpoint = open_model(str(model))
@@ -233,6 +233,9 @@ def _in_memory(
     name: str, state: Mapping[str, Tensor], config: dict[str, Any], untie: bool, module: nn.Module | None = None
 ) -> OpenedModel:
     tensors = dict(state)
+    if odd := next((key for key, tensor in tensors.items() if not isinstance(tensor, Tensor)), None):
+        problem = f"entry '{odd}' of its state dict is of type {type(tensors[odd]).__name__}"
+        raise CheckpointError(problem, where=name, remedy="give a pair (state dict, config), with tensors of torch")
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     if not stores_codes(config):
         check_codes(codes({key: (str(tensor.dtype), shapes[key]) for key, tensor in tensors.items()}), tensors, name)

@@ -59,6 +59,12 @@ class View(Mapping[str, Tensor]):
         self._compute, self._places = compute, self.architecture.places()
         self._names = self._all_names()
 
+    def __repr__(self) -> str:
+        stored = "" if self.dtype is None else f", {self.dtype}"
+        return f"View({self.opened.name}, {len(self)} tensors{stored})"
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # a mapping would compare all tensors
+
     def _all_names(self) -> tuple[str, ...]:
         known: dict[str, None] = {}
         for info in self.architecture.tensors():
