@@ -67,8 +67,27 @@ def test_polish_comes_nearer_to_its_teachers(models) -> None:
     )
 
 
+def test_samples_may_be_a_loader_or_a_generator(models) -> None:
+    """Also where they are read more than once."""
+    rows = [{"input_ids": row} for batch in SAMPLES for row in batch["input_ids"]]
+    loader = torch.utils.data.DataLoader(rows, batch_size=6)
+    assert rm.evaluate(models[0], loader) == pytest.approx(rm.evaluate(models[0], SAMPLES))
+    narrow = ({"input_ids": batch["input_ids"].int()} for batch in SAMPLES)
+    assert rm.evaluate(models[0], narrow) == pytest.approx(rm.evaluate(models[0], SAMPLES))
+    again = rm.average(models, "regmean", samples=iter(SAMPLES))
+    expected = rm.average(models, "regmean", samples=SAMPLES)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in expected.items())
+    assert rm.fit(*models, iter(SAMPLES), options=rm.FitConfig(steps=1)).alignments
+
+
 def test_bad_samples_are_one_line(models) -> None:
+    ids = SAMPLES[0]["input_ids"]
     for samples, words in [
+        (ids, "are no batches"),
+        ((batch for batch in [ids]), "are no batches"),
+        ([{"input_ids": ids[:, :1]}], "no example has a label"),
+        ([{"input_ids": ids, "labels": ids[:, 0]}], "labels have shape"),
+        ([{"input_ids": ids, "attention_mask": ids[:, :3]}], "'attention_mask' has shape"),
         ([], "are no batches"),
         ([{"input_ids": "text"}], "not a tensor"),
         ([{"pixel_values": torch.zeros(1, 3, 4, 4)}], "takes input_ids"),
@@ -78,3 +97,8 @@ def test_bad_samples_are_one_line(models) -> None:
         with pytest.raises(rm.RotationMergeError, match=words) as error:
             rm.evaluate(models[0], samples)
         assert "\n" not in str(error.value)
+
+
+def test_too_few_samples_name_the_teacher(models) -> None:
+    with pytest.raises(rm.RotationMergeError, match="^teacher 1: 1 batches of samples are too few"):
+        rm.polish(rm.average(models), models, [{"input_ids": SAMPLES[0]["input_ids"][:1]}])
