@@ -34,6 +34,7 @@ from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, Match
 from rotation_merge.matching.teachers import AnsweredSamples, write_answers
 from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, opened_views
 from rotation_merge.model.adapters import Adapter, is_adapter
+from rotation_merge.model.fold import unfolded_gain
 from rotation_merge.model.heads import head_names, heads_of_teachers
 from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_names, open_like
@@ -169,6 +170,7 @@ def average(
                 f"tensor '{odd[0]}' is only in one of the models", where=view.opened.name, remedy=remedy
             )
     opened = opened_views(views)
+    _check_folded(opened)
     of_model: list[dict[str, Any]] = [{} for _ in views]
     for settings, share in zip(of_model, shares or (), strict=False):
         settings["weight"] = share
@@ -187,6 +189,21 @@ def average(
             batches.append(read_samples(model, source, limit, seed=seed + number).batches)
             of_model[number]["data"] = "samples" if shared else f"samples of model {number + 1}"
     return merge_views(views, opened, method, parameters, of_model, measured, batches, seed)
+
+
+def _check_folded(models: Sequence[OpenedModel]) -> None:
+    """Check that the norm gains that one view folds are folded in all models.
+
+    Raises:
+        CheckpointError: names a model and a gain that is not.
+    """
+    for other in models:
+        for model in models:
+            gain = unfolded_gain(model.architecture, model.source, getattr(other.source, "folded", ()))
+            if gain is not None:
+                problem = f"'{gain}' is not folded into its readers, as in the view of {other.name}"
+                remedy = "take alignment.apply_anchor(anchor) of the alignment that rotated the stream"
+                raise CheckpointError(problem, where=model.name, remedy=remedy)
 
 
 def _measured(
@@ -213,10 +230,11 @@ def _measured(
         return [
             measure(model, part, config) for model, part in zip(models, for_each(samples, len(models)), strict=True)
         ]
-    if len(statistics) != len(models):
-        problem = f"{len(statistics)} statistics for {len(models)} models"
+    parts = _several(statistics, "statistics")
+    if len(parts) != len(models):
+        problem = f"{len(parts)} statistics for {len(models)} models"
         raise RecipeError(problem, remedy="give those of each model, in their order")
-    opened = [part if isinstance(part, Statistics) else Statistics.open(os.fspath(part)) for part in statistics]
+    opened = [part if isinstance(part, Statistics) else Statistics.open(part) for part in parts]
     for view, model, part in zip(views, models, opened, strict=True):
         known, moved = part.metadata.get("fingerprint"), view.identity()
         fingerprint = moved if moved is not None and moved == known else model.mark.hexdigest(model.config)
@@ -380,6 +398,7 @@ def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: Barri
     config = BarrierConfig.or_default(config)
     first, second = open_like(anchor), open_like(donor)
     check_pair(first.member, second.member, NOTHING, excluded=lambda _: True)
+    _check_folded([first, second])
     ends = for_evaluation(first), for_evaluation(second.with_classes_of(first.member))
     same_shapes(*ends, (first.name, second.name))
     data = read_samples(first, samples, config.limit, config.batch_size, config.length, module=ends[0])
@@ -601,12 +620,13 @@ def _as_it_is(opened: OpenedModel) -> nn.Module:
     return opened.module
 
 
-def _several(models: Any) -> list[ModelLike]:
-    """Models as a list.
+def _several(values: Any, noun: str = "models") -> list[Any]:
+    """Models, or statistics, as a list.
 
     Raises:
-        RecipeError: they are one model, or none.
+        RecipeError: they are one, or none.
     """
-    if isinstance(models, str | os.PathLike | nn.Module | Mapping) or not isinstance(models, Iterable):
-        raise RecipeError(f"one {type(models).__name__} stands where models belong", remedy="give a list of models")
-    return list(models)
+    single = isinstance(values, str | os.PathLike | nn.Module | Mapping | Statistics)
+    if single or not isinstance(values, Iterable):
+        raise RecipeError(f"one {type(values).__name__} stands where {noun} belong", remedy=f"give a list of {noun}")
+    return list(values)

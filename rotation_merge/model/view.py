@@ -40,6 +40,7 @@ class View(Mapping[str, Tensor]):
         notes: notes for the reader of a report.
         report: of the matching that it comes from, if any.
         identity: gives the fingerprint that statistics have which were moved as it was; None: there are none.
+        folded: streams whose norm gains it folds into their readers.
         heads: the same body under other heads, by name; written beside it in `heads`.
     """
 
@@ -52,9 +53,10 @@ class View(Mapping[str, Tensor]):
         notes: Sequence[str] = (),
         report: MergeReport | None = None,
         identity: Callable[[], str | None] = lambda: None,
+        folded: Collection[str] = (),
     ) -> None:
         self.opened, self.dtype, self.left_out = opened, dtype, frozenset(left_out)
-        self.notes, self.report, self.identity = tuple(notes), report, identity
+        self.notes, self.report, self.identity, self.folded = tuple(notes), report, identity, folded
         self.heads: Mapping[str, View] = {}
         self._compute, self._places = compute, self.architecture.places()
         self._names = self._all_names()

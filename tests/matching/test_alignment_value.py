@@ -442,3 +442,22 @@ def test_what_is_no_model_is_one_line(tmp_path: Path) -> None:
     ]:
         with pytest.raises(RotationMergeError, match=words):
             call()
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "llama"), ("vit", "classifier")])
+def test_a_folded_donor_is_not_averaged_with_the_anchor_as_it_is(family: str, name: str, tmp_path: Path) -> None:
+    """Their gains would differ, and their readers too; a folded anchor that was written is folded."""
+    anchor, donor = (checkpoint(family, name, tmp_path / str(seed), seed=seed) for seed in range(2))
+    alignment = rm.align(anchor.path, donor.path, residual="rotation")
+    moved, folded = alignment.apply(donor.path), alignment.apply_anchor(anchor.path)
+    for models in ([anchor.path, moved], [moved, anchor.path]):
+        with pytest.raises(
+            RotationMergeError, match=rf"{anchor.path}: '.*' is not folded into its readers, .*apply_anc"
+        ):
+            rm.average(models)
+    with pytest.raises(RotationMergeError, match="is not folded into its readers"):
+        rm.barrier(anchor.path, moved, [{"input_ids": torch.randint(3, 32, (2, 8))}])
+    folded.save_pretrained(tmp_path / "folded")
+    expected = rm.average([folded, moved])
+    again = rm.average([tmp_path / "folded", moved])
+    assert all(torch.equal(again[key], tensor) for key, tensor in expected.items())

@@ -100,5 +100,5 @@ def test_bad_samples_are_one_line(models) -> None:
 
 
 def test_too_few_samples_name_the_teacher(models) -> None:
-    with pytest.raises(rm.RotationMergeError, match="^teacher 1: 1 batches of samples are too few"):
+    with pytest.raises(rm.RotationMergeError, match=r"^teacher 1: 1 batches of samples are too few"):
         rm.polish(rm.average(models), models, [{"input_ids": SAMPLES[0]["input_ids"][:1]}])
