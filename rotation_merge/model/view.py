@@ -178,6 +178,8 @@ class View(Mapping[str, Tensor]):
                 vars(module.config).pop("quantization_config", None)
             if self.dtype is not None:
                 module = module.to(self.dtype)
+            for name, parameter in module.named_parameters():  # a view of the view may have another dtype
+                parameter.data = parameter.data.to(state[name].dtype if name in state else parameter.dtype)
             module.load_state_dict(state, strict=not self.left_out)
             return module.eval()
         import transformers

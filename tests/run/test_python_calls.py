@@ -42,6 +42,14 @@ def test_a_model_is_judged_as_it_would_be_stored(models) -> None:
     )
 
 
+def test_a_view_is_judged_in_its_own_dtype(models) -> None:
+    """Not in that of the module that it was made of."""
+    half = copy.deepcopy(models[0]).to(torch.bfloat16)
+    moved = rm.Alignment.random(half).apply(half, dtype=torch.float32)
+    assert rm.evaluate(moved, SAMPLES)["loss"] == pytest.approx(loss(copy.deepcopy(half).float()), rel=1e-5)
+    assert {x.dtype for x in rm.average([moved]).to_module().parameters()} == {torch.float32}
+
+
 def test_a_path_begins_and_ends_at_its_models(models) -> None:
     curve = rm.barrier(*models, SAMPLES, rm.BarrierConfig(points=3))
     assert curve.loss[0] == pytest.approx(loss(models[0]), rel=1e-5)
