@@ -406,9 +406,9 @@ def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: Barri
 
 
 def merge(
-    models: Sequence[str],
+    models: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
-    data: Sequence[str] = (),
+    data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     config: MergeConfig | None = None,
     *,
     anyway: bool = False,
@@ -429,12 +429,13 @@ def merge(
     Raises:
         RotationMergeError: models, data or the folder are of no use.
     """
-    names, place = [anywhere(model) for model in _several(models)], os.path.abspath(out)
+    names, place = [anywhere(name) for name in _paths(_several(models), "model")], os.path.abspath(out)
     if len(names) < 2:
         raise RecipeError(f"{len(names)} models are given", remedy="name two or more")
     check_different(names)
     config = MergeConfig.or_default(config)
-    sources = tuple(data) or (usual_data(names[0]),)
+    given = [data] if isinstance(data, str | os.PathLike) else _several(data, "sources of data")
+    sources = tuple(_paths(given, "source of data")) or (usual_data(names[0]),)
     search_config = SearchConfig(tuple(names), place, sources, **asdict(config))
     check_outputs([Output(place, "out", FOLDER)], [Input(name, "model") for name in names])
     with Clock(config.seconds, watch or LOG.info, lambda _: None) as clock:
@@ -618,6 +619,17 @@ def _as_it_is(opened: OpenedModel) -> nn.Module:
         module: nn.Module = for_evaluation(opened)
         return module
     return opened.module
+
+
+def _paths(values: Sequence[Any], noun: str) -> list[str]:
+    """Paths or names as text.
+
+    Raises:
+        RecipeError: one is neither.
+    """
+    if odd := [value for value in values if not isinstance(value, str | os.PathLike)]:
+        raise RecipeError(f"a {noun} is of type {type(odd[0]).__name__}", remedy="give a path or a name")
+    return [os.fspath(value) for value in values]
 
 
 def _several(values: Any, noun: str = "models") -> list[Any]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rotation_merge.averaging.config import AdapterMergeConfig
 from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, mean_of, with_long_changes_shortened
-from rotation_merge.errors import CheckpointError, RecipeError, nearest
+from rotation_merge.errors import CheckpointError, RecipeError, nearest, short
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.model.adapter_files import PEFT, AdapterFactors, LowRankFactors, read_adapter, write_adapter
 
@@ -75,7 +75,7 @@ class MergedAdapter:
 
     def __repr__(self) -> str:
         rank = max(merged.rank for merged in self.maps.values())
-        return f"MergedAdapter({', '.join(map(str, self.sources))}, {len(self.maps)} maps of rank {rank} at most)"
+        return f"MergedAdapter({', '.join(self.sources)}, {len(self.maps)} maps of rank {rank} at most)"
 
     def shares(self) -> list[float]:
         """Mean share of each input's change in the merged maps."""
@@ -88,19 +88,19 @@ class MergedAdapter:
         """The least share of a map's squared norm that the rank keeps."""
         return min(merged.energy for merged in self.maps.values())
 
-    def save(self, out: str) -> None:
+    def save(self, out: str | os.PathLike[str]) -> None:
         """Write the adapter: a folder in peft's format, or the one file that the inputs were.
 
         Raises:
-            CheckpointError: an input lies there, or the name does not fit the format.
+            CheckpointError: an input or another model lies there, or the name does not fit the format.
         """
         if os.path.realpath(out) in map(os.path.realpath, self.sources):
-            raise CheckpointError("is one of the inputs", where=out, remedy="write somewhere else")
-        write_adapter(self.adapter, out)
+            raise CheckpointError("is one of the inputs", where=os.fspath(out), remedy="write somewhere else")
+        write_adapter(self.adapter, os.fspath(out))
 
 
 def merge_adapters(
-    adapters: Sequence[str],
+    adapters: Sequence[str | os.PathLike[str]],
     method: str = LINEAR,
     weights: Sequence[float] | None = None,
     config: AdapterMergeConfig | None = None,
@@ -125,11 +125,14 @@ def merge_adapters(
         RecipeError: a parameter, an option or a weight means nothing.
     """
     chosen = AdapterMergeConfig.of(config, options)
-    if len(adapters) < 2:
+    if isinstance(adapters, str | os.PathLike) or len(adapters) < 2:
         raise CheckpointError(
             "a merge needs two adapters or more", remedy="name two or more adapters, then the output folder"
         )
-    read = [read_adapter(path) for path in adapters]
+    if odd := [adapter for adapter in adapters if not isinstance(adapter, str | os.PathLike)]:
+        remedy = "give its folder, or its name on the hub"
+        raise CheckpointError(f"an adapter is of type {type(odd[0]).__name__}", remedy=remedy)
+    read = [read_adapter(os.fspath(path)) for path in adapters]
     _check_alike(read, same_base)
     rule = _rule(method, dict(parameters or {}))
     shares = _weights(weights, len(read))
@@ -293,7 +296,10 @@ def _as(default: Any, value: Any, name: str) -> Any:
 
 
 def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
-    values = [1.0] * count if weights is None else [float(weight) for weight in weights]
+    try:
+        values = [1.0] * count if weights is None else [float(weight) for weight in weights]
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"'weights' are {short(repr(weights))}", remedy="give one number for each adapter") from error
     if len(values) != count:
         raise RecipeError(f"{len(values)} weights for {count} adapters", remedy="give one for each")
     if not all(math.isfinite(value) and value > 0 for value in values):

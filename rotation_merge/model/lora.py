@@ -14,7 +14,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.adapters import WEIGHTS, Adapter, Change
+from rotation_merge.model.adapters import WEIGHTS, Adapter, Change, is_adapter
 from rotation_merge.model.factors import stacks, transposed
 from rotation_merge.model.headers import ADAPTER_CONFIG
 from rotation_merge.model.output import staged
@@ -91,8 +91,15 @@ class AdapterWeights:
         """Write the adapter atomically: the two files that peft reads, and the files beside them.
 
         An adapter that is there is replaced.
+
+        Raises:
+            CheckpointError: the folder holds something else, or is a file.
         """
-        with staged(os.fspath(folder)) as staging:
+        out = os.fspath(folder)
+        if os.path.isfile(out) or (os.path.isdir(out) and os.listdir(out) and not is_adapter(out)):
+            problem = "is a file" if os.path.isfile(out) else "is not empty, and holds no adapter"
+            raise CheckpointError(problem, where=out, remedy="write to a new folder")
+        with staged(out) as staging:
             self.write(staging)
 
     def write(self, folder: str) -> None:

@@ -110,3 +110,16 @@ def test_bad_samples_are_one_line(models) -> None:
 def test_too_few_samples_name_the_teacher(models) -> None:
     with pytest.raises(rm.RotationMergeError, match=r"^teacher 1: 1 batches of samples are too few"):
         rm.polish(rm.average(models), models, [{"input_ids": SAMPLES[0]["input_ids"][:1]}])
+
+
+def test_a_search_takes_paths_and_refuses_the_rest_in_one_line(models, tmp_path: Path) -> None:
+    place = tmp_path / "model"
+    models[0].save_pretrained(place)
+    for given, words in [
+        (([place, place], tmp_path / "out"), "is named twice"),
+        ((models, tmp_path / "out"), "a model is of type LlamaForCausalLM; give a path or a name"),
+        (([place, tmp_path], tmp_path / "out", SAMPLES), "a source of data is of type dict; give a path or a name"),
+        ((place, tmp_path / "out"), "one PosixPath stands where models belong"),
+    ]:
+        with pytest.raises(rm.RotationMergeError, match=words):
+            rm.merge(*given)
