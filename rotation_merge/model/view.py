@@ -138,8 +138,8 @@ class View(Mapping[str, Tensor]):
         return replace(self.opened, source=self, config=self.config, names=tuple(self), shapes=known)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All tensors, in memory."""
-        return dict(self.tensors())
+        """All tensors, in memory, none of them shared with the model."""
+        return {name: tensor.clone() for name, tensor in self.tensors()}
 
     def to(self, dtype: torch.dtype) -> View:
         """The same with floating tensors of another dtype, each rounded once.

@@ -461,3 +461,17 @@ def test_a_folded_donor_is_not_averaged_with_the_anchor_as_it_is(family: str, na
     expected = rm.average([folded, moved])
     again = rm.average([tmp_path / "folded", moved])
     assert all(torch.equal(again[key], tensor) for key, tensor in expected.items())
+
+
+def test_training_a_module_leaves_the_model_that_it_came_from(tmp_path: Path) -> None:
+    """Readers of safetensors give the same memory again, also to whoever opens the folder next."""
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    alignment, state = rm.align(anchor.path, donor.path), anchor.state
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    for form in (anchor.path, (state, anchor.config)):
+        for parameter in alignment.apply_anchor(form).to_module().parameters():
+            parameter.data.zero_()
+        for tensor in alignment.apply_anchor(form).state_dict().values():
+            tensor.zero_()
+        again = alignment.apply_anchor(form)
+        assert all(torch.equal(again[name], tensor) for name, tensor in before.items())
