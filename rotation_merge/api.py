@@ -20,7 +20,7 @@ from rotation_merge.averaging.polish import TOGETHER, PolishConfig, PolishOption
 from rotation_merge.averaging.polish import polish as distil
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta
-from rotation_merge.errors import CheckpointError, RecipeError, not_written, short
+from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, not_written, short
 from rotation_merge.files.outputs import FOLDER, Input, Output, check_outputs
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.linalg.seeding import seeded
@@ -569,7 +569,11 @@ def _transferred_files(
 
         out = os.path.join(folder, "out")
         execution = Execution(storage=StorageOptions(untie=config.untie), even_if_near=True)
-        (result,) = carry({out: work}, bases[0], bases[1], config, execution)
+        try:
+            (result,) = carry({out: work}, bases[0], bases[1], config, execution)
+        except RotationMergeError as error:
+            where, remedy = (text and named(text) for text in (error.where, error.remedy))
+            raise type(error)(named(error.what), where=where, remedy=remedy) from error
         notes = tuple(map(named, result.lines))
         report = None if result.report is None else MergeReport.from_dict(json.loads(named(result.report.text())))
         if is_adapter(out):

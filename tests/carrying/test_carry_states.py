@@ -108,3 +108,7 @@ def test_results_of_models_in_memory_name_no_temporary_folder(tmp_path: Path) ->
     assert adapter.report is not None
     assert adapter.report.anchor == "new"
     assert not any("rotation-merge-" in line for line in (*adapter.notes, adapter.report.text(), repr(adapter)))
+    vit = next(case for case in ALL if (case.family, case.name) == ("vit", "classifier")).model_class
+    images = [vit(vit.config_class(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)) for _ in range(2)]
+    with pytest.raises(rotation_merge.RotationMergeError, match=r"^tuned: ViTForImageClassification writes no text"):
+        rotation_merge.transfer(images[1], *images, method="refit")
