@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from rotation_merge.averaging.polish import TOGETHER, PolishConfig, PolishOption
 from rotation_merge.averaging.polish import polish as distil
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta
-from rotation_merge.errors import CheckpointError, RecipeError, not_written, short
+from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, not_written, short
 from rotation_merge.files.outputs import FOLDER, Input, Output, check_outputs
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.linalg.seeding import seeded
@@ -34,6 +35,7 @@ from rotation_merge.matching.teachers import AnsweredSamples, write_answers
 from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, opened_views
 from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.adapters import Adapter, is_adapter
+from rotation_merge.model.fold import unfolded_gain
 from rotation_merge.model.heads import free_name, head_names, heads_in, heads_of_teachers, under_head
 from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_names, open_like, paths_of, several
@@ -42,6 +44,7 @@ from rotation_merge.model.nearness import nearness
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import check_same_tokens
 from rotation_merge.model.writing import StorageOptions, small_files
+from rotation_merge.record import MergeReport
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import Samples, data_in_memory, for_each, read_samples, unpadded
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
@@ -166,6 +169,7 @@ def average(
                 f"tensor '{odd[0]}' is only in one of the models", where=view.opened.name, remedy=remedy
             )
     opened = opened_views(views)
+    _check_folded(opened)
     of_model: list[dict[str, Any]] = [{} for _ in views]
     for settings, share in zip(of_model, shares or (), strict=False):
         settings["weight"] = share
@@ -194,6 +198,21 @@ def average(
     return result.with_heads(heads)
 
 
+def _check_folded(models: Sequence[OpenedModel]) -> None:
+    """Check that the norm gains that one view folds are folded in all models.
+
+    Raises:
+        CheckpointError: names a model and a gain that is not.
+    """
+    for other in models:
+        for model in models:
+            gain = unfolded_gain(model.architecture, model.source, getattr(other.source, "folded", ()))
+            if gain is not None:
+                problem = f"'{gain}' is not folded into its readers, as in the view of {other.name}"
+                remedy = "take alignment.apply_anchor(anchor) of the alignment that rotated the stream"
+                raise CheckpointError(problem, where=model.name, remedy=remedy)
+
+
 def _measured(
     views: Sequence[View],
     models: Sequence[OpenedModel],
@@ -218,10 +237,11 @@ def _measured(
         return [
             measure(model, part, config) for model, part in zip(models, for_each(samples, len(models)), strict=True)
         ]
-    if len(statistics) != len(models):
-        problem = f"{len(statistics)} statistics for {len(models)} models"
+    parts = several(statistics, "statistics", (Statistics,))
+    if len(parts) != len(models):
+        problem = f"{len(parts)} statistics for {len(models)} models"
         raise RecipeError(problem, remedy="give those of each model, in their order")
-    opened = [part if isinstance(part, Statistics) else Statistics.open(os.fspath(part)) for part in statistics]
+    opened = [part if isinstance(part, Statistics) else Statistics.open(part) for part in parts]
     for view, model, part in zip(views, models, opened, strict=True):
         known, moved = part.metadata.get("fingerprint"), view.identity()
         fingerprint = moved if moved is not None and moved == known else model.mark.hexdigest(model.config)
@@ -388,6 +408,7 @@ def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: Barri
     config = BarrierConfig.or_default(config)
     first, second = open_like(anchor), open_like(donor)
     check_pair(first.member, second.member, NOTHING, excluded=lambda _: True)
+    _check_folded([first, second])
     ends = for_evaluation(first), for_evaluation(second.with_classes_of(first.member))
     same_shapes(*ends, (first.name, second.name))
     data = read_samples(first, samples, config.limit, config.batch_size, config.length, module=ends[0])
@@ -498,7 +519,7 @@ def transfer(
     if samples is None and chosen.matched_on != WEIGHTS:
         samples = chosen.data
     alignment = align(first, second, match, match_on=chosen.matched_on, samples=samples, untie=chosen.untie)
-    delta = Delta.between(second, third).moved(alignment, first)
+    delta = Delta.between(second, third).moved(alignment, first, strict=False)  # it was made of this base
     carried = delta.scaled(1.0 if chosen.factor is None else chosen.factor).applied()
     for note in carried.notes:
         LOG.warning("%s", note)
@@ -555,17 +576,30 @@ def _transferred_files(
             return path
 
         work, *bases = (path_of(name, model) for name, model in (("tuned", tuned), ("old", old), ("new", new)))
+
+        def named(text: str) -> str:
+            """A text with what models in memory are called instead of the places where they were written."""
+            return text.replace(f"{folder}{os.sep}", "")
+
         out = os.path.join(folder, "out")
         execution = Execution(storage=StorageOptions(untie=config.untie), even_if_near=True)
-        (result,) = carry({out: work}, bases[0], bases[1], config, execution)
+        try:
+            (result,) = carry({out: work}, bases[0], bases[1], config, execution)
+        except RotationMergeError as error:
+            where, remedy = (text and named(text) for text in (error.where, error.remedy))
+            raise type(error)(named(error.what), where=where, remedy=remedy) from error
+        notes = tuple(map(named, result.lines))
+        report = None if result.report is None else MergeReport.from_dict(json.loads(named(result.report.text())))
         if is_adapter(out):
             written = Adapter(out)
             tensors = {name: written.tensor(name).clone() for name in written.shapes}
-            return AdapterWeights(written.config, tensors, small_files(out), tuple(result.lines), result.report)
+            base = bases[1] if named(bases[1]) == bases[1] else getattr(new, "name_or_path", None) or None
+            facts = {**written.config, "base_model_name_or_path": base}
+            return AdapterWeights(facts, tensors, small_files(out), notes, report)
         checkpoint = open_like(out)
         state = {name: checkpoint.source[name].clone() for name in checkpoint.names}
-        opened = open_like((state, checkpoint.config), f"{work}, carried", untie=config.untie)
-        return as_stored(replace(opened, beside=small_files(out))).with_notes(result.lines, result.report)
+        opened = open_like((state, checkpoint.config), f"{named(work)}, carried", untie=config.untie)
+        return as_stored(replace(opened, beside=small_files(out))).with_notes(notes, report)
 
 
 def _matcher(how: str, samples: Samples, anchor: OpenedModel, donor: OpenedModel) -> Match:

@@ -288,14 +288,14 @@ class MergeReport:
     anchor: str
     delegate: str
     recipe: str
-    rows: list[SpaceRow]
-    whole: dict[str, dict[str, object]]
+    rows: list[SpaceRow] = field(repr=False)
+    whole: dict[str, dict[str, object]] = field(repr=False)
     notes: list[str]
     seconds: float
-    versions: dict[str, str] = field(default_factory=dict)
-    fingerprints: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict, repr=False)
+    fingerprints: dict[str, str] = field(default_factory=dict, repr=False)
     files: dict[str, str] = field(default_factory=dict)
-    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    models: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
     relation: str = "merge"
     base: str | None = None
     data: list[dict[str, Any]] = field(default_factory=list)

@@ -228,7 +228,7 @@ class _Polish:
                 remedy = "give more of them ('samples')"
                 raise DataError(
                     f"{answers.count} batches of samples are too few to hold one out",
-                    where=str(answers.path),
+                    where=f"teacher {number + 1}",
                     remedy=remedy,
                 )
             order = torch.randperm(answers.count, generator=draw).tolist()

@@ -58,6 +58,10 @@ class Delta:
     solved: frozenset[str] | None = None
     opened: OpenedModel | None = field(default=None, repr=False)
 
+    def __repr__(self) -> str:
+        base = "" if self.opened is None else f"for {self.opened.name}, "
+        return f"Delta({base}scale {self.scale})"
+
     @staticmethod
     def between(base: ModelLike, tuned: ModelLike) -> Delta:
         """The change of a fine-tune from its base.
@@ -92,16 +96,21 @@ class Delta:
     def __neg__(self) -> Delta:
         return self.scaled(-1.0)
 
-    def moved(self, alignment: Alignment, new: ModelLike) -> Delta:
+    def moved(self, alignment: Alignment, new: ModelLike, strict: bool = True) -> Delta:
         """The change in the coordinates of another base: L (tuned - base) R^T of each map.
 
         Args:
-            alignment: of the base (the donor) to the other one (the anchor).
+            alignment: of the base (the donor) to the other one (the anchor), whose class order the change takes.
             new: the other base, which the change is for then.
+            strict: as of `Alignment.apply`.
+
+        Raises:
+            AlignmentError: the alignment is of another base, or of the language half of a model.
         """
         start, opened = self._settled(), open_like(new, "new")
-        carrier = Carrier(opened.architecture, start.carrier.old, opened.source, alignment)
-        return replace(start, carrier=carrier, opened=opened)
+        base, tuned = start._as_donor(alignment, strict)
+        carrier = Carrier(opened.architecture, base.source, opened.source, alignment)
+        return replace(start, carrier=carrier, tuned=tuned.source, opened=opened)
 
     def moved_by(self, alignment: Alignment, dtype: torch.dtype | None, strict: bool) -> Delta:
         """The change in the coordinates that an alignment brings its base to; see `Alignment.apply`.
@@ -111,14 +120,22 @@ class Delta:
         """
         start, maps = self._settled(), alignment.without_biases()
         assert start.opened is not None
-        bases = replace(start.opened, source=start.carrier.new), replace(start.opened, source=start.tuned)
-        base, tuned = maps.opened_donor(bases[0], strict), maps.opened_donor(bases[1], strict=False)
+        base, tuned = start._as_donor(maps, strict)
+        moved = maps.apply(replace(start.opened, source=start.carrier.new), dtype, strict)
+        carrier = Carrier(base.architecture, base.source, moved, maps)
+        return replace(start, carrier=carrier, tuned=tuned.source, dtype=dtype, opened=moved.as_opened())
+
+    def _as_donor(self, alignment: Alignment, strict: bool) -> tuple[OpenedModel, OpenedModel]:
+        """The base and the fine-tune in the anchor's sizes and class order; errors as for `moved_by`."""
+        assert self.opened is not None
+        models = (replace(self.opened, source=source) for source in (self.carrier.new, self.tuned))
+        base, tuned = (
+            alignment.opened_donor(model, check) for model, check in zip(models, (strict, False), strict=True)
+        )
         if base.whole is not None:
             problem = "the change of a text-only model cannot be moved as a value into a vision-language model"
             raise AlignmentError(problem, remedy="take Delta.between(alignment.apply(base), alignment.apply(tuned))")
-        moved = maps.apply(bases[0], dtype, strict)
-        carrier = Carrier(base.architecture, base.source, moved, maps)
-        return replace(start, carrier=carrier, tuned=tuned.source, dtype=dtype, opened=moved.as_opened())
+        return base, tuned
 
     def _settled(self) -> Delta:
         """The change for its own base, after moving if it is moved."""

@@ -194,6 +194,11 @@ class Alignment:
     basis: Basis | None = field(default=None, compare=False)
     report: MergeReport | None = field(default=None, repr=False, compare=False)
 
+    def __repr__(self) -> str:
+        models = "" if self.basis is None else f"{self.basis.donor.name} to {self.basis.anchor.name}, "
+        folded = f", folded: {', '.join(self.folded)}" if self.folded else ""
+        return f"Alignment({models}{len(self.transforms)} spaces{folded})"
+
     @classmethod
     def random(
         cls,
@@ -363,14 +368,14 @@ class Alignment:
             return self._moved_fingerprint(identity.fingerprint) if identity and identity.fingerprint else None
 
         if opened.whole is None:
-            return View(opened, mover.tensor, dtype, left_out, notes, self.report, moved)
+            return View(opened, mover.tensor, dtype, left_out, notes, self.report, moved, self.folded)
         places = opened.architecture.places()
         places_by_name = {own_name: places[name][:2] for name, own_name in opened.own_names.items() if name in places}
 
         def of_half(block: Block, info: TensorInfo, rounded: torch.dtype | None) -> Tensor | None:
             return mover.tensor(*places_by_name[info.names[0]], rounded) if info.names[0] in places_by_name else None
 
-        return View(whole, of_half, dtype, left_out, notes, self.report)
+        return View(whole, of_half, dtype, left_out, notes, self.report, folded=self.folded)
 
     def inverse(self) -> Alignment:
         """The alignment that moves the moved donor back, with unchanged outputs.

@@ -15,7 +15,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -160,7 +160,7 @@ class FitResult:
     One alignment for each donor, with the space names of `architecture`.
     """
 
-    architecture: Any
+    architecture: Any = field(repr=False)
     alignments: list[Alignment]
     report: FitReport
     match: AlignConfig

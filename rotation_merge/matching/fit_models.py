@@ -18,7 +18,7 @@ from rotation_merge.matching.match_on import activation_matcher
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.model_inputs import ModelLike, OpenedModel, open_like
-from rotation_merge.run.data import Samples, data_in_memory, read_samples
+from rotation_merge.run.data import Samples, data_in_memory, listed, read_samples
 from rotation_merge.run.functions import Batch, module_of
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
 
@@ -75,7 +75,7 @@ def fit(
 def _as_list(donors: Any) -> list[ModelLike]:
     """The donors; a pair of a state dict and its config is one."""
     is_state = isinstance(donors, tuple) and len(donors) == 2 and isinstance(donors[0], Mapping)
-    if isinstance(donors, list | tuple) and not (is_state and not hasattr(donors[0], "opened")):
+    if isinstance(donors, list | tuple) and not (is_state and not hasattr(donors[0], "as_opened")):
         return list(donors)
     return [donors]
 
@@ -89,6 +89,7 @@ def _samples(batches: Samples, anchor: OpenedModel, modules: Sequence[nn.Module]
     if isinstance(batches, str | os.PathLike):
         limit = SAMPLES if str(batches) in SOURCES else None
         return read_samples(anchor, batches, limit, module=modules[0]).batches
+    batches = listed(batches)
     for module in modules:
         data_in_memory(batches, module)
     return [dict(batch) for batch in batches]

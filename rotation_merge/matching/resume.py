@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rotation_merge.errors import AlignmentError, RotationMergeError, no_space, short
 from rotation_merge.files.ledger import UNREADABLE, LedgerEntry, read_entry, write_entry
+from rotation_merge.files.outputs import Output, prepare_file
 from rotation_merge.matching.fit_processes import ProcessGroup
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import AlignConfig
@@ -61,7 +62,12 @@ class TrainingState:
         Args:
             mark: what the fit is of (see `fit_mark`); a state of anything else is refused.
             together: the processes that fit; the first of them reads and writes.
+
+        Raises:
+            RotationMergeError: the file cannot be written.
         """
+        if path is not None:
+            prepare_file(Output(str(path), "state", wrote=lambda _: True))
         self.together = together or ProcessGroup()
         self.path, self.learned, self.optimiser, self.mark = path, learned, optimiser, mark
         self.schedule, self.generator = schedule, generator

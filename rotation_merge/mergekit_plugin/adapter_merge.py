@@ -78,6 +78,10 @@ class MergedAdapter:
     sources: tuple[str, ...]
     maps: Mapping[str, MergedMap]
 
+    def __repr__(self) -> str:
+        rank = max(merged.rank for merged in self.maps.values())
+        return f"MergedAdapter({', '.join(self.sources)}, {len(self.maps)} maps of rank {rank} at most)"
+
     def shares(self) -> list[float]:
         """Mean share of each input's change in the merged maps."""
         by_source = zip(*(merged.shares for merged in self.maps.values()), strict=True)

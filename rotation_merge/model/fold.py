@@ -88,6 +88,17 @@ def fold_tensor(
     return tensor
 
 
+def unfolded_gain(architecture: Architecture, source: TensorSource, streams: Collection[str]) -> str | None:
+    """The name of a norm's gain in these streams that is not one; None if all are folded."""
+    for block in architecture.blocks:
+        for norm in _norms(block, streams):
+            info = block.tensor(norm.gain)
+            gain = None if info is None else read_tensor(info, source)
+            if info is not None and gain is not None and bool((gain + norm.offset != 1).any()):
+                return info.name
+    return None
+
+
 def _fold_norm(
     block: Block, info: TensorInfo, tensor: Tensor, norm: Norm, get: Get, dtype: torch.dtype | None
 ) -> Tensor:

@@ -82,6 +82,11 @@ class AdapterWeights:
     notes: tuple[str, ...] = ()
     report: MergeReport | None = field(default=None, repr=False)
 
+    def __repr__(self) -> str:
+        facts = self.config
+        rank, base = facts.get("r"), facts.get("base_model_name_or_path")
+        return f"AdapterWeights({len(self.tensors)} tensors, rank {rank}, for {base})"
+
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the adapter atomically: the two files that peft reads, and the files beside them.
 

@@ -32,14 +32,14 @@ ModelLike = Any
 its config (a transformers config, or the dictionary in config.json), or a result of `open_like`."""
 
 
-def several(models: Any, of: str = "model") -> list[Any]:
-    """Models (or what else `of` says, in the singular) as a list.
+def several(models: Any, of: str = "models", single: tuple[type, ...] = ()) -> list[Any]:
+    """Models (or what else `of` says) as a list; `single`: further types that are one of them.
 
     Raises:
         RecipeError: they are one of them, or none.
     """
-    if isinstance(models, str | os.PathLike | nn.Module | Mapping) or not isinstance(models, Iterable):
-        raise RecipeError(f"one {type(models).__name__} stands where {of}s belong", remedy=f"give a list of {of}s")
+    if isinstance(models, (str, os.PathLike, nn.Module, Mapping, *single)) or not isinstance(models, Iterable):
+        raise RecipeError(f"one {type(models).__name__} stands where {of} belong", remedy=f"give a list of {of}")
     return list(models)
 
 
@@ -49,7 +49,7 @@ def paths_of(models: Any, of: str = "model") -> list[str]:
     Raises:
         RecipeError: they are one, or none, or one of them is in memory.
     """
-    values = several(models, of)
+    values = several(models, f"{of}s")
     for value in values:
         if not isinstance(value, str | os.PathLike):
             problem = f"one {of} is of type {type(value).__name__}"
@@ -207,7 +207,7 @@ def open_like(model: ModelLike, name: str = "", untie: bool = False) -> OpenedMo
     """
     if isinstance(model, OpenedModel):
         return model if model.untie == untie else replace(model, untie=untie)
-    if hasattr(model, "opened"):  # a view
+    if hasattr(model, "as_opened"):  # a view
         return model.as_opened()
     if isinstance(model, str | os.PathLike):
         checkpoint = open_model(str(model))
@@ -253,6 +253,9 @@ def _in_memory(
     name: str, state: Mapping[str, Tensor], config: dict[str, Any], untie: bool, module: nn.Module | None = None
 ) -> OpenedModel:
     tensors = dict(state)
+    if odd := next((key for key, tensor in tensors.items() if not isinstance(tensor, Tensor)), None):
+        problem = f"entry '{odd}' of its state dict is of type {type(tensors[odd]).__name__}"
+        raise CheckpointError(problem, where=name, remedy="give a pair (state dict, config), with tensors of torch")
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     if not stores_codes(config):
         check_codes(codes({key: (str(tensor.dtype), shapes[key]) for key, tensor in tensors.items()}), tensors, name)

@@ -40,6 +40,7 @@ class View(Mapping[str, Tensor]):
         notes: notes for the reader of a report.
         report: of the matching that it comes from, if any.
         identity: gives the fingerprint that statistics have which were moved as it was; None: there are none.
+        folded: streams whose norm gains it folds into their readers.
         heads: the same body under other heads, by name; written beside it in `heads`.
     """
 
@@ -52,12 +53,19 @@ class View(Mapping[str, Tensor]):
         notes: Sequence[str] = (),
         report: MergeReport | None = None,
         identity: Callable[[], str | None] = lambda: None,
+        folded: Collection[str] = (),
     ) -> None:
         self.opened, self.dtype, self.left_out = opened, dtype, frozenset(left_out)
-        self.notes, self.report, self.identity = tuple(notes), report, identity
+        self.notes, self.report, self.identity, self.folded = tuple(notes), report, identity, folded
         self.heads: Mapping[str, View] = {}
         self._compute, self._places = compute, self.architecture.places()
         self._names = self._all_names()
+
+    def __repr__(self) -> str:
+        stored = "" if self.dtype is None else f", {self.dtype}"
+        return f"View({self.opened.name}, {len(self)} tensors{stored})"
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # a mapping would compare all tensors
 
     def _all_names(self) -> tuple[str, ...]:
         known: dict[str, None] = {}
@@ -130,8 +138,8 @@ class View(Mapping[str, Tensor]):
         return replace(self.opened, source=self, config=self.config, names=tuple(self), shapes=known)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All tensors, in memory."""
-        return dict(self.tensors())
+        """All tensors, in memory, none of them shared with the model."""
+        return {name: tensor.clone() for name, tensor in self.tensors()}
 
     def to(self, dtype: torch.dtype) -> View:
         """The same with floating tensors of another dtype, each rounded once.
@@ -170,6 +178,8 @@ class View(Mapping[str, Tensor]):
                 vars(module.config).pop("quantization_config", None)
             if self.dtype is not None:
                 module = module.to(self.dtype)
+            for name, parameter in module.named_parameters():  # a view of the view may have another dtype
+                parameter.data = parameter.data.to(state[name].dtype if name in state else parameter.dtype)
             module.load_state_dict(state, strict=not self.left_out)
             return module.eval()
         import transformers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,10 @@ from rotation_merge.run.functions import Batch, check_kind, local_path, module_o
 from rotation_merge.run.generated_samples import SOURCES, write_samples
 from rotation_merge.run.sample_kinds import SAMPLES
 from rotation_merge.run.sentence import is_sentence_model
+
+Samples = Any
+"""Batches of forward's inputs (a list, a `DataLoader`), or the name of a source: a file, `self`, `synthetic`,
+`demo:NAME`."""
 
 UNLABELLED = ("embedding", "none")
 """Tasks of data without labels."""
@@ -100,23 +104,28 @@ def read_batches(
     return Data(batches, task, count, source, length, batch_size)
 
 
-def data_in_memory(samples: Sequence[Mapping[str, Tensor]], model: Any, source: str = "samples") -> Data:
+_NARROW = (torch.int32, torch.int16, torch.int8, torch.uint8)
+"""Integers that losses and embeddings do not take."""
+
+
+def data_in_memory(samples: Samples, model: Any, source: str = "samples") -> Data:
     """Batches in memory, with labels for a loss.
 
     Args:
-        samples: batches by the names that the model's forward takes; at least one.
+        samples: batches by the names that the model's forward takes, in a list or any iterable; at least one.
         model: takes them.
 
     Raises:
         DataError: they are none, or of another kind than the model takes.
     """
-    remedy = "give a list of dictionaries such as {'input_ids': tensor}"
-    if isinstance(samples, Mapping) or not samples or not all(isinstance(batch, Mapping) for batch in samples):
+    remedy, samples = "give a list of dictionaries such as {'input_ids': tensor}", listed(samples)
+    if not isinstance(samples, Sequence) or not samples or not all(isinstance(batch, Mapping) for batch in samples):
         raise DataError("are no batches", where=source, remedy=remedy)
     if not all(isinstance(x, Tensor) and len(x) for batch in samples for x in batch.values()):
         raise DataError("hold a value that is not a tensor of examples", where=source, remedy=remedy)
     check_inputs(samples[0], model, source)
-    batches, task = _checked([dict(batch) for batch in samples], model, source)
+    wide = [{name: x.long() if x.dtype in _NARROW else x for name, x in batch.items()} for batch in samples]
+    batches, task = _checked(wide, model, source)
     return Data(batches, task, sum(map(examples_in, batches)), source)
 
 
@@ -403,10 +412,6 @@ def _joined(rows: list[Batch], size: int) -> list[Batch]:
     ]
 
 
-Samples = Any
-"""Batches of forward's inputs, or the name of a source: a file, `self`, `synthetic`, `demo:NAME`."""
-
-
 def read_samples(
     opened: OpenedModel,
     samples: Samples,
@@ -440,12 +445,19 @@ def read_samples(
     return read_batches(source, path, kind, limit, batch_size, length, seed)
 
 
+def listed(samples: Samples) -> Samples:
+    """Batches of a `DataLoader` or a generator as a list, which can be read more than once; others unchanged."""
+    once = isinstance(samples, Iterable) and not isinstance(samples, str | os.PathLike | Mapping | Sequence | Tensor)
+    return list(samples) if once else samples
+
+
 def for_each(samples: Samples, count: int) -> list[Samples]:
     """Samples for each of several models: those of all, or a list with those of each.
 
     Raises:
         DataError: the list has another length.
     """
+    samples = listed(samples)
     shared = isinstance(samples, str | os.PathLike) or not isinstance(samples, Sequence)
     if shared or all(isinstance(batch, Mapping) for batch in samples):
         return [samples] * count

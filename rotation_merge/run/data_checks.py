@@ -60,10 +60,13 @@ def check_numbers(batch: Batch, source: str) -> None:
 
 
 def check_tokens(batch: Batch, model: Any, source: str) -> None:
-    """Check that tokens fit the model's vocabulary and positions."""
+    """Check that tokens fit their mask, and the model's vocabulary and positions."""
     if "input_ids" not in batch:
         return
-    ids = batch["input_ids"]
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if mask is not None and mask.ndim <= ids.ndim and mask.shape != ids.shape:
+        problem = f"'attention_mask' has shape {list(mask.shape)}, 'input_ids' {list(ids.shape)}"
+        raise DataError(problem, where=source, remedy="give one number for each token")
     try:
         words = getattr(model.get_input_embeddings(), "num_embeddings", None)
     except NotImplementedError:  # of models with two towers (CLIP)

@@ -153,14 +153,14 @@ def _answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor]:
     """Logits (n, classes) and the labels (n,) they should hit."""
     logits = model(**unlabelled(batch)).logits
     labels = batch["labels"]
-    if task == "next token":
-        logits, labels = logits[:, :-1], labels[:, 1:]
     if logits.shape[:-1] != labels.shape:
         raise DataError(
             f"labels have shape {list(labels.shape)}, the model's answers {list(logits.shape)}",
             remedy="give one label for each example (or token)",
         )
-    if int(labels.max()) >= logits.shape[-1]:
+    if task == "next token":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    if labels.numel() and int(labels.max()) >= logits.shape[-1]:
         raise DataError(
             f"label {int(labels.max())} is beyond the model's {logits.shape[-1]} classes", remedy="correct the labels"
         )

@@ -144,8 +144,16 @@ class Statistics:
             stored[key] = DeferredTensor(tuple(tensor.shape), tensor.dtype, functools.partial(self.__getitem__, key))
         write_statistics(path, stored, meta)
 
+    def __repr__(self) -> str:
+        made = self.metadata
+        kinds = ", ".join(made.get("kinds", ()))
+        return f"Statistics({made.get('model')}, {kinds}, {made.get('samples')} samples of {made.get('data')})"
+
     def __contains__(self, key: object) -> bool:
         return key in self.keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self.keys))
 
     def __getitem__(self, key: str) -> Tensor:
         """One tensor; it must hold finite numbers.

@@ -66,6 +66,9 @@ class Outcome:
     base: Figures | None = None
     subsets: list[Subset] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        return f"Outcome({' '.join(self.verdict.sentences())})"
+
     @property
     def verdict(self) -> Verdict:
         """The verdict for report and card."""

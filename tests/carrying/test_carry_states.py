@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from plugin_support import make
+from residual_support import checkpoint
 from safetensors.torch import load_file
 from tiny_models import ALL, difference, outputs, planted
 
@@ -63,3 +64,51 @@ def test_a_change_is_a_value(tmp_path: Path) -> None:
     assert again.tensors.keys() == lora.tensors.keys()
     with pytest.raises(rotation_merge.RotationMergeError, match="option 'method' is 'refitt'; did you mean 'refit'"):
         rotation_merge.transfer(tuned, first, second, method="refitt")
+
+
+def test_the_change_of_a_head_takes_the_class_order_of_the_new_base(tmp_path: Path) -> None:
+    """As a value, and by `transfer` in memory."""
+    new, old = (checkpoint("bert", "classifier", tmp_path / str(seed), seed=seed) for seed in range(2))
+    names = [f"class {number}" for number in range(len(new.config["id2label"]))]
+    for path, order in {new.path: names, old.path: names[::-1]}.items():
+        config = json.loads((path / "config.json").read_text()) | {"id2label": dict(enumerate(order))}
+        config["label2id"] = {name: number for number, name in enumerate(order)}
+        (path / "config.json").write_text(json.dumps(config))
+    name, state = "classifier.weight", old.state
+    tuned = old.write({**state, name: state[name] + torch.randn(state[name].shape)}, tmp_path / "tuned")
+    expected = (tuned.state[name] - state[name]).flip(0)
+    still = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
+    alignment = rotation_merge.align(new.path, old.path, **still)
+    moved = rotation_merge.Delta.between(old.path, tuned.path).moved(alignment, new.path).applied()
+    carried = rotation_merge.transfer(tuned.path, old.path, new.path, **still)
+    for result in (moved, carried):
+        torch.testing.assert_close(result[name] - new.state[name], expected)
+
+
+def test_a_change_is_moved_by_an_alignment_of_its_own_base_alone(tmp_path: Path) -> None:
+    new, old, other = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(3))
+    delta, alignment = rotation_merge.Delta.between(old.path, other.path), rotation_merge.align(new.path, other.path)
+    with pytest.raises(
+        rotation_merge.RotationMergeError, match=r"is not that of .*2, which the alignment was made for"
+    ):
+        delta.moved(alignment, new.path).applied().state_dict()
+    assert delta.moved(alignment, new.path, strict=False).applied().state_dict()
+
+
+def test_results_of_models_in_memory_name_no_temporary_folder(tmp_path: Path) -> None:
+    new, old = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    tuned = {name: x + 0.01 * torch.randn_like(x) for name, x in old.state.items()}, old.config
+    module = new.case.model_class.from_pretrained(new.path)
+    adapter = rotation_merge.transfer(tuned, (old.state, old.config), module, rank=2)
+    assert adapter.config["base_model_name_or_path"] == str(new.path)
+    assert (
+        rotation_merge.transfer(tuned, old.path, (new.state, new.config), rank=2).config["base_model_name_or_path"]
+        is None
+    )
+    assert adapter.report is not None
+    assert adapter.report.anchor == "new"
+    assert not any("rotation-merge-" in line for line in (*adapter.notes, adapter.report.text(), repr(adapter)))
+    vit = next(case for case in ALL if (case.family, case.name) == ("vit", "classifier")).model_class
+    images = [vit(vit.config_class(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)) for _ in range(2)]
+    with pytest.raises(rotation_merge.RotationMergeError, match=r"^tuned: ViTForImageClassification writes no text"):
+        rotation_merge.transfer(images[1], *images, method="refit")

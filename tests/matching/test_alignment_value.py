@@ -408,3 +408,70 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "bare.safetensors")
     with pytest.raises(RotationMergeError, match="is not an alignment file"):
         rm.Alignment.load(tmp_path / "bare.safetensors")
+
+
+def test_values_say_what_they_are_in_one_line(tmp_path: Path) -> None:
+    """In a notebook; and nothing is read for it."""
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    batches = [{"input_ids": torch.randint(3, 32, (2, 8))} for _ in range(4)]
+    alignment = rm.align(anchor.path, donor.path, residual="rotation")
+    statistics, view = rm.measure(donor.path, batches), alignment.apply(donor.path, dtype=torch.float64)
+    delta = 0.5 * rm.Delta.between(anchor.path, donor.path)
+    fitted = rm.fit(anchor.path, donor.path, batches, options=rm.FitConfig(steps=1))
+    assert repr(alignment) == f"Alignment({donor.path} to {anchor.path}, 5 spaces, folded: residual)"
+    assert repr(view) == f"View({donor.path}, 21 tensors, torch.float64)"
+    assert repr(statistics) == f"Statistics({donor.path}, gram, 8 samples of samples)"
+    assert repr(delta) == f"Delta(for {anchor.path}, scale 0.5)"
+    for value in (alignment, alignment.report, view, statistics, delta, fitted):
+        assert "\n" not in repr(value)
+        assert len(repr(value)) < 1000
+    assert view in [view]
+    assert len({view, view}) == 1
+    assert list(statistics) == sorted(statistics.keys)
+
+
+def test_what_is_no_model_is_one_line(tmp_path: Path) -> None:
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    alignment, delta = rm.align(anchor.path, donor.path), rm.Delta.between(anchor.path, donor.path)
+    arrays = {name: tensor.numpy() for name, tensor in donor.state.items()}
+    for call, words in [
+        (lambda: alignment.apply_anchor(delta), "is of type Delta, which is not a model"),
+        (lambda: rm.average([delta]), "is of type Delta, which is not a model"),
+        (lambda: rm.align(anchor.path, (donor.config, donor.state)), r"donor: entry '.*' of its state dict is of type"),
+        (lambda: rm.align(anchor.path, (arrays, donor.config)), "is of type ndarray; give a pair"),
+    ]:
+        with pytest.raises(RotationMergeError, match=words):
+            call()
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "llama"), ("vit", "classifier")])
+def test_a_folded_donor_is_not_averaged_with_the_anchor_as_it_is(family: str, name: str, tmp_path: Path) -> None:
+    """Their gains would differ, and their readers too; a folded anchor that was written is folded."""
+    anchor, donor = (checkpoint(family, name, tmp_path / str(seed), seed=seed) for seed in range(2))
+    alignment = rm.align(anchor.path, donor.path, residual="rotation")
+    moved, folded = alignment.apply(donor.path), alignment.apply_anchor(anchor.path)
+    for models in ([anchor.path, moved], [moved, anchor.path]):
+        with pytest.raises(
+            RotationMergeError, match=rf"{anchor.path}: '.*' is not folded into its readers, .*apply_anc"
+        ):
+            rm.average(models)
+    with pytest.raises(RotationMergeError, match="is not folded into its readers"):
+        rm.barrier(anchor.path, moved, [{"input_ids": torch.randint(3, 32, (2, 8))}])
+    folded.save_pretrained(tmp_path / "folded")
+    expected = rm.average([folded, moved])
+    again = rm.average([tmp_path / "folded", moved])
+    assert all(torch.equal(again[key], tensor) for key, tensor in expected.items())
+
+
+def test_training_a_module_leaves_the_model_that_it_came_from(tmp_path: Path) -> None:
+    """Readers of safetensors give the same memory again, also to whoever opens the folder next."""
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    alignment, state = rm.align(anchor.path, donor.path), anchor.state
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    for form in (anchor.path, (state, anchor.config)):
+        for parameter in alignment.apply_anchor(form).to_module().parameters():
+            parameter.data.zero_()
+        for tensor in alignment.apply_anchor(form).state_dict().values():
+            tensor.zero_()
+        again = alignment.apply_anchor(form)
+        assert all(torch.equal(again[name], tensor) for name, tensor in before.items())

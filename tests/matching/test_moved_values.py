@@ -87,6 +87,8 @@ def test_moved_statistics_weigh_like_measured_ones(residual: str, tmp_path: Path
     assert torch.equal(kept["lm_head.weight"], mean["lm_head.weight"])
     with pytest.raises(rm.RotationMergeError, match="other weights"):
         rm.average(models, "regmean", statistics=ahead[::-1])
+    with pytest.raises(rm.RotationMergeError, match="one Statistics stands where statistics belong"):
+        rm.average(models, "regmean", statistics=ahead[0])
     with pytest.raises(rm.RotationMergeError, match="other weights"):
         alignment.apply(rm.measure(anchor, samples))
 

@@ -47,6 +47,14 @@ def test_a_model_is_judged_as_it_would_be_stored(models) -> None:
     )
 
 
+def test_a_view_is_judged_in_its_own_dtype(models) -> None:
+    """Not in that of the module that it was made of."""
+    half = copy.deepcopy(models[0]).to(torch.bfloat16)
+    moved = rm.Alignment.random(half).apply(half, dtype=torch.float32)
+    assert rm.evaluate(moved, SAMPLES)["loss"] == pytest.approx(loss(copy.deepcopy(half).float()), rel=1e-5)
+    assert {x.dtype for x in rm.average([moved]).to_module().parameters()} == {torch.float32}
+
+
 def test_a_path_begins_and_ends_at_its_models(models) -> None:
     curve = rm.barrier(*models, SAMPLES, rm.BarrierConfig(points=3))
     assert curve.loss[0] == pytest.approx(loss(models[0]), rel=1e-5)
@@ -72,8 +80,27 @@ def test_polish_comes_nearer_to_its_teachers(models) -> None:
     )
 
 
+def test_samples_may_be_a_loader_or_a_generator(models) -> None:
+    """Also where they are read more than once."""
+    rows = [{"input_ids": row} for batch in SAMPLES for row in batch["input_ids"]]
+    loader = torch.utils.data.DataLoader(rows, batch_size=6)
+    assert rm.evaluate(models[0], loader) == pytest.approx(rm.evaluate(models[0], SAMPLES))
+    narrow = ({"input_ids": batch["input_ids"].int()} for batch in SAMPLES)
+    assert rm.evaluate(models[0], narrow) == pytest.approx(rm.evaluate(models[0], SAMPLES))
+    again = rm.average(models, "regmean", samples=iter(SAMPLES))
+    expected = rm.average(models, "regmean", samples=SAMPLES)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in expected.items())
+    assert rm.fit(*models, iter(SAMPLES), options=rm.FitConfig(steps=1)).alignments
+
+
 def test_bad_samples_are_one_line(models) -> None:
+    ids = SAMPLES[0]["input_ids"]
     for samples, words in [
+        (ids, "are no batches"),
+        ((batch for batch in [ids]), "are no batches"),
+        ([{"input_ids": ids[:, :1]}], "no example has a label"),
+        ([{"input_ids": ids, "labels": ids[:, 0]}], "labels have shape"),
+        ([{"input_ids": ids, "attention_mask": ids[:, :3]}], "'attention_mask' has shape"),
         ([], "are no batches"),
         ([{"input_ids": "text"}], "not a tensor"),
         ([{"pixel_values": torch.zeros(1, 3, 4, 4)}], "takes input_ids"),
@@ -113,7 +140,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         "'heads' has no effect beside 'alignment'",
     ),
     "a full folder": (lambda of: rm.merge([of("a"), of("b")], of("deep")), "write somewhere else"),
-    "a module to merge": (lambda of: rm.merge([build("llama"), of("b")], of("new")), "write it with save_pretrained"),
+    "a module to merge": (lambda of: rm.merge([build("llama"), of("b")], of("new")), "give names, of folders"),
     "adapters of a base that is not here": (
         lambda of: rm.merge([of("one"), of("two")], of("new"), config=rm.MergeConfig(base=of("gone"))),
         "no such directory",
@@ -150,3 +177,21 @@ def test_a_wrong_call_is_told_in_words_of_python(name: str, folders: Path) -> No
     assert "\n" not in told
     assert "--" not in re.sub(r"\(the command .* with --force\)", "", told)
     assert {path: path.read_bytes() for path in folders.rglob("*") if path.is_file()} == before
+
+
+def test_too_few_samples_name_the_teacher(models) -> None:
+    with pytest.raises(rm.RotationMergeError, match=r"^teacher 1: 1 batches of samples are too few"):
+        rm.polish(rm.average(models), models, [{"input_ids": SAMPLES[0]["input_ids"][:1]}])
+
+
+def test_a_search_takes_paths_and_refuses_the_rest_in_one_line(models, tmp_path: Path) -> None:
+    place = tmp_path / "model"
+    models[0].save_pretrained(place)
+    for given, words in [
+        (([place, place], tmp_path / "out"), "is named twice"),
+        ((models, tmp_path / "out"), "one model is of type LlamaForCausalLM; give names"),
+        (([place, tmp_path], tmp_path / "out", SAMPLES), "one data source is of type dict; give names"),
+        ((place, tmp_path / "out"), "one PosixPath stands where models belong"),
+    ]:
+        with pytest.raises(rm.RotationMergeError, match=words):
+            rm.merge(*given)
