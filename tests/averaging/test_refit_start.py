@@ -133,10 +133,16 @@ def test_samples_held_out_are_the_next_of_the_file(models: dict[str, Path], tmp_
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_refit_that_is_worse_is_not_written(dtype: str, models: dict[str, Path], tmp_path: Path) -> None:
-    """What it started from is. Here two words, again and again, are all that the refit sees, and others judge it."""
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text(f"{json.dumps({'input_ids': [3, 4] * 6})}\n" * 24 + models["texts"].read_text())
+    """What it started from is. Two words, again and again, are all that the refit sees; what the average itself would
+    write judges it, so that every change is for the worse."""
     plain = merged({**recipe(models, "linear"), "dtype": dtype}, tmp_path / "linear")
+    average = AutoModelForCausalLM.from_pretrained(tmp_path / "linear", dtype=torch.float32)
+    rows = torch.arange(3, 19)[:, None]
+    with torch.no_grad():
+        while rows.shape[1] < 12:
+            rows = torch.cat([rows, average(rows).logits[:, -1:].argmax(-1)], 1)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in [[3, 4] * 6] * 24 + rows.tolist()))
     narrow = recipe({**models, "texts": texts}, ridge=1e-9)
     found = merged({**narrow, "dtype": dtype}, tmp_path / "refit")
     for name, tensor in plain.items():
