@@ -396,8 +396,8 @@ def loras(bench: Bench) -> None:
     def merged_models(adapters: list[Path], delegate: str) -> dict[str, Any]:
         models = [{"model": f"{base}+{adapter}"} for adapter in adapters]
         parameters = {"delegate": delegate, **NOT_ALIGNED}
-        step = by_recipe(ours(base, models, parameters), bench.root / "merged")
-        return {**bench.judge(read(bench.root / "merged"), NAMES), **step}
+        step = by_recipe(ours(base, models, parameters), bench.root / "merged-loras")
+        return {**bench.judge(read(bench.root / "merged-loras"), NAMES), **step}
 
     rows: dict[str, list[dict[str, Any]]] = {"base": [bench.judged("base")]}
     for seed in SEEDS:
