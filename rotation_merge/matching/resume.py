@@ -66,9 +66,9 @@ class TrainingState:
         Raises:
             RotationMergeError: the file cannot be written.
         """
-        if path is not None:
-            prepare_file(Output(str(path), "state", wrote=lambda _: True))
         self.together = together or ProcessGroup()
+        if path is not None and self.together.rank == 0:
+            prepare_file(Output(str(path), "state", wrote=lambda _: True))
         self.path, self.learned, self.optimiser, self.mark = path, learned, optimiser, mark
         self.schedule, self.generator = schedule, generator
 

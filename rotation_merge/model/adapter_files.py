@@ -24,6 +24,7 @@ from rotation_merge.linalg.finite import all_finite
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter, damaged, lora_scale
 from rotation_merge.model.hub import downloaded, is_hub_name
 from rotation_merge.model.lora import AdapterWeights
+from rotation_merge.model.output import staged
 
 DIFFUSERS = "diffusers"
 FILE_FORMS = {"kohya": ("lora_down.weight", "lora_up.weight"), DIFFUSERS: ("lora_A.weight", "lora_B.weight")}
@@ -208,7 +209,9 @@ def write_adapter(adapter: AdapterFactors, out: str) -> None:
         kind = f"a {SUFFIX} file" if adapter.form != PEFT else "a folder"
         raise CheckpointError(f"adapters of {adapter.form} are {kind}", where=out, remedy=f"name {kind} to write")
     if adapter.form == PEFT:
-        return _in_peft(adapter).save_pretrained(out)
+        with staged(out) as staging:
+            _in_peft(adapter).write(staging)
+        return
     down, up = FILE_FORMS[adapter.form]
     tensors = {}
     most = max(factors.rank for factors in adapter.maps.values())

@@ -71,6 +71,7 @@ class Home:
             given = load_file(given / "model.safetensors"), self.config
         config = rm.TransferConfig(alignment=alignment, **others)
         result = rm.transfer(given, self.where / "old", (state, self.config), config)
+        shutil.rmtree(self.where / "carried", ignore_errors=True)
         result.save_pretrained(str(self.where / "carried"))
         model = PeftModel.from_pretrained(self.base("new"), self.where / "carried", autocast_adapter_dtype=False)
         return result, self.logits(model)

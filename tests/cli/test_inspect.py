@@ -75,7 +75,7 @@ RECIPES: dict[str, tuple[str, str | None]] = {
     "preset by weights": (PLAIN.replace("preset: far", "preset: auto"), None),
     "two kinds": (PLAIN.replace(str(LLAMA), str(CHECKPOINTS / "vit-0")), "architecture is vit"),
     "a model that is not there": (PLAIN.replace(str(LLAMA), "./nothing"), "no such directory"),
-    "layers that are not there": (PLAIN.replace("preset: far", "layers: 0-40"), "the model has no layer 2"),
+    "layers that are not there": (PLAIN.replace("preset: far", "layers: 0-40"), "the model has no layer 4"),
     "a stream that is rotated": (PLAIN.replace("preset: far, untie: true", "residual: rotation"), None),
     "misspelt": (PLAIN.replace("untie", "unite"), "there is no parameter 'unite'"),
     "no weights": (PLAIN.replace("weight: 0.3, ", ""), "needs the parameter 'weight'"),

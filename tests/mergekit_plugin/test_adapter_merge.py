@@ -470,16 +470,16 @@ def test_paths_are_taken_and_no_model_is_written_over(tmp_path: Path) -> None:
     paths = [write_peft(tmp_path / str(seed), seed) for seed in range(2)]
     merged = merge_adapters(paths)
     merged.save(tmp_path / "out")
-    merged.save(tmp_path / "out")  # an adapter is replaced
+    merged.save(tmp_path / "out", force=True)
     assert of(tmp_path / "out").keys() == of(paths[0]).keys()
     assert len(repr(merged)) < 1000
     model = make("llama", tmp_path / "model")
     before = sorted(model.iterdir())
-    with pytest.raises(RotationMergeError, match="model: is not empty, and holds no adapter"):
+    with pytest.raises(RotationMergeError, match="model: already exists"):
         merged.save(model)
     assert sorted(model.iterdir()) == before
-    for given, words in [((paths[0],), "needs two adapters"), (([paths[0], 3],), "an adapter is of type int")]:
+    for given, words in ((paths[0], "one PosixPath stands where adapters"), ([paths[0], 3], "one adapter is of type int")):
         with pytest.raises(RotationMergeError, match=words):
-            merge_adapters(*given)
+            merge_adapters(given)
     with pytest.raises(RotationMergeError, match="'weights' are 'ab'; give one number for each adapter"):
         merge_adapters(paths, weights="ab")

@@ -202,8 +202,8 @@ def test_words_that_match_nothing(words: str, models: tuple[Path, Path], tmp_pat
 
 
 def test_ranges_that_reach_beyond(models: tuple[Path, Path]) -> None:
-    """A range that names a layer may name more than there are."""
-    assert run("compare", *models, "--layers", "1-999999999").exit_code == 0
+    """They are refused at once, however far they reach."""
+    assert "the model has no layer 2" in one_error(run("compare", *models, "--layers", "1-999999999").output)
 
 
 @pytest.mark.parametrize("known", [True, False])

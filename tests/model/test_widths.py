@@ -130,7 +130,7 @@ def test_what_cannot_be_widened_is_one_line(models: tuple[Path, Path], tmp_path:
     for arguments, words in (
         ((small, planted, tmp_path / "out", "--widths"), "more than"),
         ((planted, small, tmp_path / "out", "--widths", "--no-verify"), "--widths"),
-        ((planted, small, tmp_path / "out"), "align --widths"),
+        ((planted, small, tmp_path / "out"), "aligning it with 'widths'"),
         ((make_checkpoint("vit", tmp_path / "vit"), small, tmp_path / "out", "--widths"), "another architecture"),
     ):
         found = run("align", *arguments)

@@ -129,9 +129,7 @@ def test_an_existing_folder_is_refused_before_anything_is_loaded(tmp_path: Path)
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2 set()\n"
-    assert one_error(done.stderr).endswith(
-        "already exists; write somewhere else (the command replaces it with --force)"
-    )
+    assert one_error(done.stderr).endswith("already exists; write somewhere else, or --force")
 
 
 def test_what_a_kill_while_cleaning_up_left_goes_with_the_next_run(tmp_path: Path) -> None:
