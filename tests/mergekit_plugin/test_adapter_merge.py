@@ -478,7 +478,7 @@ def test_paths_are_taken_and_no_model_is_written_over(tmp_path: Path) -> None:
     with pytest.raises(RotationMergeError, match="model: already exists"):
         merged.save(model)
     assert sorted(model.iterdir()) == before
-    for given, words in ((paths[0], "one PosixPath stands where adapters"), ([paths[0], 3], "one adapter is of type int")):
+    for given, words in ((paths[0], "one PosixPath stands where"), ([paths[0], 3], "one adapter is of type int")):
         with pytest.raises(RotationMergeError, match=words):
             merge_adapters(given)
     with pytest.raises(RotationMergeError, match="'weights' are 'ab'; give one number for each adapter"):
