@@ -161,7 +161,9 @@ def average(
     if not isinstance(method, str):
         problem = f"the method is of type {type(method).__name__}"
         raise RecipeError(problem, remedy="give its name, such as 'linear'; weights are the keyword 'weights'")
-    plan = plan_of(delegate_of(method))
+    plan, each_head = plan_of(delegate_of(method)), parameters.get("heads_of") == "each"
+    if each_head and plan.unit == MODEL:
+        raise RecipeError(f"'heads_of: each' with {method} needs files", remedy="write a recipe for mergekit-yaml")
     for view in views[1:]:
         if odd := sorted(set(views[0]) ^ set(view)):
             remedy = "average models of one class; where a stream is rotated, take apply_anchor(anchor), too"
@@ -188,10 +190,8 @@ def average(
             batches.append(read_samples(model, source, limit, seed=seed + number).batches)
             of_model[number]["data"] = "samples" if shared else f"samples of model {number + 1}"
     result = merge_views(views, opened, method, parameters, of_model, measured, batches, seed)
-    if parameters.get("heads_of") != "each":
+    if not each_head:
         return result
-    if plan.unit == MODEL:
-        raise RecipeError(f"'heads_of: each' with {method} needs files", remedy="write a recipe for mergekit-yaml")
     heads: dict[str, View] = {}
     for view in views[1:]:
         heads[free_name(os.path.basename(view.opened.name.rstrip("/")), heads)] = under_head(result, view)
@@ -204,11 +204,11 @@ def _check_folded(models: Sequence[OpenedModel]) -> None:
     Raises:
         CheckpointError: names a model and a gain that is not.
     """
-    for other in models:
+    for folded in models:
         for model in models:
-            gain = unfolded_gain(model.architecture, model.source, getattr(other.source, "folded", ()))
+            gain = unfolded_gain(model.architecture, model.source, getattr(folded.source, "folded", ()))
             if gain is not None:
-                problem = f"'{gain}' is not folded into its readers, as in the view of {other.name}"
+                problem = f"'{gain}' is not folded into its readers, as in the view of {folded.name}"
                 remedy = "take alignment.apply_anchor(anchor) of the alignment that rotated the stream"
                 raise CheckpointError(problem, where=model.name, remedy=remedy)
 
@@ -586,14 +586,15 @@ def _transferred_files(
         try:
             (result,) = carry({out: work}, bases[0], bases[1], config, execution)
         except RotationMergeError as error:
-            where, remedy = (text and named(text) for text in (error.where, error.remedy))
-            raise type(error)(named(error.what), where=where, remedy=remedy) from error
+            raise type(error)(
+                named(error.what), where=error.where and named(error.where), remedy=error.remedy and named(error.remedy)
+            ) from error
         notes = tuple(map(named, result.lines))
         report = None if result.report is None else MergeReport.from_dict(json.loads(named(result.report.text())))
         if is_adapter(out):
             written = Adapter(out)
             tensors = {name: written.tensor(name).clone() for name in written.shapes}
-            base = bases[1] if named(bases[1]) == bases[1] else getattr(new, "name_or_path", None) or None
+            base = bases[1] if isinstance(new, str | os.PathLike) else getattr(new, "name_or_path", None) or None
             facts = {**written.config, "base_model_name_or_path": base}
             return AdapterWeights(facts, tensors, small_files(out), notes, report)
         checkpoint = open_like(out)

@@ -365,9 +365,9 @@ def spread(values: Sequence[float], unit: str = "") -> str:
     """The mean, and half the range over seeds."""
     if not values:
         return ""
-    form, least = (".1%", 5e-4) if unit == "%" else (".3f", 5e-4)
+    form = ".1%" if unit == "%" else ".3f"
     half = (max(values) - min(values)) / 2
-    return f"{mean(values):{form}}" + (f" ± {half:{form}}" if half >= least else "")
+    return f"{mean(values):{form}}" + (f" ± {half:{form}}" if half >= 5e-4 else "")
 
 
 def reach(values: Sequence[float], digits: int) -> str:

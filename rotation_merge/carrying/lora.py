@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.architecture.registry import every_name
-from rotation_merge.carrying.carrier import Changes, is_bias, weight_key
+from rotation_merge.carrying.carrier import Change, Changes, is_bias, weight_key
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, short
 from rotation_merge.model.checkpoint import Model
@@ -23,6 +23,9 @@ PREFIX = "base_model.model."
 
 Kept = dict[str, tuple[float, float]]
 """By tensor: the squared norm of its change, and of the change at that rank."""
+
+WrittenChanges = list[tuple[TensorInfo, Change]]
+"""Changes of a block's tensors that an adapter holds."""
 
 
 def left_out(base: Model) -> list[str]:
@@ -52,16 +55,22 @@ def adapter_of(delta: Delta, rank: int, base: Model) -> tuple[AdapterWeights, Ke
     return AdapterWeights(writing.config(rank, base.config, str(base.reference)), writing.tensors), norms
 
 
-def adapter_changes(delta: Delta, rank: int, base: Model) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The changes that `adapter_of` writes: block by block, by tensor name, float64, without what it leaves out."""
+def adapter_changes(delta: Delta, rank: int, base: Model) -> dict[str, WrittenChanges]:
+    """The changes that `adapter_of` writes, by block, without what it leaves out."""
     _, norms, changes_by_block = _decomposed(delta, rank, base)
-    for block, changes in changes_by_block:
-        written: dict[str, Tensor] = {}
-        for key, part in changes.items():
-            info = block.tensor(key)
-            if info is not None and norms[f"{block.name}: {key}"][1] > 0:
-                written |= unstack(info, dense(part, info))
-        yield block.name, written
+    return {
+        block.name: [
+            (info, change)
+            for key, change in changes.items()
+            if (info := block.tensor(key)) is not None and norms[f"{block.name}: {key}"][1] > 0
+        ]
+        for block, changes in changes_by_block
+    }
+
+
+def dense_changes(changes: WrittenChanges) -> dict[str, Tensor]:
+    """The changes of one block by tensor name, float64."""
+    return {name: x for info, change in changes for name, x in unstack(info, dense(change, info)).items()}
 
 
 def _decomposed(delta: Delta, rank: int, base: Model) -> tuple[_Writing, Kept, list[tuple[Block, Changes]]]:

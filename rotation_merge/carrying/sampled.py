@@ -33,7 +33,7 @@ from rotation_merge.carrying.judge import (
     scale_words,
     search,
 )
-from rotation_merge.carrying.lora import adapter_changes, adapter_of
+from rotation_merge.carrying.lora import adapter_changes, adapter_of, dense_changes
 from rotation_merge.carrying.refit import HEAD_RIDGE, ChangeOptions, refit_change
 from rotation_merge.carrying.session import TransferSession
 from rotation_merge.files.ledger import Unfinished
@@ -224,14 +224,14 @@ class SampledTransfer:
 
     def _cut_models(self, delta: Delta) -> tuple[list[str], Callable[[Scale], Any]]:
         """The blocks of a change that an adapter holds, and the new base with that adapter at any scale."""
-        new, parts = self.session.carrier.new, dict(adapter_changes(delta, self.rank, self.session.bases.new))
+        new, parts = self.session.carrier.new, adapter_changes(delta, self.rank, self.session.bases.new)
 
         def model(scale: Scale) -> Any:
             return self._model(
                 {
                     name: (new[name].double() + scale_at(scale, block) * change).float()
                     for block, changes in parts.items()
-                    for name, change in changes.items()
+                    for name, change in dense_changes(changes).items()
                 }
             )
 
@@ -282,12 +282,12 @@ class SampledTransfer:
         """Losses with random changes that have the chosen one's singular values, and with the negated one."""
         new, draw = self.session.carrier.new, torch.Generator().manual_seed(self.config.seed)
         is_cut = self.is_cut if chosen.delta.solved is None else bool(self.rank)
-        cut = [*adapter_changes(chosen.delta, self.rank, self.session.bases.new)] if is_cut else []
+        cut = adapter_changes(chosen.delta, self.rank, self.session.bases.new) if is_cut else {}
 
         def loss(control: Callable[[Tensor], Tensor]) -> float:
             tensors = {
                 name: (new[name].double() + control(change)).float()
-                for part in ((changes for _, changes in cut) if is_cut else chosen.delta.changes_by_block(self._tied))
+                for part in (map(dense_changes, cut.values()) if cut else chosen.delta.changes_by_block(self._tied))
                 for name, change in part.items()
             }
             return evaluate(self._stored_model(tensors), parts.judge.tuned)[0]

@@ -276,8 +276,8 @@ def check_head(bases: Bases, storage: StorageOptions, folded: bool) -> None:
     problem = f"a rotated stream needs an untied head, '{tied}' is tied to the embedding"
     if not folded:
         problem = f"'{tied}' is tied to the embedding, which {bases.old.reference} has apart: its change has no place"
-    other = "use 'residual: permutation', " if folded else ""
-    remedy = f"add 'untie' (the output then stores a separate head), {other}or carry it as an adapter"
+    unrotated = "use 'residual: permutation', " if folded else ""
+    remedy = f"add 'untie' (the output then stores a separate head), {unrotated}or carry it as an adapter"
     raise RecipeError(problem, where=str(bases.new.reference), remedy=remedy)
 
 

@@ -13,7 +13,6 @@ from rotation_merge.cli.show import Progress, json_option, note, print_json, say
 from rotation_merge.errors import RotationMergeError
 
 TYPES = ("f16", "q8_0")
-ENDING = ".gguf"
 
 
 def gguf_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,11 +29,11 @@ def gguf_option(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def check_gguf(model: str, out: str, kind: str, *others: str) -> None:
+def check_gguf(model: str, out: str, kind: str, *models: str) -> None:
     """Refuse a file that cannot be written, or a model that cannot be one, before any work is done.
 
     Args:
-        others: models that are read beside it.
+        models: those that are read beside it.
 
     Raises:
         RotationMergeError: says why, and which tool can.
@@ -42,15 +41,16 @@ def check_gguf(model: str, out: str, kind: str, *others: str) -> None:
     from rotation_merge.model.checkpoint import open_model
     from rotation_merge.model.gguf.writer import plan_gguf
 
-    _check_place(out, model, *others)
+    _check_place(out, model, *models)
     plan_gguf(open_model(model), kind)
 
 
 def _check_place(out: str, *models: str) -> None:
     """Refuse another name than a GGUF's, and a folder that is named as the model in it and would hold two then."""
+    from rotation_merge.model.gguf.file import ENDING, has_ending
     from rotation_merge.model.gguf.place import is_gguf
 
-    if not out.lower().endswith(ENDING):
+    if not has_ending(out):
         raise RotationMergeError("is not a GGUF file name", where=out, remedy=f"let it end in {ENDING}")
     folder = os.path.dirname(os.path.realpath(out))
     if any(os.path.realpath(model) == folder and is_gguf(model) for model in models):

@@ -314,9 +314,9 @@ def _check_alike(read: Sequence[AdapterFactors], same_base: bool) -> None:
             remedy = "carry one of them first; if the two are the same model, use --force (in Python: same_base=False)"
             raise CheckpointError(problem, where=adapter.path, remedy=remedy)
         for module, factors in adapter.maps.items():
-            shape, other = shapes.setdefault(module, (factors.shape, adapter.path))
+            shape, first_path = shapes.setdefault(module, (factors.shape, adapter.path))
             if shape != factors.shape:
-                problem = f"changes '{module}' of shape {list(factors.shape)}, {other} of {list(shape)}"
+                problem = f"changes '{module}' of shape {list(factors.shape)}, {first_path} of {list(shape)}"
                 raise CheckpointError(problem, where=adapter.path, remedy="they belong to different models")
     known: dict[str, Tensor] = {}
     for adapter in read:

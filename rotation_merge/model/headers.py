@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, short
-from rotation_merge.model.gguf.file import ENDING
+from rotation_merge.model.gguf.file import has_ending
 from rotation_merge.model.gguf.loader import gguf_tensors
 from rotation_merge.model.gguf.place import gguf_files
 
@@ -219,7 +219,7 @@ def file_shapes(path: str) -> Shapes:
     Raises:
         CheckpointError: the file is damaged, or a pickle of something else than tensors.
     """
-    if path.lower().endswith(ENDING):
+    if has_ending(path):
         return gguf_tensors(path).shapes()
     with _readable(path):
         return safetensors_shapes(path) if path.endswith(".safetensors") else _pickle_shapes(path)
@@ -301,7 +301,7 @@ def _read_header(path: str, size: int) -> Header:
 
 def file_dtypes(path: str) -> dict[str, torch.dtype]:
     """Dtypes of the tensors in one weight file; for codes in a GGUF, the dtypes after reading."""
-    if path.lower().endswith(ENDING):
+    if has_ending(path):
         return gguf_tensors(path).dtypes()
     if not path.endswith(".safetensors"):
         return {name: tensor.dtype for name, tensor in _pickle(path).items()}
@@ -315,7 +315,7 @@ def file_codes(path: str) -> dict[str, str]:
     Raises:
         CheckpointError: as `file_shapes` does.
     """
-    if path.lower().endswith(ENDING):
+    if has_ending(path):
         return {}
     with _readable(path):
         if not path.endswith(".safetensors"):

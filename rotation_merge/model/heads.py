@@ -138,16 +138,16 @@ def write_heads(
     return names
 
 
-def under_head(body: View, own: View) -> View:
+def under_head(body: View, model: View) -> View:
     """A merged body under the head of one of the models, both in the same coordinates."""
     dtypes = {dtype for dtype in body.opened.dtypes.values() if dtype.is_floating_point}
     stored = body.dtype or max(dtypes, key=lambda dtype: dtype.itemsize)
 
     def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
-        tensor = (own if is_head(block, info) else body).tensor(block, info)
+        tensor = (model if is_head(block, info) else body).tensor(block, info)
         return tensor if tensor is None or not tensor.is_floating_point() else tensor.to(dtype)
 
-    return View(own.opened, compute, stored, own.left_out)
+    return View(model.opened, compute, stored, model.left_out)
 
 
 def heads_in(merged: str) -> dict[str, str]:

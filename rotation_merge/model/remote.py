@@ -18,7 +18,7 @@ from typing import Any
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
 from rotation_merge.files.scratch import Scratch
-from rotation_merge.model.gguf.file import ENDING
+from rotation_merge.model.gguf.file import has_ending
 from rotation_merge.model.gguf.place import bare_repository
 from rotation_merge.model.hub import reachable
 
@@ -146,7 +146,7 @@ def _fetch(name: str, repo: str, revision: str, cache: str) -> RemoteModel:
         if sizes.get(file, LARGEST) < LARGEST:
             _write(os.path.join(snapshot, file), _content(repo, file, model.revision))
     files = _shards(os.path.join(snapshot, INDEX)) if INDEX in sizes else [f for f in (SINGLE, ADAPTER) if f in sizes]
-    if not files and (ggufs := sorted(file for file in sizes if file.lower().endswith(ENDING))):
+    if not files and (ggufs := sorted(file for file in sizes if has_ending(file))):
         raise bare_repository(name, ggufs)
     if not files:
         remedy = "download it; headers of pickles cannot be read without running them"

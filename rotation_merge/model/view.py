@@ -170,8 +170,8 @@ class View(Mapping[str, Tensor]):
         Raises:
             CheckpointError: transformers has no class for it, or a weight is missing.
         """
-        state = self.state_dict()
         if self.opened.module is not None and not self.opened.untie and not self.opened.changed:
+            state = dict(self.tensors())  # copied into the module's own
             module = copy.deepcopy(self.opened.module)
             if "quantization_config" not in self.config:  # of what was read from GGUF, which transformers saves then
                 vars(module).pop("hf_quantizer", None)
@@ -190,6 +190,7 @@ class View(Mapping[str, Tensor]):
             remedy = "take its state_dict()"
             raise CheckpointError(f"transformers has no class '{names[0]}'", where=self.opened.name, remedy=remedy)
         config = kind.config_class.from_dict(self.config)
+        state = self.state_dict()
         dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
         module, info = kind.from_pretrained(
             None, config=config, state_dict=state, dtype=max(dtypes, key=lambda d: d.itemsize), output_loading_info=True

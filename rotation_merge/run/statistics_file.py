@@ -145,9 +145,9 @@ class Statistics:
         write_statistics(path, stored, meta)
 
     def __repr__(self) -> str:
-        made = self.metadata
-        kinds = ", ".join(made.get("kinds", ()))
-        return f"Statistics({made.get('model')}, {kinds}, {made.get('samples')} samples of {made.get('data')})"
+        facts = self.metadata
+        kinds = ", ".join(facts.get("kinds", ()))
+        return f"Statistics({facts.get('model')}, {kinds}, {facts.get('samples')} samples of {facts.get('data')})"
 
     def __contains__(self, key: object) -> bool:
         return key in self.keys

@@ -127,7 +127,7 @@ def _nearest(models: Sequence[str], opened: Mapping[str, Model]) -> TaskVectorBa
     if len(models) < 2:
         return None
     candidates = [*(models if len(models) > 2 else []), *_beside(models), *_began_as(opened.values())]
-    bases = [base for name in candidates if (base := _tried(name, "by its weights", opened)) is not None]
+    bases = [base for name in dict.fromkeys(candidates) if (base := _tried(name, "by its weights", opened)) is not None]
     bases = [base for base in bases if all(base.changes.lengths.values()) and abs(base.changes.cosine) < UNRELATED]
     return min(bases, key=lambda base: abs(base.changes.cosine), default=None)
 
@@ -137,8 +137,7 @@ def _beside(models: Sequence[str]) -> list[str]:
     parents = {os.path.dirname(os.path.abspath(name)) for name in models if os.path.exists(name)}
     places = [os.path.join(parent, name) for parent in sorted(parents) for name in sorted(os.listdir(parent))]
     named = {os.path.realpath(name) for name in models}
-    found = [place for place in places if _holds_model(place) and os.path.realpath(place) not in named]
-    return found[:MOST_BESIDE]
+    return [place for place in places if _holds_model(place) and os.path.realpath(place) not in named][:MOST_BESIDE]
 
 
 def _holds_model(place: str) -> bool:
@@ -152,4 +151,4 @@ def _holds_model(place: str) -> bool:
 def _began_as(models: Iterable[Model]) -> list[str]:
     """Stored models that configs name as those which were loaded before training (`_name_or_path`)."""
     stated = [(model, read_json(os.path.join(model.folder, "config.json")).get("_name_or_path")) for model in models]
-    return list(dict.fromkeys(place for model, name in stated for place in _places(str(name or ""), model.folder)))
+    return [place for model, name in stated for place in _places(str(name or ""), model.folder)]

@@ -81,9 +81,7 @@ class Search:
             self.work.begin(self.mark)
         except OSError as error:
             problem = f"cannot be written ({reason(error)})"
-            raise RotationMergeError(
-                problem, where=self.config.out, remedy="write somewhere else (the command replaces it with --force)"
-            ) from error
+            raise RotationMergeError(problem, where=self.config.out, remedy="write somewhere else") from error
         try:
             yield
         except RotationMergeError:
@@ -273,10 +271,10 @@ class Search:
         if tried and expected > remaining:
             self.left_out[candidate.title] = f"needs {expected:.0f} s, {remaining:.0f} s of the budget are left"
             return None
-        others = (
-            f", {behind} more to try in {remaining:.0f} s" if remaining > expected else ", for more there is no time"
-        )
-        more = others if behind else ""
+        more = ""
+        if behind:
+            in_time = remaining > expected
+            more = f", {behind} more to try in {remaining:.0f} s" if in_time else ", for more there is no time"
         self.say(f"{candidate.title}, about {expected:.0f} s{more} ...")
         try:
             with self.clock.step(candidate.title, expected, remaining if tried else None):

@@ -27,6 +27,12 @@ ENDING = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 
+
+def has_ending(name: str) -> bool:
+    """Whether a file is called as a GGUF is."""
+    return name.lower().endswith(ENDING)
+
+
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of metadata values, as `struct` writes them."""

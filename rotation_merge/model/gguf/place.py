@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rotation_merge.errors import CheckpointError, named, nearest, nearest_path
 from rotation_merge.files.durable import sync_tree, temporary_name, write_json
 from rotation_merge.model import hub
-from rotation_merge.model.gguf.file import ENDING, GgufFile, damage_named, open_gguf, split_files
+from rotation_merge.model.gguf.file import GgufFile, damage_named, has_ending, open_gguf, split_files
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -36,7 +36,7 @@ TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "
 
 def is_gguf(path: str) -> bool:
     """Whether a name is a GGUF model: a file, a folder with no other weights, or `org/repo:file.gguf`."""
-    return not is_folder(path) if os.path.isdir(path) else path.lower().endswith(ENDING)
+    return not is_folder(path) if os.path.isdir(path) else has_ending(path)
 
 
 def is_folder(path: str) -> bool:
@@ -44,7 +44,7 @@ def is_folder(path: str) -> bool:
     if not os.path.isdir(path):
         return False
     names = os.listdir(path)
-    return not any(name.lower().endswith(ENDING) for name in names) or any(name.endswith(WEIGHTS) for name in names)
+    return not any(has_ending(name) for name in names) or any(name.endswith(WEIGHTS) for name in names)
 
 
 def gguf_files(folder: str) -> list[str]:
@@ -159,7 +159,7 @@ def _in_repository(repo: str, revision: str | None) -> list[str]:
         names = HfApi().list_repo_files(repo, revision=revision)
     except (OSError, HfHubHTTPError, HFValidationError):
         return []
-    return sorted({split_files(name)[0] for name in names if name.lower().endswith(ENDING)})
+    return sorted({split_files(name)[0] for name in names if has_ending(name)})
 
 
 def refuse_bare_repository(path: str, revision: str | None) -> None:
@@ -184,7 +184,7 @@ def _only(folder: str) -> str:
     Raises:
         CheckpointError: there are several.
     """
-    names = sorted(name for name in os.listdir(folder) if name.lower().endswith(ENDING))
+    names = sorted(name for name in os.listdir(folder) if has_ending(name))
     models = {split_files(name)[0]: name for name in reversed(names) if not name.startswith("mmproj")}
     if not models:
         raise CheckpointError(f"holds no language model in GGUF, only {named(names)}", where=folder, remedy="name one")

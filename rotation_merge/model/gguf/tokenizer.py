@@ -157,16 +157,16 @@ the usual one."""
 def _read_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
     """The chat template; several by name."""
     usual: str | None = metadata.get(TEMPLATE)
-    others = {name: metadata[f"{TEMPLATE}.{name}"] for name in metadata.get(TEMPLATES) or []}
-    return {**({DEFAULT: usual} if usual else {}), **others} if others else usual
+    by_name = {name: metadata[f"{TEMPLATE}.{name}"] for name in metadata.get(TEMPLATES) or []}
+    return {**({DEFAULT: usual} if usual else {}), **by_name} if by_name else usual
 
 
 def written_templates(templates: str | Mapping[str, str] | None) -> dict[str, Any]:
     """The metadata of a chat template, or of several by name."""
     by_name = {DEFAULT: templates} if isinstance(templates, str) else dict(templates or {})
     usual = {TEMPLATE: by_name.pop(DEFAULT)} if DEFAULT in by_name else {}
-    others = {f"{TEMPLATE}.{name}": template for name, template in by_name.items()}
-    return {**usual, **({TEMPLATES: list(by_name), **others} if others else {})}
+    entries = {f"{TEMPLATE}.{name}": template for name, template in by_name.items()}
+    return {**usual, **({TEMPLATES: list(by_name), **entries} if entries else {})}
 
 
 def _byte_pairs(metadata: Mapping[str, Any], tokens: Sequence[str], architecture: str, label: str) -> tuple[Any, bool]:
