@@ -14,6 +14,7 @@ from torch import Tensor
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.mergekit_plugin import state
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.model.checkpoint import close_files
 
 
 def merged_state(text: str) -> dict[str, Tensor]:
@@ -61,4 +62,7 @@ def merge_recipe(text: str, out: str, tokenizer: bool = False, seed: int | None 
         seed: of methods that draw at random.
     """
     options = MergeOptions(quiet=True, copy_tokenizer=tokenizer, random_seed=seed)
-    merge.run_merge(_configuration(text), out, options, config_source=text)
+    try:
+        merge.run_merge(_configuration(text), out, options, config_source=text)
+    finally:
+        close_files()

@@ -472,6 +472,11 @@ def adapted_state(path: str) -> dict[str, Tensor] | None:
     return {name: model[name].clone() for name in model.names}  # what the files stay mapped to is not
 
 
+def close_files() -> None:
+    """Close the weight files that are mapped into memory; the next read opens them again."""
+    LoaderCache().flush_all()
+
+
 class Models:
     """The models of one merge, opened once each; `unlike` are those whose base has other shapes than the anchor."""
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from rotation_merge.architecture import Architecture
+from rotation_merge.averaging.task_vectors import RATIO
 from rotation_merge.matching.fit import fit
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import BOTH
@@ -44,13 +45,18 @@ CHANGES = {
 }
 """Delegates that merge changes of a base, the likeliest to win first, with what stands under each model."""
 
+KEPT = {"wudi": "wudi, lengths kept", "tsv": "tsv, lengths kept"}
+"""Tried as well, right after the delegate, where lengths of changes differ so much that it shortens the longer ones."""
+
+OF_CHANGES = tuple(name for delegate in CHANGES for name in (delegate, KEPT.get(delegate)) if name is not None)
+
 SCALES = {"wudi": 1.1, "ties": 1.2}
 SUMS = ("task_arithmetic", "dare_ties")
 """The first `lambda` that is tried: of sums of changes, one over the root of their number; of all others 1."""
 
 ORDER = {
-    SHARED: ("plain", *CHANGES, "slerp", "refit", "regmean"),
-    NEAR: ("plain", *CHANGES, "slerp", "refit", "regmean", "local", "whole", "refit whole", "learned", "seen"),
+    SHARED: ("plain", *OF_CHANGES, "slerp", "refit", "regmean"),
+    NEAR: ("plain", *OF_CHANGES, "slerp", "refit", "regmean", "local", "whole", "refit whole", "learned", "seen"),
     FAR: ("plain", "whole", "refit whole", "seen", "learned", "local", "refit", "regmean"),
 }
 """The order in which candidates are tried, the likeliest to win first."""
@@ -209,6 +215,10 @@ class Planner:
                 candidate = self._candidate(name, {"delegate": name, **options}, dict.fromkeys(tuned, values))
                 variant = replace(candidate, anchor=self.base.name, models=tuple(tuned), weights="one")
                 candidates[name] = variant.scaled(round(scale, 3))
+        if self.base.changes.ratio > RATIO and len(tuned) > 1:
+            for name, title in KEPT.items():
+                whole = {**candidates[name].parameters, "lengths": "keep"}
+                candidates[title] = replace(candidates[name], name=title, parameters=whole)
         return candidates
 
     def _named(self) -> dict[str, Candidate]:

@@ -19,7 +19,7 @@ from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.check_pair import check_forward
 from rotation_merge.matching.open_pair import Pair, open_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.checkpoint import Model, close_files
 from rotation_merge.model.naming import shortened
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.vocabulary import token_ids_differ
@@ -48,6 +48,8 @@ FOR_FORGETTING = 0.1
 JUDGED = 12
 LEAST_TEXTS, LEAST_TOKENS = 4, 32
 """No fewer held-out texts, and no shorter ones, are written for want of time."""
+LOGITS = 1 << 24
+"""A batch of held-out samples gives no more of them, if it has several rows; all models answer it side by side."""
 LOOKED_AT = 3
 """So many layers are matched to see whether the models share their coordinates."""
 
@@ -103,6 +105,7 @@ class Preparation:
         self.config, self.clock, self.files, self.say = config, clock, files, clock.say
         self.made_up = config.data[0] in SOURCES
         self.other_ids = False
+        self.logits_per_token = 0.0
         self.notes: list[str] = []
 
     def run(self) -> Parents:
@@ -118,6 +121,7 @@ class Preparation:
             relations = self._relations(anchor)
             relation = self._relation(architecture, relations)
             base = self._base(relation)
+            close_files()
             loaded = {model: load(model, like=models[0]) for model in models}
         with self.clock.step("collecting the samples"):
             samples = [] if self.made_up else self._given(loaded[models[0]])
@@ -126,7 +130,8 @@ class Preparation:
             readers = self._readers([*sets.deciding, *sets.reported])
         by_text = any(reader.by_text for reader in readers.values())
         labelled = by_text if self.made_up else all(data.task not in UNLABELLED for data in sets.deciding)
-        parts = [self._for_each(part, labelled) for part in (sets.deciding, sets.reported)]
+        rows = [[*map(self._in_small_batches, part)] for part in (sets.deciding, sets.reported)]
+        parts = [self._for_each(part, labelled) for part in rows]
         deciding, reporting = (Judge(part, labelled, readers) for part in parts)
         seconds = per_token * len(loaded) * sum(map(tokens_in, parts))
         examples = sum(data.examples for part in parts for data in part)
@@ -167,7 +172,7 @@ class Preparation:
         )
 
     def _relations(self, anchor: Model) -> dict[str, float]:
-        """Cosine of every other model to the first one. Sets `other_ids`, and closes the mapped files again."""
+        """Cosine of every other model to the first one. Sets `other_ids`."""
         models = self.config.models
         pairs = {model: open_pair(models[0], model, NOTHING) for model in models[1:]}
         for pair in pairs.values():
@@ -267,9 +272,19 @@ class Preparation:
         (batch,) = data.batches[:1]
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         model(**{name: tensor[:1] for name, tensor in inputs.items()})
-        begin = time.perf_counter()
-        model(**inputs)
-        return (time.perf_counter() - begin) / tokens_in([replace(data, batches=[batch])])
+        begin, tokens = time.perf_counter(), tokens_in([replace(data, batches=[batch])])
+        logits = getattr(model(**inputs), "logits", None)
+        self.logits_per_token = logits.numel() / tokens if isinstance(logits, Tensor) and logits.ndim > 2 else 0.0
+        return (time.perf_counter() - begin) / tokens
+
+    def _in_small_batches(self, data: Data) -> Data:
+        """Samples of text in batches of few enough rows for their logits to stay below `LOGITS`."""
+        batches = []
+        for batch in data.batches:
+            row = self.logits_per_token * tokens_in([with_batches(data, [batch])]) / examples_in(batch)
+            size = max(1, int(LOGITS / max(row, 1.0)))
+            batches += _by_rows(batch, size) if size < examples_in(batch) and _has_rows(batch) else [batch]
+        return with_batches(data, batches)
 
     def _split(self, samples: Sequence[Data], per_token: float) -> SampleSets:
         """The parts of the samples, with as many held-out batches as the time allows."""
@@ -418,17 +433,19 @@ def with_batches(data: Data, batches: Sequence[Batch]) -> Data:
 
 def _in_parts(data: Data) -> list[Batch]:
     """Batches, split into smaller ones if there are too few."""
-    if len(data.batches) >= PARTS or not all(_by_row(batch) for batch in data.batches):
+    if len(data.batches) >= PARTS or not all(_has_rows(batch) for batch in data.batches):
         return data.batches
     size = max(1, sum(map(examples_in, data.batches)) // PARTS)
-    return [
-        {name: tensor[first : first + size] for name, tensor in batch.items()}
-        for batch in data.batches
-        for first in range(0, examples_in(batch), size)
-    ]
+    return [part for batch in data.batches for part in _by_rows(batch, size)]
 
 
-def _by_row(batch: Batch) -> bool:
+def _by_rows(batch: Batch, size: int) -> list[Batch]:
+    """The batch in parts of so many examples."""
+    starts = range(0, examples_in(batch), size)
+    return [{name: tensor[first : first + size] for name, tensor in batch.items()} for first in starts]
+
+
+def _has_rows(batch: Batch) -> bool:
     """Whether every input holds a row for each example."""
     return len({len(tensor) for tensor in batch.values()}) == 1
 

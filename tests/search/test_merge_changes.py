@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,10 @@ from test_merge_command import planner
 
 import rotation_merge as rm
 from rotation_merge.model.adapter_base import on_base
+from rotation_merge.model.nearness import SampledChanges
 from rotation_merge.run.functions import load
 from rotation_merge.search.base import TaskVectorBase, find_base
-from rotation_merge.search.candidates import CHANGES, FAR, NEAR, SHARED
+from rotation_merge.search.candidates import CHANGES, FAR, KEPT, NEAR, SHARED
 from rotation_merge.search.forgetting import Forgetting
 from rotation_merge.search.judge import Figures
 from rotation_merge.search.scaling import STEP, best_scale
@@ -210,6 +212,20 @@ def test_changes_are_merged_where_there_is_a_base() -> None:
     alone = TaskVectorBase(C, "as given", base.changes if base else None)  # type: ignore[arg-type]
     assert {*CHANGES} & {*names(SHARED, base=alone)} == {"task_arithmetic"}
     assert any("one task vector" in why for why in planner(SHARED, base=alone).left_out().values())
+
+
+def test_longer_changes_are_kept_as_well_where_lengths_differ() -> None:
+    """As soon as `lengths: auto` shortens any, which is right only if a change is exaggerated."""
+    base = find_base([ENGLISH, C])
+    assert base is not None
+    uneven = replace(base, changes=SampledChanges({ENGLISH: 1.0, C: 2.1}))
+    for relation in (SHARED, NEAR):
+        order = names(relation, base=uneven)
+        for delegate, title in KEPT.items():
+            assert order.index(title) == order.index(delegate) + 1
+        recipes = {each.name: each.recipe(None) for each in planner(relation, base=uneven).candidates()}
+        assert yaml.safe_load(recipes[KEPT["wudi"]])["parameters"]["lengths"] == "keep"
+    assert not {*KEPT.values()} & {*names(SHARED, base=base), *names(FAR, base=uneven)}
 
 
 def test_recipes_of_changes_name_the_base_and_leave_it_out_of_the_models() -> None:
