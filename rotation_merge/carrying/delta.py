@@ -71,10 +71,15 @@ class Delta:
                 `base+adapter`; not modified.
 
         Raises:
-            RotationMergeError: one cannot be opened, or a tensor is only in one of the two.
+            RotationMergeError: one cannot be opened, or a tensor is only in one of the two, or has another shape there.
         """
         opened, fine = open_like(base, "base"), open_like(tuned, "tuned")
         check_names(opened, fine)
+        for name, shape in opened.shapes.items():
+            if fine.shapes.get(name, shape) != shape:
+                problem = f"'{name}' has the shape {fine.shapes[name]}, in {opened.name} {shape}"
+                remedy = "name the base that it was tuned from, of the same class"
+                raise AlignmentError(problem, where=fine.name, remedy=remedy)
         carrier = Carrier(opened.architecture, opened.source, opened.source, Alignment({}))
         return Delta(carrier, fine.source, opened=opened)
 

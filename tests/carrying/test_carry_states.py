@@ -42,6 +42,13 @@ def test_what_has_no_counterpart_is_named() -> None:
         rotation_merge.transfer(*((state, model.config) for state in (less, model.state, model.state)))
 
 
+def test_models_of_other_sizes_have_no_change() -> None:
+    model = planted(LLAMA)
+    wide = {name: torch.cat([x, x]) if "up_proj" in name else x for name, x in model.state.items()}
+    with pytest.raises(rotation_merge.RotationMergeError, match=r"up_proj.*has the shape"):
+        rotation_merge.Delta.between((model.state, model.config), (wide, model.config))
+
+
 def test_a_change_is_a_value(tmp_path: Path) -> None:
     """Scaled, moved and applied: as `transfer` does it; an adapter stays one, on the way of the command."""
     first, second = (make("llama", tmp_path / name, seed) for seed, name in enumerate(("old", "new")))

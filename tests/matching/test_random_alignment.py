@@ -81,3 +81,5 @@ def test_a_group_that_the_model_does_not_admit_is_refused(tmp_path: Path) -> Non
         rm.Alignment.random(parent.path, residual="rotation")
     with pytest.raises(rm.RotationMergeError, match="did you mean"):
         rm.Alignment.random(parent.path, heds="permutation")
+    with pytest.raises(rm.RotationMergeError, match="whole number"):
+        rm.Alignment.random(parent.path, seed="x")  # type: ignore[arg-type]
