@@ -6,6 +6,7 @@
     python benchmarks/encoder.py choose checkpoints/encoder
     python benchmarks/encoder.py merge checkpoints/encoder
     python benchmarks/encoder.py fewer checkpoints/encoder        all pairs and triples of tasks, without data
+    python benchmarks/encoder.py unequal checkpoints/encoder      all four, one change three times as long
 
 all-MiniLM-L6-v2 (22M weights) under a linear head on the mean of a text's hidden states, which is the mean of what a
 BertForTokenClassification gives for its tokens. First the head is fitted to the encoder as it is, then all weights are
@@ -82,8 +83,14 @@ MERGES: dict[str, Merge] = {
 `polish` are steps of distillation after it."""
 ABOVE = "points above the mean of weights"
 
+KEPT: dict[str, Merge] = {
+    f"{name}, lengths: keep": (count, kind, {**parameters, "lengths": "keep"})
+    for name, (count, kind, parameters) in WITHOUT_DATA.items()
+}
 Rights = Mapping[str, torch.Tensor]
 """By task, which texts are answered rightly, (texts,)."""
+Group = tuple[tuple[str, ...], Path]
+"""Tasks that are merged, and the folder of their fine-tunes."""
 
 
 def train(task: Task, encoder: str, out: Path) -> None:
@@ -264,13 +271,15 @@ def compare(
             table.add({"merge": words, **cells, "processor time": took})
 
 
-def compare_fewer(work: Path, asked: dict[str, Texts], found: dict[str, Task]) -> None:
-    """Merges without data of all pairs and all triples: means over them, beside the mean of weights."""
-    table, merges = Table("encoder-fewer"), {**MEAN, **BEST, **WITHOUT_DATA}
+def compare_groups(
+    name: str, groups: Mapping[str, list[Group]], merges: Mapping[str, Merge], found: dict[str, Task]
+) -> None:
+    """Merges without data of groups of fine-tunes: means over the groups, beside the mean of weights."""
+    table, asked = Table(name), {task: every.test[:TEST] for task, every in found.items()}
     with tempfile.TemporaryDirectory() as folder:
-        for count in (2, 3):
+        for words, several in groups.items():
             correct: dict[str, list[Rights]] = {title: [] for title in (*merges, OWN)}
-            for some in itertools.combinations(found, count):
+            for some, work in several:
                 for title, merge in merges.items():
                     folders, _ = merged(work, Path(folder), {task: found[task] for task in some}, merge)
                     correct[title].append({task: right(folders[task], asked[task]) for task in some})
@@ -280,7 +289,7 @@ def compare_fewer(work: Path, asked: dict[str, Texts], found: dict[str, Task]) -
                 gained = gains(rights, correct["mean"])
                 table.add(
                     {
-                        "fine-tunes": f"{count} of {len(found)}",
+                        "fine-tunes": words,
                         "merge": title,
                         "mean accuracy": f"{fmean(float(t.double().mean()) for r in rights for t in r.values()):.1%}",
                         ABOVE: f"{100 * fmean(gained):+.1f}",
@@ -288,6 +297,21 @@ def compare_fewer(work: Path, asked: dict[str, Texts], found: dict[str, Task]) -
                         "share of the gap": f"{fmean(gained) / gap:.0%}",
                     }
                 )
+
+
+def lengthened(work: Path, task: str, out: Path) -> Path:
+    """The models, one change of the encoder three times as long; its head stays."""
+    out.mkdir()
+    for folder in work.iterdir():
+        (out / folder.name).symlink_to(folder.resolve())
+    (out / task).unlink()
+    model, base = load(str(work / task)), load(str(work / "base")).state_dict()
+    with torch.no_grad():
+        for name, tensor in model.bert.state_dict(prefix="bert.").items():
+            if tensor.is_floating_point():
+                tensor.copy_(base[name] + 3.0 * (tensor - base[name]))
+    save(model, str(work / task), out / task)
+    return out
 
 
 def gains(several: list[Rights], others: list[Rights]) -> list[float]:
@@ -305,7 +329,7 @@ def installed() -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["train", "choose", "merge", "fewer"])
+    parser.add_argument("what", choices=["train", "choose", "merge", "fewer", "unequal"])
     parser.add_argument("work", type=Path, help="where the fine-tunes stand")
     parser.add_argument("--encoder", default=installed(), help="the package's folder, where it is not installed")
     parser.add_argument("--texts", type=Path, default=Path("/"), help="where the Debian packages are unpacked")
@@ -323,8 +347,16 @@ def main() -> None:
     elif given.what == "merge":
         asked = {name: task.test for name, task in found.items()}
         compare(Table("encoder"), given.work, asked, found, {**MERGES, OWN: None})
+    elif given.what == "fewer":
+        groups = {
+            f"{n} of {len(found)}": [(some, given.work) for some in itertools.combinations(found, n)] for n in (2, 3)
+        }
+        compare_groups("encoder-fewer", groups, {**MEAN, **BEST, **WITHOUT_DATA}, found)
     else:
-        compare_fewer(given.work, {name: task.test[:TEST] for name, task in found.items()}, found)
+        with tempfile.TemporaryDirectory() as folder:
+            longer = [(tuple(found), lengthened(given.work, name, Path(folder) / name)) for name in found]
+            groups = {"four, one change three times as long": longer}
+            compare_groups("encoder-unequal", groups, {**MEAN, **BEST, **WITHOUT_DATA, **KEPT}, found)
 
 
 if __name__ == "__main__":
