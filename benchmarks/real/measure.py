@@ -55,8 +55,10 @@ MERGES: dict[str, dict[str, Any]] = {
     "ties, density 0.5": {"method": "ties", "weight": 1.0, "density": 0.5, "searched": True},
     "dare_ties, density 0.5": {"method": "dare_ties", "weight": 1.0, "density": 0.5},
     "wudi": {"method": "wudi", "ours": True, "searched": True},
-    "wudi, sides: both": {"method": "wudi", "ours": True, "sides": "both"},
+    "wudi, lengths: keep": {"method": "wudi", "ours": True, "lengths": "keep"},
+    "wudi, sides: both": {"method": "wudi", "ours": True, "sides": "both", "searched": True},
     "tsv": {"method": "tsv", "ours": True},
+    "tsv, lengths: keep": {"method": "tsv", "ours": True, "lengths": "keep"},
     "iso": {"method": "iso", "ours": True},
     "regmean, own text": {"method": "regmean", "ours": True, "measured": "self", "weight": 1.0},
     "refit, own text": {"method": "refit", "ours": True, "data": "self", "samples": 32, "weight": 1.0},
@@ -209,7 +211,7 @@ def allocated_memory(pid: int) -> float:
 def merged(
     bench: Bench, models: list[Path], tasks: Iterable[str], settings: dict[str, Any], out: Path
 ) -> dict[str, float]:
-    """The commands that merge by one method: their seconds and memory; the merge lies in `out`."""
+    """The commands that merge by one method: their seconds and largest memory; the merge lies in `out`."""
     of_recipe = {key: value for key, value in settings.items() if key not in NOT_OF_RECIPE}
     method, data, measured = settings["method"], settings.get("data"), settings.get("measured")
     steps, entries = [], []
@@ -240,7 +242,8 @@ def merged(
         out.rename(unpolished)
         data = ("--data", *map(bench.samples, tasks), "--samples", texts)
         steps.append(run(BIN / "rotation-merge", "polish", unpolished, out, "--teachers", *models, *data))
-    return {"seconds": sum(step["seconds"] for step in steps), "GB": max(step["GB"] for step in steps)}
+    most = {key: max(step[key] for step in steps) for key in ("GB", "GB allocated")}
+    return {"seconds": sum(step["seconds"] for step in steps), **most}
 
 
 @torch.no_grad()
@@ -357,6 +360,7 @@ def costs(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "seconds": reach([row["seconds"] for row in measured], 0),
         "GB": reach([row["GB"] for row in measured], 1),
+        "without mapped files": reach([row["GB allocated"] for row in measured if "GB allocated" in row], 1),
         "seeds": len(figures),
     }
 

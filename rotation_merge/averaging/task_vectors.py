@@ -194,7 +194,13 @@ class Wudi(TaskVectorMethod):
         if parameters["sides"] == "both":
             small, large = sorted(shape)
             return float(STEPS * models * (4 * large * small**2 + 2 * small**3))
-        return float(models * (2 * outputs * inputs**2 + 4 * outputs**2 * inputs) + inputs**3 + 2 * outputs * inputs**2)
+        products = 4 * outputs**2 * inputs if _is_wide(shape) else 2 * outputs * inputs**2
+        return float(models * (2 * outputs * inputs**2 + products) + inputs**3 + 2 * outputs * inputs**2)
+
+
+def _is_wide(shape: Sequence[int]) -> bool:
+    """Whether ``D D^T D`` takes less time through ``D D^T`` than through ``D^T D``, (outputs, inputs), which is known."""
+    return 2 * shape[0] < shape[1]
 
 
 def added_by_wudi(first: Tensor, second: Tensor) -> Tensor:
@@ -234,8 +240,12 @@ def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, 
     total = torch.zeros(prior.shape[1], prior.shape[1], dtype=prior.dtype, device=prior.device)
     right = torch.zeros_like(prior)
     for change, share in zip(changes, shares, strict=True):
-        total.addmm_(change.mT, change, alpha=share)
-        right.addmm_((change - prior) @ change.mT, change, alpha=share)
+        gram = change.mT @ change
+        total.add_(gram, alpha=share)
+        if _is_wide(prior.shape):
+            right.addmm_((change - prior) @ change.mT, change, alpha=share)
+        else:
+            right.addmm_(change - prior, gram, alpha=share)
     penalty = ridge * float(total.square().sum() / total.diagonal().sum())
     if penalty == 0.0:
         return prior + torch.linalg.lstsq(total, right.mT, driver="gelsd").solution.mT

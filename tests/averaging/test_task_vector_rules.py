@@ -11,6 +11,8 @@ from plugin_support import merged
 from residual_support import checkpoint, report
 from test_task_vectors import NAMES, recipe, tuned
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rotation_merge.averaging.task_vectors import (
     TASK_VECTORS,
@@ -43,7 +45,7 @@ CASES += [("tsv", {}), ("iso", {}), ("iso", {"share": 0.5})]
 
 
 @pytest.mark.parametrize(("name", "values"), CASES)
-@pytest.mark.parametrize("shape", [(6, 9), (9, 6)])
+@pytest.mark.parametrize("shape", [(6, 9), (4, 9), (9, 6)])
 def test_merged_changes_follow_rotations(name: str, values: dict[str, Any], shape: tuple[int, int]) -> None:
     """f(L D R^T) = L f(D) R^T: merging commutes with an alignment."""
     method = BY_NAME[name]
@@ -53,6 +55,27 @@ def test_merged_changes_follow_rotations(name: str, values: dict[str, Any], shap
     merged_change = method.change(changes, weights, parameters)
     turned = method.change([left @ d @ right.T for d in changes], weights, parameters)
     torch.testing.assert_close(turned, left @ merged_change @ right.T, atol=1e-6, rtol=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """Measures the largest tensor that is made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [part for part in tree_leaves(result) if isinstance(part, Tensor)]
+        self.size = max([self.size, *(part.numel() for part in made)])
+        return result
+
+
+@pytest.mark.parametrize(("name", "values"), CASES)
+def test_a_map_into_a_large_vocabulary_takes_no_square_of_it(name: str, values: dict[str, Any]) -> None:
+    """A head of 128,000 tokens would need 130 GB."""
+    method, changes = BY_NAME[name], [random(500, 4, seed=seed) for seed in range(3)]
+    with Largest() as largest:
+        method.change(changes, [1.0] * 3, defaults(method, **values))
+    assert largest.size <= sum(change.numel() for change in changes)
 
 
 @pytest.mark.parametrize("name", ["wudi", "tsv"])
