@@ -7,7 +7,10 @@ come before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -15,6 +18,13 @@ from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSp
 from torch import Tensor
 
 from rotation_merge.averaging.methods import TENSOR, DelegateMethod, MergeLog, Plan, Source, Target, parameter
+from rotation_merge.model.slices import LONG
+
+Part = slice | EllipsisType
+"""Some rows of a tensor, or all."""
+
+RowRule = Callable[[list[Tensor]], Tensor]
+"""Merges the changes of some rows of a tensor."""
 
 RATIO = 2.0
 """Where the lengths of a tensor's changes differ by more than this factor, the long ones are shortened."""
@@ -95,33 +105,52 @@ class TaskVectorMethod(DelegateMethod):
         """
         return 2.0 * models * shape[0] * shape[1]
 
+    def by_rows(
+        self, grams: Sequence[Tensor], lengths: Sequence[float], weights: Sequence[float], parameters: Mapping[str, Any]
+    ) -> RowRule | None:
+        """How the rows of one map are merged, where they do not depend on each other beyond Grams; None: they do.
+
+        Args:
+            grams: D_t^T D_t, of all rows.
+            lengths: norms of the changes.
+        """
+        return None
+
     def plan(self) -> Plan:
         return Plan(TENSOR, base=True)
 
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
         base, *tuned_sources = sources
-        start, weights = base.weight.double(), [source.share for source in tuned_sources]
-        changes = [change_from(base.weight, source.weight) for source in tuned_sources]
-        if not any(bool(change.any()) for change in changes):
+        in_slices = target.info.vocabulary_axis is not None
+        changes = [TensorChange(base.weight, source.weight, in_slices) for source in tuned_sources]
+        if not any(change.length for change in changes):
             return base.weight
-        if target.linear and self.sees_rounding:
-            parameters = {**parameters, "rounding": _rounding_shares(tuned_sources, changes)}
-        shortened, ratio = with_long_changes_shortened(changes)
+        weights = [source.share for source in tuned_sources]
+        factors, ratio = shortening([change.length for change in changes])
         if parameters["lengths"] == "auto":
-            changes = shortened
-        if target.linear:
-            target.log.note("ratios", ratio)
-            target.log.note("lengths", parameters["lengths"])
-            if target.info.vocabulary_axis is not None and "sides" in parameters:
-                # with both sides, rows of rare tokens, which have next to no change, would grow
-                parameters = {**parameters, "sides": "one"}
-            merged = self.change(changes, weights, parameters)
-        else:
+            for change, factor in zip(changes, factors, strict=True):
+                change.factor = factor
+        if not target.linear:
             target.log.note("others", parameters["others"])
-            merged = mean_of(changes, weights)
-            if parameters["others"] == "sum":
-                merged = merged * sum(weights)
-        return start + parameters["lambda"] * merged
+            scale = sum(weights) if parameters["others"] == "sum" else 1.0
+            return _added(base.weight, changes, lambda rows: scale * mean_of(rows, weights), parameters["lambda"])
+        target.log.note("ratios", ratio)
+        target.log.note("lengths", parameters["lengths"])
+        if in_slices and "sides" in parameters:
+            # with both sides, rows of rare tokens, which have next to no change, would grow
+            parameters = {**parameters, "sides": "one"}
+        rule: RowRule | None = None
+        if len(changes[0].parts) > 1:
+            rule = self.by_rows(
+                [c.gram() for c in changes], [c.factor * c.length for c in changes], weights, parameters
+            )
+        if rule is None:
+            if self.sees_rounding:
+                parameters = {**parameters, "rounding": _rounding_shares(tuned_sources, changes)}
+            for change in changes:
+                change.parts = [...]
+            rule = partial(self.change, weights=weights, parameters=parameters)
+        return _added(base.weight, changes, rule, parameters["lambda"])
 
     def words(self, log: MergeLog) -> list[str]:
         ratios = log.facts.get("ratios", [])
@@ -186,21 +215,24 @@ class Wudi(TaskVectorMethod):
     ) -> Tensor:
         if parameters["sides"] == "both":
             return both_sides(changes, weights, parameters["ridge"])
-        shares = [weight * _over_norm(d, parameters["gram_norm"]) for weight, d in zip(weights, changes, strict=True)]
+        shares = _gram_shares([float(d.norm()) for d in changes], weights, changes[0].shape[1], parameters["gram_norm"])
         return one_side(changes, shares, mean_of(changes, weights), parameters["ridge"])
+
+    def by_rows(
+        self, grams: Sequence[Tensor], lengths: Sequence[float], weights: Sequence[float], parameters: Mapping[str, Any]
+    ) -> RowRule | None:
+        if parameters["sides"] == "both":
+            return None
+        shares = _gram_shares(lengths, weights, len(grams[0]), parameters["gram_norm"])
+        solve = row_solver(grams, shares, parameters["ridge"])
+        return lambda rows: solve(rows, mean_of(rows, weights))
 
     def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
         outputs, inputs = shape
         if parameters["sides"] == "both":
             small, large = sorted(shape)
             return float(STEPS * models * (4 * large * small**2 + 2 * small**3))
-        products = 4 * outputs**2 * inputs if _is_wide(shape) else 2 * outputs * inputs**2
-        return float(models * (2 * outputs * inputs**2 + products) + inputs**3 + 2 * outputs * inputs**2)
-
-
-def _is_wide(shape: Sequence[int]) -> bool:
-    """Whether ``D D^T D`` takes less time through ``D D^T`` than through ``D^T D``, (outputs, inputs), which is known."""
-    return 2 * shape[0] < shape[1]
+        return float(4 * models * outputs * inputs**2 + inputs**3 + 2 * outputs * inputs**2)
 
 
 def added_by_wudi(first: Tensor, second: Tensor) -> Tensor:
@@ -216,17 +248,14 @@ def added_by_wudi(first: Tensor, second: Tensor) -> Tensor:
     if not bool(first.any()) or not bool(second.any()):
         return second
     changes = [first, second]
-    return one_side(changes, [_over_norm(d, "norm") for d in changes], first + second, BESIDE_RIDGE) - first
+    shares = _gram_shares([float(d.norm()) for d in changes], [1.0, 1.0], first.shape[1], "norm")
+    return one_side(changes, shares, first + second, BESIDE_RIDGE) - first
 
 
-def _over_norm(change: Tensor, kind: str) -> float:
-    """Reciprocal of the divisor of a change's Gram; none for a zero change."""
-    if kind == "none":
-        return 1.0
-    squared = float(change.square().sum())  # the trace of the Gram, and the squared norm of the change
-    if squared == 0.0:
-        return 0.0
-    return 1.0 / squared if kind == "norm" else change.shape[1] / squared
+def _gram_shares(lengths: Sequence[float], weights: Sequence[float], inputs: int, kind: str) -> list[float]:
+    """a_t: each weight over the divisor of a change's Gram, by the norms of the changes; none for a zero change."""
+    divisors = [1.0 if kind == "none" else length**2 / (1 if kind == "norm" else inputs) for length in lengths]
+    return [weight / divisor if divisor else 0.0 for weight, divisor in zip(weights, divisors, strict=True)]
 
 
 def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, ridge: float) -> Tensor:
@@ -237,20 +266,27 @@ def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, 
         prior: M.
         ridge: l over the mean eigenvalue of the sum, weighted by itself.
     """
-    total = torch.zeros(prior.shape[1], prior.shape[1], dtype=prior.dtype, device=prior.device)
-    right = torch.zeros_like(prior)
-    for change, share in zip(changes, shares, strict=True):
-        gram = change.mT @ change
-        total.add_(gram, alpha=share)
-        if _is_wide(prior.shape):
-            right.addmm_((change - prior) @ change.mT, change, alpha=share)
-        else:
-            right.addmm_(change - prior, gram, alpha=share)
+    solve = row_solver([change.mT @ change for change in changes], shares, ridge)
+    return solve(changes, prior)
+
+
+def row_solver(
+    grams: Sequence[Tensor], shares: Sequence[float], ridge: float
+) -> Callable[[Sequence[Tensor], Tensor], Tensor]:
+    """`one_side` of some rows of a map, by the Grams G_t of all of them: a function of the changes' rows and M's."""
+    total = sum((share * gram for share, gram in zip(shares, grams, strict=True)), torch.zeros_like(grams[0]))
     penalty = ridge * float(total.square().sum() / total.diagonal().sum())
-    if penalty == 0.0:
-        return prior + torch.linalg.lstsq(total, right.mT, driver="gelsd").solution.mT
-    total.diagonal().add_(penalty)
-    return prior + torch.cholesky_solve(right.mT, torch.linalg.cholesky(total)).mT
+    factor = torch.linalg.cholesky(total + penalty * torch.eye(len(total)).to(total)) if penalty else None
+
+    def solve(changes: Sequence[Tensor], prior: Tensor) -> Tensor:
+        right = torch.zeros_like(prior)
+        for change, gram, share in zip(changes, grams, shares, strict=True):
+            right.addmm_(change - prior, gram, alpha=share)
+        if factor is None:
+            return prior + torch.linalg.lstsq(total, right.mT, driver="gelsd").solution.mT
+        return prior + torch.cholesky_solve(right.mT, factor).mT
+
+    return solve
 
 
 def both_sides(changes: Sequence[Tensor], weights: Sequence[float], ridge: float) -> Tensor:
@@ -404,24 +440,64 @@ def _polar(matrix: Tensor) -> Tensor:
     return u @ v
 
 
-def change_from(base: Tensor, tuned: Tensor) -> Tensor:
-    """The change of a model's tensor, float64.
+class TensorChange:
+    """The change of a model's tensor, computed in float64; of a long vocabulary in slices of its rows.
 
     A model may be stored in a narrower type than its base, and have been trained from the base in that type. Where it
     is nearer to the rounded base, by more than a tenth, the base's rounding is no part of its change.
+
+    Attributes:
+        length: norm of the change.
+        factor: that its rows are multiplied by.
+        parts: the slices.
     """
-    exact = tuned.double()
-    change = (exact - base).contiguous()  # in float64, without a copy of the base
-    if torch.promote_types(base.dtype, tuned.dtype) == tuned.dtype:
-        return change
-    from_rounded = (exact - base.to(tuned.dtype)).contiguous()
-    return from_rounded if float(from_rounded.norm()) < NEARER * float(change.norm()) else change
+
+    def __init__(self, base: Tensor, tuned: Tensor, in_slices: bool = False) -> None:
+        self.base, self.tuned, self.factor, self.start = base, tuned, 1.0, base.dtype
+        self.parts: list[Part] = [...]
+        if in_slices and base.numel() > LONG:
+            step = max(1, LONG * len(base) // base.numel())
+            self.parts = [slice(first, first + step) for first in range(0, len(base), step)]
+        self.length = self._norm()
+        if torch.promote_types(base.dtype, tuned.dtype) != tuned.dtype:
+            exact, self.start = self.length, tuned.dtype
+            self.length = self._norm()
+            if self.length >= NEARER * exact:
+                self.length, self.start = exact, base.dtype
+
+    def rows(self, part: Part = ...) -> Tensor:
+        """The change of some rows; not given: of all."""
+        change = (self.tuned[part].double() - self.base[part].to(self.start)).contiguous()  # no copy of all in float64
+        return change if self.factor == 1.0 else change.mul_(self.factor)
+
+    def gram(self) -> Tensor:
+        """D^T D, (inputs, inputs)."""
+        width = self.base.shape[1]
+        total = torch.zeros(width, width, dtype=torch.float64, device=self.base.device)
+        for part in self.parts:
+            rows = self.rows(part)
+            total.addmm_(rows.mT, rows)
+        return total
+
+    def _norm(self) -> float:
+        return math.hypot(*(float(self.rows(part).norm()) for part in self.parts))
 
 
-def _rounding_shares(sources: Sequence[Source], changes: Sequence[Tensor]) -> list[float]:
+def _added(base: Tensor, changes: Sequence[TensorChange], rule: RowRule, scale: float) -> Tensor:
+    """The base with `scale` times the merged change, float64; each slice of the rows by itself."""
+    parts = changes[0].parts
+    if len(parts) == 1:
+        return base.double() + scale * rule([change.rows() for change in changes])
+    result = torch.empty(base.shape, dtype=torch.float64, device=base.device)
+    for part in parts:
+        result[part] = base[part].double() + scale * rule([change.rows(part) for change in changes])
+    return result
+
+
+def _rounding_shares(sources: Sequence[Source], changes: Sequence[TensorChange]) -> list[float]:
     """`rounding_error` of each model's weights over the norm of its change."""
     return [
-        rounding_error(source.weight) / max(float(change.norm()), 1e-300)
+        rounding_error(source.weight) / max(change.factor * change.length, 1e-300)
         for source, change in zip(sources, changes, strict=True)
     ]
 
@@ -443,22 +519,23 @@ def mean_of(changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return sum((weight / total * d for d, weight in zip(changes, weights, strict=True)), torch.zeros_like(changes[0]))
 
 
-def with_long_changes_shortened(changes: Sequence[Tensor]) -> tuple[list[Tensor], float]:
-    """Shorten changes to the length of the shortest if lengths differ by more than `RATIO`.
+def shortening(lengths: Sequence[float]) -> tuple[list[float], float]:
+    """Factors that shorten changes to the length of the shortest if lengths differ by more than `RATIO`.
 
     Also returns the ratio of the longest to the shortest.
 
     No change is divided by more than the number of changes, its share in their mean. So none is longer than in the
     mean, or than the shortest: beside others that are added in full, a longer one would take the result further from
     the base than the mean goes. Zero changes do not count.
+
+    Args:
+        lengths: norms of the changes of one tensor.
     """
-    lengths = [float(d.norm()) for d in changes]
     counting = [length for length in lengths if length > 0.0]
     ratio = max(counting) / min(counting) if counting else 1.0
     if ratio <= RATIO:
-        return list(changes), ratio
-    factors = [max(min(counting) / length, 1 / len(counting)) if length else 1.0 for length in lengths]
-    return [factor * d for factor, d in zip(factors, changes, strict=True)], ratio
+        return [1.0] * len(lengths), ratio
+    return [max(min(counting) / length, 1 / len(counting)) if length else 1.0 for length in lengths], ratio
 
 
 TASK_VECTORS: tuple[TaskVectorMethod, ...] = (Wudi(), Tsv(), Iso())

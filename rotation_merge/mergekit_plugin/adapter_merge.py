@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rotation_merge.averaging.config import AUTO, AdapterMergeConfig
 from rotation_merge.averaging.methods import numbers_for
-from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, mean_of, with_long_changes_shortened
+from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, mean_of, shortening
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.files.outputs import FILE, FOLDER, Input, Output, check_outputs, check_replaced
 from rotation_merge.linalg.finite import all_finite
@@ -172,9 +172,9 @@ def _merged(
     inputs = torch.linalg.qr(torch.cat([flat[0] for flat in flats if flat is not None], 0).mT)[0]
     unchanged = outputs.new_zeros(outputs.shape[1], inputs.shape[1])
     cores = [unchanged if flat is None else (outputs.mT @ flat[1]) @ (flat[0] @ inputs) for flat in flats]
-    shortened, ratio = with_long_changes_shortened(cores)
+    shares_kept, ratio = shortening([float(core.norm()) for core in cores])
     if rule.shortens:
-        cores = shortened
+        cores = [share * core for share, core in zip(shares_kept, cores, strict=True)]
     if rule.entrywise:
         merged = rule.merge([outputs @ core @ inputs.mT for core in cores], weights, like.shape)
         u, s, v = _decomposed(merged, most)

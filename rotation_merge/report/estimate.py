@@ -164,8 +164,20 @@ def averaging(
             count = shape[0] if linear.stacked else 1
             only = {**values, "sides": "one"} if info.vocabulary_axis is not None else values
             operations += count * method.operations((outputs, inputs), models, only)
-            memory = max(memory, WIDE * ((2 * models + 4) * outputs * inputs + 2 * min(outputs, inputs) ** 2))
+            memory = max(memory, WIDE * _numbers(method, only, models, (outputs, inputs), info.vocabulary_axis))
     return AveragingCost(method.spec.name, operations / (flops_per_second() * DOUBLE), memory)
+
+
+def _numbers(
+    method: TaskVectorMethod, parameters: Mapping[str, Any], models: int, shape: tuple[int, int], vocabulary: int | None
+) -> int:
+    """Numbers in memory while one map is merged; of a long vocabulary in slices, if the method allows that."""
+    outputs, inputs = shape
+    size, one = outputs * inputs, [1.0] * models
+    in_slices = vocabulary is not None and size > LONG
+    if in_slices and method.by_rows([torch.ones(1, 1)] * models, one, one, parameters) is not None:
+        return size + (2 * models + 4) * LONG + (models + 2) * inputs**2
+    return (2 * models + 4) * size + 2 * min(shape) ** 2
 
 
 def carried(estimate: Estimate, shapes: Shapes, itemsize: int) -> Estimate:

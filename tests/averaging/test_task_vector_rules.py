@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 from rotation_merge.averaging.task_vectors import (
     TASK_VECTORS,
     TaskVectorMethod,
+    TensorChange,
     added_by_wudi,
     both_sides,
-    change_from,
     mean_of,
     one_side,
-    with_long_changes_shortened,
+    shortening,
 )
 
 BY_NAME = {method.spec.name: method for method in TASK_VECTORS}
@@ -166,20 +166,11 @@ def test_iso_evens_all_singular_values() -> None:
 
 
 def test_long_changes_are_shortened_where_lengths_differ_by_more_than_two() -> None:
-    short = random(3, 3)
-    long = random(3, 3, seed=1)
-    long *= 2.5 * short.norm() / long.norm()
-    shortened, ratio = with_long_changes_shortened([short, long, torch.zeros(3, 3).double()])
-    assert ratio == pytest.approx(2.5)
-    assert torch.equal(shortened[0], short)
-    torch.testing.assert_close(shortened[1], 0.5 * long)  # its share in the mean of those that count
-    of_three = with_long_changes_shortened([short, long, short])[0]
-    torch.testing.assert_close(of_three[1], long / 2.5)  # the shortest one's length
-    assert not shortened[2].any()
-    assert torch.equal(with_long_changes_shortened([short, 1.5 * short])[0][0], short)
-    least, most = with_long_changes_shortened([short, 1e9 * long])[0]  # by no more than the number of changes
-    torch.testing.assert_close(least, short)
-    torch.testing.assert_close(most, 0.5e9 * long)
+    short, long = 2.0, 5.0
+    assert shortening([short, long, 0.0]) == ([1.0, 0.5, 1.0], 2.5)  # its share in the mean of those that count
+    assert shortening([short, long, short])[0] == [1.0, pytest.approx(1 / 2.5), 1.0]  # the shortest one's length
+    assert shortening([short, 1.5 * short])[0] == [1.0, 1.0]
+    assert shortening([short, 1e9 * long])[0] == [1.0, 0.5]  # by no more than the number of changes
 
 
 @pytest.mark.parametrize(("lengths", "factor"), [("auto", 0.5), ("keep", 1.0)])
@@ -198,13 +189,29 @@ def test_long_changes_of_tensors_that_are_no_maps_are_shortened_too(
 
 def test_the_rounding_of_a_base_is_no_change_of_a_model_that_was_trained_from_the_rounded_base() -> None:
     base = random(20, 30).float()
-    assert not change_from(base, base.bfloat16()).any()
+    assert not TensorChange(base, base.bfloat16()).rows().any()
     step = torch.where(random(20, 30, seed=1) > 1.5, 1 + 2**-7, 1.0).float()
     tuned = (base.bfloat16().float() * step).bfloat16()
-    assert torch.equal(change_from(base, tuned), tuned.double() - base.bfloat16().double())
+    assert torch.equal(TensorChange(base, tuned).rows(), tuned.double() - base.bfloat16().double())
     tuned = (base + 0.1 * random(20, 30, seed=2).float()).bfloat16()  # trained from the base itself
-    assert torch.equal(change_from(base, tuned), tuned.double() - base.double())
-    assert torch.equal(change_from(base.bfloat16(), base), base.double() - base.bfloat16().double())
+    assert torch.equal(TensorChange(base, tuned).rows(), tuned.double() - base.double())
+    assert torch.equal(TensorChange(base.bfloat16(), base).rows(), base.double() - base.bfloat16().double())
+
+
+@pytest.mark.parametrize("others", ["mean", "sum"])
+@pytest.mark.parametrize("name", list(BY_NAME))
+def test_long_vocabularies_are_merged_in_slices(
+    name: str, others: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of embeddings and heads as of the whole, also where one change is shortened."""
+    base = checkpoint("llama", "llama", tmp_path / "base")
+    models = [base, tuned(base, tmp_path / "short", 1, 0.01), tuned(base, tmp_path / "long", 2, 0.1)]
+    asked = recipe(*(model.path for model in models), delegate=name, others=others)
+    whole = merged(asked, tmp_path / "whole")
+    monkeypatch.setattr("rotation_merge.averaging.task_vectors.LONG", 100)
+    sliced = merged(asked, tmp_path / "sliced")
+    for key, tensor in whole.items():
+        torch.testing.assert_close(sliced[key], tensor, atol=1e-7, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", list(BY_NAME))
