@@ -122,12 +122,14 @@ class Target:
     Attributes:
         linear: whether it is a linear map.
         piece: which of several stacked pieces it is; None where it is not one of several.
+        tied: whether it is an embedding whose rows are those of the head, too.
     """
 
     info: TensorInfo
     linear: bool = False
     piece: int | None = None
     log: MergeLog = field(default_factory=MergeLog, repr=False)
+    tied: bool = False
 
 
 WEIGHT = ParameterSpec("weight", float, ParameterScope.INPUT, description="share of the model")

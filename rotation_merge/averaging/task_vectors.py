@@ -1,8 +1,8 @@
 r"""Averages of task vectors: the changes of fine-tunes of one base, merged map by map without data.
 
 Directions: a change D_t is W_t - W_0 of one map, shape (outputs, inputs), in the base's coordinates; all work is done
-in float64. Under ``D -> L D R^T`` with orthogonal L and R every rule here gives ``L f(D) R^T``: an alignment may
-come before.
+in float64. An embedding that is the head, too, is such a map. Under ``D -> L D R^T`` with orthogonal L and R every rule
+here gives ``L f(D) R^T``: an alignment may come before.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ COMMON = (
     ParameterSpec("weight", float, ParameterScope.INPUT, 1.0, "importance of each model"),
     parameter("lambda", 1.0, "factor of the merged change"),
     parameter(
-        "others", "mean", "changes of norms, biases and embeddings: their mean or their sum", choices=("mean", "sum")
+        "others",
+        "mean",
+        "changes of norms, biases and embeddings (but of an embedding that is the head, too): their mean or their sum",
+        choices=("mean", "sum"),
     ),
     parameter(
         "lengths",
@@ -130,7 +133,7 @@ class TaskVectorMethod(DelegateMethod):
         if parameters["lengths"] == "auto":
             for change, factor in zip(changes, factors, strict=True):
                 change.factor = factor
-        if not target.linear:
+        if not target.linear and not target.tied:
             target.log.note("others", parameters["others"])
             scale = sum(weights) if parameters["others"] == "sum" else 1.0
             return _added(base.weight, changes, lambda rows: scale * mean_of(rows, weights), parameters["lambda"])

@@ -156,7 +156,8 @@ def _averaging(path: str) -> AveragingCost | None:
     values = {name: value for name, value in (config.parameters or {}).items() if name in known}
     plain = {name: value for name, value in values.items() if isinstance(value, str | int | float)}
     models = sum(model.model != recipe.base for model in config.models or [])
-    return averaging(method, plain, base.architecture, dict(base.shapes), models)
+    tied = base.tied_head is not None and not recipe.untie
+    return averaging(method, plain, base.architecture, dict(base.shapes), models, tied)
 
 
 def _donors(target: str, options: AlignConfig, untie: bool, as_json: bool) -> list[RecipeDonor]:

@@ -144,13 +144,19 @@ class AveragingCost:
 
 
 def averaging(
-    method: TaskVectorMethod, parameters: Mapping[str, Any], architecture: Architecture, shapes: Shapes, models: int
+    method: TaskVectorMethod,
+    parameters: Mapping[str, Any],
+    architecture: Architecture,
+    shapes: Shapes,
+    models: int,
+    tied: bool = False,
 ) -> AveragingCost:
     """Estimate the averaging of all maps, in float64.
 
     Args:
         parameters: of the delegate; those that are not given have their defaults.
         models: whose changes are merged.
+        tied: whether the embedding is the head, too, and merged as one.
     """
     values = {parameter.name: parameter.default for parameter in method.spec.parameters} | dict(parameters)
     operations, memory = 0.0, 0
@@ -158,10 +164,15 @@ def averaging(
         for info in block.tensors:
             linear = linear_map(block, info)
             shape = _shape(info, shapes)
-            if linear is None or len(shape) != 2 + linear.stacked:
+            stacked, gives, reads = False, 0, 1
+            if linear is not None:
+                stacked, gives, reads = linear.stacked, linear.gives, linear.reads
+            elif not tied or info.vocabulary_axis is None:
                 continue
-            outputs, inputs = shape[linear.gives], shape[linear.reads]
-            count = shape[0] if linear.stacked else 1
+            if len(shape) != 2 + stacked:
+                continue
+            outputs, inputs = shape[gives], shape[reads]
+            count = shape[0] if stacked else 1
             only = {**values, "sides": "one"} if info.vocabulary_axis is not None else values
             operations += count * method.operations((outputs, inputs), models, only)
             memory = max(memory, WIDE * _numbers(method, only, models, (outputs, inputs), info.vocabulary_axis))

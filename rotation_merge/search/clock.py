@@ -172,6 +172,7 @@ class Costs:
         judging: seconds that judging a merge takes, from loading it on.
         written: whether models write their samples whenever they are merged with.
         relation: of the models: shared, near or far.
+        tied: whether the embedding is the head, too.
         done: seconds of the candidates so far, by name.
         kinds: by kind, expected and measured seconds of each.
     """
@@ -183,6 +184,7 @@ class Costs:
     judging: float = 0.0
     written: bool = False
     relation: str = FAR
+    tied: bool = False
     done: dict[str, float] = field(default_factory=dict)
     kinds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
@@ -229,7 +231,8 @@ class Costs:
         if not isinstance(method, TaskVectorMethod):
             weights = sum(map(math.prod, self.shapes.values()))
             return SPARSIFYING * weights * len(candidate.models) if "density" in CHANGES.get(name, ()) else 0.0
-        return averaging(method, {}, self.architecture, dict(self.shapes), len(candidate.models)).seconds
+        count = len(candidate.models)
+        return averaging(method, {}, self.architecture, dict(self.shapes), count, self.tied).seconds
 
     @property
     def _plain(self) -> float:

@@ -150,6 +150,7 @@ class Preparation:
             per_token * tokens_in([*deciding.sets, *([] if forgetting is None else forgetting.judge.sets)]),
             self.made_up,
             relation,
+            anchor.tied_head is not None,
         )
         return Parents(
             architecture,

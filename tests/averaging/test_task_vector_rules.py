@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import rotation_merge as rm
 from rotation_merge.averaging.task_vectors import (
     TASK_VECTORS,
     TaskVectorMethod,
@@ -230,6 +231,25 @@ def test_recipes_merge_the_changes_of_every_map(name: str, tmp_path: Path) -> No
     torch.testing.assert_close(result[norm], mean, atol=1e-6, rtol=1e-5)
     notes = " ".join(report(tmp_path / "out")["notes"])
     assert f"Delegate {name} merged the changes of" in notes
+
+
+@pytest.mark.parametrize("name", list(BY_NAME))
+def test_an_embedding_that_is_the_head_is_merged_as_a_map(name: str, tmp_path: Path) -> None:
+    """By a recipe, in memory, and with a tensor for the head alone, whose embedding is none."""
+    base = checkpoint("llama", "llama, tied, biases", tmp_path / "base")
+    models = [tuned(base, tmp_path / str(seed), seed) for seed in (1, 2)]
+    embedding, method = "model.embed_tokens.weight", BY_NAME[name]
+    start, changes = base.state[embedding].double(), [m.state[embedding] - base.state[embedding] for m in models]
+    ruled = (start + method.change([c.double() for c in changes], [1.0, 1.0], defaults(method))).float()
+    mean = (start + sum(changes) / 2).float()
+    asked = recipe(base.path, *(m.path for m in models), delegate=name)
+    torch.testing.assert_close(merged(asked, tmp_path / "out")[embedding], ruled, atol=1e-6, rtol=1e-5)
+    held = rm.average([base.path, *(m.path for m in models)], name)
+    torch.testing.assert_close(held[embedding], ruled, atol=1e-6, rtol=1e-5)
+    asked["parameters"]["untie"] = True
+    apart = merged(asked, tmp_path / "apart")
+    torch.testing.assert_close(apart[embedding], mean, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(apart["lm_head.weight"], ruled, atol=1e-6, rtol=1e-5)
 
 
 def test_conv1d_is_merged_as_the_map_that_it_is(tmp_path: Path) -> None:

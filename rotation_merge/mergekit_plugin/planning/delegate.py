@@ -83,6 +83,7 @@ class OutputPlanner:
 
     def __init__(self, method: DelegateMethod, donors: Donors, helper: AuxiliaryPlanner | None) -> None:
         self.method, self.plan, self.base, self.helper = method, plan_of(method), donors.recipe.base, helper
+        self.tied = donors.models[self.base].tied_head is not None and not donors.recipe.untie
         self.log = MergeLog(str(self.base))
         donors.run.add_notes_later(lambda: method.words(self.log))
 
@@ -112,6 +113,7 @@ class OutputPlanner:
                 linear is not None,
                 request.piece if request.info.stacked else None,
                 self.log,
+                self.tied and linear is None and request.info.vocabulary_axis is not None,
             ),
             [(model, float(request.shares[model]), part) for model, part in zip(models, parts, strict=True)],
             dict(request.parameters),
@@ -131,6 +133,7 @@ class MergedSource:
         sources: of the models that count, the anchor's first, all in its coordinates and by its names.
         weights: of the models.
         parameters: of the delegate; its defaults where none is given.
+        tied: whether the embedding is the head, too.
     """
 
     def __init__(
@@ -140,7 +143,9 @@ class MergedSource:
         sources: Sequence[tuple[ModelReference, TensorSource]],
         weights: Sequence[float],
         parameters: Mapping[str, Any],
+        tied: bool = False,
     ) -> None:
+        self.tied = tied
         self.method, self.sources, self.log = method, dict(sources), MergeLog(str(sources[0][0]))
         self.parts = [(model, weight, AuxiliaryInput()) for (model, _), weight in zip(sources, weights, strict=True)]
         self.parameters = {spec.name: spec.default for spec in method.spec.parameters} | dict(parameters)
@@ -159,7 +164,8 @@ class MergedSource:
         tensors = {model: source[name] for model, source in self.sources.items()}
         block, info = self._infos[name]
         linear = linear_map(block, info)
-        target = Target(info, linear is not None, None, self.log)
+        tied = self.tied and linear is None and info.vocabulary_axis is not None
+        target = Target(info, linear is not None, None, self.log, tied)
         flipped = linear is not None and linear.reads < linear.gives
         return merge_tensor(self.method, target, self.parts, self.parameters, flipped, name, work, tensors)
 

@@ -185,7 +185,8 @@ class _RefitRun:
             return ExtrapolatedSource(mean, self.anchor, lesson.scale * len(tuned))
         method = next(method for method in TASK_VECTORS if method.spec.name == lesson.start)
         named = [(self.recipe.base, self.anchor), *((teacher.model, source) for teacher, source in tuned)]
-        return MergedSource(method, self.base.architecture, named, weights, {"lambda": lesson.scale})
+        tied = self.base.tied_head is not None and not self.recipe.untie
+        return MergedSource(method, self.base.architecture, named, weights, {"lambda": lesson.scale}, tied)
 
     def _losses(self, judged: Sequence[tuple[float, Data]], first: int) -> tuple[float, float] | None:
         """Losses of the start and the refitted merge on held-out samples, weighted by the models' shares.
