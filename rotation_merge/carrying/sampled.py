@@ -187,7 +187,7 @@ class SampledTransfer:
     def _merged(self) -> Delta:
         """The new base plus what the fine-tune adds to it where `wudi` merges both as fine-tunes of the old base.
 
-        Tensors that are no linear maps get the whole change.
+        Tensors that are no linear maps get the whole change; an embedding that is the head, too, is one.
         """
         carrier, unmoved, tensors = self.session.carrier, self._unmoved(), dict[str, Tensor]()
         for block in carrier.architecture.blocks:
@@ -201,6 +201,8 @@ class SampledTransfer:
                 if linear is not None:
                     base_change = linear.as_matrices(new.to(change) - old.to(change))
                     change = linear.as_stored(added_by_wudi(base_change, linear.as_matrices(change)))
+                elif self._tied is not None and info.vocabulary_axis is not None and change.ndim == 2:
+                    change = added_by_wudi(new.to(change) - old.to(change), change)
                 tensors |= unstack(info, new.to(change) + change)
         return Delta.from_solved(carrier, tensors)
 

@@ -436,9 +436,12 @@ def test_held_out_samples_choose_the_target(share: float) -> None:
         torch.testing.assert_close(target(input_ids=torch.arange(8)[None]).logits[0], expected)
 
 
-@pytest.mark.parametrize("name", [PLAIN, MERGED])
-def test_what_samples_chose_is_written(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "tied"), [(PLAIN, False), (MERGED, False), (MERGED, True)])
+def test_what_samples_chose_is_written(
+    name: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By weights, too, where another change is written than the one that the method moved."""
+    maps = ("proj.weight", "embed_tokens.weight") if tied else ("proj.weight",)
     judged, draw = SampledTransfer._judged, torch.Generator().manual_seed(2)
 
     def chosen(self: SampledTransfer, candidate: JudgedChange, others: list[JudgedChange], parts: Any) -> Any:
@@ -447,7 +450,7 @@ def test_what_samples_chose_is_written(name: str, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(SampledTransfer, "_judged", chosen)
     monkeypatch.setattr("rotation_merge.carrying.sampled.SCALES", (1.0,))
-    old = make_checkpoint("llama", tmp_path / "old")
+    old = make_checkpoint("llama", tmp_path / "old", tie_word_embeddings=tied)
     before = state(old)
     new, tuned = ({n: t + by * torch.randn(t.shape, generator=draw) for n, t in before.items()} for by in (0.1, 0.02))
     for folder, tensors in (("new", new), ("tuned", tuned)):
@@ -459,11 +462,11 @@ def test_what_samples_chose_is_written(name: str, tmp_path: Path, monkeypatch: p
     assert done.exit_code == 0, done.output
     for tensor, found in state(tmp_path / "out").items():
         wanted = plain = new[tensor] + tuned[tensor] - before[tensor]
-        if name == MERGED and tensor.endswith("proj.weight"):
+        if name == MERGED and tensor.endswith(maps):
             changes = ((each[tensor] - before[tensor]).double() for each in (new, tuned))
             wanted = (new[tensor] + added_by_wudi(*changes)).float()
             assert not torch.allclose(found, plain, atol=1e-4)
-        if name == PLAIN or tensor.endswith("proj.weight"):
+        if name == PLAIN or tensor.endswith(maps):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
