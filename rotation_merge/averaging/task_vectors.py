@@ -139,6 +139,8 @@ class TaskVectorMethod(DelegateMethod):
             return _added(base.weight, changes, lambda rows: scale * mean_of(rows, weights), parameters["lambda"])
         target.log.note("ratios", ratio)
         target.log.note("lengths", parameters["lengths"])
+        if target.tied:
+            target.log.note("tied", target.info.name)
         if in_slices and "sides" in parameters:
             # with both sides, rows of rare tokens, which have next to no change, would grow
             parameters = {**parameters, "sides": "one"}
@@ -158,8 +160,10 @@ class TaskVectorMethod(DelegateMethod):
     def words(self, log: MergeLog) -> list[str]:
         ratios = log.facts.get("ratios", [])
         rule = " or ".join(sorted(set(log.facts.get("others", [])))) or "mean"
-        how = f"merged the changes of {len(ratios)} linear maps, relative to {log.base}"
-        scope = f"Norms, biases, embeddings and other tensors got the {rule} of their changes."
+        tied = ", the embedding among them, which is the head, too" if log.facts.get("tied") else ""
+        how = f"merged the changes of {len(ratios)} linear maps{tied}, relative to {log.base}"
+        other = "and other" if tied else "embeddings and other"
+        scope = f"Norms, biases, {other} tensors got the {rule} of their changes."
         span = f" Lengths of changes of one map differ by a factor of up to {max(ratios):.3g}." if ratios else ""
         lines = [f"Delegate {self.spec.name} {how}. {scope}{span}"]
         uneven = [ratio for ratio in ratios if ratio > RATIO]

@@ -244,6 +244,7 @@ def test_an_embedding_that_is_the_head_is_merged_as_a_map(name: str, tmp_path: P
     mean = (start + sum(changes) / 2).float()
     asked = recipe(base.path, *(m.path for m in models), delegate=name)
     torch.testing.assert_close(merged(asked, tmp_path / "out")[embedding], ruled, atol=1e-6, rtol=1e-5)
+    assert "embedding among them, which is the head, too" in " ".join(report(tmp_path / "out")["notes"])
     held = rm.average([base.path, *(m.path for m in models)], name)
     torch.testing.assert_close(held[embedding], ruled, atol=1e-6, rtol=1e-5)
     asked["parameters"]["untie"] = True
