@@ -573,7 +573,7 @@ def added(bench: Bench, tuned: str, base: str, way: str, controls: bool = False)
     new = {name: tensor.clone() for name, tensor in model.named_parameters()}  # a tied head once
     changes = {name: changed[name] - old[name] for name in new}
     if way.startswith("wudi"):
-        for name in (name for name in new if name.endswith("proj.weight")):
+        for name in (name for name in new if name.endswith(("proj.weight", "embed_tokens.weight"))):  # a tied head
             changes[name] = added_by_wudi((new[name] - old[name]).double(), changes[name].double())
 
     def judged(names: Iterable[str], control: Callable[[Tensor], Tensor]) -> dict[str, float]:
