@@ -117,8 +117,11 @@ def table(what: str, origin: bool) -> str:
         rows = [row for row in rows if str(row[key.strip()]) == value.strip()]
     apart = ";" if ";" in columns else ","
     pairs = [column.strip().partition("=") for column in columns.split(apart)] if columns else []
-    titles = {key: title or key for key, _, title in pairs} or {key: key for key in rows[0]}
-    lines = [titles.values(), ["---"] * len(titles), *([row[key] for key in titles] for row in rows)]
+    known = dict.fromkeys(key for row in rows for key in row)
+    titles = {key: title or key for key, _, title in pairs} or {key: key for key in known}
+    if odd := [key for key in titles if key not in known]:
+        raise KeyError(f"{name}.json has no column {odd[0]!r}")
+    lines = [titles.values(), ["---"] * len(titles), *([row.get(key, "") for key in titles] for row in rows)]
     whence = f"\n\n*Commit {found['commit']}, {found['date']}; {found['machine']}.*" if origin else ""
     return "\n".join(map(_line, lines)) + whence
 
