@@ -370,9 +370,9 @@ class Tsv(TaskVectorMethod):
             u, s, v = torch.linalg.svd(change, full_matrices=False)
             least = max(ZERO * float(s[0]), share * float(change.norm()))
             rank = min(rank_limit, max(1, int((s > least).sum())))
-            lefts.append(u[:, :rank])
+            lefts.append(u[:, :rank].clone())  # of a head, all triples are large
             values.append(weight * s[:rank])
-            rights.append(v[:rank])
+            rights.append(v[:rank].clone())
         return (_polar(torch.cat(lefts, 1)) * torch.cat(values)) @ _polar(torch.cat(rights, 0))
 
     def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
