@@ -437,9 +437,7 @@ def test_held_out_samples_choose_the_target(share: float) -> None:
 
 
 @pytest.mark.parametrize(("name", "tied"), [(PLAIN, False), (MERGED, False), (MERGED, True)])
-def test_what_samples_chose_is_written(
-    name: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_samples_chose_is_written(name: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By weights, too, where another change is written than the one that the method moved."""
     maps = ("proj.weight", "embed_tokens.weight") if tied else ("proj.weight",)
     judged, draw = SampledTransfer._judged, torch.Generator().manual_seed(2)
