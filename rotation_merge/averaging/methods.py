@@ -38,6 +38,7 @@ class Plan:
         statistics: the kind that every model brings, which are carried along with it; empty for none.
         maps_only: whether its rule is for linear maps alone, each by itself as (outputs, inputs).
         base: whether it takes the base's tensor, whatever the base's weight.
+        tied: whether an embedding that is the head, too, counts as a linear map.
         negative: whether weights may be negative.
         no_changes: why it takes no donor that stands for a change carried to the anchor; empty where it does.
     """
@@ -48,6 +49,7 @@ class Plan:
     base: bool = False
     negative: bool = False
     no_changes: str = ""
+    tied: bool = False
 
     @property
     def one_shape(self) -> bool:
@@ -122,14 +124,12 @@ class Target:
     Attributes:
         linear: whether it is a linear map.
         piece: which of several stacked pieces it is; None where it is not one of several.
-        tied: whether it is an embedding whose rows are those of the head, too.
     """
 
     info: TensorInfo
     linear: bool = False
     piece: int | None = None
     log: MergeLog = field(default_factory=MergeLog, repr=False)
-    tied: bool = False
 
 
 WEIGHT = ParameterSpec("weight", float, ParameterScope.INPUT, description="share of the model")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from types import EllipsisType
 from typing import Any
 
@@ -18,7 +19,7 @@ from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSp
 from torch import Tensor
 
 from rotation_merge.averaging.methods import TENSOR, DelegateMethod, MergeLog, Plan, Source, Target, parameter
-from rotation_merge.model.slices import LONG
+from rotation_merge.model.slices import row_slices
 
 Part = slice | EllipsisType
 """Some rows of a tensor, or all."""
@@ -108,62 +109,66 @@ class TaskVectorMethod(DelegateMethod):
         """
         return 2.0 * models * shape[0] * shape[1]
 
-    def by_rows(
+    def merges_rows(self, parameters: Mapping[str, Any]) -> bool:
+        """Whether rows of a map are merged one by one, by the Grams of the whole changes: `row_rule`."""
+        return False
+
+    def row_rule(
         self, grams: Sequence[Tensor], lengths: Sequence[float], weights: Sequence[float], parameters: Mapping[str, Any]
-    ) -> RowRule | None:
-        """How the rows of one map are merged, where they do not depend on each other beyond Grams; None: they do.
+    ) -> RowRule:
+        """How some rows of one map are merged, where `merges_rows`.
 
         Args:
             grams: D_t^T D_t, of all rows.
             lengths: norms of the changes.
         """
-        return None
+        raise NotImplementedError
 
     def plan(self) -> Plan:
-        return Plan(TENSOR, base=True)
+        return Plan(TENSOR, base=True, tied=True)
 
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
         base, *tuned_sources = sources
-        in_slices = target.info.vocabulary_axis is not None
-        changes = [TensorChange(base.weight, source.weight, in_slices) for source in tuned_sources]
-        if not any(change.length for change in changes):
-            return base.weight
-        weights = [source.share for source in tuned_sources]
-        factors, ratio = shortening([change.length for change in changes])
+        start, weights = base.weight, [source.share for source in tuned_sources]
+        slices = row_slices(start) if target.info.vocabulary_axis is not None else []
+        parts: list[Part] = [*slices] if len(slices) > 1 else [...]
+        changes = [TensorChange.of(start, source.weight, parts) for source in tuned_sources]
+        lengths = [change.length for change in changes]
+        if not any(lengths):
+            return start
+        factors, ratio = shortening(lengths)
         if parameters["lengths"] == "auto":
-            for change, factor in zip(changes, factors, strict=True):
-                change.factor = factor
-        if not target.linear and not target.tied:
+            changes = [change.scaled(factor) for change, factor in zip(changes, factors, strict=True)]
+        rule: RowRule
+        if not target.linear:
             target.log.note("others", parameters["others"])
             scale = sum(weights) if parameters["others"] == "sum" else 1.0
-            return _added(base.weight, changes, lambda rows: scale * mean_of(rows, weights), parameters["lambda"])
-        target.log.note("ratios", ratio)
-        target.log.note("lengths", parameters["lengths"])
-        if target.tied:
-            target.log.note("tied", target.info.name)
-        if in_slices and "sides" in parameters:
-            # with both sides, rows of rare tokens, which have next to no change, would grow
-            parameters = {**parameters, "sides": "one"}
-        rule: RowRule | None = None
-        if len(changes[0].parts) > 1:
-            rule = self.by_rows(
-                [c.gram() for c in changes], [c.factor * c.length for c in changes], weights, parameters
-            )
-        if rule is None:
-            if self.sees_rounding:
-                parameters = {**parameters, "rounding": _rounding_shares(tuned_sources, changes)}
-            for change in changes:
-                change.parts = [...]
-            rule = partial(self.change, weights=weights, parameters=parameters)
-        return _added(base.weight, changes, rule, parameters["lambda"])
+            rule = partial(_scaled_mean, weights=weights, scale=scale)
+        else:
+            target.log.note("ratios", ratio)
+            target.log.note("lengths", parameters["lengths"])
+            if target.info.vocabulary_axis is not None and "sides" in parameters:
+                # with both sides, rows of rare tokens, which have next to no change, would grow
+                parameters = {**parameters, "sides": "one"}
+            if len(parts) > 1 and self.merges_rows(parameters):
+                grams = [change.gram() for change in changes]
+                rule = self.row_rule(grams, [change.length for change in changes], weights, parameters)
+            else:
+                parts = [...]
+                if self.sees_rounding:
+                    parameters = {**parameters, "rounding": _rounding_shares(tuned_sources, lengths)}
+                rule = partial(self.change, weights=weights, parameters=parameters)
+        merged = torch.empty(start.shape, dtype=torch.float64, device=start.device)
+        for part in parts:
+            merged[part] = start[part].double() + parameters["lambda"] * rule([change.rows(part) for change in changes])
+        return merged
 
     def words(self, log: MergeLog) -> list[str]:
         ratios = log.facts.get("ratios", [])
         rule = " or ".join(sorted(set(log.facts.get("others", [])))) or "mean"
         tied = ", the embedding among them, which is the head, too" if log.facts.get("tied") else ""
         how = f"merged the changes of {len(ratios)} linear maps{tied}, relative to {log.base}"
-        other = "and other" if tied else "embeddings and other"
-        scope = f"Norms, biases, {other} tensors got the {rule} of their changes."
+        scope = f"Norms, biases, {'' if tied else 'embeddings '}and other tensors got the {rule} of their changes."
         span = f" Lengths of changes of one map differ by a factor of up to {max(ratios):.3g}." if ratios else ""
         lines = [f"Delegate {self.spec.name} {how}. {scope}{span}"]
         uneven = [ratio for ratio in ratios if ratio > RATIO]
@@ -225,21 +230,39 @@ class Wudi(TaskVectorMethod):
         shares = _gram_shares([float(d.norm()) for d in changes], weights, changes[0].shape[1], parameters["gram_norm"])
         return one_side(changes, shares, mean_of(changes, weights), parameters["ridge"])
 
-    def by_rows(
+    def merges_rows(self, parameters: Mapping[str, Any]) -> bool:
+        return bool(parameters["sides"] == "one")
+
+    def row_rule(
         self, grams: Sequence[Tensor], lengths: Sequence[float], weights: Sequence[float], parameters: Mapping[str, Any]
-    ) -> RowRule | None:
-        if parameters["sides"] == "both":
-            return None
+    ) -> RowRule:
         shares = _gram_shares(lengths, weights, len(grams[0]), parameters["gram_norm"])
-        solve = row_solver(grams, shares, parameters["ridge"])
-        return lambda rows: solve(rows, mean_of(rows, weights))
+        total = torch.zeros_like(grams[0])
+        for gram, share in zip(grams, shares, strict=True):
+            total.add_(gram, alpha=share)
+        solve = _ridge_solver(total, parameters["ridge"])
+
+        def merged(rows: Sequence[Tensor]) -> Tensor:
+            prior = mean_of(rows, weights)
+            right = torch.zeros_like(prior)
+            for change, gram, share in zip(rows, grams, shares, strict=True):
+                right.addmm_(change - prior, gram, alpha=share)
+            return prior + solve(right)
+
+        return merged
 
     def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
         outputs, inputs = shape
         if parameters["sides"] == "both":
             small, large = sorted(shape)
             return float(STEPS * models * (4 * large * small**2 + 2 * small**3))
-        return float(4 * models * outputs * inputs**2 + inputs**3 + 2 * outputs * inputs**2)
+        products = 4 * outputs**2 * inputs if _is_wide(shape) else 2 * outputs * inputs**2
+        return float(models * (2 * outputs * inputs**2 + products) + inputs**3 + 2 * outputs * inputs**2)
+
+
+def _is_wide(shape: Sequence[int]) -> bool:
+    """Whether ``D D^T D`` takes less time and memory by ``D D^T`` than by ``D^T D``; shape: (outputs, inputs)."""
+    return 2 * shape[0] < shape[1]
 
 
 def added_by_wudi(first: Tensor, second: Tensor) -> Tensor:
@@ -273,27 +296,27 @@ def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, 
         prior: M.
         ridge: l over the mean eigenvalue of the sum, weighted by itself.
     """
-    solve = row_solver([change.mT @ change for change in changes], shares, ridge)
-    return solve(changes, prior)
-
-
-def row_solver(
-    grams: Sequence[Tensor], shares: Sequence[float], ridge: float
-) -> Callable[[Sequence[Tensor], Tensor], Tensor]:
-    """`one_side` of some rows of a map, by the Grams G_t of all of them: a function of the changes' rows and M's."""
-    total = sum((share * gram for share, gram in zip(shares, grams, strict=True)), torch.zeros_like(grams[0]))
-    penalty = ridge * float(total.square().sum() / total.diagonal().sum())
-    factor = torch.linalg.cholesky(total + penalty * torch.eye(len(total)).to(total)) if penalty else None
-
-    def solve(changes: Sequence[Tensor], prior: Tensor) -> Tensor:
-        right = torch.zeros_like(prior)
-        for change, gram, share in zip(changes, grams, shares, strict=True):
+    total = torch.zeros(prior.shape[1], prior.shape[1], dtype=prior.dtype, device=prior.device)
+    right = torch.zeros_like(prior)
+    for change, share in zip(changes, shares, strict=True):
+        if _is_wide(prior.shape):
+            total.addmm_(change.mT, change, alpha=share)
+            right.addmm_((change - prior) @ change.mT, change, alpha=share)
+        else:
+            gram = change.mT @ change
+            total.add_(gram, alpha=share)
             right.addmm_(change - prior, gram, alpha=share)
-        if factor is None:
-            return prior + torch.linalg.lstsq(total, right.mT, driver="gelsd").solution.mT
-        return prior + torch.cholesky_solve(right.mT, factor).mT
+    return prior + _ridge_solver(total, ridge)(right)
 
-    return solve
+
+def _ridge_solver(total: Tensor, ridge: float) -> Callable[[Tensor], Tensor]:
+    """``R (G + l I)^-1`` as a function of R; l is `ridge` times G's mean eigenvalue, weighted by itself. Changes G."""
+    penalty = ridge * float(total.square().sum() / total.diagonal().sum())
+    if penalty == 0.0:
+        return lambda right: torch.linalg.lstsq(total, right.mT, driver="gelsd").solution.mT
+    total.diagonal().add_(penalty)
+    factor = torch.linalg.cholesky(total)
+    return lambda right: torch.cholesky_solve(right.mT, factor).mT
 
 
 def both_sides(changes: Sequence[Tensor], weights: Sequence[float], ridge: float) -> Tensor:
@@ -447,35 +470,46 @@ def _polar(matrix: Tensor) -> Tensor:
     return u @ v
 
 
+@dataclass(frozen=True)
 class TensorChange:
     """The change of a model's tensor, computed in float64; of a long vocabulary in slices of its rows.
 
-    A model may be stored in a narrower type than its base, and have been trained from the base in that type. Where it
-    is nearer to the rounded base, by more than a tenth, the base's rounding is no part of its change.
-
     Attributes:
-        length: norm of the change.
-        factor: that its rows are multiplied by.
+        start: type that the base is rounded to.
         parts: the slices.
+        factor: of the change.
     """
 
-    def __init__(self, base: Tensor, tuned: Tensor, in_slices: bool = False) -> None:
-        self.base, self.tuned, self.factor, self.start = base, tuned, 1.0, base.dtype
-        self.parts: list[Part] = [...]
-        if in_slices and base.numel() > LONG:
-            step = max(1, LONG * len(base) // base.numel())
-            self.parts = [slice(first, first + step) for first in range(0, len(base), step)]
-        self.length = self._norm()
-        if torch.promote_types(base.dtype, tuned.dtype) != tuned.dtype:
-            exact, self.start = self.length, tuned.dtype
-            self.length = self._norm()
-            if self.length >= NEARER * exact:
-                self.length, self.start = exact, base.dtype
+    base: Tensor
+    tuned: Tensor
+    start: torch.dtype
+    parts: Sequence[Part] = (...,)
+    factor: float = 1.0
+
+    @classmethod
+    def of(cls, base: Tensor, tuned: Tensor, parts: Sequence[Part] = (...,)) -> TensorChange:
+        """The change from a base.
+
+        A model may be stored in a narrower type than its base, and have been trained from the base in that type. Where
+        it is nearer to the rounded base, by more than a tenth, the base's rounding is no part of its change.
+        """
+        exact = cls(base, tuned, base.dtype, parts)
+        if torch.promote_types(base.dtype, tuned.dtype) == tuned.dtype:
+            return exact
+        from_rounded = cls(base, tuned, tuned.dtype, parts)
+        return from_rounded if from_rounded.length < NEARER * exact.length else exact
+
+    def scaled(self, factor: float) -> TensorChange:
+        return self if factor == 1.0 else replace(self, factor=factor)
 
     def rows(self, part: Part = ...) -> Tensor:
         """The change of some rows; not given: of all."""
-        change = (self.tuned[part].double() - self.base[part].to(self.start)).contiguous()  # no copy of all in float64
-        return change if self.factor == 1.0 else change.mul_(self.factor)
+        return self._whole if part is ... else self._computed(part)
+
+    @cached_property
+    def length(self) -> float:
+        """Norm of the change."""
+        return math.hypot(*(float(self.rows(part).norm()) for part in self.parts))
 
     def gram(self) -> Tensor:
         """D^T D, (inputs, inputs)."""
@@ -486,26 +520,23 @@ class TensorChange:
             total.addmm_(rows.mT, rows)
         return total
 
-    def _norm(self) -> float:
-        return math.hypot(*(float(self.rows(part).norm()) for part in self.parts))
+    @cached_property
+    def _whole(self) -> Tensor:
+        return self._computed(...)
+
+    def _computed(self, part: Part) -> Tensor:
+        change = (self.tuned[part].double() - self.base[part].to(self.start)).contiguous()  # no copy of all in float64
+        return change if self.factor == 1.0 else change.mul_(self.factor)
 
 
-def _added(base: Tensor, changes: Sequence[TensorChange], rule: RowRule, scale: float) -> Tensor:
-    """The base with `scale` times the merged change, float64; each slice of the rows by itself."""
-    parts = changes[0].parts
-    if len(parts) == 1:
-        return base.double() + scale * rule([change.rows() for change in changes])
-    result = torch.empty(base.shape, dtype=torch.float64, device=base.device)
-    for part in parts:
-        result[part] = base[part].double() + scale * rule([change.rows(part) for change in changes])
-    return result
+def _scaled_mean(changes: Sequence[Tensor], weights: Sequence[float], scale: float) -> Tensor:
+    return scale * mean_of(changes, weights)
 
 
-def _rounding_shares(sources: Sequence[Source], changes: Sequence[TensorChange]) -> list[float]:
+def _rounding_shares(sources: Sequence[Source], lengths: Sequence[float]) -> list[float]:
     """`rounding_error` of each model's weights over the norm of its change."""
     return [
-        rounding_error(source.weight) / max(change.factor * change.length, 1e-300)
-        for source, change in zip(sources, changes, strict=True)
+        rounding_error(source.weight) / max(length, 1e-300) for source, length in zip(sources, lengths, strict=True)
     ]
 
 

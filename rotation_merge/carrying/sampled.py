@@ -197,12 +197,10 @@ class SampledTransfer:
                 new, old = read_tensor(info, carrier.new), read_tensor(info, carrier.old)
                 if info.name == self._tied or new is None or old is None:
                     continue
-                change, linear = dense(part, info), linear_map(block, info)
+                change, linear = dense(part, info), linear_map(block, info, self._tied is not None)
                 if linear is not None:
                     base_change = linear.as_matrices(new.to(change) - old.to(change))
                     change = linear.as_stored(added_by_wudi(base_change, linear.as_matrices(change)))
-                elif self._tied is not None and info.vocabulary_axis is not None and change.ndim == 2:
-                    change = added_by_wudi(new.to(change) - old.to(change), change)
                 tensors |= unstack(info, new.to(change) + change)
         return Delta.from_solved(carrier, tensors)
 

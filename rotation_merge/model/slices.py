@@ -18,7 +18,12 @@ def rows(info: TensorInfo, tensor: Tensor) -> list[slice]:
     """The slices of a tensor's vocabulary, or one of all; none where it has no vocabulary."""
     if info.vocabulary_axis is None or info.stacked:
         return []
-    count = tensor.shape[info.vocabulary_axis]
+    return row_slices(tensor, info.vocabulary_axis)
+
+
+def row_slices(tensor: Tensor, axis: int = 0) -> list[slice]:
+    """Slices along an axis, of `LONG` entries at most where they have several rows."""
+    count = tensor.shape[axis]
     step = max(1, LONG * count // max(1, tensor.numel()))
     return [slice(start, min(count, start + step)) for start in range(0, count, step)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -162,32 +163,24 @@ def averaging(
     operations, memory = 0.0, 0
     for block in architecture.blocks:
         for info in block.tensors:
-            linear = linear_map(block, info)
+            linear = linear_map(block, info, tied)
             shape = _shape(info, shapes)
-            stacked, gives, reads = False, 0, 1
-            if linear is not None:
-                stacked, gives, reads = linear.stacked, linear.gives, linear.reads
-            elif not tied or info.vocabulary_axis is None:
+            if linear is None or len(shape) != 2 + linear.stacked:
                 continue
-            if len(shape) != 2 + stacked:
-                continue
-            outputs, inputs = shape[gives], shape[reads]
-            count = shape[0] if stacked else 1
+            outputs, inputs = shape[linear.gives], shape[linear.reads]
+            count = shape[0] if linear.stacked else 1
             only = {**values, "sides": "one"} if info.vocabulary_axis is not None else values
             operations += count * method.operations((outputs, inputs), models, only)
-            memory = max(memory, WIDE * _numbers(method, only, models, (outputs, inputs), info.vocabulary_axis))
+            in_slices = info.vocabulary_axis is not None and method.merges_rows(only)
+            memory = max(memory, WIDE * _numbers(models, (outputs, inputs), in_slices))
     return AveragingCost(method.spec.name, operations / (flops_per_second() * DOUBLE), memory)
 
 
-def _numbers(
-    method: TaskVectorMethod, parameters: Mapping[str, Any], models: int, shape: tuple[int, int], vocabulary: int | None
-) -> int:
-    """Numbers in memory while one map is merged; of a long vocabulary in slices, if the method allows that."""
-    outputs, inputs = shape
-    size, one = outputs * inputs, [1.0] * models
-    in_slices = vocabulary is not None and size > LONG
-    if in_slices and method.by_rows([torch.ones(1, 1)] * models, one, one, parameters) is not None:
-        return size + (2 * models + 4) * LONG + (models + 2) * inputs**2
+def _numbers(models: int, shape: tuple[int, int], in_slices: bool) -> int:
+    """Numbers in memory while one map is merged."""
+    size = math.prod(shape)
+    if in_slices and size > LONG:
+        return size + (2 * models + 4) * LONG + (models + 2) * shape[1] ** 2
     return (2 * models + 4) * size + 2 * min(shape) ** 2
 
 

@@ -74,8 +74,12 @@ def along_inputs(linear: LinearMap, gain: Tensor, shift: Tensor | None) -> tuple
     return gains, times_gain(full, axis, shift, norm.stream) - elsewhere
 
 
-def linear_map(block: Block, info: TensorInfo) -> LinearMap | None:
-    """The map that a tensor is, or None: embeddings, biases, gains, convolutions."""
+def linear_map(block: Block, info: TensorInfo, tied: bool = False) -> LinearMap | None:
+    """The map that a tensor is, or None: embeddings, biases, gains, convolutions.
+
+    Args:
+        tied: whether an embedding of tokens is the head, too, and so a map from the stream to the vocabulary.
+    """
     axes = info.axes
     stacked = len(axes) == 3 and _is(axes[0], ("index",))
     if len(axes) != 2 + stacked:
@@ -85,6 +89,8 @@ def linear_map(block: Block, info: TensorInfo) -> LinearMap | None:
         if _is(axes[reads], READERS) and not _is(axes[gives], ("gain", "shift")):
             return LinearMap(block, info, reads, gives, stacked)
     head = axes[last].label == "fixed" and (axes[first].label in ("fixed", "classes") or _is(axes[first], GIVERS))
+    if tied and not stacked and info.vocabulary_axis is not None:
+        return LinearMap(block, info, 1 - info.vocabulary_axis, info.vocabulary_axis, stacked)
     return LinearMap(block, info, last, first, stacked) if head else None
 
 

@@ -83,8 +83,10 @@ class OutputPlanner:
 
     def __init__(self, method: DelegateMethod, donors: Donors, helper: AuxiliaryPlanner | None) -> None:
         self.method, self.plan, self.base, self.helper = method, plan_of(method), donors.recipe.base, helper
-        self.tied = donors.models[self.base].tied_head is not None and not donors.recipe.untie
         self.log = MergeLog(str(self.base))
+        self.tied = self.plan.tied and donors.tied_head is not None
+        if self.tied:
+            self.log.note("tied", donors.tied_head)
         donors.run.add_notes_later(lambda: method.words(self.log))
 
     def task(self, request: OutputTensor) -> DelegateTask:
@@ -103,7 +105,7 @@ class OutputPlanner:
             models = [model for model in models if model in helped]
             self.log.with_statistics.update(request.info.names)
         block = request.moves.out.anchor.block
-        linear = linear_map(block, request.info) if self.plan.maps_only else None
+        linear = linear_map(block, request.info, self.tied) if self.plan.maps_only else None
         parts = [helped.get(model, AuxiliaryInput()) for model in models]
         merge = partial(
             merge_tensor,
@@ -113,7 +115,6 @@ class OutputPlanner:
                 linear is not None,
                 request.piece if request.info.stacked else None,
                 self.log,
-                self.tied and linear is None and request.info.vocabulary_axis is not None,
             ),
             [(model, float(request.shares[model]), part) for model, part in zip(models, parts, strict=True)],
             dict(request.parameters),
@@ -163,9 +164,8 @@ class MergedSource:
         work = torch.promote_types(first.dtype, torch.float32)
         tensors = {model: source[name] for model, source in self.sources.items()}
         block, info = self._infos[name]
-        linear = linear_map(block, info)
-        tied = self.tied and linear is None and info.vocabulary_axis is not None
-        target = Target(info, linear is not None, None, self.log, tied)
+        linear = linear_map(block, info, self.tied)
+        target = Target(info, linear is not None, None, self.log)
         flipped = linear is not None and linear.reads < linear.gives
         return merge_tensor(self.method, target, self.parts, self.parameters, flipped, name, work, tensors)
 

@@ -145,6 +145,11 @@ class Donors:
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
     @property
+    def tied_head(self) -> str | None:
+        """Name of a head of the base that stays its embedding's tensor."""
+        return None if self.recipe.untie else self._base.tied_head
+
+    @property
     def _base(self) -> Model:
         return self.models[self.recipe.base]
 

@@ -96,8 +96,8 @@ class RefitModels:
         for why, names in result.kept.items():
             listed = ", ".join(f"`{name}`" for name in names)
             run.note(f"Refit kept the {lesson.start_in_words} ({why}): {listed}.")
-        head = self.donors.models[self.donors.recipe.base].tied_head
-        if head is not None and not self.donors.recipe.untie:
+        head = self.donors.tied_head
+        if head is not None:
             run.note(
                 f"Refit did not solve the head `{head}`, which is tied to an embedding ('untie: true' gives it its own "
                 "tensor)."
@@ -185,7 +185,7 @@ class _RefitRun:
             return ExtrapolatedSource(mean, self.anchor, lesson.scale * len(tuned))
         method = next(method for method in TASK_VECTORS if method.spec.name == lesson.start)
         named = [(self.recipe.base, self.anchor), *((teacher.model, source) for teacher, source in tuned)]
-        tied = self.base.tied_head is not None and not self.recipe.untie
+        tied = self.donors.tied_head is not None
         return MergedSource(method, self.base.architecture, named, weights, {"lambda": lesson.scale}, tied)
 
     def _losses(self, judged: Sequence[tuple[float, Data]], first: int) -> tuple[float, float] | None:

@@ -103,10 +103,9 @@ class CarriedStatistics:
         self.books = StatisticsFiles(self.plan, self.name, self.models)
         if self.plan.maps_only:
             note = f"Delegate {self.name}: embeddings, biases, norms and other tensors that are not linear maps"
-            tied = self.models[self.recipe.base].tied_head is not None and not self.recipe.untie
             head = (
                 ", and the head, which is tied to the embedding ('untie: true' gives it its own tensor),"
-                if tied
+                if donors.tied_head is not None
                 else ""
             )
             self.run.note(f"{note}{head} keep the average.")
