@@ -7,11 +7,9 @@ here gives ``L f(D) R^T``: an alignment may come before.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from types import EllipsisType
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,13 +17,11 @@ from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSp
 from torch import Tensor
 
 from rotation_merge.averaging.methods import TENSOR, DelegateMethod, MergeLog, Plan, Source, Target, parameter
+from rotation_merge.linalg.sliced import Part, SlicedMatrix, beside, polar, weighted_sum
 from rotation_merge.model.slices import row_slices
 
-Part = slice | EllipsisType
-"""Some rows of a tensor, or all."""
-
-RowRule = Callable[[list[Tensor]], Tensor]
-"""Merges the changes of some rows of a tensor."""
+SLICE = 1 << 22
+"""Entries of a slice of a long vocabulary."""
 
 RATIO = 2.0
 """Where the lengths of a tensor's changes differ by more than this factor, the long ones are shortened."""
@@ -109,20 +105,15 @@ class TaskVectorMethod(DelegateMethod):
         """
         return 2.0 * models * shape[0] * shape[1]
 
-    def merges_rows(self, parameters: Mapping[str, Any]) -> bool:
-        """Whether rows of a map are merged one by one, by the Grams of the whole changes: `row_rule`."""
-        return False
+    def in_slices(
+        self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
+    ) -> SlicedMatrix:
+        """`change` of a map into a long vocabulary, in slices of its rows; here of the whole."""
+        return SlicedMatrix.of(self.change([change.whole() for change in changes], weights, parameters))
 
-    def row_rule(
-        self, grams: Sequence[Tensor], lengths: Sequence[float], weights: Sequence[float], parameters: Mapping[str, Any]
-    ) -> RowRule:
-        """How some rows of one map are merged, where `merges_rows`.
-
-        Args:
-            grams: D_t^T D_t, of all rows.
-            lengths: norms of the changes.
-        """
-        raise NotImplementedError
+    def merges_in_slices(self) -> bool:
+        """Whether `in_slices` never holds a whole change."""
+        return type(self).in_slices is not TaskVectorMethod.in_slices
 
     def plan(self) -> Plan:
         return Plan(TENSOR, base=True, tied=True)
@@ -130,8 +121,9 @@ class TaskVectorMethod(DelegateMethod):
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
         base, *tuned_sources = sources
         start, weights = base.weight, [source.share for source in tuned_sources]
-        slices = row_slices(start) if target.info.vocabulary_axis is not None else []
-        parts: list[Part] = [*slices] if len(slices) > 1 else [...]
+        parts: list[Part] = [...]
+        if target.info.vocabulary_axis is not None:
+            parts = [*row_slices(start, entries=SLICE)]
         changes = [TensorChange.of(start, source.weight, parts) for source in tuned_sources]
         lengths = [change.length for change in changes]
         if not any(lengths):
@@ -139,28 +131,26 @@ class TaskVectorMethod(DelegateMethod):
         factors, ratio = shortening(lengths)
         if parameters["lengths"] == "auto":
             changes = [change.scaled(factor) for change, factor in zip(changes, factors, strict=True)]
-        rule: RowRule
-        if not target.linear:
-            target.log.note("others", parameters["others"])
-            scale = sum(weights) if parameters["others"] == "sum" else 1.0
-            rule = partial(_scaled_mean, weights=weights, scale=scale)
-        else:
+        matrices = [change.matrix() for change in changes]
+        if target.linear:
             target.log.note("ratios", ratio)
             target.log.note("lengths", parameters["lengths"])
+            if self.sees_rounding:
+                parameters = {**parameters, "rounding": _rounding_shares(tuned_sources, lengths)}
             if target.info.vocabulary_axis is not None and "sides" in parameters:
                 # with both sides, rows of rare tokens, which have next to no change, would grow
                 parameters = {**parameters, "sides": "one"}
-            if len(parts) > 1 and self.merges_rows(parameters):
-                grams = [change.gram() for change in changes]
-                rule = self.row_rule(grams, [change.length for change in changes], weights, parameters)
+            if len(parts) > 1:
+                change = self.in_slices(matrices, weights, parameters)
             else:
-                parts = [...]
-                if self.sees_rounding:
-                    parameters = {**parameters, "rounding": _rounding_shares(tuned_sources, lengths)}
-                rule = partial(self.change, weights=weights, parameters=parameters)
+                change = SlicedMatrix.of(self.change([matrix.whole() for matrix in matrices], weights, parameters))
+        else:
+            target.log.note("others", parameters["others"])
+            scale = sum(weights) if parameters["others"] == "sum" else 1.0
+            change = SlicedMatrix(lambda part: scale * mean_of([each.rows(part) for each in changes], weights))
         merged = torch.empty(start.shape, dtype=torch.float64, device=start.device)
         for part in parts:
-            merged[part] = start[part].double() + parameters["lambda"] * rule([change.rows(part) for change in changes])
+            merged[part] = start[part].double() + parameters["lambda"] * change.rows(part)
         return merged
 
     def words(self, log: MergeLog) -> list[str]:
@@ -230,26 +220,25 @@ class Wudi(TaskVectorMethod):
         shares = _gram_shares([float(d.norm()) for d in changes], weights, changes[0].shape[1], parameters["gram_norm"])
         return one_side(changes, shares, mean_of(changes, weights), parameters["ridge"])
 
-    def merges_rows(self, parameters: Mapping[str, Any]) -> bool:
-        return bool(parameters["sides"] == "one")
-
-    def row_rule(
-        self, grams: Sequence[Tensor], lengths: Sequence[float], weights: Sequence[float], parameters: Mapping[str, Any]
-    ) -> RowRule:
-        shares = _gram_shares(lengths, weights, len(grams[0]), parameters["gram_norm"])
+    def in_slices(
+        self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
+    ) -> SlicedMatrix:
+        grams = [change.gram() for change in changes]
+        shares = _gram_shares([change.norm() for change in changes], weights, len(grams[0]), parameters["gram_norm"])
         total = torch.zeros_like(grams[0])
         for gram, share in zip(grams, shares, strict=True):
             total.add_(gram, alpha=share)
         solve = _ridge_solver(total, parameters["ridge"])
 
-        def merged(rows: Sequence[Tensor]) -> Tensor:
+        def merged(part: Part) -> Tensor:
+            rows = [change.rows(part) for change in changes]
             prior = mean_of(rows, weights)
             right = torch.zeros_like(prior)
             for change, gram, share in zip(rows, grams, shares, strict=True):
                 right.addmm_(change - prior, gram, alpha=share)
             return prior + solve(right)
 
-        return merged
+        return replace(changes[0], rows=merged)
 
     def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
         outputs, inputs = shape
@@ -385,18 +374,33 @@ class Tsv(TaskVectorMethod):
         parameters: Mapping[str, Any],
         shape: tuple[int, int] | None = None,
     ) -> Tensor:
+        matrices = [SlicedMatrix.of(change) for change in changes]
+        return self.in_slices(matrices, weights, parameters, min(shape or changes[0].shape)).whole()
+
+    def in_slices(
+        self,
+        changes: Sequence[SlicedMatrix],
+        weights: Sequence[float],
+        parameters: Mapping[str, Any],
+        size: int | None = None,
+    ) -> SlicedMatrix:
+        """Args:
+        size: the smaller side of the map, where changes are given in smaller bases.
+        """
+        lengths = [change.norm() for change in changes]
         shares = parameters.get("rounding", [0.0] * len(changes))
-        counting = [(d, weight, share) for d, weight, share in zip(changes, weights, shares, strict=True) if d.any()]
-        rank_limit = max(1, min(shape or changes[0].shape) // len(counting))
+        counting = sum(length > 0.0 for length in lengths)
         lefts, values, rights = [], [], []
-        for change, weight, share in counting:
-            u, s, v = torch.linalg.svd(change, full_matrices=False)
-            least = max(ZERO * float(s[0]), share * float(change.norm()))
-            rank = min(rank_limit, max(1, int((s > least).sum())))
-            lefts.append(u[:, :rank].clone())  # of a head, all triples are large
+        for change, length, weight, share in zip(changes, lengths, weights, shares, strict=True):
+            if length == 0.0:
+                continue
+            u, s, v = change.svd()
+            least = max(ZERO * float(s[0]), share * length)
+            rank = max(1, min((size or len(s)) // counting, int((s > least).sum())))
+            lefts.append(u.columns(rank))
             values.append(weight * s[:rank])
-            rights.append(v[:rank].clone())
-        return (_polar(torch.cat(lefts, 1)) * torch.cat(values)) @ _polar(torch.cat(rights, 0))
+            rights.append(v[:rank])
+        return (beside(lefts).polar() * torch.cat(values)) @ polar(torch.cat(rights))
 
     def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
         return (models + 2) * svd_operations(shape)
@@ -432,27 +436,28 @@ class Iso(TaskVectorMethod):
         parameters: Mapping[str, Any],
         shape: tuple[int, int] | None = None,
     ) -> Tensor:
-        weighed = [weight * d for d, weight in zip(changes, weights, strict=True)]
-        total = torch.stack(weighed).sum(0)
-        u, s, v = torch.linalg.svd(total, full_matrices=False)
+        return self.in_slices([SlicedMatrix.of(d) for d in changes], weights, parameters).whole()
+
+    def in_slices(
+        self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
+    ) -> SlicedMatrix:
+        weighed = [change * weight for change, weight in zip(changes, weights, strict=True)]
+        u, s, v = weighted_sum(changes, weights).svd()
         shares = parameters.get("rounding", [0.0] * len(weighed))
-        least = sum(share * float(d.norm()) for share, d in zip(shares, weighed, strict=True))
+        least = sum(share * change.norm() for share, change in zip(shares, weighed, strict=True))
         count = max(1, int((s > max(ZERO * float(s[0]), least)).sum()))
-        u, s, v = u[:, :count], s[:count], v[:count]
         each = int((1 - parameters["share"]) * count) // len(changes)
         if each == 0:
-            return s.mean() * u @ v
+            return (u.columns(count) * s[:count].mean()) @ v[:count]
         common = count - each * len(changes)
-        lefts, values, rights = [u[:, :common]], [s[:common]], [v[:common]]
+        kept = u.columns(common)
+        lefts, values, rights = [kept], [s[:common]], [v[:common]]
         for change in weighed:
-            left_vectors, value, right = torch.linalg.svd(
-                change - u[:, :common] @ (u[:, :common].mT @ change), full_matrices=False
-            )
-            lefts.append(left_vectors[:, :each])
+            left_vectors, value, right = (change - kept @ kept.transposed_times(change)).svd()
+            lefts.append(left_vectors.columns(each))
             values.append(value[:each])
             rights.append(right[:each])
-        mean = torch.cat(values).mean()
-        return mean * _polar(torch.cat(lefts, 1)) @ _polar(torch.cat(rights, 0))
+        return (beside(lefts).polar() * torch.cat(values).mean()) @ polar(torch.cat(rights))
 
     def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
         return (1 if parameters["share"] == 1 else models + 3) * svd_operations(shape)
@@ -462,12 +467,6 @@ def svd_operations(shape: tuple[int, int]) -> float:
     """Floating-point operations of a thin SVD."""
     small, large = sorted(shape)
     return SVD * large * small**2
-
-
-def _polar(matrix: Tensor) -> Tensor:
-    """The nearest matrix with orthonormal rows or columns."""
-    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    return u @ v
 
 
 @dataclass(frozen=True)
@@ -506,19 +505,13 @@ class TensorChange:
         """The change of some rows; not given: of all."""
         return self._whole if part is ... else self._computed(part)
 
+    def matrix(self) -> SlicedMatrix:
+        return SlicedMatrix(self.rows, self.parts)
+
     @cached_property
     def length(self) -> float:
         """Norm of the change."""
-        return math.hypot(*(float(self.rows(part).norm()) for part in self.parts))
-
-    def gram(self) -> Tensor:
-        """D^T D, (inputs, inputs)."""
-        width = self.base.shape[1]
-        total = torch.zeros(width, width, dtype=torch.float64, device=self.base.device)
-        for part in self.parts:
-            rows = self.rows(part)
-            total.addmm_(rows.mT, rows)
-        return total
+        return self.matrix().norm()
 
     @cached_property
     def _whole(self) -> Tensor:
@@ -527,10 +520,6 @@ class TensorChange:
     def _computed(self, part: Part) -> Tensor:
         change = (self.tuned[part].double() - self.base[part].to(self.start)).contiguous()  # no copy of all in float64
         return change if self.factor == 1.0 else change.mul_(self.factor)
-
-
-def _scaled_mean(changes: Sequence[Tensor], weights: Sequence[float], scale: float) -> Tensor:
-    return scale * mean_of(changes, weights)
 
 
 def _rounding_shares(sources: Sequence[Source], lengths: Sequence[float]) -> list[float]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rotation_merge.architecture.model import Architecture, Block, Space, TensorInfo
-from rotation_merge.averaging.task_vectors import TaskVectorMethod
+from rotation_merge.averaging.task_vectors import SLICE, TaskVectorMethod
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.model_pair import BYTES_FOLDED
 from rotation_merge.matching.options import AlignConfig
@@ -171,7 +171,7 @@ def averaging(
             count = shape[0] if linear.stacked else 1
             only = {**values, "sides": "one"} if info.vocabulary_axis is not None else values
             operations += count * method.operations((outputs, inputs), models, only)
-            in_slices = info.vocabulary_axis is not None and method.merges_rows(only)
+            in_slices = info.vocabulary_axis is not None and method.merges_in_slices()
             memory = max(memory, WIDE * _numbers(models, (outputs, inputs), in_slices))
     return AveragingCost(method.spec.name, operations / (flops_per_second() * DOUBLE), memory)
 
@@ -179,8 +179,8 @@ def averaging(
 def _numbers(models: int, shape: tuple[int, int], in_slices: bool) -> int:
     """Numbers in memory while one map is merged."""
     size = math.prod(shape)
-    if in_slices and size > LONG:
-        return size + (2 * models + 4) * LONG + (models + 2) * shape[1] ** 2
+    if in_slices and size > SLICE:
+        return size + (2 * models + 4) * SLICE + (models + 2) * shape[1] ** 2
     return (2 * models + 4) * size + 2 * min(shape) ** 2
 
 

@@ -25,6 +25,7 @@ from rotation_merge.averaging.task_vectors import (
     one_side,
     shortening,
 )
+from rotation_merge.linalg.sliced import SlicedMatrix
 
 BY_NAME = {method.spec.name: method for method in TASK_VECTORS}
 
@@ -77,6 +78,31 @@ def test_a_map_into_a_large_vocabulary_takes_no_square_of_it(name: str, values: 
     with Largest() as largest:
         method.change(changes, [1.0] * 3, defaults(method, **values))
     assert largest.size <= sum(change.numel() for change in changes)
+
+
+IN_SLICES = [case for case in CASES if "sides" not in case[1]]
+
+
+@pytest.mark.parametrize(("name", "values"), IN_SLICES)
+def test_a_map_into_a_large_vocabulary_is_merged_in_slices(name: str, values: dict[str, Any]) -> None:
+    """The same as of the whole, and nothing is made that is larger than a slice or (inputs, inputs)."""
+    method, changes = BY_NAME[name], [random(500, 4, seed=seed) for seed in range(3)]
+    parts = [slice(start, start + 20) for start in range(0, 500, 20)]
+    matrices = [SlicedMatrix(lambda part, change=change: change[part], parts) for change in changes]
+    parameters, weights = defaults(method, **values), [1.0, 2.0, 0.5]
+    with Largest() as largest:
+        rows = [method.in_slices(matrices, weights, parameters).rows(parts[7])]
+    assert largest.size <= 3 * 24 * 4
+    assert method.merges_in_slices()
+    wanted = method.change(changes, weights, parameters)[parts[7]]
+    torch.testing.assert_close(rows[0], wanted, atol=1e-10, rtol=1e-8)
+
+
+def test_a_change_that_comes_twice_counts_once_in_tsv() -> None:
+    """The triples of the copies are the same: there are no other directions to make them orthogonal to."""
+    change = random(8, 2) @ random(2, 6, seed=1)
+    merged_change = BY_NAME["tsv"].change([change, change], [1.0, 1.0], defaults(BY_NAME["tsv"]))
+    torch.testing.assert_close(merged_change, change, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["wudi", "tsv"])
@@ -210,7 +236,7 @@ def test_long_vocabularies_are_merged_in_slices(
     asked = recipe(*(model.path for model in models), delegate=name, others=others)
     whole = merged(asked, tmp_path / "whole")
     by_three = [slice(start, start + 3) for start in range(0, len(base.state["lm_head.weight"]), 3)]
-    monkeypatch.setattr("rotation_merge.averaging.task_vectors.row_slices", lambda _: by_three)
+    monkeypatch.setattr("rotation_merge.averaging.task_vectors.row_slices", lambda _, **entries: by_three)
     sliced = merged(asked, tmp_path / "sliced")
     for key, tensor in whole.items():
         torch.testing.assert_close(sliced[key], tensor, atol=1e-7, rtol=1e-6)

@@ -1,0 +1,130 @@
+"""Tall matrices that are computed in slices of their rows, such as the change of a head of a large vocabulary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import EllipsisType
+
+import torch
+from torch import Tensor
+
+Part = slice | EllipsisType
+"""Some rows of a tensor, or all."""
+
+NULL = 1e-12
+"""Singular values below this share of the largest count as zero in a polar factor."""
+
+TINY = torch.finfo(torch.float64).tiny
+EPSILON = torch.finfo(torch.float64).eps
+
+
+@dataclass(frozen=True)
+class SlicedMatrix:
+    """A matrix (outputs, inputs) whose rows are computed each time they are asked for; in one slice, any matrix.
+
+    With several slices only matrices (inputs, inputs) are held: where ``C^T C = D^T D``, singular values and right
+    vectors of D are those of C, and the left vectors are ``D V / s``.
+
+    Attributes:
+        rows: the rows of a slice, float64.
+        parts: the slices; of several each has at least one row.
+    """
+
+    rows: Callable[[Part], Tensor]
+    parts: Sequence[Part] = (...,)
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> SlicedMatrix:
+        return cls(lambda part: matrix[part])
+
+    def whole(self) -> Tensor:
+        first, *others = (self.rows(part) for part in self.parts)
+        return torch.cat([first, *others]) if others else first
+
+    def __matmul__(self, right: Tensor) -> SlicedMatrix:
+        return replace(self, rows=lambda part: self.rows(part) @ right)
+
+    def __mul__(self, columns: Tensor | float) -> SlicedMatrix:
+        """Each column times a number."""
+        return replace(self, rows=lambda part: self.rows(part) * columns)
+
+    def __sub__(self, other: SlicedMatrix) -> SlicedMatrix:
+        return replace(self, rows=lambda part: self.rows(part) - other.rows(part))
+
+    def columns(self, count: int) -> SlicedMatrix:
+        """The first columns."""
+        return replace(self, rows=lambda part: self.rows(part)[:, :count])
+
+    def norm(self) -> float:
+        return math.hypot(*(float(self.rows(part).norm()) for part in self.parts))
+
+    def gram(self) -> Tensor:
+        """``D^T D``."""
+        return _summed(rows.mT @ rows for rows in map(self.rows, self.parts))
+
+    def transposed_times(self, other: SlicedMatrix) -> Tensor:
+        """``A^T B``."""
+        return _summed(self.rows(part).mT @ other.rows(part) for part in self.parts)
+
+    def svd(self) -> tuple[SlicedMatrix, Tensor, Tensor]:
+        """The thin singular value decomposition: U, s and V^T.
+
+        Of several slices, columns of U have a relative error of the rounding times ``s[0] / s``.
+        """
+        if len(self.parts) == 1:
+            u, s, v = torch.linalg.svd(self.whole(), full_matrices=False)
+            return replace(self, rows=lambda part: u), s, v
+        _, s, v = torch.linalg.svd(self._square_factor())
+        return self @ (v.mT / s.clamp_min(TINY)), s, v
+
+    def polar(self) -> SlicedMatrix:
+        """The nearest matrix with orthonormal columns, or rows; of less than full rank, its partial isometry."""
+        if len(self.parts) == 1:
+            factor = polar(self.whole())
+            return replace(self, rows=lambda part: factor)
+        _, s, v = torch.linalg.svd(self._square_factor())
+        rank = int((s > NULL * s[0]).sum())
+        return self @ ((v[:rank].mT / s[:rank]) @ v[:rank])
+
+    def _square_factor(self) -> Tensor:
+        """C (inputs, inputs) with ``C^T C = D^T D``.
+
+        The rounding of ``D^T D`` hides singular values below 1e-8 of the largest, so it is computed once more, after
+        its first result has scaled D.
+
+        Source: CholeskyQR2 (Yamamoto and others 2015), with eigenvalues instead of Cholesky factors.
+        """
+        values, vectors = torch.linalg.eigh(self.gram())
+        scales = values.clamp_min(max(TINY, EPSILON * float(values[-1]))).sqrt()
+        values, inner = torch.linalg.eigh((self @ (vectors / scales)).gram())
+        return (values.clamp_min(0.0).sqrt()[:, None] * inner.mT * scales) @ vectors.mT
+
+
+def _summed(terms: Iterator[Tensor]) -> Tensor:
+    total = next(terms)
+    for term in terms:
+        total.add_(term)
+    return total
+
+
+def beside(matrices: Sequence[SlicedMatrix]) -> SlicedMatrix:
+    """Matrices in the same slices, one beside another."""
+    return replace(matrices[0], rows=lambda part: torch.cat([matrix.rows(part) for matrix in matrices], 1))
+
+
+def weighted_sum(matrices: Sequence[SlicedMatrix], weights: Sequence[float]) -> SlicedMatrix:
+    def rows(part: Part) -> Tensor:
+        return torch.stack([weight * matrix.rows(part) for matrix, weight in zip(matrices, weights, strict=True)]).sum(
+            0
+        )
+
+    return replace(matrices[0], rows=rows)
+
+
+def polar(matrix: Tensor) -> Tensor:
+    """The nearest matrix with orthonormal rows or columns; of less than full rank, its partial isometry."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    rank = int((s > NULL * s[0]).sum())
+    return u[:, :rank] @ v[:rank]
