@@ -132,14 +132,16 @@ class Attempt(Score):
 
     Attributes:
         seconds: wall time.
-        unfinished: whether it was stopped early: on its first samples it could not win.
+        unfinished: whether it was stopped early: on its first samples it could not win, and from them its score is
+            estimated.
     """
 
     seconds: float = 0.0
     unfinished: bool = False
 
     def words(self) -> str:
-        return f"{self.name} {self.score:.4f}{' on its first samples, stopped early' if self.unfinished else ''}"
+        early = " estimated from its first samples, stopped early" if self.unfinished else ""
+        return f"{self.name} {self.score:.4f}{early}"
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ class Figures:
         accuracy: where there are labels: share of right answers; of numbers, the correlation.
         each: the score on every set of samples.
         examples: by set, the loss of every example.
-        unfinished: whether the model was stopped after its first samples.
+        unfinished: whether the model was stopped after its first samples: then the scores are the best model's plus
+            the mean difference on these samples, and there is no accuracy.
         on_base: the loss on text that the base wrote, nats a token; None where there is none.
     """
 
@@ -198,7 +199,7 @@ class Judge:
         round_number = 0
         for i, j in self._order():
             if j > round_number and best is not None and cannot_win(tally.examples, best.examples):
-                return tally.figures(unfinished=True)
+                return tally.estimate(best)
             round_number = j
             tally.add(i, j, self._answers(model, reader, i, j))
         return tally.figures()
@@ -319,7 +320,18 @@ class _Tally:
         self.positions += first
         return torch.cat(losses)
 
-    def figures(self, unfinished: bool = False) -> Figures:
+    def estimate(self, best: Figures) -> Figures:
+        """The figures of a model that is stopped early; see `Figures.unfinished`.
+
+        Its first samples may be harder or easier than the rest: their losses alone would not compare with others.
+        """
+        shifts = []
+        for losses, best_losses in zip(self.examples, best.examples, strict=True):
+            shifts.append(sum(x - y for x, y in zip(losses, best_losses, strict=False)) / max(1, len(losses)))
+        each = [score + shift for score, shift in zip(best.each, shifts, strict=True)]
+        return Figures(sum(each) / len(each), None, each, self.examples, unfinished=True)
+
+    def figures(self) -> Figures:
         """The figures so far."""
         judge = self.judge
         if judge.task in FLOATS:
@@ -330,7 +342,7 @@ class _Tally:
         scores = [loss / max(size, 1) for loss, size in zip(self.losses, self.sizes, strict=True)]
         counts = judge.labelled and not judge.by_bytes and self.positions
         accuracy = self.right / self.positions if counts else None
-        return Figures(sum(scores) / len(scores), accuracy, scores, self.examples, unfinished)
+        return Figures(sum(scores) / len(scores), accuracy, scores, self.examples)
 
 
 def cannot_win(examples: Sequence[Sequence[float]], best: Sequence[Sequence[float]]) -> bool:

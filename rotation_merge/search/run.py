@@ -301,7 +301,7 @@ class Search:
         words = f"{figures.score:.4f} {self.deciding.unit}"
         words += "" if figures.accuracy is None else f", {self.deciding.figure} {figures.accuracy:.3f}"
         words += "" if figures.on_base is None else f", on the base's text {figures.on_base:.4f}"
-        words += " on its first samples, stopped early" if figures.unfinished else ""
+        words += " estimated from its first samples, stopped early" if figures.unfinished else ""
         return f"{tried.name}: {words} ({tried.seconds:.0f} s)"
 
     def _tried(self, candidate: Candidate, remaining: float, tried: Sequence[tuple[Candidate, Trial]]) -> Trial:
