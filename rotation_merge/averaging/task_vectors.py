@@ -224,7 +224,8 @@ class Wudi(TaskVectorMethod):
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
         grams = [change.gram() for change in changes]
-        shares = _gram_shares([change.norm() for change in changes], weights, len(grams[0]), parameters["gram_norm"])
+        lengths = [float(gram.trace().sqrt()) for gram in grams]
+        shares = _gram_shares(lengths, weights, len(grams[0]), parameters["gram_norm"])
         total = torch.zeros_like(grams[0])
         for gram, share in zip(grams, shares, strict=True):
             total.add_(gram, alpha=share)
@@ -384,9 +385,7 @@ class Tsv(TaskVectorMethod):
         parameters: Mapping[str, Any],
         size: int | None = None,
     ) -> SlicedMatrix:
-        """Args:
-        size: the smaller side of the map, where changes are given in smaller bases.
-        """
+        """`size`: the smaller side of the map, where changes are given in smaller orthonormal bases."""
         lengths = [change.norm() for change in changes]
         shares = parameters.get("rounding", [0.0] * len(changes))
         counting = sum(length > 0.0 for length in lengths)
