@@ -184,15 +184,21 @@ class StatusLine:
             self._shown = False
 
 
+LINE_SECONDS = 30.0
+"""Seconds between two lines of progress where there is no terminal."""
+
+
 class Progress:
-    """A bar on the terminal's stderr; silent elsewhere. Called as matching calls its `progress`."""
+    """A bar on the terminal's stderr; elsewhere a line every half minute. Called as matching calls its `progress`."""
 
     def __init__(self) -> None:
         self._bar: Any = None
         self._what = ""
+        self._began = self._said = time.monotonic()
 
     def __call__(self, activity: str, done: float, total: float) -> None:
         if not sys.stderr.isatty():
+            self._line(activity, done, total)
             return
         from tqdm import tqdm
 
@@ -202,6 +208,14 @@ class Progress:
         self._bar.total = total
         self._bar.n = done
         self._bar.refresh()
+
+    def _line(self, activity: str, done: float, total: float) -> None:
+        now = time.monotonic()
+        if now - self._said < LINE_SECONDS:
+            return
+        self._said = now
+        amount = f" {done:.0f} of {total:.0f}" if total else ""
+        note(f"{activity}{amount}, {seconds_text(now - self._began)} so far")
 
     def close(self) -> None:
         if self._bar is not None:
