@@ -56,7 +56,7 @@ UNITS = {
         "architecture averaging linalg run",
         "the rule in double precision, map by map; merges solve and write in single",
     ),
-    "averaging/test_task_vector_rules.py": ("averaging", "the rules of task vectors, on matrices"),
+    "averaging/test_task_vector_rules.py": ("averaging linalg", "the rules of task vectors, on matrices"),
     "carrying/test_carry.py": (
         "architecture averaging matching mergekit_plugin model run",
         "statistics in double precision, one by one; files hold them in single, and merges show their sum",
@@ -80,6 +80,7 @@ UNITS = {
     "files/test_unfinished.py": ("files matching", "the store's entries, torn and foreign ones among them"),
     "linalg/test_assignment.py": ("linalg", "solvers and certificates, on matrices that no model gives"),
     "linalg/test_linalg.py": ("linalg symmetry", "solvers, on matrices that no model gives"),
+    "linalg/test_sliced.py": ("linalg", "matrices in slices against whole ones"),
     "linalg/test_softmax.py": ("linalg", "one function, against a hand computation"),
     "matching/test_activations.py": ("matching", "activations of other weights than those that are matched"),
     "matching/test_devices.py": (
