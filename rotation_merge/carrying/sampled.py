@@ -125,6 +125,10 @@ class SampledTransfer:
     rank: int
     progress: Progress | None = None
 
+    def _watch(self, activity: str, done: float, total: float) -> None:
+        if self.progress is not None:
+            self.progress(activity, done, total)
+
     @property
     def config(self) -> TransferConfig:
         return self.session.config
@@ -207,7 +211,7 @@ class SampledTransfer:
     def _scaled(self, held_out: HeldOutSamples) -> JudgedChange:
         """The change moved by weights, each block at the scale that samples chose."""
         blocks, model = self._moved_models()
-        scales, *_ = search(blocks, lambda s: held_out.losses(model(s)), self.progress or (lambda *_: None))
+        scales, *_ = search(blocks, lambda s: held_out.losses(model(s)), self._watch)
         return JudgedChange("weights", self._moved(scales), scale_words(scales), lambda: model(scales))
 
     def _moved_models(self) -> tuple[list[str], Callable[[Mapping[str, float]], Any]]:
@@ -242,7 +246,10 @@ class SampledTransfer:
         model = self._cut_models(delta)[1] if self.rank else partial(self._solved_model, delta)
         scale = self.config.factor
         if scale is None:
-            losses = {factor: sum(parts.choice.losses(model(factor))) for factor in SCALES}
+            losses = {}
+            for factor in SCALES:
+                self._watch(f"scales of {method}", len(losses), len(SCALES))
+                losses[factor] = sum(parts.choice.losses(model(factor)))
             scale = min(losses, key=lambda factor: losses[factor])
         return JudgedChange(method, delta.scaled(scale), f" at scale {scale:g}", partial(model, scale))
 
@@ -292,7 +299,11 @@ class SampledTransfer:
             }
             return evaluate(self._stored_model(tensors), parts.judge.tuned)[0]
 
-        drawn = [loss(partial(random_change, draw=draw)) for _ in range(DRAWS)]
+        drawn = []
+        for done in range(DRAWS):
+            self._watch("controls", done, DRAWS + 1)
+            drawn.append(loss(partial(random_change, draw=draw)))
+        self._watch("controls", DRAWS, DRAWS + 1)
         return tuple(drawn), loss(torch.neg)
 
     def _shared_coordinates(self) -> list[str]:
@@ -358,7 +369,10 @@ class SampledTransfer:
         names = (self._old, self.name) if self.session.carrier.frame is not None else ()
         pair = [self._on(name) for name in names]
         carrier, config = self.session.carrier, self._model_config
-        return refit_change(carrier, config, self.tuned, batches, options, pair=pair, base_texts=base_texts)[0]
+        tensors, _ = refit_change(
+            carrier, config, self.tuned, batches, options, progress=self.progress, pair=pair, base_texts=base_texts
+        )
+        return tensors
 
     def _at_sites(self, data: Data) -> tuple[dict[str, Tensor], int]:
         """The new base's tensors with the change moved by input maps, and the number of these maps."""
