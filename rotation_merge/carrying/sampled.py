@@ -246,7 +246,7 @@ class SampledTransfer:
         model = self._cut_models(delta)[1] if self.rank else partial(self._solved_model, delta)
         scale = self.config.factor
         if scale is None:
-            losses = {}
+            losses = dict[float, float]()
             for factor in SCALES:
                 self._watch(f"scales of {method}", len(losses), len(SCALES))
                 losses[factor] = sum(parts.choice.losses(model(factor)))

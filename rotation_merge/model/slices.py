@@ -21,10 +21,10 @@ def rows(info: TensorInfo, tensor: Tensor) -> list[slice]:
     return row_slices(tensor, info.vocabulary_axis)
 
 
-def row_slices(tensor: Tensor, axis: int = 0, entries: int = LONG) -> list[slice]:
-    """Slices along an axis, of so many entries at most where they have several rows."""
+def row_slices(tensor: Tensor, axis: int = 0, entries: int | None = None) -> list[slice]:
+    """Slices along an axis, of so many entries (`LONG` if not given) at most where they have several rows."""
     count = tensor.shape[axis]
-    step = max(1, entries * count // max(1, tensor.numel()))
+    step = max(1, (entries or LONG) * count // max(1, tensor.numel()))
     return [slice(start, min(count, start + step)) for start in range(0, count, step)]
 
 
