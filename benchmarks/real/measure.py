@@ -543,7 +543,7 @@ def carried(bench: Bench, name: str, seed: int) -> Iterator[tuple[str, dict[str,
         if bench.due(f"carry {name} {way}", way):
             figures = bench.once(f"carry {name} {way}", partial(by_command, bench, name, base, options))
             taken = figures.get("taken")
-            title = way if taken in (None, way.partition(",")[0]) else f"{way}: {taken} was better"
+            title = way if taken in (None, way.partition(",")[0]) else f"{way}; the command took {taken}"
             yield title, shares(figures)
 
 
