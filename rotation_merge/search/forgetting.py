@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from rotation_merge.run.data import Data
 from rotation_merge.run.generated_samples import self_written
@@ -44,7 +47,8 @@ class Forgetting:
 
     def measured(self, model: Any, figures: Figures) -> Figures:
         """Figures of a model, with its loss on the base's text."""
-        return replace(figures, on_base=self.judge.measure(model).score)
+        on_text = self.judge.measure(model)
+        return replace(figures, on_base=on_text.score, base_texts=on_text.examples[0])
 
     def lost(self, figures: Figures) -> float:
         """Loss of a model on the base's text above the base's, in nats."""
@@ -55,21 +59,32 @@ class Forgetting:
         return self.base.score - figures.score
 
     def excess(self, figures: Figures, plain: Figures | None) -> float:
-        """Nats that a merge loses beyond the plain average's loss plus `TOLERATED` of its gain; at least 0."""
+        """Nats that a merge loses more than the plain average does, beyond what is `allowed`; at least 0."""
         if figures.on_base is None:
             return 0.0
-        return max(self._more(figures, plain) - TOLERATED * self.gained(figures), 0.0)
+        return max(self._more(figures, plain) - self.allowed(figures, plain), 0.0)
+
+    def allowed(self, figures: Figures, plain: Figures | None) -> float:
+        """`TOLERATED` of a merge's gain, plus the standard error of what it loses more: the texts are few."""
+        texts = zip(figures.base_texts, self._reference(plain).base_texts, strict=False)
+        apart = torch.tensor([x - y for x, y in texts], dtype=torch.float64)
+        noise = float(apart.std()) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0
+        return TOLERATED * self.gained(figures) + noise
 
     def _more(self, figures: Figures, plain: Figures | None) -> float:
         """Nats that a merge loses more than the plain average does."""
-        return self.lost(figures) - (0.0 if plain is None else max(self.lost(plain), 0.0))
+        return self.lost(figures) - self.lost(self._reference(plain))
+
+    def _reference(self, plain: Figures | None) -> Figures:
+        """The plain average; the base where there is none, or where it loses less than the base."""
+        return plain if plain is not None and self.lost(plain) > 0.0 else self.base
 
     def why(self, name: str, figures: Figures, plain: Figures | None) -> str:
         """The reason for rejecting a merge with a better score."""
         return (
             f"Not chosen: '{name}' ({figures.score:.4f} on the selection samples) forgets too much. On the base's own "
             f"text it loses {self._more(figures, plain):.4f} nats more than the plain average; "
-            f"{TOLERATED * self.gained(figures):.4f} is allowed, a tenth of its gain over the base."
+            f"{self.allowed(figures, plain):.4f} is allowed: a tenth of its gain over the base, and the standard error."
         )
 
 

@@ -48,6 +48,7 @@ class Figures:
         unfinished: whether the model was stopped after its first samples: then the scores are the best model's plus
             the mean difference on these samples, and there is no accuracy.
         on_base: the loss on text that the base wrote, nats a token; None where there is none.
+        base_texts: the same of every text.
     """
 
     score: float
@@ -56,6 +57,7 @@ class Figures:
     examples: list[list[float]] = field(default_factory=list, repr=False)
     unfinished: bool = False
     on_base: float | None = None
+    base_texts: list[float] = field(default_factory=list, repr=False)
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,6 @@ class Outcome:
         single = [facts["ensemble"], facts["best"], facts["plain"], *facts["parents"].values(), facts["base"]]
         for figures in [*single, *(tried["figures"] for tried in facts["tried"])]:
             if figures is not None:
-                del figures["examples"]
+                del figures["examples"], figures["base_texts"]
         verdict = self.verdict
         return {**facts, "best_parent": verdict.best_parent.name, "worth_it": verdict.worth_it}

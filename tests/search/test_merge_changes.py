@@ -317,6 +317,10 @@ def test_a_merge_that_forgets_more_than_it_may_does_not_win() -> None:
     assert forgetting.excess(figures(1.2, 1.14), plain) == pytest.approx(0.01)
     assert forgetting.excess(figures(1.2, 1.14), None) == pytest.approx(0.06)
     assert forgetting.excess(Figures(1.2, None, []), plain) == 0
+    noisy = replace(figures(1.2, 1.14), base_texts=[1.0, 1.3])  # 0.02 to 0.32 more than the plain average: by chance
+    assert forgetting.excess(noisy, replace(plain, base_texts=[0.98, 0.98])) == 0
+    surely = replace(noisy, base_texts=[1.0, 1.0])
+    assert forgetting.excess(surely, replace(plain, base_texts=[0.98, 0.98])) == pytest.approx(0.01)
     words = forgetting.why("ties", figures(1.2, 1.14), plain)
     assert "'ties' (1.2000 on the selection samples) forgets too much" in words
     assert "0.0900 nats more" in words
