@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -52,6 +51,8 @@ SAVED = Writes(within=FILE, work=(MATCHING_UNFINISHED,), wrote=is_barrier, besid
 EVERY, ENOUGH = 20.0, 3
 """Seconds between two lines of progress, and the number of models from which an estimate is given."""
 
+ON_PATHS = "models on the paths"
+
 NARROW = 2
 """Curves whose losses and accuracies stand side by side in one table."""
 
@@ -66,21 +67,24 @@ class PathProgress(Progress):
     def __init__(self) -> None:
         super().__init__()
         self.models, self._done = 0, 0
-        self._began = self._said = time.perf_counter()
 
     def __call__(self, activity: str, done: float, total: float) -> None:
-        if not activity.startswith(PATH):
-            super().__call__(activity, done, total)
+        if activity.startswith(PATH):
+            self._done += done > 0
+            if self._done == 0:
+                self._began = time.perf_counter()
+            activity, done, total = ON_PATHS, self._done, self.models
+        super().__call__(activity, done, total)
+
+    def _line(self, activity: str, done: float, total: float) -> None:
+        if activity != ON_PATHS:
+            super()._line(activity, done, total)
             return
         now = time.perf_counter()
-        self._done += done > 0
-        if self._done == 0:
-            self._began = now
-        super().__call__("models on the paths", self._done, self.models)
-        if self._done >= ENOUGH and now - self._said > EVERY and not sys.stderr.isatty():
-            remaining = (now - self._began) / self._done * (self.models - self._done)
-            note(f"{self._done} of {self.models} models on the paths, about {seconds_text(remaining)} left ...")
+        if done >= ENOUGH and now - self._said > EVERY:
             self._said = now
+            remaining = (now - self._began) / done * (total - done)
+            note(f"{done} of {total} {ON_PATHS}, about {seconds_text(remaining)} left ...")
 
 
 @click.command(

@@ -194,7 +194,7 @@ class Progress:
     def __init__(self) -> None:
         self._bar: Any = None
         self._what = ""
-        self._began = self._said = time.monotonic()
+        self._began = self._said = time.perf_counter()
 
     def __call__(self, activity: str, done: float, total: float) -> None:
         if not sys.stderr.isatty():
@@ -210,7 +210,7 @@ class Progress:
         self._bar.refresh()
 
     def _line(self, activity: str, done: float, total: float) -> None:
-        now = time.monotonic()
+        now = time.perf_counter()
         if now - self._said < LINE_SECONDS:
             return
         self._said = now

@@ -224,7 +224,7 @@ def test_a_reader_that_goes_away_is_no_error():
 def test_long_work_says_in_a_log_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """At most every half minute; short work says nothing."""
     now = [0.0]
-    monkeypatch.setattr(show.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(show.time, "perf_counter", lambda: now[0])
     progress = show.Progress()
     for now[0], done in ((1.0, 1), (29.0, 2), (31.0, 3), (40.0, 4), (95.0, 5)):
         progress("matching", done, 8)
