@@ -108,7 +108,7 @@ class TaskVectorMethod(DelegateMethod):
     def in_slices(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
-        """`change` of a map into a long vocabulary, in slices of its rows; here of the whole."""
+        """`change` of a map whose rows may be in several slices, as those of a long vocabulary; here of the whole."""
         return SlicedMatrix.of(self.change([change.whole() for change in changes], weights, parameters))
 
     def merges_in_slices(self) -> bool:
@@ -140,10 +140,7 @@ class TaskVectorMethod(DelegateMethod):
             if target.info.vocabulary_axis is not None and "sides" in parameters:
                 # with both sides, rows of rare tokens, which have next to no change, would grow
                 parameters = {**parameters, "sides": "one"}
-            if len(parts) > 1:
-                change = self.in_slices(matrices, weights, parameters)
-            else:
-                change = SlicedMatrix.of(self.change([matrix.whole() for matrix in matrices], weights, parameters))
+            change = self.in_slices(matrices, weights, parameters)
         else:
             target.log.note("others", parameters["others"])
             scale = sum(weights) if parameters["others"] == "sum" else 1.0
@@ -223,6 +220,8 @@ class Wudi(TaskVectorMethod):
     def in_slices(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
+        if len(changes[0].parts) == 1:
+            return super().in_slices(changes, weights, parameters)
         grams = [change.gram() for change in changes]
         lengths = [float(gram.trace().sqrt()) for gram in grams]
         shares = _gram_shares(lengths, weights, len(grams[0]), parameters["gram_norm"])
@@ -393,12 +392,12 @@ class Tsv(TaskVectorMethod):
         for change, length, weight, share in zip(changes, lengths, weights, shares, strict=True):
             if length == 0.0:
                 continue
-            u, s, v = change.svd()
+            left, s, v = change.svd()
             least = max(ZERO * float(s[0]), share * length)
             rank = max(1, min((size or len(s)) // counting, int((s > least).sum())))
-            lefts.append(u.columns(rank))
+            lefts.append(left(rank))
             values.append(weight * s[:rank])
-            rights.append(v[:rank])
+            rights.append(v[:rank].clone())  # or all of it stays in memory
         return (beside(lefts).polar() * torch.cat(values)) @ polar(torch.cat(rights))
 
     def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
@@ -441,19 +440,19 @@ class Iso(TaskVectorMethod):
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
         weighed = [change * weight for change, weight in zip(changes, weights, strict=True)]
-        u, s, v = weighted_sum(changes, weights).svd()
+        left, s, v = weighted_sum(changes, weights).svd()
         shares = parameters.get("rounding", [0.0] * len(weighed))
         least = sum(share * change.norm() for share, change in zip(shares, weighed, strict=True))
         count = max(1, int((s > max(ZERO * float(s[0]), least)).sum()))
         each = int((1 - parameters["share"]) * count) // len(changes)
         if each == 0:
-            return (u.columns(count) * s[:count].mean()) @ v[:count]
+            return (left(count) * s[:count].mean()) @ v[:count]
         common = count - each * len(changes)
-        kept = u.columns(common)
-        lefts, values, rights = [kept], [s[:common]], [v[:common]]
+        shared = left(common)
+        lefts, values, rights = [shared], [s[:common]], [v[:common]]
         for change in weighed:
-            left_vectors, value, right = (change - kept @ kept.transposed_times(change)).svd()
-            lefts.append(left_vectors.columns(each))
+            left, value, right = (change - shared @ shared.transposed_times(change)).svd()
+            lefts.append(left(each))
             values.append(value[:each])
             rights.append(right[:each])
         return (beside(lefts).polar() * torch.cat(values).mean()) @ polar(torch.cat(rights))

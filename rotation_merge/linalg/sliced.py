@@ -40,8 +40,9 @@ class SlicedMatrix:
         return cls(lambda part: matrix[part])
 
     def whole(self) -> Tensor:
-        first, *others = (self.rows(part) for part in self.parts)
-        return torch.cat([first, *others]) if others else first
+        if len(self.parts) == 1:
+            return self.rows(self.parts[0])
+        return torch.cat([self.rows(part) for part in self.parts])
 
     def __matmul__(self, right: Tensor) -> SlicedMatrix:
         return replace(self, rows=lambda part: self.rows(part) @ right)
@@ -50,12 +51,8 @@ class SlicedMatrix:
         """Each column times a number."""
         return replace(self, rows=lambda part: self.rows(part) * columns)
 
-    def __sub__(self, other: SlicedMatrix) -> SlicedMatrix:
-        return replace(self, rows=lambda part: self.rows(part) - other.rows(part))
-
-    def columns(self, count: int) -> SlicedMatrix:
-        """The first columns."""
-        return replace(self, rows=lambda part: self.rows(part)[:, :count])
+    def __sub__(self, subtrahend: SlicedMatrix) -> SlicedMatrix:
+        return replace(self, rows=lambda part: self.rows(part) - subtrahend.rows(part))
 
     def norm(self) -> float:
         return math.hypot(*(float(self.rows(part).norm()) for part in self.parts))
@@ -64,29 +61,32 @@ class SlicedMatrix:
         """``D^T D``."""
         return _summed(rows.mT @ rows for rows in map(self.rows, self.parts))
 
-    def transposed_times(self, other: SlicedMatrix) -> Tensor:
+    def transposed_times(self, factor: SlicedMatrix) -> Tensor:
         """``A^T B``."""
-        return _summed(self.rows(part).mT @ other.rows(part) for part in self.parts)
+        return _summed(self.rows(part).mT @ factor.rows(part) for part in self.parts)
 
-    def svd(self) -> tuple[SlicedMatrix, Tensor, Tensor]:
-        """The thin singular value decomposition: U, s and V^T.
+    def svd(self) -> tuple[Callable[[int], SlicedMatrix], Tensor, Tensor]:
+        """The thin singular value decomposition: the first columns of U as a function of their number, s and V^T.
 
         Of several slices, columns of U have a relative error of the rounding times ``s[0] / s``.
         """
         if len(self.parts) == 1:
             u, s, v = torch.linalg.svd(self.whole(), full_matrices=False)
-            return replace(self, rows=lambda part: u), s, v
+            return lambda count: self._constant(u[:, :count].clone()), s, v
         _, s, v = torch.linalg.svd(self._square_factor())
-        return self @ (v.mT / s.clamp_min(TINY)), s, v
+        return lambda count: self @ (v[:count].mT / s[:count].clamp_min(TINY)), s, v
 
     def polar(self) -> SlicedMatrix:
         """The nearest matrix with orthonormal columns, or rows; of less than full rank, its partial isometry."""
         if len(self.parts) == 1:
-            factor = polar(self.whole())
-            return replace(self, rows=lambda part: factor)
+            return self._constant(polar(self.whole()))
         _, s, v = torch.linalg.svd(self._square_factor())
         rank = int((s > NULL * s[0]).sum())
         return self @ ((v[:rank].mT / s[:rank]) @ v[:rank])
+
+    def _constant(self, matrix: Tensor) -> SlicedMatrix:
+        """A matrix in this one's single slice."""
+        return replace(self, rows=lambda part: matrix)
 
     def _square_factor(self) -> Tensor:
         """C (inputs, inputs) with ``C^T C = D^T D``.

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from rotation_merge.run.data import Data
 from rotation_merge.run.generated_samples import self_written
-from rotation_merge.search.judge import Figures, Judge
+from rotation_merge.search.judge import Figures, Judge, standard_error
 
 TOLERATED = 0.1
 """Tolerated loss on the base's own text, as a share of the gain over the base."""
@@ -67,9 +64,7 @@ class Forgetting:
     def allowed(self, figures: Figures, plain: Figures | None) -> float:
         """`TOLERATED` of a merge's gain, plus the standard error of what it loses more: the texts are few."""
         texts = zip(figures.base_texts, self._reference(plain).base_texts, strict=False)
-        apart = torch.tensor([x - y for x, y in texts], dtype=torch.float64)
-        noise = float(apart.std()) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0
-        return TOLERATED * self.gained(figures) + noise
+        return TOLERATED * self.gained(figures) + standard_error([x - y for x, y in texts])
 
     def _more(self, figures: Figures, plain: Figures | None) -> float:
         """Nats that a merge loses more than the plain average does."""

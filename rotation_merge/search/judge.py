@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -356,5 +357,9 @@ def cannot_win(examples: Sequence[Sequence[float]], best: Sequence[Sequence[floa
     ]
     if len(apart) < LEAST_EXAMPLES:
         return False
-    values = torch.tensor(apart, dtype=torch.float64)
-    return float(values.mean()) > CERTAIN * float(values.std()) / math.sqrt(len(apart))
+    return statistics.fmean(apart) > CERTAIN * standard_error(apart)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean; 0 of fewer than two values."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
