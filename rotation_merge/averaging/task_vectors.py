@@ -392,10 +392,10 @@ class Tsv(TaskVectorMethod):
         for change, length, weight, share in zip(changes, lengths, weights, shares, strict=True):
             if length == 0.0:
                 continue
-            left, s, v = change.svd()
+            left_vectors, s, v = change.svd()
             least = max(ZERO * float(s[0]), share * length)
             rank = max(1, min((size or len(s)) // counting, int((s > least).sum())))
-            lefts.append(left(rank))
+            lefts.append(left_vectors(rank))
             values.append(weight * s[:rank])
             rights.append(v[:rank].clone())  # or all of it stays in memory
         return (beside(lefts).polar() * torch.cat(values)) @ polar(torch.cat(rights))
@@ -440,19 +440,19 @@ class Iso(TaskVectorMethod):
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
         weighed = [change * weight for change, weight in zip(changes, weights, strict=True)]
-        left, s, v = weighted_sum(changes, weights).svd()
+        left_vectors, s, v = weighted_sum(changes, weights).svd()
         shares = parameters.get("rounding", [0.0] * len(weighed))
         least = sum(share * change.norm() for share, change in zip(shares, weighed, strict=True))
         count = max(1, int((s > max(ZERO * float(s[0]), least)).sum()))
         each = int((1 - parameters["share"]) * count) // len(changes)
         if each == 0:
-            return (left(count) * s[:count].mean()) @ v[:count]
+            return (left_vectors(count) * s[:count].mean()) @ v[:count]
         common = count - each * len(changes)
-        shared = left(common)
+        shared = left_vectors(common)
         lefts, values, rights = [shared], [s[:common]], [v[:common]]
         for change in weighed:
-            left, value, right = (change - shared @ shared.transposed_times(change)).svd()
-            lefts.append(left(each))
+            left_vectors, value, right = (change - shared @ shared.transposed_times(change)).svd()
+            lefts.append(left_vectors(each))
             values.append(value[:each])
             rights.append(right[:each])
         return (beside(lefts).polar() * torch.cat(values).mean()) @ polar(torch.cat(rights))

@@ -22,14 +22,14 @@ def sliced(matrix: Tensor, step: int) -> SlicedMatrix:
 def test_the_decomposition_of_slices(step: int) -> None:
     """Slices of fewer rows than columns, of more, and one of all; singular values from 1 to 1e-10."""
     matrix = random(50, 6) * torch.logspace(0, -10, 6, dtype=torch.float64)
-    left, values, right = sliced(matrix, step).svd()
-    u = left(6).whole()
+    left_vectors, values, right = sliced(matrix, step).svd()
+    u = left_vectors(6).whole()
     torch.testing.assert_close(values, torch.linalg.svdvals(matrix), rtol=1e-5, atol=0)
     torch.testing.assert_close(u * values @ right, matrix, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(u.mT @ u, torch.eye(6, dtype=u.dtype), atol=1e-5, rtol=0)
-    torch.testing.assert_close(left(2).whole(), u[:, :2])
-    left, values, _ = sliced(torch.zeros(50, 6, dtype=torch.float64), step).svd()
-    assert torch.isfinite(left(6).whole()).all()
+    torch.testing.assert_close(left_vectors(2).whole(), u[:, :2])
+    left_vectors, values, _ = sliced(torch.zeros(50, 6, dtype=torch.float64), step).svd()
+    assert torch.isfinite(left_vectors(6).whole()).all()
     assert not values.any()
 
 
