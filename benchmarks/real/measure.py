@@ -10,7 +10,7 @@
 Losses are nats a token on 8 pieces of 256 tokens of each text; `own` is text that the base wrote itself. Methods see
 other documents (`samples`) than the ones they are judged on. Products are in bfloat16, except in `coordinates`;
 `lambda` is searched on 4 pieces of each text's samples. Seconds are processor time, GB the largest resident memory of
-the commands, each a process of its own.
+the commands, each a process of its own. All runs on a GPU where there is one; then products are in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import yaml
-from models import in_halves, loss, sequences, split
+from models import DEVICE, in_halves, loss, sequences, split
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -47,6 +47,7 @@ SEEDS = (0, 1)
 """Of the fine-tunes."""
 SCALES = (0.4, 0.7, 1.0, 1.3)
 BIN = Path(sys.executable).parent
+ON_DEVICE = ("--device", DEVICE)
 NOT_ALIGNED = {"attention": "none", "ffn": "none", "scaling": False}
 REFIT = {"method": "refit", "ours": True, "samples": 32, "weight": 1.0}
 MERGES: dict[str, dict[str, Any]] = {
@@ -164,17 +165,17 @@ def self_written(folder: Path) -> Tensor:
     """Pieces that a model writes from nothing, at temperature 1."""
     model, tokenizer = read(folder), AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
-    start = torch.full((PIECES, 1), tokenizer.bos_token_id)
+    start = torch.full((PIECES, 1), tokenizer.bos_token_id, device=model.device)
     stop = {"eos_token_id": None, "pad_token_id": tokenizer.eos_token_id}
-    return model.generate(start, do_sample=True, top_k=0, max_new_tokens=LENGTH - 1, **stop)
+    return model.generate(start, do_sample=True, top_k=0, max_new_tokens=LENGTH - 1, **stop).cpu()
 
 
 def read(folder: Path | str) -> PreTrainedModel:
     if (Path(folder) / "adapter_config.json").exists():
         from peft import AutoPeftModelForCausalLM
 
-        return AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).merge_and_unload()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        return AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).merge_and_unload().to(DEVICE)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(DEVICE)
 
 
 def run(*words: object, may_fail: bool = False) -> dict[str, Any]:
@@ -221,7 +222,7 @@ def merged(
         if measured:
             file = bench.root / "texts" / f"{model.name}.safetensors"
             kinds = ("--kinds", "gram", "--samples", 32, "--out", file, "--force")
-            steps.append(run(BIN / "rotation-merge", "measure", model, "--data", measured, *kinds))
+            steps.append(run(BIN / "rotation-merge", "measure", model, "--data", measured, *kinds, *ON_DEVICE))
             parameters["statistics"] = str(file)
         entries.append({"model": str(model), "parameters": parameters})
     if method in ("regmean", "refit"):  # averages: the base is the anchor, with no share of its own
@@ -240,7 +241,7 @@ def merged(
         shutil.rmtree(unpolished, ignore_errors=True)
         out.rename(unpolished)
         data = ("--data", *map(bench.samples, tasks), "--samples", texts)
-        steps.append(run(BIN / "rotation-merge", "polish", unpolished, out, "--teachers", *models, *data))
+        steps.append(run(BIN / "rotation-merge", "polish", unpolished, out, "--teachers", *models, *data, *ON_DEVICE))
     most = {key: max(step[key] for step in steps) for key in ("GB", "GB allocated")}
     return {"seconds": sum(step["seconds"] for step in steps), **most}
 
@@ -266,7 +267,7 @@ def best_scale(bench: Bench, out: Path, tasks: Iterable[str]) -> tuple[float, Pr
 def ensemble(models: list[PreTrainedModel], pieces: list[Tensor]) -> float:
     """Loss of the mean of the models' probabilities."""
     losses = []
-    for ids in pieces:
+    for ids in (piece.to(DEVICE) for piece in pieces):
         with in_halves():
             logits = [model(ids[None]).logits[0, :-1].float() for model in models]
         chances = torch.stack(logits).softmax(-1).mean(0)
@@ -432,7 +433,8 @@ def by_recipe(recipe: dict[str, Any], out: Path, *options: object) -> dict[str, 
     file = out.with_suffix(".yml")
     file.write_text(yaml.safe_dump(recipe))
     shutil.rmtree(out, ignore_errors=True)
-    return run(BIN / "mergekit-yaml", file, out, "--quiet", "--random-seed", 0, *options)
+    on_device = ("--cuda",) if DEVICE == "cuda" else ()
+    return run(BIN / "mergekit-yaml", file, out, "--quiet", "--random-seed", 0, *on_device, *options)
 
 
 def coordinates(bench: Bench) -> None:
@@ -541,19 +543,19 @@ def carried(bench: Bench, name: str, seed: int) -> Iterator[tuple[str, dict[str,
         yield way, {**shares(figures), **controls}
     for way, options in WAYS.items():
         if bench.due(f"carry {name} {way}", way):
-            figures = bench.once(f"carry {name} {way}", partial(by_command, bench, name, base, options))
+            figures = bench.once(f"carry {name} {way}", partial(by_command, bench, name, seed, options))
             taken = figures.get("taken")
             title = way if taken in (None, way.partition(",")[0]) else f"{way}; the command took {taken}"
             yield title, shares(figures)
 
 
-def by_command(bench: Bench, name: str, base: str, options: Iterable[object]) -> dict[str, Any]:
-    """`rotation-merge carry`, its controls as it measured them, and the losses of what it wrote."""
-    task, out = task_of(name), bench.root / "carried"
+def by_command(bench: Bench, name: str, seed: int, options: Iterable[object]) -> dict[str, Any]:
+    """`rotation-merge carry`, its controls (of the first seed) as it measured them, and the losses of what it wrote."""
+    task, base, out = task_of(name), f"new-base-{seed}", bench.root / "carried"
     shutil.rmtree(out, ignore_errors=True)
     bases = ("--from", bench.root / "base", "--to", bench.root / base)
-    data = ("--data", bench.samples(task), "--samples", 32, "--controls", "--force")
-    step = run(BIN / "rotation-merge", "carry", bench.root / name, out, *bases, *data, *options)
+    data = ("--data", bench.samples(task), "--samples", 32, "--force", *(["--controls"] if seed == SEEDS[0] else []))
+    step = run(BIN / "rotation-merge", "carry", bench.root / name, out, *bases, *data, *options, *ON_DEVICE)
     lift = json.loads((out / "rotation_merge.json").read_text()).get("lift") or {}
     controls = {"random": lift.get("random controls"), "net": lift.get("net of controls"), "taken": lift.get("method")}
     return {**bench.judge(on_base(bench.root / base, out), (task, "own")), **step, **controls}
@@ -598,7 +600,7 @@ def on_base(base: Path, out: Path) -> PreTrainedModel:
     if (out / "adapter_config.json").exists():
         from peft import PeftModel
 
-        return PeftModel.from_pretrained(read(base), out).merge_and_unload()
+        return PeftModel.from_pretrained(read(base), out).merge_and_unload().to(DEVICE)
     return read(out)
 
 
@@ -639,7 +641,7 @@ def best_merge(bench: Bench, tasks: Sequence[str], seed: int, with_data: bool) -
     models, out = [bench.root / f"{task}-{seed}" for task in tasks], bench.root / "best"
     shutil.rmtree(out, ignore_errors=True)
     data = [word for task in tasks for word in ("--data", bench.samples(task))] if with_data else []
-    options = ("--base", bench.root / "base", "--budget", "15m", *data)
+    options = ("--base", bench.root / "base", "--budget", "15m", *data, *ON_DEVICE)
     step = run(BIN / "rotation-merge", "merge", *models, out, *options, may_fail=True)
     return {**(bench.judge(read(out), (*tasks, "own")) if out.exists() else {}), **step}
 
@@ -675,7 +677,7 @@ def by_harness(tool: str | None, model: Path, folder: Path) -> dict[str, float]:
         sys.exit("no lm_eval: pip install lm-eval")
     with tempfile.TemporaryDirectory() as out:
         asked = ("--include_path", folder, "--tasks", ",".join(HARNESS), "--output_path", out)
-        run(tool, "--model", "hf", "--model_args", f"pretrained={model},dtype=float32", "--device", "cpu", *asked)
+        run(tool, "--model", "hf", "--model_args", f"pretrained={model},dtype=float32", "--device", DEVICE, *asked)
         results = json.loads(next(Path(out).rglob("results_*.json")).read_text())["results"]
     measures = {task: "acc,none" if "continue" in task else "bits_per_byte,none" for task in HARNESS}
     return {task: results[task][measure] for task, measure in measures.items()}

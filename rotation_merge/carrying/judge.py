@@ -318,13 +318,13 @@ def random_change(change: Tensor, draw: torch.Generator) -> Tensor:
     """
     change = change.double()
     if change.ndim < 2:
-        noise = torch.randn(change.shape, generator=draw, dtype=torch.float64)
+        noise = torch.randn(change.shape, generator=draw, dtype=torch.float64).to(change.device)
         return noise * (change.norm() / noise.norm().clamp_min(1e-300))
     if change.ndim > 3:  # a convolution: its kernels are one matrix
         return random_change(change.flatten(1), draw).reshape(change.shape)
     tall = change if change.shape[-2] >= change.shape[-1] else change.mT
     upper = torch.linalg.qr(tall, mode="r").R
-    left, right = (torch.randn(x.shape, generator=draw, dtype=torch.float64) for x in (tall, upper))
+    left, right = (torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.device) for x in (tall, upper))
     core = upper @ torch.linalg.qr(right).Q
     cholesky = torch.linalg.cholesky(left.mT @ left)  # `left` times the inverse of its transpose is orthonormal
     turned = left @ torch.linalg.solve_triangular(cholesky.mT, core, upper=True)

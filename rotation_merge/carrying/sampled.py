@@ -145,7 +145,7 @@ class SampledTransfer:
         Args:
             out: the output that interrupted work waits beside.
         """
-        parts = read_parts(self.name, self._new, self.config, self._loaded)
+        parts = read_parts(self.name, self._new, self.config, self._on)
         lines = [*self._shared_coordinates(), *self._distance(parts)]
         if self.config.method == "weights":
             candidate = self._scaled(parts.choice)
@@ -277,7 +277,7 @@ class SampledTransfer:
             best = min(usable, key=lambda each: sum(choices[each.method]))
             safe = [each for each in usable if each is not candidate]
             chosen = min([best, *safe], key=lambda each: sum(judged[each.method]))
-        old, tuned = (evaluate(self._loaded(name), parts.judge.tuned)[0] for name in (self._old, self.name))
+        old, tuned = (evaluate(self._on(name), parts.judge.tuned)[0] for name in (self._old, self.name))
         controlled = self.config.controls and chosen.method != NONE
         controls, negated = self._controls(chosen, parts) if controlled else ((), None)
         other_losses = {name: losses for name, losses in judged.items() if name not in (chosen.method, NONE)}
@@ -315,7 +315,7 @@ class SampledTransfer:
         """A line that compares the fine-tune's perplexity on its own text and on the judging samples."""
         if self.config.data != SELF or self.config.judge is None:
             return []
-        model = self._loaded(self.name)
+        model = self._on(self.name)
         written, judged = (evaluate(model, data)[0] for data in (parts.solved, parts.judge.tuned))
         return [
             f"The fine-tune's perplexity is {math.exp(written):.3g} on its own text and {math.exp(judged):.3g} on "
@@ -453,9 +453,7 @@ class SampledTransfer:
     def _own_text(self) -> list[Batch]:
         """Text of the new base that preserves its knowledge, in batches of half the size."""
         config = replace(self.config, data=SELF, seed=self.config.seed + 2)
-        return read_batches(
-            SELF, local_path(self._new), self._loaded(self._new), **config.reading(AT_ONCE // 2)
-        ).batches
+        return read_batches(SELF, local_path(self._new), self._on(self._new), **config.reading(AT_ONCE // 2)).batches
 
     def _trained(self, student: Any) -> dict[str, Tensor]:
         """The change from training, by the names of the carrier's architecture."""

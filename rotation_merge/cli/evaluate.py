@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from rotation_merge.cli.options import config_of, config_options
+from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
 from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE
 from rotation_merge.cli.show import json_option, print_json, shown, table
 from rotation_merge.run.evaluate import EvaluateConfig, score
@@ -29,12 +29,14 @@ TITLES = {
 @click.argument("models", type=MODEL, nargs=-1, required=True)
 @click.option("--data", "sources", type=SAMPLE_SOURCE, multiple=True, required=True, help=f"One or more: {KINDS}.")
 @config_options(EvaluateConfig)
+@device_option(" to compute on")
 @click.option("--keep", is_flag=True, help="Keep the figures in MODEL/evaluation.json, for its card.")
 @json_option
 @shown
 def command(
     models: tuple[str, ...],
     sources: tuple[str, ...],
+    device: str,
     keep: bool,
     as_json: bool,
     **values: Any,
@@ -49,9 +51,10 @@ def command(
     from rotation_merge.run.functions import load
     from rotation_merge.run.statistics_writer import keep_figures
 
-    config, table_rows = config_of(EvaluateConfig, values), []
+    config, device = config_of(EvaluateConfig, values), usable_device(device)
+    table_rows: list[dict[str, Any]] = []
     for name in models:
-        model = load(name, like=models[0])
+        model = load(name, like=models[0], device=device)
         for source in sources:
             data = read_batches(source, name, model, config.limit, config.batch_size, config.length)
             scores = score(model, data)

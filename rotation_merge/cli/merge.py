@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rotation_merge.cli.gguf import check_gguf, gguf_option, write_gguf
-from rotation_merge.cli.options import config_of, config_options
+from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
 from rotation_merge.cli.paths import MODEL, MODELS_AND_OUT, NEW_MODEL, SAMPLE_SOURCE, hold_outputs, outputs_of
 from rotation_merge.cli.show import StatusLine, json_option, note, print_json, say, shown, table
 from rotation_merge.errors import RotationMergeError
@@ -38,6 +38,7 @@ POLISHED = "-polished"
     "that the models write themselves (self), or images made of noise (synthetic).",
 )
 @config_options(MergeConfig, types={"base": MODEL})
+@device_option(" to compute on")
 @click.option("--anyway", is_flag=True, help="Write the best merge even if one parent alone is better.")
 @click.option("--polish", is_flag=True, help="Then train the merge for a few steps, into OUT-polished.")
 @gguf_option
@@ -47,6 +48,7 @@ POLISHED = "-polished"
 def command(
     models: tuple[str, ...],
     data: tuple[str, ...],
+    device: str,
     anyway: bool,
     polish: bool,
     gguf: str | None,
@@ -93,7 +95,7 @@ def command(
     if gguf is not None:
         check_gguf(names[0], gguf, gguf_type, *names[1:])
     sources = data or (usual_data(names[0]),)
-    config = SearchConfig(tuple(names), out, sources, **{**asdict(options), "base": base})
+    config = SearchConfig(tuple(names), out, sources, usable_device(device), **{**asdict(options), "base": base})
     line = StatusLine()
     with Clock(config.seconds, line.say, line.status, began) as clock:
         search = Search(config, clock)
@@ -130,7 +132,9 @@ def _polished(search: Search, out: str) -> dict[str, Any]:
     note("polishing ...")
     try:
         ways = PolishConfig(samples=config.samples, length=config.length, seed=config.seed)
-        report = polished(out, place, config.models, [search.data[model] for model in config.models], ways)
+        report = polished(
+            out, place, config.models, [search.data[model] for model in config.models], ways, config.device
+        )
     except RotationMergeError as error:
         return {"out": None, "verdict": f"not done, {error}"}
     figures = search.reporting_figures(place) if report.gained else None

@@ -71,7 +71,11 @@ class LearnedElement(nn.Module):
     def forward(self, exact: bool = False) -> GroupElement:
         """The current element; with `exact` in float64 and projected onto the group."""
         steps = dict(self.named_parameters())
-        return self.start.along(steps, self.freedom, exact) if steps else self.start
+        if not steps:
+            return self.start
+        device = next(iter(steps.values())).device
+        at_hand = all(tensor.device == device for tensor in self.start.tensors().values())
+        return (self.start if at_hand else self.start.to(device)).along(steps, self.freedom, exact)
 
 
 class LearnedTransforms(nn.Module):

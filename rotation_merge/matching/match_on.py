@@ -313,7 +313,8 @@ class _ActivationTensors:
         weight_norm = 1.0 if weight is None else float(weight.double().norm())
         factor = weight_norm / max(float(pair[0].norm()), 1e-30)
         name = f"{linear.info.name}:{side}"
-        self.tensors[name] = ((factor * pair[0]).float(), (factor * pair[1]).float())
+        device = pair[0].device if weight is None else weight.device
+        self.tensors[name] = tuple((factor * rows).float().to(device) for rows in pair)  # type: ignore[assignment]
         return TensorInfo(f"{linear.info.key}:{side}", (name,), (Axis(), axis))
 
 

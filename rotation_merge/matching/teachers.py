@@ -18,7 +18,7 @@ from torch import Tensor
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
 from rotation_merge.files.durable import replacing
 from rotation_merge.matching.objective import is_distribution, main_output
-from rotation_merge.run.functions import Batch, check_answers, unlabelled
+from rotation_merge.run.functions import Batch, check_answers, inputs_for
 
 MOST = 64
 """Outputs of a prediction that are kept; with so many classes at most, all are."""
@@ -39,7 +39,7 @@ def write_answers(model: Any, batches: Sequence[Batch], path: Path, mark: str, l
     for number, batch in enumerate(batches):
         for name, tensor in batch.items():
             tensors[f"{number}.batch.{name}"] = tensor.clone(memory_format=torch.contiguous_format)
-        answers = answer(model(**unlabelled(batch)))
+        answers = answer(model(**inputs_for(model, batch)))
         check_answers(model, answers.values(), label)
         for name, tensor in answers.items():
             tensors[f"{number}.answer.{name}"] = tensor.contiguous()

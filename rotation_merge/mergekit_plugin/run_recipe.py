@@ -52,7 +52,7 @@ def _configuration(text: str) -> MergeConfiguration:
     return config
 
 
-def merge_recipe(text: str, out: str, tokenizer: bool = False, seed: int | None = None) -> None:
+def merge_recipe(text: str, out: str, tokenizer: bool = False, seed: int | None = None, device: str = "cpu") -> None:
     """Merge by mergekit's own `run_merge`, quietly.
 
     Args:
@@ -60,8 +60,9 @@ def merge_recipe(text: str, out: str, tokenizer: bool = False, seed: int | None 
         out: directory to write.
         tokenizer: copy the base's, as mergekit-yaml does.
         seed: of methods that draw at random.
+        device: to compute on.
     """
-    options = MergeOptions(quiet=True, copy_tokenizer=tokenizer, random_seed=seed)
+    options = MergeOptions(quiet=True, copy_tokenizer=tokenizer, random_seed=seed, device=device)
     try:
         merge.run_merge(_configuration(text), out, options, config_source=text)
     finally:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rotation_merge.errors import DataError, short
 from rotation_merge.linalg.finite import all_finite
-from rotation_merge.run.functions import Batch, unlabelled
+from rotation_merge.run.functions import Batch, device_of, inputs_for
 
 
 def check_inputs(examples: Mapping[str, Tensor], model: Any, source: str) -> None:
@@ -35,8 +35,7 @@ def check_shape(model: Any, batch: Batch, source: str) -> None:
     """Check that images and recordings have the model's sizes."""
     if "input_ids" in batch or getattr(model.config, "is_encoder_decoder", False):
         return
-    device = next(model.parameters()).device
-    first = {name: tensor[:1].to(device) for name, tensor in unlabelled(batch).items()}
+    first = inputs_for(model, {name: tensor[:1] for name, tensor in batch.items()})
     try:
         with torch.no_grad():
             model(**first)
@@ -93,9 +92,8 @@ def check_decoder(batches: Sequence[Batch], model: Any, source: str) -> None:
     lacking = [batch for batch in batches if "decoder_input_ids" not in batch]
     if not lacking or not getattr(model.config, "is_encoder_decoder", False):
         return
-    device = next(model.parameters()).device
-    first = {n: x[:1].to(device) for n, x in lacking[0].items() if n not in ("labels", "attention_mask")}
-    begun = {**first, "decoder_input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}
+    first = inputs_for(model, {name: x[:1] for name, x in lacking[0].items() if name != "attention_mask"})
+    begun = {**first, "decoder_input_ids": torch.zeros(1, 1, dtype=torch.long, device=device_of(model))}
     if _runs(model, begun) and not _runs(model, first):
         raise DataError(
             f"has examples without an input for the decoder of {type(model).__name__}",

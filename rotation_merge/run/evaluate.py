@@ -18,7 +18,7 @@ from rotation_merge.files.ledger import NOWHERE, Ledger, LedgerEntry
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import UNLABELLED, Data
 from rotation_merge.run.data_checks import check_labels
-from rotation_merge.run.functions import Batch, unlabelled
+from rotation_merge.run.functions import Batch, inputs_for
 from rotation_merge.run.sample_kinds import ReadingConfig
 from rotation_merge.run.tables import PAIRS
 
@@ -94,8 +94,8 @@ def score(model: Any, data: Data) -> Scores:
         logits, labels = _answers(model, batch, data.task)
         labelled = labels != -100
         total += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
-        guesses.append(logits.argmax(-1)[labelled])
-        truths.append(labels[labelled])
+        guesses.append(logits.argmax(-1)[labelled].cpu())
+        truths.append(labels[labelled].cpu())
     predicted, labels = torch.cat(guesses), torch.cat(truths)
     if not len(labels):
         raise DataError("no example has a label", remedy="give more data")
@@ -108,7 +108,7 @@ def _of_floats(model: Any, data: Data) -> Scores:
     """Numbers, one for each output, or any number of labels for each example."""
     outputs, targets = [], []
     for batch in data.batches:
-        logits = model(**unlabelled(batch)).logits.float()
+        logits = model(**inputs_for(model, batch)).logits.float().cpu()
         labels = batch["labels"].float().reshape(len(batch["labels"]), -1)
         if logits.shape != labels.shape:
             raise DataError(
@@ -150,9 +150,9 @@ def _vocabulary(model: Any) -> int:
 
 
 def _answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor]:
-    """Logits (n, classes) and the labels (n,) they should hit."""
-    logits = model(**unlabelled(batch)).logits
-    labels = batch["labels"]
+    """Logits (n, classes) and the labels (n,) they should hit, on the model's device."""
+    logits = model(**inputs_for(model, batch)).logits
+    labels = batch["labels"].to(logits.device)
     if logits.shape[:-1] != labels.shape:
         raise DataError(
             f"labels have shape {list(labels.shape)}, the model's answers {list(logits.shape)}",

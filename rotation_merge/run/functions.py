@@ -77,6 +77,7 @@ def load(
     like: str | None = None,
     state: dict[str, Tensor] | None = None,
     changed: Mapping[str, Any] | None = None,
+    device: str = "cpu",
 ) -> Any:
     """The model at a path, in evaluation mode; every weight must be there.
 
@@ -84,6 +85,7 @@ def load(
         like: a model in whose order its classes are to stand, where they have the same names.
         state: its weights, where they are not those of its files; the model's from here on.
         changed: entries of its config that are not those of its files.
+        device: where it is put.
 
     Raises:
         CheckpointError: no class of transformers fits, weights are missing or of the wrong shape, or an adapter was
@@ -125,7 +127,7 @@ def load(
     if like is not None:
         _relabel(model, read_config(local_path(like)), like)
     disable_extra_outputs(model.config)
-    return model.eval()
+    return model.eval().to(device)
 
 
 def module_of(opened: OpenedModel) -> Any:
@@ -236,13 +238,25 @@ def unlabelled(batch: Mapping[str, Tensor]) -> Batch:
     return {name: tensor for name, tensor in batch.items() if name != "labels"}
 
 
+def device_of(model: Any) -> torch.device:
+    """The device of a model's parameters; the CPU for what has none."""
+    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    return torch.device("cpu") if first is None else first.device
+
+
+def inputs_for(model: Any, batch: Mapping[str, Tensor]) -> Batch:
+    """A batch without its labels, on the model's device."""
+    device = device_of(model)
+    return {name: tensor.to(device) for name, tensor in unlabelled(batch).items()}
+
+
 @torch.no_grad()
 def outputs(model: Any, batch: Mapping[str, Tensor]) -> Batch:
     """Default outputs of a model: every floating tensor except caches.
 
     Tensors of its parts are included (`text_model_output.NAME`).
     """
-    return floating_outputs(model, model(**unlabelled(batch)))
+    return floating_outputs(model, model(**inputs_for(model, batch)))
 
 
 def floating_outputs(model: Any, answer: Any) -> Batch:

@@ -11,7 +11,7 @@ from torch import Tensor
 from rotation_merge.errors import DataError
 from rotation_merge.run import sample_kinds
 from rotation_merge.run.examples import tokenizer_of
-from rotation_merge.run.functions import Batch, check_answers, fused_attention, local_path, outputs
+from rotation_merge.run.functions import Batch, check_answers, device_of, fused_attention, local_path, outputs
 from rotation_merge.run.images import normalisation
 from rotation_merge.workers.progress import listener
 
@@ -62,7 +62,7 @@ def self_written(model: Any, model_path: str, count: int, length: int = 128, see
         begins = torch.randint(text.vocab_size, (count, 1), generator=draw)
     else:
         begins = torch.full((count, 1), first)
-    device = next(model.parameters()).device
+    device = device_of(model)
     prompt = torch.arange(min(length, 32), device=device)[None] % text.vocab_size
     check_answers(model, outputs(model, {"input_ids": prompt}).values(), model_path)
     parts, written = begins.split(AT_ONCE), []
@@ -90,7 +90,7 @@ def _begin(model_path: str) -> int | None:
 
 def _continued(model: Any, ids: Tensor, length: int, draw: torch.Generator, tick: Callable[[int], None]) -> Tensor:
     """Sequences (count, length) that begin with these ids; `tick` is called with the number of tokens so far."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     step, past = ids, None
     while ids.shape[1] < length:
         result = model(input_ids=step.to(device), past_key_values=past, use_cache=True)

@@ -21,7 +21,7 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.config import Config, option
 from rotation_merge.errors import DataError, StatisticsError
 from rotation_merge.run.arrays import one_by_one
-from rotation_merge.run.functions import check_answers, unlabelled
+from rotation_merge.run.functions import check_answers, device_of, unlabelled
 from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, packed, room, run_passes
 from rotation_merge.run.recorder import HookedModel
 from rotation_merge.run.sample_kinds import SAMPLES, STATISTICS
@@ -93,7 +93,7 @@ class ModelMeasurement:
         self.model, self.architecture, self.batches, self.task = model, architecture, batches, task
         self.tapped = HookedModel.of(model, architecture)
         _expert_by_expert(model)
-        self.device = next(model.parameters()).device
+        self.device = device_of(model)
         first = one_by_one(batches[0])[0]
         probe = Probe()
         with torch.no_grad(), self.tapped.watched(probe):

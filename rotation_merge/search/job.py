@@ -14,6 +14,9 @@ from rotation_merge.run.functions import local_path, read_config
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC
 from rotation_merge.search.config import MergeConfig
 
+FREE = ("budget", "device", "out", "subsets")
+"""What may change when a search continues."""
+
 
 @dataclass(frozen=True)
 class SearchConfig(MergeConfig):
@@ -22,15 +25,17 @@ class SearchConfig(MergeConfig):
     Attributes:
         models: the first is the anchor.
         data: one source for all, or one for each model.
+        device: to compute on.
     """
 
     models: tuple[str, ...]
     out: str
     data: tuple[str, ...]
+    device: str = "cpu"
 
     def key(self) -> str:
         """Stable key of the models, the samples and the options, and of the state of their files."""
-        options = {name: value for name, value in asdict(self).items() if name not in ("budget", "out", "subsets")}
+        options = {name: value for name, value in asdict(self).items() if name not in FREE}
         models = [*self.models, *([self.base] if self.base else [])]
         files = [path for model in models for path in _weights(model)] + list(filter(os.path.exists, self.data))
         stamps = [os.stat(path).st_mtime_ns for path in files]

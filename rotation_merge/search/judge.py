@@ -15,7 +15,7 @@ from rotation_merge.errors import DataError
 from rotation_merge.run.curves import FIGURES
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import of_floats
-from rotation_merge.run.functions import Batch
+from rotation_merge.run.functions import Batch, inputs_for
 from rotation_merge.search.readers import Reader
 from rotation_merge.workers.progress import listener
 
@@ -66,7 +66,7 @@ class Predictions:
     """A model's answers to one batch.
 
     Attributes:
-        logits: by position (positions, classes); of tasks of numbers, the numbers.
+        logits: by position (positions, classes), on the model's device; of tasks of numbers, the numbers, on the CPU.
         positions: of those that count.
         examples: for each of these, whose it is.
         columns: see `Reader`.
@@ -79,12 +79,13 @@ class Predictions:
 
     def logs(self) -> Iterator[Tensor]:
         """Log-probabilities in the anchor's token order, in chunks of (positions, classes)."""
-        for chunk in self.positions.split(AT_ONCE):
+        for chunk in self.positions.to(self.logits.device).split(AT_ONCE):
             logs = self.logits.index_select(0, chunk).float().log_softmax(-1).clamp_min(LEAST_LOG)
             yield logs if self.columns is None else _in_columns(logs, self.columns)
 
 
 def _in_columns(logs: Tensor, columns: Tensor) -> Tensor:
+    columns = columns.to(logs.device)
     lacking = (columns < 0) | (columns >= logs.shape[1])
     return logs.index_select(1, columns.masked_fill(lacking, 0)).masked_fill(lacking, LEAST_LOG)
 
@@ -96,14 +97,14 @@ def answers(model: Any, batch: Batch, task: str, columns: Tensor | None = None) 
     Raises:
         DataError: the model has no logits.
     """
-    outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
+    outputs = model(**inputs_for(model, batch))
     logits = _cosines(outputs) if task == "embedding" else getattr(outputs, "logits", None)
     if not isinstance(logits, Tensor):
         problem = f"{type(model).__name__} has no logits to judge"
         raise DataError(problem, remedy="name models with their head, or use barrier")
     if task in FLOATS:
         rows = torch.arange(len(logits))
-        return Predictions(logits.float(), rows, rows)
+        return Predictions(logits.float().cpu(), rows, rows)
     if logits.shape[-1] == 1:
         problem = f"{type(model).__name__} gives one number, so its samples need scores"
         raise DataError(problem, remedy="give data with labels or scores")
@@ -315,11 +316,12 @@ class _Tally:
             part = slice(first, first + len(logs))
             first = part.stop
             if labels is not None:
-                losses.append(-logs.gather(1, labels[part, None])[:, 0].double())
-                self.right += float((logs.argmax(-1) == labels[part]).sum())
+                right = labels[part].to(logs.device)
+                losses.append(-logs.gather(1, right[:, None])[:, 0].double().cpu())
+                self.right += float((logs.argmax(-1) == right).sum())
             else:
                 target_logs = self.judge.targets[i][j][part].float().log_softmax(-1)
-                losses.append((target_logs.exp() * (target_logs - logs)).sum(-1).double())
+                losses.append((target_logs.exp() * (target_logs - logs)).sum(-1).double().cpu())
         self.positions += first
         return torch.cat(losses)
 

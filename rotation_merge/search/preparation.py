@@ -26,7 +26,7 @@ from rotation_merge.model.vocabulary import token_ids_differ
 from rotation_merge.record import SMALL_GAIN
 from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches
 from rotation_merge.run.examples import tokenizer_of
-from rotation_merge.run.functions import Batch, load
+from rotation_merge.run.functions import Batch, inputs_for, load
 from rotation_merge.run.generated_samples import SELF, SOURCES, writes_text
 from rotation_merge.run.statistics_writer import checkpoint_of
 from rotation_merge.search.base import TaskVectorBase, find_base
@@ -122,7 +122,7 @@ class Preparation:
             relation = self._relation(architecture, relations)
             base = self._base(relation)
             close_files()
-            loaded = {model: load(model, like=models[0]) for model in models}
+            loaded = {model: self._load(model) for model in models}
         with self.clock.step("collecting the samples"):
             samples = [] if self.made_up else self._given(loaded[models[0]])
             per_token = self._pace(loaded[models[0]], samples)
@@ -172,6 +172,10 @@ class Preparation:
             self.notes,
         )
 
+    def _load(self, model: str) -> Any:
+        """Load a model, with its classes in the samples' order."""
+        return load(model, like=self.config.models[0], device=self.config.device)
+
     def _relations(self, anchor: Model) -> dict[str, float]:
         """Cosine of every other model to the first one. Sets `other_ids`."""
         models = self.config.models
@@ -204,7 +208,7 @@ class Preparation:
         """The measure of forgetting; its texts are shorter if time is short."""
         if base is None or self.other_ids:
             return None
-        model = loaded[base.name] if base.name in loaded else load(base.name, like=self.config.models[0])
+        model = loaded[base.name] if base.name in loaded else self._load(base.name)
         if not writes_text(model):
             return None
         config, length = self.config, self.config.length
@@ -271,10 +275,12 @@ class Preparation:
         else:
             data = read_batches(config.data[0], config.models[0], model, config.batch_size, config.batch_size)
         (batch,) = data.batches[:1]
-        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        inputs = inputs_for(model, batch)
         model(**{name: tensor[:1] for name, tensor in inputs.items()})
         begin, tokens = time.perf_counter(), tokens_in([replace(data, batches=[batch])])
         logits = getattr(model(**inputs), "logits", None)
+        if torch.device(self.config.device).type == "cuda":
+            torch.cuda.synchronize(self.config.device)
         self.logits_per_token = logits.numel() / tokens if isinstance(logits, Tensor) and logits.ndim > 2 else 0.0
         return (time.perf_counter() - begin) / tokens
 

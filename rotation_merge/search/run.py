@@ -131,7 +131,7 @@ class Search:
 
     def _load(self, model: str | Path) -> Any:
         """Load a model, with its classes in the samples' order."""
-        return load(str(model), like=self.config.models[0])
+        return load(str(model), like=self.config.models[0], device=self.config.device)
 
     # --- candidates --------------------------------------------------------------------------------------------
 
@@ -331,7 +331,8 @@ class Search:
         if self._is_merged(place, text):
             return
         shutil.rmtree(place, ignore_errors=True)
-        merge_recipe(text, str(place), tokenizer=True, seed=self.config.seed if candidate.draws else None)
+        seed = self.config.seed if candidate.draws else None
+        merge_recipe(text, str(place), tokenizer=True, seed=seed, device=self.config.device)
         self._keep_record(f"{place.name}.{MERGED}", {"key": self._key(text)})
 
     def _scaled(self, candidate: Candidate, first: Figures) -> tuple[Candidate, Figures]:

@@ -382,8 +382,10 @@ def test_polish_is_a_step_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     from rotation_merge.averaging.polish import PolishReport
     from rotation_merge.cli import polish
 
-    def polished(merged: str, out: str, teachers: object, sources: list[str], ways: object) -> PolishReport:
-        assert (teachers, sources) == ((ENGLISH, C), ["self", "self"])
+    def polished(
+        merged: str, out: str, teachers: object, sources: list[str], ways: object, device: str
+    ) -> PolishReport:
+        assert (teachers, sources, device) == ((ENGLISH, C), ["self", "self"], "cpu")
         shutil.copytree(merged, out)
         return PolishReport(1.0, 0.5)
 
