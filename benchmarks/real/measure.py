@@ -479,7 +479,7 @@ def in_coordinates(bench: Bench, seed: int) -> dict[str, Callable[[], dict[str, 
 WAYS: dict[str, tuple[object, ...]] = {
     "weights": ("--carry", "weights", "--scale", "auto"),
     "refit": ("--carry", "refit"),
-    "distil, 50 steps": ("--carry", "distil"),
+    "distil, 10 steps": ("--carry", "distil", "--steps", 10),
 }
 
 
