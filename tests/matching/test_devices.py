@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from cli_support import CHECKPOINTS, TEXTS
 from second_device import Far, second_device, sent
-from torch import Tensor
+from torch import Tensor, nn
 
 from rotation_merge import AlignConfig, Alignment
 from rotation_merge.architecture import table
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.architecture.registry import shipped
+from rotation_merge.carrying.judge import random_change
 from rotation_merge.linalg import scaling
 from rotation_merge.matching import block, mean, passes
 from rotation_merge.matching.alignment import Mover
-from rotation_merge.matching.fit import LearnedTransforms, identities
+from rotation_merge.matching.fit import LearnedTransforms, fit, identities
+from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match import match_model
+from rotation_merge.matching.match_on import match_on_activations, record_activations
 from rotation_merge.matching.mean import match_to_mean
+from rotation_merge.run.data import Data, read_batches
+from rotation_merge.run.evaluate import score
+from rotation_merge.run.functions import architecture_of, load, outputs, unlabelled
+from rotation_merge.search.judge import Judge
 from rotation_merge.symmetry import KINDS, SpaceTransform, invertible
 
 torch.set_num_threads(1)
@@ -147,3 +157,65 @@ def test_elements(kind: str) -> None:
             assert isinstance(element.act(x, 0, 1, dual=True), Far)
         assert isinstance(far.distance(), Far)
         assert not far.is_identity()
+
+
+BASE, OTHER = (str(CHECKPOINTS / name) for name in ("llama-0", "llama-1"))
+
+
+def sent_model(model: nn.Module) -> nn.Module:
+    """A model with its tensors on the second device."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = None if parameter is None else nn.Parameter(Far(parameter.detach().clone()))
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else Far(buffer.clone())
+    return model
+
+
+def samples(model: nn.Module) -> Data:
+    return read_batches(str(TEXTS / "python.txt"), BASE, model, 6, 2, 16)
+
+
+@pytest.mark.parametrize("how", ["activations", "both"])
+def test_matching_on_samples(how: str) -> None:
+    """Rows of samples are kept on the CPU, whatever device the weights are on."""
+    models = [load(name) for name in (BASE, OTHER)]
+    batches = [unlabelled(batch) for batch in samples(models[0]).batches]
+    rows = [record_activations(model, batches) for model in models]
+    anchor, donor = (sent({name: x.detach() for name, x in model.state_dict().items()}) for model in models)
+    options = AlignConfig(heads="permutation", scaling=False, residual="rotation")
+    with second_device():
+        found = match_on_activations(architecture_of(models[0]), anchor, donor, options, None, (rows[0], rows[1]), how)
+    assert all(isinstance(x, Far) for x in found.transforms["residual"].tensors().values())
+
+
+def test_a_whole_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learned parameters are moved to the device, and what they start from with them."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which does not know the second device
+    models = [load(name) for name in (BASE, OTHER)]
+    batches = samples(models[0]).batches
+    with second_device():
+        anchor, donor = map(sent_model, models)
+        result = fit(anchor, [donor], batches, options=FitConfig(steps=1, half=False, start="identity"))
+    assert result.report.after <= result.report.before
+
+
+def test_losses() -> None:
+    """Samples are brought to the model, and figures are the same on any device."""
+    model = load(BASE)
+    data = samples(model)
+    batch, near = data.batches[0], score(model, data)
+    judged = Judge([data], labelled=True).measure(model).score
+    with second_device():
+        far = sent_model(model)
+        assert score(far, data).loss == pytest.approx(near.loss, rel=1e-6)
+        assert Judge([data], labelled=True).measure(far).score == pytest.approx(judged, rel=1e-6)
+        assert all(isinstance(x, Far) for x in outputs(far, batch).values())
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 4), (4, 6), (2, 6, 4)])
+def test_random_changes(shape: tuple[int, ...]) -> None:
+    change = torch.randn(shape, generator=gen(1))
+    with second_device():
+        found = random_change(Far(change), gen(2))
+    assert torch.allclose(held(found), random_change(change, gen(2)))
