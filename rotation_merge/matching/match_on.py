@@ -314,7 +314,8 @@ class _ActivationTensors:
         factor = weight_norm / max(float(pair[0].norm()), 1e-30)
         name = f"{linear.info.name}:{side}"
         device = pair[0].device if weight is None else weight.device
-        self.tensors[name] = tuple((factor * rows).float().to(device) for rows in pair)  # type: ignore[assignment]
+        first, second = ((factor * rows).float().to(device) for rows in pair)
+        self.tensors[name] = first, second
         return TensorInfo(f"{linear.info.key}:{side}", (name,), (Axis(), axis))
 
 

@@ -14,8 +14,8 @@ from rotation_merge.run.functions import local_path, read_config
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC
 from rotation_merge.search.config import MergeConfig
 
-FREE = ("budget", "device", "out", "subsets")
-"""What may change when a search continues."""
+CHANGEABLE = ("budget", "device", "out", "subsets")
+"""Options that may change when a search continues."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SearchConfig(MergeConfig):
 
     def key(self) -> str:
         """Stable key of the models, the samples and the options, and of the state of their files."""
-        options = {name: value for name, value in asdict(self).items() if name not in FREE}
+        options = {name: value for name, value in asdict(self).items() if name not in CHANGEABLE}
         models = [*self.models, *([self.base] if self.base else [])]
         files = [path for model in models for path in _weights(model)] + list(filter(os.path.exists, self.data))
         stamps = [os.stat(path).st_mtime_ns for path in files]

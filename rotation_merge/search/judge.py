@@ -316,9 +316,9 @@ class _Tally:
             part = slice(first, first + len(logs))
             first = part.stop
             if labels is not None:
-                right = labels[part].to(logs.device)
-                losses.append(-logs.gather(1, right[:, None])[:, 0].double().cpu())
-                self.right += float((logs.argmax(-1) == right).sum())
+                answer = labels[part].to(logs.device)
+                losses.append(-logs.gather(1, answer[:, None])[:, 0].double().cpu())
+                self.right += float((logs.argmax(-1) == answer).sum())
             else:
                 target_logs = self.judge.targets[i][j][part].float().log_softmax(-1)
                 losses.append((target_logs.exp() * (target_logs - logs)).sum(-1).double().cpu())
