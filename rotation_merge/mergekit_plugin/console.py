@@ -74,7 +74,7 @@ def line(error: Exception) -> str:
 
 
 _LESS = {
-    "the GPU": "on another device (merges: without --cuda, or with --low-cpu-memory)",
+    "the GPU": "on another device (without --cuda or --device; merges: or with --low-cpu-memory)",
     "this machine": "fewer blocks at once (OMP_NUM_THREADS=1; merges: --low-cpu-memory), or on another device",
 }
 

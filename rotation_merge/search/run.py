@@ -15,12 +15,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.durable import write_text
 from rotation_merge.files.ledger import ENTRY, LedgerEntry, Unfinished, stored_entry, write_entry
-from rotation_merge.mergekit_plugin.console import OneLineError
+from rotation_merge.mergekit_plugin.console import OneLineError, line
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.card import class_of, updated_card
 from rotation_merge.model.headers import reason
@@ -287,6 +288,8 @@ class Search:
             out_of_time = isinstance(error.__context__, OutOfTime) or isinstance(error.__cause__, OutOfTime)
             late = f"not finished in the {remaining:.0f} s left of the budget"
             self.left_out[candidate.title] = late if out_of_time else str(error)
+        except torch.OutOfMemoryError as error:
+            self.left_out[candidate.title] = line(error)
         else:
             result.expected = expected
             self.parents.costs.record(candidate, result.seconds)

@@ -259,6 +259,25 @@ def test_an_interrupted_search_goes_on_and_a_failing_candidate_is_left_out(
     assert found["tried"]
 
 
+def test_a_candidate_too_large_for_the_gpu_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: Callable[[int], None]
+):
+    real = Search._measured
+
+    def measured(self: Search, model: object, anchor: str, best: Figures | None) -> Figures:
+        if best is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
+        return real(self, model, anchor, best)
+
+    only(2)
+    monkeypatch.setattr(Search, "_measured", measured)
+    result = run(ENGLISH, C, tmp_path / "out", "--data", "demo:python", *TINY, "--anyway", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [trial["name"] for trial in found["tried"]] == ["plain"]
+    assert "the GPU ran out of memory (tried to allocate 2.00 GiB)" in found["left_out"]["wudi"]
+
+
 def test_a_folder_that_no_search_wrote_is_refused(tmp_path: Path):
     diary = tmp_path / "out.unfinished" / "diary.txt"
     diary.parent.mkdir()
