@@ -54,7 +54,7 @@ def command(
     config, device = config_of(EvaluateConfig, values), usable_device(device)
     table_rows: list[dict[str, Any]] = []
     for name in models:
-        model = load(name, like=models[0], device=device)
+        model = load(name, like=models[0]).to(device)
         for source in sources:
             data = read_batches(source, name, model, config.limit, config.batch_size, config.length)
             scores = score(model, data)

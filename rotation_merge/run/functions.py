@@ -77,7 +77,6 @@ def load(
     like: str | None = None,
     state: dict[str, Tensor] | None = None,
     changed: Mapping[str, Any] | None = None,
-    device: str = "cpu",
 ) -> Any:
     """The model at a path, in evaluation mode; every weight must be there.
 
@@ -85,7 +84,6 @@ def load(
         like: a model in whose order its classes are to stand, where they have the same names.
         state: its weights, where they are not those of its files; the model's from here on.
         changed: entries of its config that are not those of its files.
-        device: where it is put.
 
     Raises:
         CheckpointError: no class of transformers fits, weights are missing or of the wrong shape, or an adapter was
@@ -127,7 +125,7 @@ def load(
     if like is not None:
         _relabel(model, read_config(local_path(like)), like)
     disable_extra_outputs(model.config)
-    return model.eval().to(device)
+    return model.eval()
 
 
 def module_of(opened: OpenedModel) -> Any:

@@ -339,7 +339,7 @@ class CandidateFiles:
         path = self.files / f"statistics-{number}.safetensors"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            loaded = load(model, device=self.config.device)
+            loaded = load(model).to(self.config.device)
             data = self._data(model, number, loaded)
             record(checkpoint_of(model), loaded, data, self.data[model], MeasureConfig(), path, listener())
         return str(path)
@@ -357,7 +357,7 @@ class CandidateFiles:
         files = {m: str(self.files / f"{stem}-{place(m)}.safetensors") for m in candidate.models[1:]}
         if all(os.path.exists(file) for file in files.values()):
             return files
-        loaded = [load(model, like=candidate.anchor, device=self.config.device) for model in candidate.models]
+        loaded = [load(model, like=candidate.anchor).to(self.config.device) for model in candidate.models]
         batches = [batch for data in self.training for batch in data.batches]
         options = FitConfig(steps=STEPS, minutes=seconds / 60, seed=self.config.seed)
         began = time.perf_counter()

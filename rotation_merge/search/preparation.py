@@ -174,7 +174,7 @@ class Preparation:
 
     def _load(self, model: str) -> Any:
         """Load a model, with its classes in the samples' order."""
-        return load(model, like=self.config.models[0], device=self.config.device)
+        return load(model, like=self.config.models[0]).to(self.config.device)
 
     def _relations(self, anchor: Model) -> dict[str, float]:
         """Cosine of every other model to the first one. Sets `other_ids`."""

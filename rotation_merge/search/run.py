@@ -132,7 +132,7 @@ class Search:
 
     def _load(self, model: str | Path) -> Any:
         """Load a model, with its classes in the samples' order."""
-        return load(str(model), like=self.config.models[0], device=self.config.device)
+        return load(str(model), like=self.config.models[0]).to(self.config.device)
 
     # --- candidates --------------------------------------------------------------------------------------------
 

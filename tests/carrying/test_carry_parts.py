@@ -327,7 +327,7 @@ def test_never_below_plain_addition_nor_the_new_base(
     sampled = SampledTransfer(session, "tuned", {}, 0)  # type: ignore[arg-type]
     monkeypatch.setattr(SampledTransfer, "_model", lambda *_: NONE)
     monkeypatch.setattr(SampledTransfer, "_old", "old")
-    monkeypatch.setattr(SampledTransfer, "_loaded", lambda _, name: name)
+    monkeypatch.setattr(SampledTransfer, "_on", lambda _, name: name)
     monkeypatch.setattr("rotation_merge.carrying.sampled.evaluate", lambda *_: (1.0, 1.0))
 
     def held(losses: dict[str, float]) -> Any:
@@ -344,7 +344,7 @@ def test_what_the_new_base_loses_counts_as_much_as_what_is_gained(monkeypatch: p
     sampled = SampledTransfer(SimpleNamespace(config=TransferConfig("refit")), "tuned", {}, 0)  # type: ignore[arg-type]
     monkeypatch.setattr(SampledTransfer, "_model", lambda *_: NONE)
     monkeypatch.setattr(SampledTransfer, "_old", "old")
-    monkeypatch.setattr(SampledTransfer, "_loaded", lambda _, name: name)
+    monkeypatch.setattr(SampledTransfer, "_on", lambda _, name: name)
     monkeypatch.setattr("rotation_merge.carrying.sampled.evaluate", lambda *_: (1.0, 1.0))
     both = {scale: (1 - scale, 2 * scale**2) for scale in SCALES}  # the gain alone would take the largest
     tried = iter(both.values())

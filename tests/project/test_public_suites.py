@@ -84,7 +84,7 @@ UNITS = {
     "linalg/test_softmax.py": ("linalg", "one function, against a hand computation"),
     "matching/test_activations.py": ("matching", "activations of other weights than those that are matched"),
     "matching/test_devices.py": (
-        "architecture linalg matching symmetry",
+        "architecture carrying linalg matching run search symmetry",
         "that each step stays on its device, with a stand-in of a second one",
     ),
     "matching/test_fit_figures.py": (
