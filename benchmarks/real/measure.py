@@ -433,8 +433,7 @@ def by_recipe(recipe: dict[str, Any], out: Path, *options: object) -> dict[str, 
     file = out.with_suffix(".yml")
     file.write_text(yaml.safe_dump(recipe))
     shutil.rmtree(out, ignore_errors=True)
-    on_device = ("--cuda",) if DEVICE == "cuda" else ()
-    return run(BIN / "mergekit-yaml", file, out, "--quiet", "--random-seed", 0, *on_device, *options)
+    return run(BIN / "mergekit-yaml", file, out, "--quiet", "--random-seed", 0, *ON_DEVICE, *options)
 
 
 def coordinates(bench: Bench) -> None:

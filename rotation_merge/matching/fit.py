@@ -53,7 +53,7 @@ from rotation_merge.matching.options import WEIGHTS, AlignConfig
 from rotation_merge.matching.resume import TrainingState, fit_mark
 from rotation_merge.model.model_inputs import open_like
 from rotation_merge.model.sources import DeviceSource
-from rotation_merge.run.functions import architecture_of, take_rows, unlabelled
+from rotation_merge.run.functions import architecture_of, device_of, inputs_for, take_rows, unlabelled
 from rotation_merge.symmetry import GroupElement, SpaceTransform
 from rotation_merge.symmetry.admitted import neurons
 from rotation_merge.symmetry.tangent import Freedom
@@ -73,9 +73,7 @@ class LearnedElement(nn.Module):
         steps = dict(self.named_parameters())
         if not steps:
             return self.start
-        device = next(iter(steps.values())).device
-        at_hand = all(tensor.device == device for tensor in self.start.tensors().values())
-        return (self.start if at_hand else self.start.to(device)).along(steps, self.freedom, exact)
+        return self.start.to(next(iter(steps.values())).device).along(steps, self.freedom, exact)
 
 
 class LearnedTransforms(nn.Module):
@@ -244,7 +242,7 @@ class _Fit:
             problem = f"a start matched on {options.match_on} needs a matcher on samples"
             raise RecipeError(problem, remedy="start on weights, or use 'rotation-merge fit'")
         self.options, self.match, self.watch, self.matcher = options, match, watch, matcher
-        self.device = next(parents[0].parameters()).device
+        self.device = device_of(parents[0])
         self.given = parents
         self.parents = [parent.eval() for parent in parents]
         self.architecture = architecture_of(self.parents[0], untie=True)
@@ -308,8 +306,7 @@ class _Fit:
         """A parent that computes in float32 at least."""
         parent = self.parents[number]
         if all(p.dtype in WIDE for p in parent.parameters()):
-            place = next(parent.parameters()).device
-            return lambda **batch: parent(**{name: x.to(place) for name, x in batch.items()})
+            return lambda **batch: parent(**inputs_for(parent, batch))
         share = torch.zeros(len(self.parents), device=self.device)
         share[number] = 1.0
         alone: list[Transforms] = [{} for _ in self.parents[1:]]

@@ -6,11 +6,12 @@ import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.model.checkpoint import parse_reference
 from rotation_merge.model.gguf.place import weight_files
-from rotation_merge.run.functions import local_path, read_config
+from rotation_merge.run.functions import load, local_path, read_config
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC
 from rotation_merge.search.config import MergeConfig
 
@@ -32,6 +33,10 @@ class SearchConfig(MergeConfig):
     out: str
     data: tuple[str, ...]
     device: str = "cpu"
+
+    def load(self, model: str) -> Any:
+        """Load a model on the device, with its classes in the first model's order."""
+        return load(model, like=self.models[0]).to(self.device)
 
     def key(self) -> str:
         """Stable key of the models, the samples and the options, and of the state of their files."""

@@ -26,7 +26,7 @@ from rotation_merge.model.vocabulary import token_ids_differ
 from rotation_merge.record import SMALL_GAIN
 from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches
 from rotation_merge.run.examples import tokenizer_of
-from rotation_merge.run.functions import Batch, inputs_for, load
+from rotation_merge.run.functions import Batch, inputs_for
 from rotation_merge.run.generated_samples import SELF, SOURCES, writes_text
 from rotation_merge.run.statistics_writer import checkpoint_of
 from rotation_merge.search.base import TaskVectorBase, find_base
@@ -122,7 +122,7 @@ class Preparation:
             relation = self._relation(architecture, relations)
             base = self._base(relation)
             close_files()
-            loaded = {model: self._load(model) for model in models}
+            loaded = {model: self.config.load(model) for model in models}
         with self.clock.step("collecting the samples"):
             samples = [] if self.made_up else self._given(loaded[models[0]])
             per_token = self._pace(loaded[models[0]], samples)
@@ -172,10 +172,6 @@ class Preparation:
             self.notes,
         )
 
-    def _load(self, model: str) -> Any:
-        """Load a model, with its classes in the samples' order."""
-        return load(model, like=self.config.models[0]).to(self.config.device)
-
     def _relations(self, anchor: Model) -> dict[str, float]:
         """Cosine of every other model to the first one. Sets `other_ids`."""
         models = self.config.models
@@ -208,7 +204,7 @@ class Preparation:
         """The measure of forgetting; its texts are shorter if time is short."""
         if base is None or self.other_ids:
             return None
-        model = loaded[base.name] if base.name in loaded else self._load(base.name)
+        model = loaded[base.name] if base.name in loaded else self.config.load(base.name)
         if not writes_text(model):
             return None
         config, length = self.config, self.config.length

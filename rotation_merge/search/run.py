@@ -29,7 +29,6 @@ from rotation_merge.model.naming import shortened
 from rotation_merge.model.output import staged
 from rotation_merge.report.html import REPORT_FILE, read_report
 from rotation_merge.run.data import data_hash
-from rotation_merge.run.functions import load
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC
 from rotation_merge.run.statistics_writer import keep_figures
 from rotation_merge.search.candidates import FIRST_PART, Candidate, CandidateFiles, Planner, with_models
@@ -130,10 +129,6 @@ class Search:
         judges = [self.deciding, *([self.forgetting.judge] if self.forgetting else [])]
         self.samples_mark = data_hash([batch for judge in judges for data in judge.sets for batch in data.batches])
 
-    def _load(self, model: str | Path) -> Any:
-        """Load a model, with its classes in the samples' order."""
-        return load(str(model), like=self.config.models[0]).to(self.config.device)
-
     # --- candidates --------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
@@ -194,7 +189,7 @@ class Search:
             with self.clock.step(candidate.name):
                 ready = self.candidate_files.ready(candidate, self.config.seconds / len(chosen) / 2)
                 self._make(ready, ready.recipe(self.config.dtype))
-                figures = self.reporting.measure(self._load(self._place(ready)), ready.anchor)
+                figures = self.reporting.measure(self.config.load(str(self._place(ready))), ready.anchor)
             shutil.rmtree(self._place(ready))
             subsets.append(Subset.of(places, models, figures, parents))
             names = " and ".join(shortened(models)[model] for model in subsets[-1].models)
@@ -323,7 +318,7 @@ class Search:
                 self._make(ready, text)
         else:
             self._make(ready, text)
-            figures = self._measured(self._load(self._place(ready)), ready.anchor, best)
+            figures = self._measured(self.config.load(str(self._place(ready))), ready.anchor, best)
         result = Trial(candidate.name, figures, time.perf_counter() - begin, text, None, ready.scale)
         self._keep_record(f"{self._place(candidate).name}.{JUDGED}", {"key": key, **asdict(result)})
         return result
@@ -350,7 +345,7 @@ class Search:
             figures = figures if self.forgetting is None else self.forgetting.measured(model, figures)
             return self._excess(figures), figures
 
-        merged, base = self._load(self._place(candidate)), self._load(candidate.anchor)
+        merged, base = self.config.load(str(self._place(candidate))), self.config.load(candidate.anchor)
         scale, figures = best_scale(merged, base, candidate.scale or 1.0, (self._excess(first), first), measure)
         return candidate.scaled(scale), figures
 
@@ -389,7 +384,7 @@ class Search:
         """Figures of a merge on the reporting samples."""
         begin = time.perf_counter()
         self._make(candidate, tried.recipe)
-        figures = self.reporting.measure(self._load(self._place(candidate)), candidate.anchor)
+        figures = self.reporting.measure(self.config.load(str(self._place(candidate))), candidate.anchor)
         self.tail = SPARE + 1.2 * (time.perf_counter() - begin)
         return replace(figures, on_base=tried.figures.on_base)
 
@@ -397,7 +392,7 @@ class Search:
 
     def reporting_figures(self, model: str) -> Figures:
         """Figures of a model in the best merge's token ids on the reporting samples."""
-        return self.reporting.measure(self._load(model), self.best.anchor)
+        return self.reporting.measure(self.config.load(model), self.best.anchor)
 
     def write(self) -> None:
         """Write the best merge, as mergekit-yaml made it, and its recipe, atomically.

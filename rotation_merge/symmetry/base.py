@@ -125,8 +125,11 @@ class GroupElement(ABC):
         return bool((self.distance() == 0).all())
 
     def to(self: Self, device: torch.device) -> Self:
-        """The same element with its tensors on `device`."""
-        return self.from_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})
+        """The same element with its tensors on `device`; itself if they are there."""
+        tensors = self.tensors()
+        if all(tensor.device == device for tensor in tensors.values()):
+            return self
+        return self.from_tensors({name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 def dump(element: GroupElement) -> dict[str, Tensor]:
