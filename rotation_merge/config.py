@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rotation_merge.errors import RecipeError, nearest, short
+from rotation_merge.errors import RecipeError, nearest, removed, short
 
 C = TypeVar("C", bound="Config")
 
@@ -151,6 +151,8 @@ class Option:
         if self.kind is tuple and isinstance(value, tuple) and value:
             word = next(word for word in value if word not in self.choices)
             problem = f"{noun} '{name}' holds {short(repr(word))}"
+        if isinstance(word, str) and (remedy := removed(f"{name.strip('-')}: {word}")):
+            raise RecipeError(problem, remedy=remedy)
         close = nearest(word, self.literals) if isinstance(word, str) else ""
         if "did you mean" in close:
             raise RecipeError(problem, remedy=f"{close} {self.allowed}")

@@ -93,13 +93,29 @@ def short(error: object) -> str:
     return textwrap.shorten(f"{error} is missing" if lacks else str(error), 160, placeholder=" ...")
 
 
+REMOVED: dict[str, str] = {}
+"""Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by name:
+what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""
+
+
+def removed(name: str) -> str:
+    """A remedy for something that was removed; empty for any other name."""
+    key = name.strip("-").replace("-", "_")
+    return f"it was removed: {REMOVED[key]}" if key in REMOVED else ""
+
+
 FEW = 20
 """Known words that a remedy lists."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A remedy with the closest known word; without a close one all words, or the closest of many."""
+    """A remedy with the closest known word; without a close one all words, or the closest of many.
+
+    A name that was removed gets what to do instead.
+    """
     words = sorted(known)
+    if name not in words and (remedy := removed(name)):
+        return remedy
     close = difflib.get_close_matches(name, words, n=1, cutoff=0.6)
     if close:
         return f"did you mean '{close[0]}'?"

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from rotation_merge import __version__
-from rotation_merge.errors import INTERRUPTED, nearest
+from rotation_merge.errors import INTERRUPTED, nearest, removed
 
 COMMANDS = {
     "merge": "Find the best merge of models: try several, judge on held-out samples, write the winner with its recipe.",
@@ -75,10 +75,12 @@ class LazyGroup(click.Group):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Also report wrong usage as JSON if --json was given."""
+        """Say what became of an option that was removed, and report wrong usage as JSON if --json was given."""
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
+            if isinstance(error, click.NoSuchOption) and (remedy := removed(error.option_name)):
+                error.message, error.possibilities = f"{error.message} {remedy}", None
             if not ctx.meta[JSON]:
                 raise
             name = error.ctx.command_path if error.ctx is not None else ctx.command_path
