@@ -93,7 +93,9 @@ def short(error: object) -> str:
     return textwrap.shorten(f"{error} is missing" if lacks else str(error), 160, placeholder=" ...")
 
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "genome": "mergekit has deprecated mergekit-evolve; align once with 'rotation-merge align', search over its models",
+}
 """Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by name:
 what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""
 

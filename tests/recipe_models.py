@@ -25,7 +25,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "allenai/": ("LlamaForCausalLM", DECODER),
     "org/": ("LlamaForCausalLM", DECODER),
     "Qwen/": ("Qwen2ForCausalLM", DECODER),
-    "./aligned-coder": ("Qwen2ForCausalLM", DECODER),
     "mistralai/": ("MistralForCausalLM", DECODER),
     "HuggingFaceH4/": ("MistralForCausalLM", DECODER),
     "teknium/": ("MistralForCausalLM", DECODER),
@@ -84,11 +83,8 @@ def names(text: str) -> list[str]:
     found: list[str] = []
     made: set[str] = set()
     for document in documents(text):
-        if "genome" in document.value:
-            found += document.value["genome"]["models"]
-        else:
-            found += [name for _, name in references(document.value) if name not in made]
-            made.add(str(document.value.get("name")))
+        found += [name for _, name in references(document.value) if name not in made]
+        made.add(str(document.value.get("name")))
     return list(dict.fromkeys(found))
 
 

@@ -62,7 +62,6 @@ def attempt(name: str, stock: Path, ours: Path, folder: Path) -> dict[str, Any]:
 
         hooks.extend(object(), "mergekit.scripts.run_yaml")  # type: ignore[arg-type]
         assert command.main is not None
-    import mergekit.evo.genome
     import mergekit.merge_methods  # noqa: F401
 
     return {"stock": _merged(stock, folder / f"stock-{name}"), "ours": _merged(ours, folder / f"ours-{name}")}

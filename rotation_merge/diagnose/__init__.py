@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from mergekit.options import MergeOptions
 
 from rotation_merge.diagnose.donors import RecipeDonor, carried_recipe, donors_of
 from rotation_merge.diagnose.sources import check_sources, references
-from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
+from rotation_merge.errors import RotationMergeError
 from rotation_merge.mergekit_plugin.recipe.document import Document, Fault, documents
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
-from rotation_merge.mergekit_plugin.recipe.parameter_scopes import at
 from rotation_merge.mergekit_plugin.recipe.reading import read
 from rotation_merge.mergekit_plugin.recipe.settings import check_settings
 from rotation_merge.model.checkpoint import parse_reference
@@ -34,7 +32,7 @@ __all__ = [
 
 
 def check_text(text: str, refused: Mapping[str, RotationMergeError]) -> list[Fault]:
-    """Every fault of a recipe for mergekit-yaml, mergekit-multi or mergekit-evolve, in the order of the text.
+    """Every fault of a recipe for mergekit-yaml or mergekit-multi, in the order of the text.
 
     Args:
         refused: models of the hub whose headers could not be fetched, by name.
@@ -47,9 +45,6 @@ def check_text(text: str, refused: Mapping[str, RotationMergeError]) -> list[Fau
     names: set[str] = set()
     for document in parsed:
         if not isinstance(document.value, dict):
-            continue
-        if "genome" in document.value:
-            _check_evolve(document)
             continue
         if document.value.get("merge_method") == METHOD:
             check_sources(document, read(document), names, options, refused)
@@ -82,47 +77,3 @@ def absent_models(text: str) -> list[str]:
                 if folder is None or not (holds_model(folder) or gguf_files(folder) or part is reference.lora):
                     names.append(part.path if part.revision is None else f"{part.path}@{part.revision}")
     return list(dict.fromkeys(names))
-
-
-def _check_evolve(document: Document) -> None:
-    """A search by mergekit-evolve over models that have been aligned before: keys, types, models."""
-    from mergekit.evo.config import EvolMergeConfiguration
-    from mergekit.evo.genome import METHOD_PARAM_MAPS, ModelGenomeDefinition
-    from pydantic import ValidationError
-
-    for path, kind in (((), EvolMergeConfiguration), (("genome",), ModelGenomeDefinition)):
-        value: Any = document.value if not path else at(document.value, path)
-        for key in value if isinstance(value, dict) else ():
-            if key not in kind.model_fields:
-                document.fault((*path, str(key)), f"there is no key '{key}' here", nearest(str(key), kind.model_fields))
-    method = at(document.value, ("genome", "merge_method"))
-    if method not in METHOD_PARAM_MAPS:
-        known = ", ".join(METHOD_PARAM_MAPS)
-        document.fault(("genome", "merge_method"), f"mergekit-evolve cannot search over '{method}'", f"known: {known}")
-        return
-    try:
-        EvolMergeConfiguration.model_validate(document.value)
-    except ValidationError as error:
-        for problem in error.errors():
-            document.fault(tuple(problem["loc"]), problem["msg"], "see mergekit's documentation")
-    _check_genome_models(document)
-
-
-def _check_genome_models(document: Document) -> None:
-    from mergekit.common import ModelReference
-
-    from rotation_merge.model.checkpoint import Models
-
-    models = Models(MergeOptions(), "merge")
-    entries = at(document.value, ("genome", "models"))
-    for i, name in enumerate(entries if isinstance(entries, list) else []):
-        try:
-            reference = ModelReference.parse(str(name))
-            if is_hub_name(reference.model.path):
-                continue
-            models[reference].check_files()
-            models[reference].config  # noqa: B018  (loads and checks)
-        except CheckpointError as error:
-            document.raised(("genome", "models", i), error)
-        except (RotationMergeError, RuntimeError, ValueError) as error:
-            document.fault(("genome", "models", i), str(error), "check the path")

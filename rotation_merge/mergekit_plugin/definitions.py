@@ -61,7 +61,7 @@ def architecture_info(config: MergeConfiguration, options: MergeOptions) -> Mode
     Raises:
         RotationMergeError: the recipe or a model is at fault.
     """
-    session = session_of(config, options)
+    session = session_of(config)
     recipe, models = session.recipe, session.models
     check_together(models, recipe.base, config.referenced_models())
     settle_heads(session, config.referenced_models())

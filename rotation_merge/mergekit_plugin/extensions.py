@@ -262,8 +262,3 @@ def _ours_in(path: str) -> list[bool]:
     except RecipeError:
         matches = [re.search(rf"^\w+:\s*['\"]?{METHOD}\b|^merge_method:\s*['\"]?\w*rotation", text, re.M) is not None]
     return matches if any(matches) else []
-
-
-def extend_genome(module: Any) -> None:
-    """Make mergekit-evolve able to search over the weights of aligned models."""
-    module.METHOD_PARAM_MAPS.setdefault(METHOD, ["weight"])

@@ -24,7 +24,6 @@ HOOKS = {
     "mergekit.merge_methods.registry": "extend_registry",
     "mergekit.plan": "extend_plan",
     "mergekit.merge": "extend_merge",
-    "mergekit.evo.genome": "extend_genome",
     "mergekit.scripts.run_yaml": "extend_command",
     "mergekit.scripts.multimerge": "extend_command",
     "mergekit.scripts.merge_raw_pytorch": "extend_command",

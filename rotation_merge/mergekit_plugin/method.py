@@ -13,7 +13,7 @@ from rotation_merge.mergekit_plugin.console import one_line
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 
 _REFUSAL = "merge_method rotation_merge aligns whole models and cannot merge single tensors"
-_REMEDY = "use mergekit-yaml, mergekit-multi or mergekit-evolve instead of mergekit-pytorch"
+_REMEDY = "use mergekit-yaml or mergekit-multi instead of mergekit-pytorch"
 
 
 class Methods(dict[str, MergeMethod]):

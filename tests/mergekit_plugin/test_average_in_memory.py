@@ -92,6 +92,12 @@ def test_gradients_flow_through_an_average(pair: Pair) -> None:
     torch.testing.assert_close(tensors[name].grad, torch.full_like(tensors[name], 0.5))
 
 
+def test_what_is_no_number_ends_an_average(pair: Pair) -> None:
+    view = rm.average([str(path) for path in pair], weights=[0.5, -0.5], normalize=True)
+    with pytest.raises(rm.RotationMergeError, match="would hold NaN or infinity"):
+        view.state_dict()
+
+
 def test_averages_of_averages(pair: Pair) -> None:
     one, two = (state(path)["lm_head.weight"] for path in pair)
     nested = rm.average([rm.average([str(path) for path in pair]), str(pair[0])])

@@ -24,6 +24,8 @@ from plugin_support import (
     write_state,
 )
 
+from rotation_merge import RotationMergeError
+
 Pair = tuple[Path, Path]
 
 
@@ -91,48 +93,31 @@ def test_mergekit_multi_in_a_process_of_its_own(pair: Pair, tmp_path: Path) -> N
     assert max(distances.values()) <= 1e-5
 
 
-def test_fresh_worker_process(pair: Pair, tmp_path: Path) -> None:
-    """What a worker of mergekit-evolve does: it imports the planner and never sees a command."""
+def test_a_merge_from_python_in_a_fresh_process(pair: Pair, tmp_path: Path) -> None:
+    """As a program of the user's merges, which never sees a command."""
     recipe = recipe_for("linear", *pair)
 
     def work() -> str:
         sys.modules["mergekit.scripts"] = None  # type: ignore[assignment]
-        from mergekit.architecture import get_architecture_info
         from mergekit.config import MergeConfiguration
-        from mergekit.graph import Executor
-        from mergekit.merge import _model_out_config
+        from mergekit.merge import run_merge
         from mergekit.options import MergeOptions
-        from mergekit.plan import MergePlanner
 
-        config, options = MergeConfiguration.model_validate(recipe), MergeOptions()
-        info = get_architecture_info(config, options)
-        planner = MergePlanner(config, info, options, _model_out_config(config, info))
-        cpu = torch.device("cpu")
-        tasks = planner.plan_to_disk(str(tmp_path / "out"))
-        Executor(tasks, math_device=cpu, storage_device=cpu).execute()
-        return type(planner).__name__
+        run_merge(MergeConfiguration.model_validate(recipe), str(tmp_path / "out"), MergeOptions(quiet=True))
+        return "merged"
 
-    assert fresh(work) == "RotationMergePlanner"
+    assert fresh(work) == "merged"
     assert max(relative_distances(state(tmp_path / "out"), state(pair[0])).values()) <= 1e-5
 
 
-def test_planning_in_memory(pair: Pair) -> None:
-    """As mergekit-evolve --in-memory plans, also where stock mergekit cannot (0.1.5 makes a task without a method)."""
+def test_planning_without_a_merge_is_refused(pair: Pair) -> None:
     from mergekit.architecture import get_architecture_info
     from mergekit.config import MergeConfiguration
-    from mergekit.graph import Executor
-    from mergekit.merge import _model_out_config
     from mergekit.options import MergeOptions
-    from mergekit.plan import MergePlanner
 
-    def in_memory(recipe: dict) -> dict[str, torch.Tensor]:
-        config, options = MergeConfiguration.model_validate(recipe), MergeOptions()
-        info = get_architecture_info(config, options)
-        tasks = MergePlanner(config, info, options, _model_out_config(config, info)).plan_in_memory()
-        return {task.weight_info.name: value for task, value in Executor(tasks).run(quiet=True)}
-
-    merged = in_memory(recipe_for("linear", *pair))
-    assert max(relative_distances(merged, state(pair[0])).values()) <= 1e-5
+    config = MergeConfiguration.model_validate(recipe_for("linear", *pair))
+    with pytest.raises(RotationMergeError, match="call run_merge"):
+        get_architecture_info(config, MergeOptions())
 
 
 @pytest.mark.parametrize("start", [START, ""], ids=["after the .pth file", "without it"])

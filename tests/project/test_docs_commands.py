@@ -35,9 +35,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 RUN = {"rotation-merge": app, "mergekit-yaml": mergekit_yaml, "mergekit-multi": mergekit_multi}
-OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "mergekit-evolve ", "torchrun ", "ray ", "lm_eval ")
-"""Beginnings of lines in ```bash blocks that are not run here (`test_evolve_ray.py` runs mergekit-evolve,
-`test_fit_together.py` what torchrun starts, `test_ray.py` what a cluster does)."""
+OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "torchrun ", "ray ", "lm_eval ")
+"""Beginnings of lines in ```bash blocks that are not run here (`test_fit_together.py` runs what
+torchrun starts, `test_ray.py` what a cluster does)."""
 
 PARSED_ONLY = ("demo", "polish", "doctor", "push", "pull")
 """Commands that take long, need the hub, or may rightly say of models with random weights that they are of no use."""
@@ -75,7 +75,7 @@ def lines(block: Block) -> Iterator[str]:
 
 
 def is_recipe(block: Block) -> bool:
-    return block.language == "yaml" and re.search(r"^(merge_method|genome):", block.text, re.MULTILINE) is not None
+    return block.language == "yaml" and re.search(r"^merge_method:", block.text, re.MULTILINE) is not None
 
 
 def has_work(page: Path) -> bool:
@@ -170,7 +170,7 @@ def test_page(page: Path, models: Path, tmp_path: Path, monkeypatch: pytest.Monk
     for number, block in enumerate(found):
         if is_recipe(block):
             name = block.title or f"recipe-{number}.yml"
-            run_recipe(block, name, not re.search(rf"mergekit-(yaml|evolve) {name} ", commands), models)
+            run_recipe(block, name, not re.search(rf"mergekit-yaml {name} ", commands), models)
         elif block.language == "bash":
             for line in lines(block) if page.name not in MADE else ():
                 if ours(line):

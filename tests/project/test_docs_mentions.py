@@ -36,9 +36,6 @@ KNOWN = {
 }
 """Languages of blocks, and who sees to them."""
 
-ELSEWHERE = {"tasks/my_local_task.yaml": "mergekit_plugin/test_evolve_ray.py"}
-"""YAML blocks that are no recipes, by title, and the tests that use them."""
-
 NOT_OURS = ("tests/architectures/quokka.json", "tests/common.py")
 """Files named that are not here: made up for an example; of mergekit."""
 
@@ -111,7 +108,7 @@ def test_every_block_is_of_a_kind_that_is_seen_to(page: Path) -> None:
     for block in blocks(page):
         assert block.language in KNOWN, f"blocks in {block.language} are run by no test"
         if block.language == "yaml":
-            assert is_recipe(block) or block.title in ELSEWHERE, block.text
+            assert is_recipe(block), block.text
         if block.language == "text" and page.name != "cli.md":
             assert not [
                 line for line in block.text.splitlines() if re.match(r"[$>]? ?(rotation-merge|mergekit-)", line)
@@ -128,13 +125,6 @@ def test_files_and_targets_in_blocks(page: Path) -> None:
                 assert words[1] in targets, line
             if words[0] in ("pytest", "python"):
                 assert all((ROOT / word).exists() for word in words[1:] if word.endswith(".py")), line
-
-
-def test_titles_named_elsewhere_are_read_there() -> None:
-    titles = {block.title for page in PAGES for block in blocks(page)}
-    for title, where in ELSEWHERE.items():
-        assert title in titles
-        assert title in (ROOT / "tests" / where).read_text(encoding="utf-8")
 
 
 def test_every_public_name_is_in_the_api_page() -> None:

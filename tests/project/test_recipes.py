@@ -15,7 +15,10 @@ from mergekit.scripts.run_yaml import main as mergekit_yaml
 from recipe_models import localised, names, stand_in
 from safetensors.torch import load_file
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yml"))
+FOLDER = Path(__file__).parents[2] / "recipes"
+EVOLVE = FOLDER / "evolve-after-align.yml"
+"""For mergekit-evolve alone, over models that are aligned already."""
+RECIPES = sorted({*FOLDER.glob("*.yml")} - {EVOLVE})
 HEADINGS = ("# Purpose:", "# Formula:", "# Source:", "# Expect:")
 
 
@@ -58,7 +61,7 @@ def test_there_are_at_least_twelve():
     assert len(RECIPES) >= 12
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", [*RECIPES, EVOLVE], ids=lambda path: path.stem)
 def test_opens_with_purpose_formula_source_and_what_to_expect(recipe: Path):
     lines = recipe.read_text(encoding="utf-8").splitlines()
     found = [next((h for h in HEADINGS if line.startswith(h)), None) for line in lines]
@@ -70,8 +73,6 @@ def test_passes_check_and_runs(recipe: Path, models: Path, tmp_path: Path):
     local = prepared(recipe, models, tmp_path)
     checked = run("check", local)
     assert checked.exit_code == 0, checked.output
-    if "genome" in yaml.safe_load(local.read_text(encoding="utf-8").split("---")[0]):
-        return
     out = tmp_path / "merged"
     if "multi" in recipe.stem.split("-"):
         done = CliRunner().invoke(mergekit_multi, [str(local), "-I", str(tmp_path / "stages"), "--out-path", str(out)])
@@ -81,6 +82,19 @@ def test_passes_check_and_runs(recipe: Path, models: Path, tmp_path: Path):
     assert (out / "rotation_merge.json").exists()
     for tensor in load_file(out / "model.safetensors").values():
         assert torch.isfinite(tensor).all()
+
+
+def test_the_search_is_a_file_of_mergekits():
+    from mergekit.evo.config import EvolMergeConfiguration
+
+    search = EvolMergeConfiguration.model_validate(yaml.safe_load(EVOLVE.read_text(encoding="utf-8")))
+    assert search.genome.merge_method == "linear"
+
+
+def test_check_says_what_became_of_a_genome():
+    done = run("check", EVOLVE)
+    assert done.exit_code == 1
+    assert "there is no key 'genome' here; it was removed" in done.output
 
 
 def test_check_reads_hub_names_without_a_network(monkeypatch: pytest.MonkeyPatch):

@@ -40,7 +40,7 @@ class RotationMergePlanner(MergePlanner):
         self, config: MergeConfiguration, arch_info: ModelArchitecture, options: MergeOptions, out_model_config: Any
     ) -> None:
         super().__init__(config, arch_info, options, out_model_config)
-        self.session = session = session_of(config, options)
+        self.session = session = session_of(config)
         self.recipe, self.models, self.run = session.recipe, session.models, session.run
         self._method = self.recipe.delegate
         self.unit = plan_of(self._method).unit
@@ -83,7 +83,7 @@ class RotationMergePlanner(MergePlanner):
         ]
 
     def plan_in_memory(self) -> list[ReturnTensor]:
-        """Plan an in-memory merge as mergekit does, for mergekit-evolve (0.1.5's own method fails at its own types).
+        """Plan an in-memory merge as mergekit does (0.1.5's own method fails at its own types).
 
         NaN ends the merge, as in a written one.
         """

@@ -73,15 +73,13 @@ class SessionConfiguration(MergeConfiguration):
         return config
 
 
-def session_of(config: MergeConfiguration, options: MergeOptions) -> Session:
-    """The session of a configuration, or a new one if mergekit plans by itself, as mergekit-evolve does.
-
-    Nobody reads the report of a new one.
+def session_of(config: MergeConfiguration) -> Session:
+    """The session of a configuration.
 
     Raises:
-        RecipeError: the recipe is at fault.
+        RecipeError: it has none: it did not come through mergekit's `run_merge`.
     """
     if isinstance(config, SessionConfiguration) and config._session is not None:
         session: Session = config._session
         return session
-    return Session.of(Recipe.read(config), options, watched=False)
+    raise RecipeError("a rotation_merge recipe is planned by mergekit's run_merge alone", remedy="call run_merge")

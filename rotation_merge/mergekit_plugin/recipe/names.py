@@ -28,7 +28,7 @@ METHOD = "rotation_merge"
 """The merge method's name."""
 
 LEGACY = ("int8_mask",)
-"""Parameters that mergekit-evolve writes into every recipe although no method reads them any more."""
+"""Parameters of older releases of mergekit, which recipes of every method still carry although nothing reads them."""
 
 SHARES = ("t", "density")
 """Parameters of delegates that are shares of something, which mergekit takes beyond it, too."""
