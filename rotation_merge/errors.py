@@ -95,6 +95,7 @@ def short(error: object) -> str:
 
 REMOVED: dict[str, str] = {
     "genome": "mergekit has deprecated mergekit-evolve; align once with 'rotation-merge align', search over its models",
+    "tensor": "one tensor's way through a merge; rotation_merge.json beside the merge holds every space's figures",
 }
 """Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by name:
 what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""

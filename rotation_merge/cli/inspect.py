@@ -1,4 +1,4 @@
-"""`rotation-merge inspect`: models, recipes, tensors, our files, reports, methods and architectures."""
+"""`rotation-merge inspect`: models, recipes, our files, reports, methods and architectures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from rotation_merge.cli.options import config_of, matching_options
-from rotation_merge.cli.paths import MODELS_OR_RECIPE, PAGE, WORD, Reads, is_document, read_recipe, writes
+from rotation_merge.cli.paths import MODELS_OR_RECIPE, PAGE, Reads, is_document, read_recipe, writes
 from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, seconds_text, shown, table
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
 from rotation_merge.matching.options import NOTHING, AlignConfig
@@ -35,13 +35,9 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @click.command(
     epilog="""Examples: rotation-merge inspect org/model --residual rotation;
-    rotation-merge inspect recipe.yml --tensor model.layers.0.mlp.up_proj.weight;
     rotation-merge inspect ./merged --html report.html"""
 )
 @click.argument("target", type=MODELS_OR_RECIPE, required=False, metavar="[MODEL | RECIPE | FILE]")
-@click.option(
-    "--tensor", type=WORD, metavar="NAME", help="Spaces and maps of a tensor, and what the delegate receives."
-)
 @click.option("--fingerprint", is_flag=True, help="Fingerprint of a model, or of the models in a file.")
 @click.option("--report", is_flag=True, help="Report of the merge in a folder.")
 @click.option("--html", type=PAGE, metavar="OUT", help="Write the report as one page, with barrier.json if present.")
@@ -64,9 +60,8 @@ def command(
     configs and headers. Time is estimated for this machine; memory does not include Python and its libraries. For FILE
     (an alignment, statistics, or a merge's rotation_merge.json), shows its content.
 
-    --tensor runs a recipe as far as the tensor needs, and writes nothing. For a merged folder it reads the report, and
-    runs the recipe if the models still exist. Reports, cards and files identify models by fingerprints. These tell
-    weights apart; they do not protect against forgery.
+    Reports, cards and files identify models by fingerprints. These tell weights apart; they do not protect against
+    forgery.
     """
     questions = {name: value for name in (*ABOUT, *ALONE, "prove") if (value := values.pop(name))}
     if "html" in questions:
@@ -247,50 +242,6 @@ def _show(donor: RecipeDonor, result: Estimate) -> None:
     )
 
 
-def _tensor(target: str, tensor: str, as_json: bool) -> int:
-    """One tensor of a merge or a model."""
-    from rotation_merge.diagnose.trace import trace
-
-    traced = trace(target, tensor)
-    if as_json:
-        print_json(asdict(traced))
-        return 0
-    table(tensor, ("axis", "lives in"), [(i, words) for i, words in enumerate(traced.axes)])
-    if not traced.delegate:
-        return 0
-    rows = [
-        (
-            row.donor,
-            row.space,
-            row.group,
-            *(f"{value / (row.anchor_norm or 1.0):.4g}" for value in (row.distance_before, row.distance_after)),
-            ", ".join(f"{part} {value:.2g}" for part, value in row.from_identity.items()),
-        )
-        for row in traced.rows
-    ]
-    if rows:
-        headers = ("donor", "space", "moved by", "distance", "aligned", "map: distance from the identity")
-        table("", headers, rows, numbers=(3, 4))
-    else:
-        say("No transform changes it.")
-    if traced.given:
-        inputs = [(x.model, _number(x.before), _number(x.after), _words(x.parameters)) for x in traced.given]
-        table("", ("given to the delegate", "distance", "aligned", "parameters"), inputs, numbers=(1, 2))
-    parameters = _words(traced.parameters)
-    say(f"Delegate: {traced.delegate}" + (f" ({parameters})" if parameters else "") + ".")
-    if traced.note:
-        say(traced.note)
-    return 0
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def _words(parameters: dict[str, object]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in parameters.items())
-
-
 def _show_file(contents: dict[str, Any], as_json: bool) -> int:
     """Print the content of one of our files."""
     if as_json:
@@ -417,7 +368,6 @@ def _prove(path: str, config: str | None, as_json: bool) -> int:
 
 
 ABOUT: dict[str, Callable[[str, Any, bool], int]] = {
-    "tensor": _tensor,
     "fingerprint": _fingerprint,
     "report": _report,
     "html": _page,

@@ -118,7 +118,6 @@ CALLS = {
     "measure": ("B", "--data", "DATA", "--out", "OUT"),
     "merge": ("A", "B", "OUT", "--data", "DATA"),
     "polish": ("A", "OUT", "--teachers", "A", "B", "--data", "DATA"),
-    "trace": ("RECIPE", "lm_head.weight"),
     "verify": ("A", "B"),
 }
 """By command, a call that reads B."""

@@ -77,7 +77,6 @@ PATHS: dict[str, Callable[[Path, Path, Path], Any]] = {
     "carry --carry refit": lambda a, b, out: _carry(a, b, out, "--carry", "refit", "--samples", "32"),
     "doctor": lambda a, b, out: run("doctor", a, a, b),
     "doctor RECIPE": lambda a, b, out: run("doctor", _recipe(a, b, out)),
-    "inspect a tensor": lambda a, b, out: run("inspect", _recipe(a, b, out), "--tensor", "lm_head.weight"),
 }
 
 SMALL = ("--samples", "8", "--length", "8", "--batch-size", "4")

@@ -105,7 +105,6 @@ COMMANDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "fit": (app, ("fit", "anchor", "donor", "--data", "data.safetensors", "--alignment", "file", "--steps", "1")),
     "report": (app, ("inspect", "donor", "--report")),
     "fingerprint": (app, ("inspect", "donor", "--fingerprint")),
-    "tensor": (app, ("inspect", "donor", "--tensor", "lm_head.weight")),
     "merge": (mergekit_yaml, ("recipe.yml", "out", "--quiet")),
     "lazy merge": (mergekit_yaml, ("recipe.yml", "out", "--quiet", "--lazy-unpickle")),
 }

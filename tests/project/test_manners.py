@@ -92,11 +92,6 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "the page of another version": (["inspect", "other", "--html", "page.html"], "it lacks 'anchor'"),
     "the report of a folder without one": (["inspect", "empty", "--report"], "no such file"),
     "the report of a list": (["inspect", "list", "--report"], "is not a report"),
-    "a tensor of nothing": (["inspect", "nowhere", "--tensor", "a"], "no such file or directory"),
-    "a tensor that is not there": (
-        ["inspect", LLAMAS[0], "--tensor", "lm_heed.weight"],
-        "nearest are 'lm_head.weight'",
-    ),
     "a draft of nothing": (["inspect", "nowhere", "--draft"], "no such file or directory"),
     "a proof of nothing": (["inspect", "--prove", "nowhere"], "no such file"),
     "two questions": (["inspect", LLAMAS[0], "--draft", "--fingerprint"], "use one at a time"),
