@@ -7,11 +7,24 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from rotation_merge.report.html import number, ticks
-
 GREY = "#858c94"
 COLOURS = (GREY, "#3a9d5d", "#d97d1a", "#3d85c6", "#a05fb5", "#c0504d", "#2ca6a4", "#b8860b")
 LEFT, RIGHT, TOP = 46, 10, 24
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers from low to high, about `count` of them."""
+    span = high - low
+    if span <= 0:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(span / count))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * count >= span)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def number(value: float) -> str:
+    return f"{value:.4g}"
 
 
 def bars(groups: Mapping[str, Mapping[str, float]], y_label: str, width: int = 640) -> str:

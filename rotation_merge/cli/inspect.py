@@ -25,8 +25,8 @@ from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.estimate import AveragingCost, Estimate, averaging, carried, estimate
-from rotation_merge.report.files import described, is_own_file
-from rotation_merge.report.html import read_report, write_page
+from rotation_merge.report.files import described, is_own_file, read_report
+from rotation_merge.report.html import write_page
 
 ARCHITECTURE, CONFIG = Reads("architecture file"), Reads("config")
 

@@ -10,12 +10,32 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rotation_merge.errors import RotationMergeError, short
-from rotation_merge.record import gained, relative_distance, rows_in
-from rotation_merge.report.html import read_report
+from rotation_merge.record import MergeReport, gained, relative_distance, rows_in
 
 NEITHER, MAKES = "is neither an alignment nor statistics", "give a file that 'align', 'fit' or 'measure' wrote"
 ALIGNMENT, STATISTICS = "rotation_merge.alignment.", "rotation_merge.statistics."
 ENDINGS = (".json", ".safetensors")
+
+
+def read_report(path: str) -> MergeReport:
+    """The report that a merge wrote.
+
+    Raises:
+        RotationMergeError: there is none, or it is damaged.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return MergeReport.from_dict(json.load(file))
+    except FileNotFoundError as error:
+        raise RotationMergeError(
+            "no such file", where=path, remedy="name the directory of a model that rotation_merge wrote"
+        ) from error
+    except NotADirectoryError as error:
+        remedy = "name the directory of a model that rotation_merge wrote"
+        raise RotationMergeError("is a file", where=os.path.dirname(path), remedy=remedy) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise RotationMergeError(f"is not a report ({problem})", where=path, remedy="merge again") from error
 
 
 def is_own_file(path: str) -> bool:

@@ -5,7 +5,6 @@ Its sections are functions that return HTML text; its charts are small SVGs (cla
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -13,10 +12,10 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.durable import write_text
 from rotation_merge.model.naming import shortened
 from rotation_merge.record import REPORT_FILE, MergeReport, SpaceRow, Verdict
+from rotation_merge.report.files import read_report
 from rotation_merge.run.curves import FILE as BARRIER_FILE
 from rotation_merge.run.curves import Barrier, read_barriers
 
@@ -450,24 +449,3 @@ def write_page(directory: str, out: str | None = None) -> str:
     target = out or os.path.join(directory, PAGE_FILE)
     write_text(target, text)
     return target
-
-
-def read_report(path: str) -> MergeReport:
-    """The report that a merge wrote.
-
-    Raises:
-        RotationMergeError: there is none, or it is damaged.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            return MergeReport.from_dict(json.load(file))
-    except FileNotFoundError as error:
-        raise RotationMergeError(
-            "no such file", where=path, remedy="name the directory of a model that rotation_merge wrote"
-        ) from error
-    except NotADirectoryError as error:
-        remedy = "name the directory of a model that rotation_merge wrote"
-        raise RotationMergeError("is a file", where=os.path.dirname(path), remedy=remedy) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise RotationMergeError(f"is not a report ({problem})", where=path, remedy="merge again") from error

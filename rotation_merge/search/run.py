@@ -27,7 +27,8 @@ from rotation_merge.model.card import class_of, updated_card
 from rotation_merge.model.headers import reason
 from rotation_merge.model.naming import shortened
 from rotation_merge.model.output import staged
-from rotation_merge.report.html import REPORT_FILE, read_report
+from rotation_merge.record import REPORT_FILE
+from rotation_merge.report.files import read_report
 from rotation_merge.run.data import data_hash
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC
 from rotation_merge.run.statistics_writer import keep_figures

@@ -22,7 +22,7 @@ from rotation_merge.model.hub import no_answer, reachable
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.origin import licence
 from rotation_merge.record import MANIFEST_FILE, REPORT_FILE, MergeReport
-from rotation_merge.report.html import read_report
+from rotation_merge.report.files import read_report
 from rotation_merge.report.integrity import check_folder
 from rotation_merge.run.statistics_file import Statistics
 from rotation_merge.run.statistics_writer import checkpoint_of

@@ -20,7 +20,8 @@ from cli_support import CHECKPOINTS, run
 from plugin_support import one_error, state, write_state
 from safetensors import safe_open
 
-from rotation_merge.report.html import read_report, write_page
+from rotation_merge.report.files import read_report
+from rotation_merge.report.html import write_page
 from rotation_merge.run.data import read_batches
 from rotation_merge.run.functions import load
 from rotation_merge.search import clock as clocks

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from plugin_support import make, merged, recipe_for, twin
 
 from rotation_merge.model.card import BEGIN, END, front_matter, metadata, updated_card
-from rotation_merge.report.html import read_report
+from rotation_merge.report.files import read_report
 
 REVISIONS = ("a" * 40, "b" * 40)
 

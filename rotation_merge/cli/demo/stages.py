@@ -23,7 +23,8 @@ from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE
-from rotation_merge.report.html import read_report, write_page
+from rotation_merge.report.files import read_report
+from rotation_merge.report.html import write_page
 from rotation_merge.run import demo as data
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate

@@ -26,7 +26,7 @@ from rotation_merge.model.headers import holds_model
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.source import Progress
 from rotation_merge.record import REPORT_FILE, MergeReport
-from rotation_merge.report.html import read_report
+from rotation_merge.report.files import read_report
 from rotation_merge.report.integrity import Defect, check_folder
 
 RECIPES = ("mergekit_config.yml", "recipe.yml")
