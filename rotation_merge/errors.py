@@ -96,6 +96,8 @@ def short(error: object) -> str:
 REMOVED: dict[str, str] = {
     "genome": "mergekit has deprecated mergekit-evolve; align once with 'rotation-merge align', search over its models",
     "tensor": "one tensor's way through a merge; rotation_merge.json beside the merge holds every space's figures",
+    "html": "the report as a page; the model card and rotation_merge.json hold it, 'barrier --plot' draws paths",
+    "report": "the report as a page; the model card and rotation_merge.json hold it, 'barrier --plot' draws paths",
 }
 """Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by name:
 what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""

@@ -47,7 +47,6 @@ SAMPLED = ("match_on", "data", "samples", "seed")
 @device_option(" to compute on")
 @ray_option
 @click.option("--verify/--no-verify", default=True, help="Compare OUT's outputs with the donor's.")
-@click.option("--html", is_flag=True, help="Also write the report as report.html.")
 @json_option
 @shown
 @writes
@@ -62,7 +61,6 @@ def command(
     shard_size: str,
     dtype: str | None,
     device: str,
-    html: bool,
     as_json: bool,
     verify: bool,
     ray: str | None,
@@ -124,10 +122,6 @@ def command(
             storage = StorageOptions(shard_bytes, dtype, untie)
             left_out_notes = write_aligned(pair, alignment, out, storage, progress, check if verify else None).notes
             proof = proofs[0] if proofs else None
-            if html:
-                from rotation_merge.report.html import write_page
-
-                write_page(out)
         if alignment_file is not None:
             write_alignment(pair, alignment, alignment_file, options, half)
     progress.close()

@@ -127,7 +127,7 @@ class PathProgress(Progress):
     help="each: every model keeps its own head, of any size. Give --data once for each model, in their order. A recipe "
     "has 'heads_of' instead.",
 )
-@click.option("--save", type=SAVED, metavar="DIR", help=f"Also write {FILE} there, for the report of the merge in DIR.")
+@click.option("--save", type=SAVED, metavar="DIR", help=f"Also write {FILE} there, beside the merge in DIR.")
 @matching_options
 @config_options(MatchConfig, "match_on")
 @json_option

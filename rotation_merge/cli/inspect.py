@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from rotation_merge.cli.options import config_of, matching_options
-from rotation_merge.cli.paths import MODELS_OR_RECIPE, PAGE, Reads, is_document, read_recipe, writes
+from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document, read_recipe
 from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, seconds_text, shown, table
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
 from rotation_merge.matching.options import NOTHING, AlignConfig
@@ -25,8 +25,7 @@ from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.estimate import AveragingCost, Estimate, averaging, carried, estimate
-from rotation_merge.report.files import described, is_own_file, read_report
-from rotation_merge.report.html import write_page
+from rotation_merge.report.files import described, is_own_file
 
 ARCHITECTURE, CONFIG = Reads("architecture file"), Reads("config")
 
@@ -34,13 +33,12 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @click.command(
-    epilog="""Examples: rotation-merge inspect org/model --residual rotation;
-    rotation-merge inspect ./merged --html report.html"""
+    epilog="""Examples: rotation-merge inspect org/model --residual rotation; rotation-merge inspect recipe.yml;
+    rotation-merge inspect ./merged --report"""
 )
 @click.argument("target", type=MODELS_OR_RECIPE, required=False, metavar="[MODEL | RECIPE | FILE]")
 @click.option("--fingerprint", is_flag=True, help="Fingerprint of a model, or of the models in a file.")
 @click.option("--report", is_flag=True, help="Report of the merge in a folder.")
-@click.option("--html", type=PAGE, metavar="OUT", help="Write the report as one page, with barrier.json if present.")
 @click.option("--draft", is_flag=True, help="Draft an architecture file for a model from its names and shapes.")
 @click.option("--methods", is_flag=True, help="Merge methods that can be the delegate, and all recipe parameters.")
 @click.option("--architectures", is_flag=True, help="Supported architectures and their classes.")
@@ -49,7 +47,6 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 @matching_options
 @json_option
 @shown
-@writes
 @click.pass_context
 def command(
     context: click.Context, target: str | None, config: str | None, untie: bool, as_json: bool, **values: Any
@@ -64,8 +61,6 @@ def command(
     forgery.
     """
     questions = {name: value for name in (*ABOUT, *ALONE, "prove") if (value := values.pop(name))}
-    if "html" in questions:
-        questions.pop("report", None)
     if len(questions) > 1:
         first, second, *_ = questions
         raise RotationMergeError(f"--{first} and --{second} cannot be combined", remedy="use one at a time")
@@ -87,7 +82,7 @@ def command(
         option = options[0].replace("_", "-")
         raise RotationMergeError(f"--{option} is an option of aligning a model", where=target, remedy="leave it out")
     if question:
-        return ABOUT[question](target, value, as_json)
+        return ABOUT[question](target, as_json)
     if not of_model and is_own_file(target):
         return _show_file(described(target), as_json)
     return _costs(target, config_of(AlignConfig, values), untie, as_json)
@@ -272,7 +267,7 @@ def _text(value: Any) -> str:
     return ", ".join(map(_text, value)) if isinstance(value, list) else str(value)
 
 
-def _fingerprint(target: str, _: object, as_json: bool) -> int:
+def _fingerprint(target: str, as_json: bool) -> int:
     """The fingerprint of a model, or those of the models that a file was made for."""
     if is_document(target):
         marks = described(target)["fingerprints"]
@@ -289,22 +284,12 @@ def _fingerprint(target: str, _: object, as_json: bool) -> int:
     return 0
 
 
-def _report(target: str, _: object, as_json: bool) -> int:
+def _report(target: str, as_json: bool) -> int:
     """Report of the merge in a folder."""
     return _show_file(described(target if is_document(target) else os.path.join(target, REPORT_FILE)), as_json)
 
 
-def _page(target: str, out: str, as_json: bool) -> int:
-    """The same as a page."""
-    page = write_page(target, out)
-    if as_json:
-        print_json({"page": page, "summary": read_report(os.path.join(target, REPORT_FILE)).to_dict()["summary"]})
-        return 0
-    say(f"Written to {page}", "green")
-    return 0
-
-
-def _draft(target: str, _: object, as_json: bool) -> int:
+def _draft(target: str, as_json: bool) -> int:
     """Print a draft of an architecture file; entries to check go to stderr."""
     from rotation_merge.diagnose.draft import draft_of
 
@@ -367,10 +352,9 @@ def _prove(path: str, config: str | None, as_json: bool) -> int:
     return 0 if all(finding.holds for finding in findings) else 1
 
 
-ABOUT: dict[str, Callable[[str, Any, bool], int]] = {
+ABOUT: dict[str, Callable[[str, bool], int]] = {
     "fingerprint": _fingerprint,
     "report": _report,
-    "html": _page,
     "draft": _draft,
 }
 """Questions about a model, a recipe, a file or a merged folder."""

@@ -208,13 +208,6 @@ def is_barrier(path: str) -> bool:
         return False
 
 
-def is_page(path: str) -> bool:
-    """Whether a file is the page of a report."""
-    from rotation_merge.report import html
-
-    return html.is_page(path)
-
-
 def read_recipe(recipe: Path) -> str:
     """A recipe's text.
 
@@ -237,7 +230,6 @@ def read_recipe(recipe: Path) -> str:
 NEW_FOLDER = Writes(FOLDER)
 NEW_GGUF = Writes(FILE, beside=True)
 STATISTICS = Writes(FILE, work=(UNFINISHED,), wrote=is_statistics, beside=True)
-PAGE = Writes(FILE, wrote=is_page, beside=True)
 NEW_ALIGNMENT = Writes(FILE, work=(UNFINISHED, MATCHING_UNFINISHED))
 NEW_MODEL = Writes(FOLDER, work=(UNFINISHED, MATCHING_UNFINISHED))
 ADAPTERS_AND_OUT = ReadsModelsAndWrites(WritesAdapter())

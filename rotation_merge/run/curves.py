@@ -10,7 +10,7 @@ from typing import Any
 from rotation_merge.errors import RotationMergeError
 
 FILE = "barrier.json"
-"""Name under which a barrier lies beside a merged model, where the report looks for it."""
+"""Name under which a barrier lies beside a merged model."""
 
 CENTRE = "the centre"
 """Name of the mean of three or more models."""

@@ -29,7 +29,7 @@ STATISTICS = ("statistics*.safetensors", "statistics/*.safetensors")
 
 MERGE = (
     *("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt"),
-    *("recipe.yml", "mergekit_config.yml", "rotation_merge.json", "report.html", "barrier.json", "evaluation.json"),
+    *("recipe.yml", "mergekit_config.yml", "rotation_merge.json", "barrier.json", "evaluation.json"),
     *("alignment*.safetensors", "alignment/*.safetensors"),
     *STATISTICS,
 )

@@ -156,11 +156,9 @@ class TestInspect:
 class TestAlign:
     def test_the_output_is_a_normal_checkpoint_that_computes_the_same(self, tmp_path: Path):
         out = tmp_path / "aligned"
-        done = run(
-            "align", *LLAMAS, out, "--residual", "rotation", "--heads", "permutation", "--dtype", "float32", "--html"
-        )
+        done = run("align", *LLAMAS, out, "--residual", "rotation", "--heads", "permutation", "--dtype", "float32")
         assert done.exit_code == 0, done.output
-        for name in ("config.json", "tokenizer.json", "README.md", "rotation_merge.json", "report.html"):
+        for name in ("config.json", "tokenizer.json", "README.md", "rotation_merge.json"):
             assert (out / name).exists()
         LlamaForCausalLM.from_pretrained(out)
         assert AutoTokenizer.from_pretrained(out)("ab")["input_ids"] == [97, 98]
@@ -327,7 +325,7 @@ def test_the_demo_shows_the_twin_come_back(tmp_path: Path):
     found = parsed("demo", "--only", "twin", "--keep", tmp_path)["results"][0]
     assert found["merges"]["plain"] < 0.5
     assert found["merges"]["whole"] == pytest.approx(found["parents"][0], abs=0.005)
-    assert (tmp_path / "twin" / "whole" / "report.html").exists()
+    assert (tmp_path / "twin" / "whole" / "rotation_merge.json").exists()
 
 
 def test_completion_is_offered_by_click():

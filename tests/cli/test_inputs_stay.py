@@ -37,7 +37,6 @@ NUMBERS = (click.types.IntParamType, click.types.FloatParamType, click.types.Boo
 """Values that name nothing; ranges of numbers are among them."""
 
 FLAGS_THAT_WRITE = {
-    ("align", "html"): "report.html in OUT",
     ("evaluate", "keep"): "evaluation.json beside each model",
     ("merge", "polish"): "OUT-polished",
     ("doctor", "mend"): "files of the folder that it looks at",
@@ -68,7 +67,7 @@ def test_every_kind_of_value_is_known_to_be_read_written_or_neither() -> None:
     kinds = {key.option.kind for key in KEYS if isinstance(key.option.kind, Kind)}
     assert {kind.role for kind in kinds} <= {READ, WRITTEN, NEITHER}
     assert {key.name for key in KEYS if key.option.kind is bool or "true" in key.option.literals} == {
-        *("save_alignment", "report"),  # write beside the model
+        "save_alignment",  # writes beside the model
         *("scaling", "shift_head", "widths", "controls", "untie", "prove"),  # do not
     }
 
@@ -195,7 +194,7 @@ def test_the_table_is_not_empty() -> None:
     found = {(case.values[0], case.values[1].name) for case in cases()}
     assert found >= {
         *(("align", "out"), ("align", "alignment_file"), ("carry", "out"), ("polish", "out"), ("merge", "models")),
-        *(("fit", "out"), ("measure", "out"), ("barrier", "plot"), ("barrier", "save"), ("inspect", "html")),
+        *(("fit", "out"), ("measure", "out"), ("barrier", "plot"), ("barrier", "save")),
     }
 
 
@@ -293,7 +292,6 @@ FOREIGN = {
     "a file of the second donor": "save_alignment",
     "a file of align": "save_alignment",
     "beside the model": "save_alignment",
-    "a page": "report",
 }
 
 
@@ -305,7 +303,7 @@ def test_keys_replace_nothing_that_they_did_not_write(what: str, tmp_path: Path,
     if what == "a file of the second donor":
         donors, victim = [pair[1], twin(pair[0], tmp_path / "third", 5)], tmp_path / "home" / "victim-2.cfg"
     elif what != "a file":
-        victim = out / ("report.html" if what == "a page" else "alignment.safetensors")
+        victim = out / "alignment.safetensors"
         asked = str(victim) if what == "a file of align" else True
     victim.parent.mkdir(parents=True)
     victim.write_text("mine")
@@ -324,7 +322,7 @@ def test_keys_replace_nothing_that_they_did_not_write(what: str, tmp_path: Path,
 
 def test_keys_replace_what_they_wrote_themselves(tmp_path: Path, pair: tuple[Path, Path]) -> None:
     """For the same models; the same file is not theirs to replace in a recipe of others."""
-    found = recipe_for("linear", *pair, save_alignment=str(tmp_path / "maps"), report=True)
+    found = recipe_for("linear", *pair, save_alignment=str(tmp_path / "maps"))
     text = write_recipe(found, tmp_path / "recipe.yml")
     for _ in range(2):
         result = mergekit(text, tmp_path / "out")

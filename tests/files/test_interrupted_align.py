@@ -29,7 +29,7 @@ from rotation_merge.matching import alignment as file
 from rotation_merge.matching.alignment import load_alignment
 
 OLD = ("--heads", "none", "--ffn", "none", "--shard-size", "20000")
-NEW = ("--heads", "permutation", "--residual", "signed_permutation", "--html")
+NEW = ("--heads", "permutation", "--residual", "signed_permutation")
 
 
 def content(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

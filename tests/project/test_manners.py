@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -87,9 +86,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "the fingerprint of a folder": (["inspect", "empty", "--fingerprint"], "there are no weights"),
     "the fingerprint of junk": (["inspect", "junk.safetensors", "--fingerprint"], "cannot be read"),
     "the fingerprint of a recipe": (["inspect", "half.yml", "--fingerprint"], "nor a report (.json)"),
-    "the page of a file": (["inspect", "file", "--html", "page.html"], "is a file"),
-    "the page of a list": (["inspect", "list", "--html", "page.html"], "is not a report"),
-    "the page of another version": (["inspect", "other", "--html", "page.html"], "it lacks 'anchor'"),
+    "the report of another version": (["inspect", "other", "--report"], "it lacks 'anchor'"),
     "the report of a folder without one": (["inspect", "empty", "--report"], "no such file"),
     "the report of a list": (["inspect", "list", "--report"], "is not a report"),
     "a draft of nothing": (["inspect", "nowhere", "--draft"], "no such file or directory"),
@@ -176,7 +173,6 @@ def test_what_is_there_is_not_written_over(tmp_path: Path):
         ["align", *LLAMAS, "--alignment", file],
         ["fit", *LLAMAS, "--data", "demo:python", "--alignment", file],
         ["measure", LLAMAS[0], "--data", "self", "--out", file],
-        ["inspect", LLAMAS[0], "--html", file],
         ["align", *LLAMAS, tmp_path],
         ["carry", LLAMAS[0], tmp_path, "--from", LLAMAS[0], "--to", LLAMAS[1]],
         ["polish", LLAMAS[0], tmp_path, "--teachers", LLAMAS[1]],
@@ -235,19 +231,6 @@ def test_no_color_is_heard(monkeypatch: pytest.MonkeyPatch):
     assert not show.on_terminal()
 
 
-def test_a_full_disk_leaves_no_half_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from rotation_merge.report import html
-
-    (tmp_path / "report.html").write_text("old")
-    monkeypatch.setattr(html, "read_report", lambda path: None)
-    monkeypatch.setattr(html, "page", lambda *_: "new")
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space"):
-        html.write_page(str(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
-    assert (tmp_path / "report.html").read_text() == "old"
-
-
 def test_below_the_line_is_explained():
     """A path that never rises above the line between its ends has no barrier; how far it falls below is said."""
     from rotation_merge.run.curves import Curve
@@ -298,22 +281,6 @@ def test_models_as_strings_or_a_mapping(tmp_path: Path):
         done = run("check", recipe)
         assert said in done.output
         assert "1 fault" in done.output
-
-
-def test_a_full_disk_in_the_command_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from rotation_merge.files import durable
-    from rotation_merge.report import html
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(html, "read_report", lambda path: None)
-    monkeypatch.setattr(html, "page", lambda *_: "new")
-    monkeypatch.setattr(durable.os, "fsync", full)
-    done = run("inspect", tmp_path, "--html", tmp_path / "page.html")
-    assert done.exit_code == 2
-    assert "the disk is full" in done.output
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_leaves_no_half_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

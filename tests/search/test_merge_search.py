@@ -21,7 +21,6 @@ from plugin_support import one_error, state, write_state
 from safetensors import safe_open
 
 from rotation_merge.report.files import read_report
-from rotation_merge.report.html import write_page
 from rotation_merge.run.data import read_batches
 from rotation_merge.run.functions import load
 from rotation_merge.search import clock as clocks
@@ -39,32 +38,29 @@ TEXTS = ("--data", "demo:english", "--data", "demo:c")
 TINY = ("--samples", "16", "--length", "32", "--batch-size", "4", "--anyway")
 
 
-def kept(out: Path) -> tuple[dict[str, Any], str, str]:
-    """The report, the card, and the page of a merge."""
-    page = Path(write_page(str(out), str(out.parent / "page.html"))).read_text()
-    return json.loads((out / "rotation_merge.json").read_text()), (out / "README.md").read_text(), page
+def kept(out: Path) -> tuple[dict[str, Any], str]:
+    """The report and the card of a merge."""
+    return json.loads((out / "rotation_merge.json").read_text()), (out / "README.md").read_text()
 
 
-def test_the_verdict_stands_in_report_card_and_page(tmp_path: Path, only: Callable[..., None]) -> None:
+def test_the_verdict_stands_in_report_and_card(tmp_path: Path, only: Callable[..., None]) -> None:
     only("plain", "regmean")
     done = run("merge", ENGLISH, C, tmp_path / "out", *TEXTS, *TINY, "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    content, card, page = kept(tmp_path / "out")
+    content, card = kept(tmp_path / "out")
     verdict = content["search"]
     for name in ("best", "plain", "ensemble"):
         assert verdict[name]["score"] == found[name]["score"]
         assert f"{verdict[name]['score']:.4f}" in card
-        assert f"{verdict[name]['score']:.4f}" in page
     assert {p["name"]: p["score"] for p in verdict["parents"]} == {n: f["score"] for n, f in found["parents"].items()}
     assert [tried["name"] for tried in verdict["tried"]] == [tried["name"] for tried in found["tried"]]
     assert verdict["left_out"] == found["left_out"]
-    for text in (card, page):
-        assert "llama-0-english alone" in text
-        assert "Merges tried, with scores on the selection samples: " in text
-        assert "aligned merges (the models share their coordinates" in text
+    assert "llama-0-english alone" in card
+    assert "Merges tried, with scores on the selection samples: " in card
+    assert "aligned merges (the models share their coordinates" in card
     assert str(CHECKPOINTS) not in card
-    assert "Nothing was matched" not in page
+    assert "Nothing was matched" not in card
     assert read_report(str(tmp_path / "out" / "rotation_merge.json")).search is not None
     folder = str(tmp_path / "out")
     names = [f"{ENGLISH}=org/english@{'a' * 40}", f"{C}=org/c@{'b' * 40}"]

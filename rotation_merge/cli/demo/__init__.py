@@ -71,5 +71,5 @@ def _run(only: tuple[str, ...], keep: str | None, as_json: bool) -> int:
     table("", headers, [result.row() for result in results], numbers=(2, 3, 4, 5, 6, 7, 8))
     say(f"Merged through mergekit in {seconds:.0f} s. Distances: donor to anchor, relative to the anchor's norm.")
     if keep is not None:
-        say(f"Recipes, merged models and reports: {keep}")
+        say(f"Recipes and merged models: {keep}")
     return 0

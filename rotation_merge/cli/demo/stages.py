@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import read_report
-from rotation_merge.report.html import write_page
 from rotation_merge.run import demo as data
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate
@@ -51,7 +50,6 @@ class Result:
     merges: dict[str, float]
     before: float = 0.0
     after: float = 0.0
-    reports: list[str] = field(default_factory=list)
 
     def row(self) -> list[str]:
         def text(value: float | None) -> str:
@@ -163,7 +161,6 @@ def _distances(result: Result, out: Path) -> None:
     if (out / REPORT_FILE).exists():
         report = read_report(str(out / REPORT_FILE))
         result.before, result.after = report.relative_distances(report.donors()[0])
-        result.reports.append(write_page(str(out)))
 
 
 def _recipe(base: Path, models: dict[str, dict[str, Any]], parameters: dict[str, Any] | None) -> str:

@@ -23,7 +23,6 @@ from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
 from rotation_merge.mergekit_plugin.recipe.parameter_scopes import items, leaves
 from rotation_merge.mergekit_plugin.recipe.settings import check_settings
 from rotation_merge.record import MANIFEST_FILE
-from rotation_merge.report.html import PAGE_FILE, is_page
 
 ALIGNMENT = "alignment.safetensors"
 """File that `save_alignment: true` writes beside a merged model."""
@@ -69,8 +68,6 @@ def recipe_outputs(config: MergeConfiguration, out: str | None) -> list[Output]:
             path = os.path.join(str(out), ALIGNMENT) if value is True else str(value)
             if value:
                 outputs += [Output(file, option, wrote=wrote, remedy=RENAME) for file in numbered(path, donors)]
-        elif name == "report" and value is True and out is not None:
-            outputs.append(Output(os.path.join(out, PAGE_FILE), option, wrote=is_page, remedy=RENAME))
         elif _names(name, value, WRITTEN):
             outputs.append(Output(value, option, ROOM, remedy="name another folder"))
     return outputs

@@ -121,7 +121,6 @@ class RecipeConfig(Config):
         scope=RECIPE,
     )
     prove: bool = option(False, "check that donors moved by alignment files keep their outputs", scope=RECIPE)
-    report: bool = option(False, "also write the report as an HTML page, `report.html`", scope=RECIPE)
 
 
 @dataclass(frozen=True)

@@ -165,10 +165,6 @@ class Recipe:
     def mean(self) -> bool:
         return bool(self.value("anchor") == "mean")
 
-    @property
-    def report(self) -> bool:
-        return bool(self.value("report"))
-
     def options(self, reader: ConfigReader, block: str, donor: ModelReference) -> AlignConfig:
         """The options for one donor in one block; filters see the block's module path."""
         values: dict[str, Any] = dict(RELATIONS.get(self.relations.get(donor, ""), {}))
