@@ -96,6 +96,7 @@ def short(error: object) -> str:
 REMOVED: dict[str, str] = {
     "genome": "mergekit has deprecated mergekit-evolve; align once with 'rotation-merge align', search over its models",
     "tensor": "one tensor's way through a merge; rotation_merge.json beside the merge holds every space's figures",
+    "anchors": "barriers with each model as the anchor in turn; run 'barrier' once for each anchor, with two models",
     "html": "the report as a page; the model card and rotation_merge.json hold it, 'barrier --plot' draws paths",
     "report": "the report as a page; the model card and rotation_merge.json hold it, 'barrier --plot' draws paths",
 }

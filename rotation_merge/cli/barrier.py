@@ -38,7 +38,7 @@ from rotation_merge.files.durable import write_text
 from rotation_merge.files.outputs import MATCHING_UNFINISHED, Output
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.report.plots import check_plot, save_barrier, text_plot
-from rotation_merge.run.curves import CENTRE, FILE, Barrier, Curve
+from rotation_merge.run.curves import FILE, Barrier, Curve
 from rotation_merge.run.evaluate import PATH, BarrierConfig
 from rotation_merge.run.sample_kinds import KINDS
 
@@ -92,7 +92,7 @@ class PathProgress(Progress):
     rotation-merge barrier org/anchor org/donor --data images/ --residual rotation --plot path.png;
     rotation-merge barrier org/anchor org/donor --data images/ --compare local,residual --plot paths.png"""
 )
-@click.argument("models", type=MODELS_OR_RECIPE, nargs=-1, required=True, metavar="RECIPE | ANCHOR DONOR...")
+@click.argument("models", type=MODELS_OR_RECIPE, nargs=-1, required=True, metavar="RECIPE | ANCHOR DONOR")
 @click.option(
     "--data",
     "sources",
@@ -115,13 +115,6 @@ class PathProgress(Progress):
     "for transforms in a file.",
 )
 @click.option(
-    "--anchors",
-    type=click.Choice(["first", "each"]),
-    default="first",
-    show_default=True,
-    help="each: also with every model as the anchor in turn, for the spread of the barriers.",
-)
-@click.option(
     "--heads-of",
     type=click.Choice(["each"]),
     help="each: every model keeps its own head, of any size. Give --data once for each model, in their order. A recipe "
@@ -139,7 +132,6 @@ def command(
     plot: str | None,
     alignment: str | None,
     compare: str | None,
-    anchors: str,
     heads_of: str | None,
     save: str | None,
     untie: bool,
@@ -149,12 +141,11 @@ def command(
 ) -> int:
     """Loss (and accuracy) on the straight path between two models, aligned and not.
 
-    Give an anchor and its donors, or a recipe. The barrier is the largest excess of the loss over the straight line
-    between the ends, in nats. For a donor with 'finetuned_from' the path is the anchor plus 0 to 1 times the task
-    vector. With three or more models, also the paths between aligned donors and from each model to their mean.
-    --compare draws several alignments in one picture. With --save or --plot an interrupted run continues. Give --data
-    once for each task. Alignments that need samples (--match-on, activations, both) use text that the models write,
-    or, if they write none, the first --data.
+    Give an anchor and a donor, or a recipe, of which every donor has a path from the anchor. The barrier is the largest
+    excess of the loss over the straight line between the ends, in nats. For a donor with 'finetuned_from' the path is
+    the anchor plus 0 to 1 times the task vector. --compare draws several alignments in one picture. With --save or
+    --plot an interrupted run continues. Give --data once for each task. Alignments that need samples (--match-on,
+    activations, both) use text that the models write, or, if they write none, the first --data.
     """
     from rotation_merge.diagnose.donors import measurement_key
     from rotation_merge.diagnose.matchings import matchings
@@ -175,14 +166,14 @@ def command(
     progress = PathProgress()
     reading = {"limit": config.limit, "batch_size": config.batch_size, "length": config.length}
     read = [*sources, *(matching.file for matching in chosen if matching.file)]
-    how = {"wanted": chosen, "points": config.points, "anchors": anchors, "reading": reading}
+    how = {"wanted": chosen, "points": config.points, "reading": reading}
     mark = partial(measurement_key, models, donors, read, **how)
     with kept_beside(os.path.join(save, FILE) if save else plot, mark) as ledger:
         paths = Paths(models[0], donors, sources, config.points, reading, progress, ledger)
-        progress.models = paths.models(chosen, anchors == "each")
-        pictures = _pictures(plot, sum(len(paths.tasks(place)) for place in paths.places)) if plot else []
+        progress.models = paths.models(chosen)
+        pictures = _pictures(plot, len(paths.measured)) if plot else []
         click.get_current_context().with_resource(hold_outputs([Output(picture, "--plot") for picture in pictures]))
-        barriers = paths.barriers(chosen, anchors == "each")
+        barriers = paths.barriers(chosen)
     progress.close()
     if save is not None:
         _save(barriers, save)
@@ -191,10 +182,8 @@ def command(
     if as_json:
         print_json([barrier.to_dict() for barrier in barriers])
         return 0
-    for barrier in barriers[: sum(len(paths.tasks(place)) for place in paths.places[: len(donors)])]:
+    for barrier in barriers:
         _show(barrier)
-    if len(donors) > 1:
-        show_all(barriers)
     return 0
 
 
@@ -208,11 +197,11 @@ def _donors(
     if match_on != WEIGHTS and (alignment is not None or len(models) == 1):
         origin = "a file of maps" if alignment is not None else "a recipe"
         raise RotationMergeError(f"{origin} already gives the maps", remedy="leave out --match-on")
-    if len(models) > 1:
-        return [RecipeDonor(models[0], d, options, untie, file=alignment, match_on=match_on) for d in models[1:]]
+    if len(models) == 2:
+        return [RecipeDonor(*models, options, untie, file=alignment, match_on=match_on)]
     if len(models) == 1 and is_document(models[0]):
         return donors_of(models[0])
-    raise click.UsageError("give a recipe (a YAML file), or two models")
+    raise click.UsageError("give a recipe (a YAML file), or two models; measure more of them two by two")
 
 
 def _with_heads(models: tuple[str, ...], donors: list[RecipeDonor]) -> list[RecipeDonor]:
@@ -271,25 +260,3 @@ def _figures(curve: Curve, form: str) -> tuple[str, ...]:
 
 def _unit(barrier: Barrier) -> str:
     return "of 1 - Spearman" if barrier.task == "similarity" else "nats"
-
-
-def show_all(barriers: list[Barrier]) -> None:
-    """Print the barriers of all paths, one table for each data source, with their spread over anchors if known."""
-    names = list(dict.fromkeys(curve.name for barrier in barriers for curve in barrier.curves))
-    for data in dict.fromkeys(barrier.data for barrier in barriers):
-        chosen = [barrier for barrier in barriers if barrier.data == data]
-        rows = [(f"{b.anchor} to {b.donor}", *(_cell(b, name) for name in names)) for b in chosen]
-        title = f"Barriers on {data} ({_unit(chosen[0])})"
-        spread = ", mean and standard deviation over anchors" if any(b.over_anchors for b in chosen) else ""
-        table(title + spread, ("path", *names), rows, numbers=range(1, len(names) + 1))
-        for centre in [barrier for barrier in chosen if barrier.donor == CENTRE][:1]:
-            say(f"Loss of the centre: {', '.join(f'{c.loss[-1]:.4f} {c.name}' for c in centre.curves)}.")
-
-
-def _cell(barrier: Barrier, name: str) -> str:
-    measure = barrier.to_dict()["measures"].get(name)
-    if measure is None:
-        return ""
-    if "mean_over_anchors" in measure:
-        return f"{measure['mean_over_anchors']:.4f} ± {measure['spread_over_anchors']:.4f}"
-    return f"{measure['barrier']:.4f}"

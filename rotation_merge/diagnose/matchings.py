@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from rotation_merge.diagnose.donors import RecipeDonor, carried_recipe
 from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.files.ledger import NOWHERE, Ledger
@@ -100,29 +98,6 @@ def _named(name: str) -> Matching:
     return Matching(name, NAMED.get(name), match_on=name if name in MATCH_ON else WEIGHTS)
 
 
-@dataclass(frozen=True)
-class AlignedModels:
-    """Loaded models after a matching.
-
-    Attributes:
-        anchors: for each donor the anchor that it fits: as it was, or with norms folded as the donor's are.
-    """
-
-    anchors: list[Any]
-    donors: list[Any]
-
-    def shares_one_anchor(self) -> bool:
-        """Whether all donors are aligned to one anchor, and so to one another."""
-        first = dict(self.anchors[0].named_parameters())
-        for anchor in self.anchors[1:]:
-            parameters = dict(anchor.named_parameters())
-            if parameters.keys() != first.keys() or not all(
-                torch.allclose(parameters[name], first[name]) for name in parameters
-            ):
-                return False
-        return True
-
-
 def moved(
     recipe_path: str,
     anchor: Any,
@@ -131,8 +106,10 @@ def moved(
     tick: Tick | None,
     source: str = SELF,
     ledger: Ledger = NOWHERE,
-) -> AlignedModels:
-    """The models that a matching makes, in memory.
+) -> list[tuple[Any, Any]]:
+    """Anchor and donor, for each donor, as a matching makes them, in memory.
+
+    The anchor is as it was, or with norms folded as the donor's are.
 
     Args:
         recipe_path: the recipe, where donors come from one.
@@ -150,7 +127,7 @@ def moved(
             ends.append((anchor, load(donor.name, like=None if donor.own else donor.anchor)))
         else:
             ends.append(_aligned(opened(donor), donor, anchor, tick, ledger.under(str(number))))
-    return AlignedModels([still for still, _ in ends], [end for _, end in ends])
+    return ends
 
 
 def opened(donor: RecipeDonor) -> Pair:

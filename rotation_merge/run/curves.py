@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
-from statistics import fmean, pstdev
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rotation_merge.errors import RotationMergeError
 
 FILE = "barrier.json"
 """Name under which a barrier lies beside a merged model."""
-
-CENTRE = "the centre"
-"""Name of the mean of three or more models."""
 
 LEAST_GAIN = 1e-4
 """Least gain over the line between the parents that is reported as better."""
@@ -61,10 +57,9 @@ class Barrier:
     """Paths between two models, a curve for each matching.
 
     Attributes:
-        anchor, donor: the models at the ends: the anchor and a donor, two donors, or a model and the centre of all.
+        anchor, donor: the models at the ends.
         options: of the curve `aligned`, which the recipe or the command asks for; none where it is not there.
         head: of models that keep heads of their own: the one whose head and config all on the paths have.
-        over_anchors: by curve, the barrier of this path with each model in turn as the anchor, by its name.
     """
 
     anchor: str
@@ -74,7 +69,6 @@ class Barrier:
     examples: int
     options: dict[str, Any]
     curves: list[Curve]
-    over_anchors: dict[str, dict[str, float]] = field(default_factory=dict)
     head: str = ""
 
     @property
@@ -83,27 +77,19 @@ class Barrier:
         return FIGURES.get(self.task, "accuracy")
 
     def to_dict(self) -> dict[str, Any]:
-        return {"measures": {c.name: self._measures(c) for c in self.curves}, **asdict(self)}
-
-    def _measures(self, curve: Curve) -> dict[str, float]:
-        figures = {"barrier": curve.barrier(), "below_line": curve.gain()[0], "middle_loss": curve.loss[curve.middle()]}
-        if turns := list(self.over_anchors.get(curve.name, {}).values()):
-            figures |= {"mean_over_anchors": fmean(turns), "spread_over_anchors": pstdev(turns)}
-        return figures
+        measures = {
+            c.name: {"barrier": c.barrier(), "below_line": c.gain()[0], "middle_loss": c.loss[c.middle()]}
+            for c in self.curves
+        }
+        return {"measures": measures, **asdict(self)}
 
     def words(self) -> list[str]:
         """Sentences on the curves."""
-        verdicts = [words for curve in self.curves if (words := curve.verdict())]
-        for name, turns in self.over_anchors.items():
-            least, most, mean = min(turns.values()), max(turns.values()), fmean(turns.values())
-            verdicts.append(
-                f"over {len(turns)} anchors the barrier, {name}, is {least:.4f} to {most:.4f}, mean {mean:.4f}"
-            )
-        return verdicts
+        return [words for curve in self.curves if (words := curve.verdict())]
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Barrier:
-        fields = {"over_anchors": {}, "head": "", **data}
+        fields = {"head": "", **data}
         fields = {name: fields[name] for name in cls.__dataclass_fields__}
         return cls(**{**fields, "curves": [Curve(**curve) for curve in fields["curves"]]})
 

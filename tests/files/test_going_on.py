@@ -17,7 +17,7 @@ import pytest
 import torch
 from cli_support import run
 from click.testing import Result
-from plugin_support import make, mergekit_yaml, one_error, recipe_for, twin
+from plugin_support import make, mergekit_yaml, one_error, recipe_for, twin, write_recipe
 from tiny_models import ALL, planted
 
 from rotation_merge import AlignConfig, Alignment, RotationMergeError
@@ -184,9 +184,10 @@ def test_carry(four: tuple[Path, Path], far: Path, tmp_path: Path, counted: Coun
 def test_a_barrier(
     four: tuple[Path, Path], far: Path, tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two donors, six paths on each of two curves; it ends among the blocks, on a path, and on a later one."""
+    """Two donors, two paths on each of two curves; it ends among the blocks, on a path, and on a later one."""
     np.savez(tmp_path / "data.npz", input_ids=np.random.default_rng(0).integers(0, 40, (4, 8)))
-    given = ["barrier", *four, far, "--data", tmp_path / "data.npz", "--points", 3, "--residual", "permutation"]
+    recipe = write_recipe(recipe_for("linear", *four, far, residual="permutation"), tmp_path / "recipe.yml")
+    given = ["barrier", recipe, "--data", tmp_path / "data.npz", "--points", 3]
     points: list[float] = []
     real = StraightPath.evaluate
 
@@ -209,7 +210,7 @@ def test_a_barrier(
     assert len(points) == every
     assert whole <= matched <= whole + 6
     assert json.loads((tmp_path / "barrier.json").read_text()) == wanted
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["barrier.json", "data.npz"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["barrier.json", "data.npz", "recipe.yml"]
 
 
 def interrupted(pair: tuple[Path, Path], out: Path, counted: Counted, last: int = 3) -> Path:

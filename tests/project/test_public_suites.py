@@ -140,7 +140,6 @@ UNITS = {
     "project/test_docs_commands.py": ("matching", "replaces slow steps of commands that pages show"),
     "project/test_layering.py": ("cli", "rooms and files of the package themselves"),
     "project/test_manners.py": ("cli files mergekit_plugin report run", "names and messages in all of the package"),
-    "report/test_compare_matchings.py": ("cli record report run", "rendering, of reports made by hand"),
     "report/test_estimate.py": (
         "architecture matching report symmetry",
         "estimates of time and memory, from labels alone",

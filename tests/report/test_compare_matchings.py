@@ -1,4 +1,4 @@
-"""`barrier --compare`, with three or more models, and over anchors: several matchings in one picture, by its laws."""
+"""`barrier --compare`: several matchings in one picture, by its laws."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import torch
 from cli_support import parsed, run
 from plugin_support import make, recipe_for, twin, write_recipe
 from safetensors.torch import save_file
-
-from rotation_merge.cli.barrier import show_all
-from rotation_merge.run.curves import Barrier, Curve
 
 WHOLE = {"heads": "permutation", "residual": "signed_permutation"}
 FEW = ("--points", 3)
@@ -87,60 +84,22 @@ def test_maps_chosen_on_samples(models: dict[str, Path], tmp_path: Path) -> None
     assert "a recipe already gives the maps" in run(*given).output
 
 
-def test_three_models_between_donors_and_to_the_centre(models: dict[str, Path]) -> None:
-    """Equal donors have nothing between them; twins of the anchor neither, once aligned."""
-    found = barriers(models, "anchor", "other", "other", options=("--heads", "permutation"))
-    assert [(b["anchor"], b["donor"]) for b in found] == [
-        *((str(models[a]), str(models[b])) for a, b in (("anchor", "other"), ("anchor", "other"), ("other", "other"))),
-        *((str(models[name]), "the centre") for name in ("anchor", "other", "other")),
-    ]
-    for first, second in zip(found[0]["curves"], found[1]["curves"], strict=True):
-        assert_alike(first, second)
-    assert all(rise(curve) < 1e-6 for curve in found[2]["curves"])
-    assert found[2]["curves"][1]["loss"][0] == pytest.approx(found[0]["curves"][1]["loss"][-1], abs=1e-6)
-    twins = barriers(models, "anchor", "turned", "near", options=("--compare", "residual"))
-    assert len(twins) == 6
-    assert all(rise(barrier["curves"][1]) < 1e-3 < rise(barrier["curves"][0]) for barrier in twins)
-
-
-def test_each_model_as_the_anchor(models: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """Every turn is what a command with that anchor finds."""
-    each = ("--compare", "local", "--anchors", "each")
-    found = barriers(models, "anchor", "turned", "other", options=each)
-    swapped = barriers(models, "other", "anchor", "turned", options=("--compare", "local"))
-    name = str(models["other"])
-    places = {(b["anchor"], b["donor"]): b["measures"]["local"]["barrier"] for b in swapped}
-    for barrier in found:
-        turns = barrier["over_anchors"]["local"]
-        assert list(turns) == [str(models[n]) for n in ("anchor", "turned", "other")]
-        assert turns[str(models["anchor"])] == pytest.approx(barrier["measures"]["local"]["barrier"], rel=1e-6)
-        ends = barrier["anchor"], barrier["donor"]
-        assert turns[name] == pytest.approx(places.get(ends, places.get(ends[::-1])), abs=1e-5)
-        assert set(barrier["over_anchors"]) == {"local"}
-    show_all([Barrier.from_dict(barrier) for barrier in found])
-    output = capsys.readouterr().out
-    assert "mean and standard deviation over anchors" in output
-    assert f"{name} to the centre" in output
-    assert f"Loss of the centre: {found[-1]['curves'][0]['loss'][-1]:.4f} plain, " in output
-    assert "over 3 anchors the barrier, local" in Barrier.from_dict(found[0]).words()[-1]
-
-
 def test_a_recipe_with_two_donors_and_a_carried_one(models: dict[str, Path], tmp_path: Path) -> None:
     document = recipe_for("linear", models["anchor"], models["turned"], models["near"], heads="permutation")
     path = write_recipe(document, tmp_path / "r.yml")
     ends = ("--data", models["data"], *FEW)
     found = parsed("barrier", path, *ends, "--compare", "aligned,residual")
-    assert len(found) == 6
-    plain, aligned, residual = found[2]["curves"]
+    assert [(b["anchor"], b["donor"]) for b in found] == [
+        (str(models["anchor"]), str(models[name])) for name in ("turned", "near")
+    ]
+    plain, aligned, residual = found[0]["curves"]
     assert rise(residual) < 1e-3 < min(rise(plain), rise(aligned))
+    assert all(rise(curve) < 1e-3 for curve in found[1]["curves"][1:])
     document["models"][-1]["parameters"]["finetuned_from"] = str(models["turned"])
     carried = parsed("barrier", write_recipe(document, tmp_path / "c.yml"), *ends, "--compare", "aligned,residual")
     plain, aligned, residual = (curve["loss"] for curve in carried[1]["curves"])
     assert aligned != residual
     assert plain[0] == pytest.approx(residual[0], abs=1e-4)
-    refused = run("barrier", tmp_path / "c.yml", *ends, "--anchors", "each")
-    assert refused.exit_code == 2
-    assert "does not work with alignment files" in refused.output
 
 
 @pytest.mark.parametrize(
@@ -153,11 +112,13 @@ def test_a_recipe_with_two_donors_and_a_carried_one(models: dict[str, Path], tmp
         (("--compare", "made=./gone"), "gone"),
         (("--compare", "local", "--residual", "rotation"), "need the curve 'aligned'"),
         (("--alignment", "x"), "for two models"),
+        (("--heads", "permutation"), "measure more of them two by two"),
+        (("--anchors", "each"), "it was removed"),
         (("--plot", "p.xyz"), "end the name in .png"),
     ],
 )
 def test_bad_input_is_one_line(models: dict[str, Path], options: tuple[str, ...], words: str) -> None:
-    names = ("anchor", "turned", *(["other"] if "--alignment" in options else []))
+    names = ("anchor", "turned", *(["other"] if {"--alignment", "--heads"} & {*options} else []))
     done = run("barrier", *map(models.get, names), "--data", models["data"], *options)
     assert done.exit_code == 2
     assert words in done.output
@@ -172,11 +133,3 @@ def test_pictures_hold_every_curve(models: dict[str, Path], tmp_path: Path) -> N
     assert [curve["name"] for curve in found["curves"]] == ["plain", *names.split(",")]
     assert (tmp_path / "p.svg").exists()
     assert (tmp_path / "p.svg").stat().st_size > 0
-
-
-def test_spread_over_anchors() -> None:
-    curve = Curve("local", [0.0, 0.5, 1.0], [1.0, 3.0, 1.0], [0.0] * 3)
-    found = Barrier("a", "b", "d", "class", 1, {}, [curve], {"local": {"a": 2.0, "b": 1.0}}).to_dict()
-    assert found["measures"]["local"]["mean_over_anchors"] == 1.5
-    assert found["measures"]["local"]["spread_over_anchors"] == 0.5
-    assert Barrier.from_dict({k: v for k, v in found.items() if k != "over_anchors"}).over_anchors == {}
