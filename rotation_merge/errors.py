@@ -102,6 +102,10 @@ REMOVED: dict[str, str] = {
 }
 """Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by name:
 what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""
+    "attention: invertible": "any invertible map in a head; use 'rotation', an orthogonal map with a scale",
+}
+"""Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by
+name: what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""
 
 
 def removed(name: str) -> str:

@@ -26,7 +26,7 @@ tensor.
 | word | meaning |
 |---|---|
 | planar | a rotation and a scale for each RoPE pair |
-| O(d) | an orthogonal map and one scale; with `attention: invertible`, any invertible map |
+| O(d) | an orthogonal map and one scale |
 | sign | plus or minus one |
 | gain exchange | what the query norm gains, the key norm loses |
 | scaled | a positive scale for each neuron; of either sign in a gated FFN |

@@ -34,11 +34,8 @@ TOLERANCE = 1e-9
 SHOWS = 1e-6
 """Difference from which a mistake counts as found."""
 
-LOCAL = {
-    "heads, neurons and experts": AlignConfig(heads="permutation"),
-    "invertible maps": AlignConfig(attention="invertible", scaling=False),
-}
-
+LOCAL = AlignConfig(heads="permutation")
+"""Heads, neurons and experts, all at once."""
 
 ALONE = {
     "attention alone": AlignConfig(ffn="none"),
@@ -80,7 +77,7 @@ def prove(path: Path, config: Mapping[str, Any] | None = None) -> list[Finding]:
     with Scratch() as folder:
         model = _Tiny(spec, {**config_of(spec), **_USUAL, **(config or {})}, Path(folder))
         architecture = model.architecture()
-        findings = [model.tried(trial, architecture, options) for trial, options in LOCAL.items()]
+        findings = [model.tried("heads, neurons and experts", architecture, LOCAL)]
         for group in architecture.residual_groups[1:]:
             findings.append(model.tried(f"residual: {group}", architecture, AlignConfig(residual=group)))
         if not all(trial.holds for trial in findings):
@@ -182,7 +179,7 @@ class _Tiny:
         """Result of a file with a planted mistake: refused, or other outputs."""
         registry._extra[spec.family] = ArchitectureSpec.model_validate(changed(spec.model_dump(), change))
         try:
-            difference = self.differs(self.architecture(), LOCAL["heads, neurons and experts"])
+            difference = self.differs(self.architecture(), LOCAL)
         except (RotationMergeError, CheckpointError):
             return Finding(mistake, None, True)
         finally:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,8 +75,6 @@ def _solve(pairing: Pairing, order: Order | None, distance: Tensor) -> tuple[Gro
     grams = pairing.without_rounding(known, distance)
     if grams is not known:
         element, gain = pairing.group.solve(grams)
-    donor_products = partial(pairing.own_products, order)
-    element, gain = pairing.group.refined(element, gain, grams, donor_products, distance == 0)
     return element, gain - pairing.group.gain_as_it_stands(grams)
 
 

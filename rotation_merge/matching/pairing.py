@@ -83,14 +83,6 @@ class Pairing:
             self._solved[key] = (grams, *self.group.solve(grams))
         return self._solved[key]
 
-    def own_products(self, order: Order | None) -> tuple[Tensor, Tensor]:
-        """The donor's own products B B^T of either side, in an order of its groups."""
-        products = (half.own_products(1) for half in (self.primal, self.dual))
-        if order is None:
-            return next(products), next(products)
-        primal, dual = (x[order.donor.to(x.device)] for x in products)
-        return primal, dual
-
     def norms(self, order: Order | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Squared norms in the order of `Grams`, (N, d) each; independent of the order inside a group."""
         donor = [half.donor_norms.sum(1) for half in (self.primal, self.dual)]

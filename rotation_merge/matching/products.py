@@ -107,11 +107,6 @@ class HeadProjections:
                 total[part] += self._summed(x, y)
         return total
 
-    def own_products(self, which: int) -> Tensor:
-        """Products of one model's coordinates with each other, 0 the anchor's, 1 the donor's; shape (G, *S)."""
-        pairs = [(pair[which], pair[which]) for pair in self.pairs]
-        return HeadProjections(pairs, self.shape, self.statistic, self.interleaved, self.device).products()
-
     def _statistic_shape(self) -> tuple[int, ...]:
         d = self.shape[2]
         return {"full": (d, d), "pairs": (d // 2,), "coordinates": (d,)}[self.statistic]

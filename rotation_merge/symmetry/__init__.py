@@ -6,7 +6,6 @@ from rotation_merge.symmetry.direct_sum import DirectSum
 from rotation_merge.symmetry.experts import ExpertTransform
 from rotation_merge.symmetry.gains import Exchange
 from rotation_merge.symmetry.heads import HeadTransform
-from rotation_merge.symmetry.invertible import Invertible
 from rotation_merge.symmetry.latent import LatentTransform
 from rotation_merge.symmetry.mixer import MixerTransform
 from rotation_merge.symmetry.monomial import Monomial
@@ -29,7 +28,6 @@ __all__ = [
     "ExpertTransform",
     "GroupElement",
     "HeadTransform",
-    "Invertible",
     "LatentTransform",
     "MixerTransform",
     "Monomial",

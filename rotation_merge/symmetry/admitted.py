@@ -20,7 +20,6 @@ from rotation_merge.symmetry.experts import ExpertGroup
 from rotation_merge.symmetry.gains import CoordinateExchange, PairExchange
 from rotation_merge.symmetry.group import Group
 from rotation_merge.symmetry.heads import HeadGroup
-from rotation_merge.symmetry.invertible import InvertibleGroup
 from rotation_merge.symmetry.latent import LatentGroup
 from rotation_merge.symmetry.mixer import MixerGroup
 from rotation_merge.symmetry.monomial import CoordinateOrder, GatedOrder
@@ -54,8 +53,8 @@ class GroupOptions(Config):
     attention: str = option(
         "rotation",
         "maps inside attention heads. `permutation`: orders of coordinates; `rotation`: the largest compact group that "
-        "the layer admits; `invertible`: any invertible map, where the layer admits it",
-        choices=("rotation", "none", "permutation", "invertible"),
+        "the layer admits",
+        choices=("rotation", "none", "permutation"),
         scope=BLOCK,
     )
     heads: str = option(
@@ -95,7 +94,7 @@ LARGEST = GroupOptions(heads="permutation")
 """The largest compact groups, with scaling."""
 
 
-WIDEST = GroupOptions(attention="invertible", heads="permutation", shift_head=True)
+WIDEST = GroupOptions(heads="permutation", shift_head=True)
 """Everything that any recipe may ask for, or a file hold."""
 
 
@@ -132,7 +131,7 @@ class SpaceFacts(Protocol):
 
 def _maps(space: SpaceFacts, options: GroupOptions) -> Group:
     """Maps that nothing but the pairing of two coordinate systems restricts."""
-    return (InvertibleGroup if options.attention == "invertible" else OrthogonalGroup)(options.scaling)
+    return OrthogonalGroup(options.scaling)
 
 
 def _turns(space: SpaceFacts, options: GroupOptions) -> Group:

@@ -183,7 +183,7 @@ def proven_maps(element: GroupElement) -> Tensor | None:
     eye = torch.eye(element.size, dtype=torch.float64).repeat(element.batch, 1, 1)
     try:
         primal, dual = element.act(eye, 0, 1), element.act(eye, 0, 1, dual=True)
-    except (IndexError, RuntimeError):  # an index beyond the axis, a singular matrix
+    except (IndexError, RuntimeError):  # an index beyond the axis, shapes that do not fit
         return None
     off = (primal.mT @ dual - eye).abs().max()
     largest = torch.maximum(primal.abs().max(), dual.abs().max())

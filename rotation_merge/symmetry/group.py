@@ -7,7 +7,6 @@ upper bound on the gain, and a name. `admitted` selects the group of a space.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -19,9 +18,6 @@ from rotation_merge.symmetry.statistics import Grams
 
 GROUPS: dict[str, type[Group]] = {}
 """The groups that may act inside heads, by kind."""
-
-Own = Callable[[], tuple[Tensor, Tensor]]
-"""Gives the donor's own products B B^T of the primal and of the dual side, (N, d, d) each."""
 
 
 class Group(ABC):
@@ -77,18 +73,6 @@ class Group(ABC):
     def parts(self, size: int) -> list[tuple[Group, slice]]:
         """The groups that act on consecutive coordinates and are solved one by one: of most groups, itself."""
         return [(self, slice(0, size))]
-
-    def refined(
-        self, element: GroupElement, gain: Tensor, grams: Grams, donor_products: Own, equal: Tensor
-    ) -> tuple[GroupElement, Tensor]:
-        """Better elements than those of `solve`, where these are only a start; never gaining less.
-
-        Args:
-            element, gain: the result of `solve`.
-            donor_products: the donor's own products.
-            equal: heads that are equal in both models, (N,): they keep their element.
-        """
-        return element, gain
 
     def reach(self, products: Tensor) -> Tensor:
         """Upper bound on each product under the group, real."""

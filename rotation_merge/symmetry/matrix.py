@@ -1,4 +1,4 @@
-"""Elements that are matrices: the common base of orthogonal and invertible maps."""
+"""Elements that are matrices: the common base of orthogonal maps with and without scales."""
 
 from __future__ import annotations
 

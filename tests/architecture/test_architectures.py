@@ -49,7 +49,7 @@ def test_declared_groups_are_symmetries(case: Case) -> None:
     """(a): a random element of every declared group moves weights and leaves float64 outputs within 1e-9."""
     model = planted(case)
     groups = {group for admitted in model.architecture.stream_groups.values() for group in admitted}
-    options = {("none", what): option for what, option in LOCAL.items()} | {
+    options = {("none", "local"): LOCAL} | {
         (group, group): AlignConfig(residual=where_admitted(model.architecture, group))
         for group in RESIDUAL
         if group in groups
@@ -152,7 +152,7 @@ def test_a_wrong_file_is_found_out(case: Case, monkeypatch: pytest.MonkeyPatch) 
             continue
         monkeypatch.setitem(registry._extra, case.family, ArchitectureSpec.model_validate(changed(right, change)))
         with contextlib.suppress(RotationMergeError):
-            assert model.differs(model.twin(LOCAL["heads, neurons and experts"])) > 1e-6, change.__name__
+            assert model.differs(model.twin(LOCAL)) > 1e-6, change.__name__
 
 
 def test_every_family_has_a_tiny_model() -> None:

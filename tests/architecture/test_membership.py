@@ -29,7 +29,6 @@ from rotation_merge.symmetry import (
     ExpertTransform,
     GroupElement,
     HeadTransform,
-    Invertible,
     MixerTransform,
     Monomial,
     NeuronTransform,
@@ -82,7 +81,7 @@ def spoilt(element: GroupElement) -> list[GroupElement]:
     found.append(Scaling(torch.zeros(element.batch, element.size, dtype=torch.float64)))
     found.append(Scaling(torch.full((element.batch, element.size), torch.nan, dtype=torch.float64)))
     found.append(Orthogonal(torch.ones(element.batch, element.size, element.size, dtype=torch.float64)))
-    found.append(Invertible(torch.zeros(element.batch, element.size, element.size, dtype=torch.float64) + 1e-30))
+    found.append(Orthogonal(torch.zeros(element.batch, element.size, element.size, dtype=torch.float64) + 1e-30))
     return found
 
 

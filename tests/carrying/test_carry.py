@@ -28,7 +28,7 @@ from rotation_merge.run.statistics_file import Gram
 
 FAMILIES = list({case.family: case for case in ALL}.values())
 STILL = ("signed_permutation", "permutation", "none")
-LOCAL = {"heads": "permutation", "attention": "invertible"}
+LOCAL = {"heads": "permutation"}
 
 
 def measured(model: torch.nn.Module, case: Case, architecture: Architecture, where: Path, *kinds: str, **options):

@@ -16,7 +16,7 @@ FAMILIES = list({case.family: case for case in sorted(ALL, key=lambda case: "unt
 """A case of each family, one with a head of its own if there is one."""
 GROUPS = {
     "local": AlignConfig(heads="permutation"),
-    "invertible": AlignConfig(attention="invertible", scaling=False, residual="permutation"),
+    "permutation": AlignConfig(scaling=False, residual="permutation"),
     "signed": AlignConfig(heads="permutation", residual="signed_permutation"),
     "rotation": AlignConfig(heads="permutation", residual="rotation"),
 }

@@ -28,7 +28,7 @@ from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import architecture_of, load, outputs, unlabelled
 from rotation_merge.search.judge import Judge
-from rotation_merge.symmetry import KINDS, SpaceTransform, invertible
+from rotation_merge.symmetry import KINDS, SpaceTransform
 
 torch.set_num_threads(1)
 
@@ -44,7 +44,6 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         (passes, "MOST_PASSES", 1),
         (block, "MOST_ROUNDS", 1),
         (mean, "MOST_ROUNDS", 1),
-        (invertible, "_ITERATIONS", 2),
         (scaling, "_ROUNDS", 1),
         (scaling, "_LOOKUPS", 1),
         (scaling, "_SECOND_LOOKS", 1),
@@ -81,7 +80,7 @@ def wishes(architecture: Architecture) -> list[AlignConfig]:
     residual = residual if architecture.family in SEVERAL else residual[-1:]
     return [
         AlignConfig(heads="permutation"),
-        AlignConfig(attention="invertible", ffn="none", scaling="sequential"),
+        AlignConfig(ffn="none", scaling="sequential"),
         AlignConfig(heads="spectral", ffn="none", scaling=False),
         *(AlignConfig(attention="none", ffn="none", scaling=False, residual=kind) for kind in residual),
         *(AlignConfig(residual=kind) for kind in residual[-1:] if architecture.family in SEVERAL),
