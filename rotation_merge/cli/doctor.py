@@ -22,14 +22,11 @@ if TYPE_CHECKING:
 @click.argument("patient", type=MODELS_OR_RECIPE, metavar="MERGED | RECIPE")
 @click.argument("parents", type=MODEL, nargs=-1)
 @click.option("--mend", is_flag=True, help="Correct headers, configs and small files, in place.")
-@click.option("--mend-weights", is_flag=True, help="Also drop unused tensors, and copy missing ones.")
 @click.option("--out", type=NEW_FOLDER, metavar="DIR", help="Correct a copy instead.")
 @json_option
 @shown
 @writes
-def command(
-    patient: str, parents: tuple[str, ...], mend: bool, mend_weights: bool, out: str | None, as_json: bool
-) -> int:
+def command(patient: str, parents: tuple[str, ...], mend: bool, out: str | None, as_json: bool) -> int:
     """Find out why a merge is bad: the likeliest cause first, each with its remedy.
 
     Takes a merged model of any merge method, or a recipe before you run it. Parents are read from mergekit_config.yml
@@ -38,8 +35,7 @@ def command(
     overflow of the dtype, models in other coordinates or trained separately, and weights and activations that vanish.
     Exit code 1: a likely cause.
 
-    --mend corrects the folder and prints each correction; each file is replaced atomically. Tensors change only with
-    --mend-weights.
+    --mend corrects the folder and prints each correction; each file is replaced atomically. Tensors never change.
     """
     from rotation_merge.diagnose.doctor import diagnose, open_case
     from rotation_merge.diagnose.doctor.cause import LIKELY
@@ -48,7 +44,7 @@ def command(
     if os.path.isdir(patient) and mend_interrupted(patient):
         note(f"{patient}: an interrupted replacement of the model was undone.")
     case = open_case(patient, parents)
-    corrected = _mended(case, out, mend_weights) if mend or mend_weights or out else []
+    corrected = _mended(case, out) if mend or out else []
     if corrected or out:
         case = open_case(out or patient, case.parents)
     progress = Progress()
@@ -78,7 +74,7 @@ def command(
     return 1 if likely else 0
 
 
-def _mended(case: Case, out: str | None, weights: bool) -> list[str]:
+def _mended(case: Case, out: str | None) -> list[str]:
     """Correct the merged model, or a copy of it; returns a line for each correction.
 
     Raises:
@@ -89,8 +85,4 @@ def _mended(case: Case, out: str | None, weights: bool) -> list[str]:
 
     if case.merged is None or not os.path.isdir(case.merged):
         raise RotationMergeError("is not a model folder", where=case.name, remedy="name a merged model")
-    return (
-        mend(case.merged, case.folders, weights)
-        if out is None
-        else mended_copy(case.merged, out, case.folders, weights)
-    )
+    return mend(case.merged, case.folders) if out is None else mended_copy(case.merged, out, case.folders)

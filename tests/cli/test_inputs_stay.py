@@ -40,7 +40,6 @@ FLAGS_THAT_WRITE = {
     ("evaluate", "keep"): "evaluation.json beside each model",
     ("merge", "polish"): "OUT-polished",
     ("doctor", "mend"): "files of the folder that it looks at",
-    ("doctor", "mend_weights"): "its tensors",
 }
 OTHER_FLAGS = {
     *("as_json", "force", "untie", "verbose", "half", "widths", "verify", "fingerprint", "report", "draft", "methods"),

@@ -97,23 +97,34 @@ MENDED = (
     *("no tokenizer config", "no generation config", "quantisation in the config of plain weights"),
     *("the config of a narrower model", "the last layer left out"),
 )
-WITH_WEIGHTS = ("a tensor left out", "a tensor that nobody reads", "a tied head stored")
+IN_TENSORS = ("a tensor left out", "a tensor that nobody reads", "a tied head stored")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_what_can_be_mended_is(family: str, copied: Copy) -> None:
-    """Nothing is left to find, and what was done is said; weights stay as they are until asked for."""
-    for name in (*MENDED, *WITH_WEIGHTS):
+    """Nothing is left to find, and what was done is said."""
+    for name in MENDED:
         merge, parent = copied(family)
         if FAULTS[name].plant(merge, parent) is False:
             continue
-        if name in WITH_WEIGHTS:
-            before = {path.name: path.read_bytes() for path in merge.iterdir()}
-            mend(str(merge), [str(parent)])
-            assert {path.name: path.read_bytes() for path in merge.iterdir()} == before, name
-        lines = mend(str(merge), [str(parent)], weights=name in WITH_WEIGHTS)
+        lines = mend(str(merge), [str(parent)])
         assert lines, name
         assert check_folder(str(merge), [str(parent)]) == [], name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_tensors_are_not_mended(family: str, copied: Copy) -> None:
+    """The folder stays as it is, and the remedy is another merge."""
+    for name in IN_TENSORS:
+        merge, parent = copied(family)
+        if FAULTS[name].plant(merge, parent) is False:
+            continue
+        before = {path.name: path.read_bytes() for path in merge.iterdir()}
+        assert mend(str(merge), [str(parent)]) == []
+        assert {path.name: path.read_bytes() for path in merge.iterdir()} == before, name
+        defects = check_folder(str(merge), [str(parent)])
+        assert defects, name
+        assert all("merge again" in defect.remedy for defect in defects), name
 
 
 def test_the_docs_count_the_faults() -> None:

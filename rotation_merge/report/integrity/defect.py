@@ -58,21 +58,7 @@ class ShardHeader:
         return f"{self.file}: header, {f'{len(self.names)} tensors renamed' if self.names else 'format set'}"
 
 
-@dataclass(frozen=True)
-class ShardTensors:
-    """Tensors of a safetensors file dropped, or taken from files of a parent (by name: that file)."""
-
-    file: str
-    dropped: tuple[str, ...] = ()
-    taken: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def words(self) -> str:
-        changes = [f"{name} dropped" for name in self.dropped]
-        return f"{self.file}: {named([*changes, *(f'{name} from {path}' for name, path in self.taken.items())])}"
-
-
-Correction = JsonEntries | JsonFile | FileCopy | ShardHeader | ShardTensors
+Correction = JsonEntries | JsonFile | FileCopy | ShardHeader
 
 
 @dataclass(frozen=True)
@@ -103,10 +89,6 @@ class Defect:
     @property
     def line(self) -> str:
         return f"{self.kind}: {self.where}: {self.what}; {self.remedy}"
-
-    @property
-    def touches_weights(self) -> bool:
-        return any(isinstance(correction, ShardTensors) for correction in self.corrections)
 
     def inherited(self) -> Defect:
         """The defect, marked as one of a parent, too."""

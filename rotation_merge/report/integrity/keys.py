@@ -17,7 +17,7 @@ from typing import Any
 from rotation_merge.errors import CheckpointError, named, short
 from rotation_merge.model.headers import DTYPES, check_config
 from rotation_merge.report.integrity.contents import CONFIG, Contents
-from rotation_merge.report.integrity.defect import Correction, Defect, JsonEntries, ShardHeader, ShardTensors
+from rotation_merge.report.integrity.defect import Defect, JsonEntries, ShardHeader
 
 LAYER = re.compile(r"^(?P<stack>(?:[^.]+\.)*?[^.\d][^.]*)\.(?P<index>\d+)\.")
 
@@ -391,12 +391,11 @@ def _differences(
     """Differences that no single config entry explains."""
     if missing:
         problem = f"{len(missing)} tensors of {loading.model_class} are not stored: {named(sorted(missing))}"
-        yield Defect("missing tensors", problem, _place(contents), "merge again, or '--mend-weights' takes a parent's",
-                     corrections=_taken(contents, parents, missing))  # fmt: skip
+        yield Defect("missing tensors", problem, _place(contents), "merge again, from parents that have them")
     if unexpected:
         problem = f"{loading.model_class} does not read {len(unexpected)} tensors: {named(sorted(unexpected))}"
-        yield Defect("unexpected tensors", problem, _place(contents), "'--mend-weights' drops them",
-                     corrections=_dropped(contents, sorted(unexpected)))  # fmt: skip
+        remedy = "merge again without them, or set 'architectures' to a class that reads them"
+        yield Defect("unexpected tensors", problem, _place(contents), remedy)
     if mismatched:
         name, (stored, expected) = next(iter(sorted(mismatched.items())))
         problem = (
@@ -409,25 +408,6 @@ def _differences(
 
 def _place(contents: Contents) -> str:
     return contents.index or named(contents.weight_files)
-
-
-def _taken(contents: Contents, parents: Sequence[Contents], missing: set[str]) -> tuple[Correction, ...]:
-    """Add missing tensors, from the first parent that has all of them, to the last file."""
-    parent = next((parent for parent in parents if missing <= parent.tensors.keys()), None)
-    if parent is None or not contents.weight_files[-1].endswith(".safetensors"):
-        return ()
-    paths = {name: parent.path(parent.tensors[name].file) for name in sorted(missing)}
-    safe = all(path.endswith(".safetensors") for path in paths.values())
-    return (ShardTensors(contents.weight_files[-1], taken=paths),) if safe else ()
-
-
-def _dropped(contents: Contents, names: Sequence[str]) -> tuple[Correction, ...]:
-    files: dict[str, list[str]] = {}
-    for name in names:
-        if name in contents.tensors:
-            files.setdefault(contents.tensors[name].file, []).append(name)
-    safe = all(file.endswith(".safetensors") for file in files)
-    return tuple(ShardTensors(file, dropped=tuple(inside)) for file, inside in files.items()) if safe else ()
 
 
 def _sizes(contents: Contents, parents: Sequence[Contents]) -> dict[str, Any]:
@@ -454,6 +434,6 @@ def _stored_head(contents: Contents, loading: Loading) -> Iterator[Defect]:
     embedding = None if loading.embedding is None else _stored_name(contents, loading.embedding)
     if heads and embedding is not None and embedding not in heads:
         problem = f"'{heads[0]}' is stored, and config.json ties it to '{embedding}': its weights count twice"
-        remedy = "'--mend-weights' drops it; if it is a separate head, set 'tie_word_embeddings': false"
+        remedy = "merge again without it; if it is a separate head, set 'tie_word_embeddings': false"
         file = os.path.basename(contents.tensors[heads[0]].file)
-        yield Defect("tied head stored", problem, file, remedy, fatal=False, corrections=_dropped(contents, heads))
+        yield Defect("tied head stored", problem, file, remedy, fatal=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, BinaryIO
 
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.durable import replacing, write_text
@@ -15,14 +15,7 @@ from rotation_merge.model.headers import safetensors_entries, safetensors_metada
 from rotation_merge.model.output import staged
 from rotation_merge.report.integrity import Contents, Defect, check_folder
 from rotation_merge.report.integrity.companions import check_companions
-from rotation_merge.report.integrity.defect import (
-    Correction,
-    FileCopy,
-    JsonEntries,
-    JsonFile,
-    ShardHeader,
-    ShardTensors,
-)
+from rotation_merge.report.integrity.defect import Correction, FileCopy, JsonEntries, JsonFile, ShardHeader
 from rotation_merge.report.integrity.weight_files import index_of
 
 ROUNDS = 6
@@ -30,11 +23,8 @@ ROUNDS = 6
 CHUNK = 1 << 24
 
 
-def mend(folder: str, parents: Sequence[str] = (), weights: bool = False) -> list[str]:
-    """Correct every defect that needs no decision.
-
-    Args:
-        weights: tensors may be dropped, and taken from a parent.
+def mend(folder: str, parents: Sequence[str] = ()) -> list[str]:
+    """Correct every defect that needs no decision and no change of tensors.
 
     Returns:
         A line for each corrected file.
@@ -45,13 +35,13 @@ def mend(folder: str, parents: Sequence[str] = (), weights: bool = False) -> lis
     done: list[str] = []
     with output_lock(folder):
         for _ in range(ROUNDS):
-            corrections = _open(check_folder(folder, parents), weights)
+            corrections = _open(check_folder(folder, parents))
             if not corrections:
                 break
             for correction in corrections:
                 _carry_out(folder, correction)
                 done.append(correction.words)
-            if any(isinstance(correction, ShardHeader | ShardTensors) for correction in corrections):
+            if any(isinstance(correction, ShardHeader) for correction in corrections):
                 done += _index(folder)
     return done
 
@@ -73,20 +63,19 @@ def copy_companions(folder: str, parents: Sequence[str], without: Collection[str
     return list(copies)
 
 
-def mended_copy(folder: str, out: str, parents: Sequence[str], weights: bool) -> list[str]:
+def mended_copy(folder: str, out: str, parents: Sequence[str]) -> list[str]:
     """`mend` on a copy, which comes to its place whole."""
     with staged(out) as staging:
         shutil.copytree(folder, staging, symlinks=False)
-        return mend(staging, parents, weights)
+        return mend(staging, parents)
 
 
-def _open(defects: Sequence[Defect], weights: bool) -> list[Correction]:
+def _open(defects: Sequence[Defect]) -> list[Correction]:
     """The first correction of each file: one may make another unnecessary."""
     firsts: dict[str, Correction] = {}
     for defect in defects:
-        if weights or not defect.touches_weights:
-            for correction in defect.corrections:
-                firsts.setdefault(correction.file, correction)
+        for correction in defect.corrections:
+            firsts.setdefault(correction.file, correction)
     return list(firsts.values())
 
 
@@ -104,8 +93,6 @@ def _carry_out(folder: str, correction: Correction) -> None:
                     shutil.copyfile(source, temporary)
             case ShardHeader(names=names):
                 _rewrite(path, names)
-            case ShardTensors(dropped=dropped, taken=taken):
-                _rewrite(path, {}, dropped, taken)
     except (OSError, ValueError) as error:
         raise RotationMergeError(
             f"cannot be corrected ({error})", where=path, remedy="check permissions and free space"
@@ -127,44 +114,36 @@ def _with_entries(path: str, entries: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _rewrite(
-    path: str, names: Mapping[str, str], dropped: Sequence[str] = (), additions: Mapping[str, str] | None = None
-) -> None:
-    """A safetensors file with tensors renamed, dropped, or added from other files, read and written in pieces."""
+def _rewrite(path: str, names: Mapping[str, str]) -> None:
+    """A safetensors file with tensors renamed, read and written in pieces."""
     entries, start = safetensors_entries(path)
-    sources = {names.get(name, name): (path, entry, start) for name, entry in entries.items() if name not in dropped}
-    for name, origin in (additions or {}).items():
-        source_entries, begin = safetensors_entries(origin)
-        sources[name] = (origin, source_entries[name], begin)
     head: dict[str, Any] = {"__metadata__": {"format": "pt", **safetensors_metadata(path)}}
     place = 0
-    ordered = sorted(sources.items(), key=lambda source: (source[1][0] != path, source[1][1]["data_offsets"][0]))
-    for name, (_, entry, _) in ordered:
-        size = entry["data_offsets"][1] - entry["data_offsets"][0]
-        head[name] = {**entry, "data_offsets": [place, place + size]}
-        place += size
+    ordered = sorted(entries.items(), key=lambda entry: entry[1]["data_offsets"][0])
+    for name, entry in ordered:
+        begin, end = entry["data_offsets"]
+        head[names.get(name, name)] = {**entry, "data_offsets": [place, place + end - begin]}
+        place += end - begin
     text = json.dumps(head, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with replacing(path) as temporary, open(temporary, "wb") as out:
+    with open(path, "rb") as source, replacing(path) as temporary, open(temporary, "wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
-        for _, (source, entry, begin) in ordered:
-            for piece in _pieces(source, begin + entry["data_offsets"][0], begin + entry["data_offsets"][1]):
-                out.write(piece)
+        for _, entry in ordered:
+            begin, end = (start + offset for offset in entry["data_offsets"])
+            _copy(source, out, begin, end)
 
 
-def _pieces(path: str, begin: int, end: int) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        file.seek(begin)
-        while begin < end:
-            piece = file.read(min(CHUNK, end - begin))
-            if not piece:
-                raise ValueError(f"{path} ends early")
-            begin += len(piece)
-            yield piece
+def _copy(source: BinaryIO, out: BinaryIO, begin: int, end: int) -> None:
+    source.seek(begin)
+    while begin < end:
+        piece = source.read(min(CHUNK, end - begin))
+        if not piece:
+            raise ValueError(f"{source.name} ends early")
+        begin += out.write(piece)
 
 
 def _index(folder: str) -> list[str]:
-    """The index of shards whose tensors were renamed, dropped or added."""
+    """The index of shards whose tensors were renamed."""
     contents = Contents(folder)
     if contents.index is None or not contents.weight_map:
         return []
