@@ -444,8 +444,6 @@ def merge(
         raise RecipeError(f"{len(names)} models are given", remedy="name two or more")
     check_different(names)
     config = MergeConfig.or_default(config)
-    if config.subsets and len(names) < 3:
-        raise RecipeError("'subsets' are of three or more models", remedy="leave it out, or name more models")
     base = config.base and anywhere(config.base)
     names = [on_base(name, base) for name in names]
     sources = tuple(paths_of([data] if isinstance(data, str | os.PathLike) else data, "data source"))

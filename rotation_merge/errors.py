@@ -104,6 +104,7 @@ REMOVED: dict[str, str] = {
 what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""
     "attention: invertible": "any invertible map in a head; use 'rotation', an orthogonal map with a scale",
     "mend_weights": "dropping or copying tensors of a merged model; correct the recipe and merge again",
+    "subsets": "merges of random subsets of the models; merge those models that you mean to compare",
 }
 """Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by
 name: what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""

@@ -76,8 +76,6 @@ def command(
     options = config_of(MergeConfig, values)
     names, base = list(map(anywhere, names)), options.base and anywhere(options.base)
     check_different(names)
-    if options.subsets and len(names) < 3:
-        raise click.UsageError("--subsets is for three or more models")
     out = out.rstrip(os.sep) or os.sep  # files beside it begin with its name
     context = click.get_current_context()
     written_too = NEW_MODEL.outputs(f"{out}{POLISHED}", "--polish") if polish else []

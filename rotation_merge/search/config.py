@@ -34,12 +34,6 @@ class MergeConfig(Config):
     batch_size: int = option(8, "examples in a batch", low=1)
     dtype: str | None = option(None, "type of the weights. Not given: that of the models", str, choices=DTYPES)
     base: str | None = option(None, "common base of the models. Not given: found from adapters, cards or weights", str)
-    subsets: int = option(
-        0,
-        "number of random subsets of three or more models that are merged by the best method, too. Shows how often a "
-        "merge beats the best model",
-        low=0,
-    )
 
     @property
     def seconds(self) -> float:

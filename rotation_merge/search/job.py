@@ -15,7 +15,7 @@ from rotation_merge.run.functions import load, local_path, read_config
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC
 from rotation_merge.search.config import MergeConfig
 
-CHANGEABLE = ("budget", "device", "out", "subsets")
+CHANGEABLE = ("budget", "device", "out")
 """Options that may change when a search continues."""
 
 

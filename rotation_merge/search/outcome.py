@@ -7,7 +7,6 @@ from typing import Any
 
 from rotation_merge.record import Attempt, Score, Verdict
 from rotation_merge.search.judge import Figures
-from rotation_merge.search.subsets import Subset, words
 
 
 @dataclass
@@ -48,7 +47,6 @@ class Outcome:
         samples: those that only report, in words.
         notes: notes on the figures.
         base: figures of the base on the selection samples, with its loss on its own text.
-        subsets: merges of subsets of the models, in the best one's way.
     """
 
     labelled: bool
@@ -64,7 +62,6 @@ class Outcome:
     samples: str = "held-out samples"
     notes: list[str] = field(default_factory=list)
     base: Figures | None = None
-    subsets: list[Subset] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"Outcome({' '.join(self.verdict.sentences())})"
@@ -87,7 +84,7 @@ class Outcome:
             score("ensemble", self.ensemble),
             [t.attempt for t in self.tried],
             dict(self.left_out),
-            [*self.notes, *([words(self.subsets)] if self.subsets else [])],
+            list(self.notes),
             None if self.base is None else self.base.on_base,
         )
 

@@ -25,7 +25,6 @@ from rotation_merge.mergekit_plugin.console import OneLineError, line
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.card import class_of, updated_card
 from rotation_merge.model.headers import reason
-from rotation_merge.model.naming import shortened
 from rotation_merge.model.output import staged
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import read_report
@@ -40,7 +39,6 @@ from rotation_merge.search.judge import Figures
 from rotation_merge.search.outcome import Outcome, Trial
 from rotation_merge.search.preparation import Preparation
 from rotation_merge.search.scaling import best_scale
-from rotation_merge.search.subsets import Subset, drawn
 
 MARKED = re.compile(r"[0-9a-f]{8}")
 """Names of the folders of searches beside OUT; other folders there are not ours."""
@@ -173,29 +171,7 @@ class Search:
             None if self.forgetting is None else self.forgetting.base,
         )
         self.best, self.text, self.outcome = best, figures.recipe, outcome
-        if self.config.subsets:
-            ways = [(c, t) for c, t in tried if c.parameters == best.parameters]
-            outcome.subsets = self._subsets(*max(ways, key=lambda pair: len(pair[0].models)))
         return outcome
-
-    def _subsets(self, way: Candidate, tried: Trial) -> list[Subset]:
-        """Merge subsets of the models with one method and its `lambda`, on the reporting samples."""
-        models, subsets = self.config.models, []
-        parents = [self.parents.figures[model] for model in models]
-        merged = [number for number, model in enumerate(models) if model in way.models]
-        chosen = [[merged[i] for i in indices] for indices in drawn(len(merged), self.config.subsets, self.config.seed)]
-        for number, places in enumerate(chosen):
-            members = [models[i] for i in places]
-            candidate = replace(with_models(way, members), name=f"subset {number + 1} of {len(chosen)}")
-            with self.clock.step(candidate.name):
-                ready = self.candidate_files.ready(candidate, self.config.seconds / len(chosen) / 2)
-                self._make(ready, ready.recipe(self.config.dtype))
-                figures = self.reporting.measure(self.config.load(str(self._place(ready))), ready.anchor)
-            shutil.rmtree(self._place(ready))
-            subsets.append(Subset.of(places, models, figures, parents))
-            names = " and ".join(shortened(models)[model] for model in subsets[-1].models)
-            self.say(f"{candidate.name}, {names}: {subsets[-1].merge:.4f}, the best of them {subsets[-1].parent:.4f}")
-        return subsets
 
     def _planner(self) -> Planner:
         own_samples, parents = len(set(self.data.values())) > 1 or self.config.data[0] == SELF, self.parents

@@ -1,4 +1,4 @@
-"""The search among fine-tunes of one base: which base, which scale, what a merge forgets, subsets of the models."""
+"""The search among fine-tunes of one base: which base, which scale, what a merge forgets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from rotation_merge.search.candidates import CHANGES, FAR, KEPT, NEAR, SHARED
 from rotation_merge.search.forgetting import Forgetting
 from rotation_merge.search.judge import Figures
 from rotation_merge.search.scaling import STEP, best_scale
-from rotation_merge.search.subsets import Subset, drawn
 
 BASE, ENGLISH, C, OTHER = (str(CHECKPOINTS / name) for name in ("llama-0", "llama-0-english", "llama-0-c", "llama-1"))
 TINY = ("--samples", "8", "--length", "24", "--batch-size", "4", "--anyway")
@@ -347,41 +346,6 @@ def test_the_verdict_says_why_a_better_score_was_not_taken(
     assert "forgets too much" in (tmp_path / "out" / "README.md").read_text()
 
 
-# --- subsets ---------------------------------------------------------------------------------------------------------
-
-
-def test_subsets_are_of_two_or_more_and_never_all() -> None:
-    assert drawn(3, 9, 0) == [(0, 1), (0, 2), (1, 2)]
-    some = drawn(5, 4, 1)
-    assert len(set(some)) == 4
-    assert all(2 <= len(subset) <= 4 for subset in some)
-    assert drawn(5, 4, 1) == some
-
-
-def test_a_subset_is_judged_on_its_own_samples() -> None:
-    merge = Figures(0.0, None, [1.0, 2.0, 9.0])
-    parents = [Figures(0.0, None, values) for values in ([1.0, 3.0, 0.0], [2.0, 1.5, 0.0], [0.0, 0.0, 0.0])]
-    subset = Subset.of((0, 1), ["a", "b", "c"], merge, parents)
-    assert (subset.models, subset.merge, subset.parent) == (("a", "b"), 1.5, 1.75)
-    assert subset.better
-    once = Subset.of((0, 1), ["a", "b", "c"], Figures(0.0, None, [5.0]), [Figures(0.0, None, [x]) for x in (4.0, 6, 0)])
-    assert (once.merge, once.parent) == (5.0, 4.0)
-
-
-def test_subsets_of_three_models_are_merged_in_the_best_way(tmp_path: Path, only: Callable[..., None]) -> None:
-    only("wudi")
-    third = {name: x + 0.01 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x.dtype)
-             for name, x in state(Path(BASE)).items()}  # fmt: skip
-    other = write_state(third, Path(BASE), tmp_path / "third")
-    arguments = ("merge", ENGLISH, C, other, tmp_path / "out", "--base", BASE, *TINY, "--data", "demo:english")
-    done = run(*arguments, "--subsets", "2", "--json")
-    assert done.exit_code == 0, done.output
-    subsets = json.loads(done.stdout)["subsets"]
-    assert [len(subset["models"]) for subset in subsets] == [2, 2]
-    assert "of 2 subsets" in (tmp_path / "out" / "README.md").read_text()
-    assert "three or more" in run("merge", ENGLISH, C, tmp_path / "o", "--subsets", "2").output
-
-
 def test_loading_leaves_a_base_as_it_is() -> None:
     """The search for a scale moves the merge alone."""
     base, merged = load(BASE), load(C)
@@ -410,7 +374,6 @@ def test_python_takes_what_the_command_takes(
         ((ENGLISH, tmp_path / "other"), "one str stands where models belong"),
         ((models, tmp_path / "other", 3), "one int stands where data sources belong"),
         ((models, tmp_path / "other", tmp_path / "none.txt"), "none.txt: no such file"),
-        ((models, tmp_path / "other", (), rm.MergeConfig(subsets=2)), "'subsets' are of three or more"),
     ):
         with pytest.raises(rm.RotationMergeError, match=words):
             rm.merge(*arguments)
