@@ -99,12 +99,9 @@ REMOVED: dict[str, str] = {
     "anchors": "barriers with each model as the anchor in turn; run 'barrier' once for each anchor, with two models",
     "html": "the report as a page; the model card and rotation_merge.json hold it, 'barrier --plot' draws paths",
     "report": "the report as a page; the model card and rotation_merge.json hold it, 'barrier --plot' draws paths",
-}
-"""Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by name:
-what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""
     "attention: invertible": "any invertible map in a head; use 'rotation', an orthogonal map with a scale",
     "mend_weights": "dropping or copying tensors of a merged model; correct the recipe and merge again",
-    "subsets": "merges of random subsets of the models; merge those models that you mean to compare",
+    "subsets": "merges of some of the models; run 'merge' on those models",
 }
 """Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by
 name: what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""
