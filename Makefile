@@ -1,13 +1,13 @@
 # `make test`, `make demo` and `make lint` first make a virtual environment and install from the lock, if need be.
 PYTHON ?= python3
 VENV ?= .venv
-# Tests run in two processes with one thread each, a file in one of them, as its tests share models;
-# `make test PYTEST="-k heads"` picks some.
-PYTEST ?= -n 2 --dist loadfile --no-loadscope-reorder --durations 10
+# Tests run in two processes with one thread each, a file (of the laws a family) in one of them, as its tests share
+# models; `make test PYTEST="-k heads"` picks some.
+PYTEST ?= -n 2 --dist loadgroup --no-loadscope-reorder --durations 10
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install test test-portable demo lint format clean mutants papers wheel release
+.PHONY: install test test-slow test-all test-portable demo lint format clean mutants papers wheel release
 
 install: $(VENV)/installed
 
@@ -17,11 +17,18 @@ $(VENV)/installed: requirements.lock pyproject.toml
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
+# What is run before a commit: all laws, tables and tests of single parts but the slow ones.
 test: install
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest $(PYTEST) -m "not slow"
 
-# The same as other processors compute: without vector instructions, then with AVX2. CPU kernels add in another order
-# there, so a test that compares two ways of computing one thing by bits fails here.
+# Tests marked `slow`: a fresh install, the papers' scripts, the tour, the commands of the docs, large cases.
+test-slow: install
+	$(BIN)/python -m pytest $(PYTEST) -m slow
+
+test-all: test test-slow
+
+# All tests as other processors compute: without vector instructions, then with AVX2. CPU kernels add in another order
+# there, so a test that compares two ways of computing one thing by bits fails here. By hand, once an issue.
 test-portable: install
 	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(PYTEST)
 	MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest $(PYTEST)

@@ -47,10 +47,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests of the hub have a stand-in
 gc.disable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a GPU are there where there is one; long files come first."""
+    """Tests of a GPU are there where there is one; long files come first. A file's tests run in one process, as they
+    share models; of the laws those of one family."""
     import torch
 
+    for item in items:
+        pair = getattr(item, "callspec", None) and item.callspec.params.get("pair")  # type: ignore[attr-defined]
+        item.add_marker(pytest.mark.xdist_group(pair.model.partition("/")[0] if pair else item.path.name))
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
     if not torch.cuda.is_available():

@@ -145,6 +145,7 @@ UNITS = {
         "estimates of time and memory, from labels alone",
     ),
     "report/test_integrity.py": ("diagnose report", "each check of a folder alone"),
+    "report/test_reports.py": ("record report", "words of reports made by hand"),
     "run/test_arrays.py": ("run", "readers of single kinds of files"),
     "run/test_data.py": ("run", "readers of single kinds of files"),
     "run/test_measure_by_layer.py": (

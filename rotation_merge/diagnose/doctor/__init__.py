@@ -23,6 +23,8 @@ def diagnose(case: Case, progress: Progress | None = None) -> list[Cause]:
         RotationMergeError: a model or recipe cannot be read.
     """
     causes = list(of_integrity(case))
+    if any(cause.name in UNREADABLE for cause in causes):
+        return sorted(causes, key=lambda cause: -cause.likelihood)
     if case.merged_model is not None:
         try:
             case.merged_model.check_files()
@@ -39,6 +41,9 @@ def diagnose(case: Case, progress: Progress | None = None) -> list[Cause]:
         causes += of_activations(case, [cause.name for cause in causes])
     return sorted(dict.fromkeys(causes), key=lambda cause: -cause.likelihood)
 
+
+UNREADABLE = ("damaged index", "damaged weight file", "index disagrees", "missing shard")
+"""Defects with which no weights can be examined."""
 
 FATAL, NOTED = 0.97, 0.3
 """Likelihoods of a defect for which a program refuses a folder or loads another model, and of others."""

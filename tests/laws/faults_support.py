@@ -1,6 +1,6 @@
 """Faults that merges are found with, planted in whole folders: by safetensors, JSON and the file system alone.
 
-Nothing here is shared with the checks that find them. `python tests/faults_support.py` prints how many of them
+Nothing here is shared with the checks that find them. `python tests/laws/faults_support.py` prints how many of them
 `doctor` finds.
 """
 
@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models import ALL, Case, make
+from programs import run
 from safetensors.torch import load_file, save_file
-from tiny_models import ALL, Case, make
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -706,13 +707,16 @@ def _(folder: Path, parent: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- table
 
 
+def causes(merge: Path, parent: Path) -> set[str]:
+    """Names of the causes that `rotation-merge doctor` finds."""
+    ended = run("rotation-merge", "doctor", merge, parent, "--json")
+    assert ended.code in (0, 1), ended.out + ended.err
+    return {cause["name"] for cause in json.loads(ended.out)["causes"]}
+
+
 def table() -> None:
     """Plant every fault in every family, and print by kind what was planted and what was found."""
     from tempfile import TemporaryDirectory
-
-    from rotation_merge.diagnose.doctor import open_case
-    from rotation_merge.diagnose.doctor.weights import of_weights
-    from rotation_merge.report.integrity import check_folder
 
     counts: dict[str, list[int]] = {}
     alarms = 0
@@ -720,7 +724,7 @@ def table() -> None:
         place = Path(name)
         for family in FAMILIES:
             source = whole(family, place / family)
-            alarms += len(check_folder(str(source), [str(source)]))
+            alarms += len(causes(source, source))
             for title, planted in FAULTS.items():
                 folders = place / "merge", place / "parent"
                 for folder in folders:
@@ -728,11 +732,7 @@ def table() -> None:
                     shutil.copytree(source, folder)
                 if (planted.weights and family in ("vit", "qwen2_5_vl")) or planted.plant(*folders) is False:
                     continue
-                merge, parent = map(str, folders)
-                if planted.weights:
-                    kinds = {cause.name for cause in of_weights(open_case(merge, [parent]))}
-                else:
-                    kinds = {defect.kind for defect in check_folder(merge, [parent])}
+                kinds = causes(*folders)
                 count = counts.setdefault(title, [0, 0])
                 count[0] += 1
                 count[1] += bool(kinds & set(planted.kinds))

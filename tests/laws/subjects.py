@@ -1,0 +1,180 @@
+"""What the laws are tried on: a tiny model, its checkpoint, its outputs, twins of it; and the list of its laws.
+
+`pairs.tsv` has a line for each pair of a model and a law: the model, the law, the residual group (empty: local spaces
+alone; by stream, where there are several), the tolerance, how many tensors move at least, and a mark (`compare.py`
+says which there are, and whether the list keeps what earlier ones had).
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import ALL, Case, inputs, load, make, outputs, save
+from torch import Tensor
+
+import rotation_merge as rm
+
+PAIRS = Path(__file__).with_name("pairs.tsv")
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One law that one model keeps.
+
+    Attributes:
+        model: `FAMILY/NAME` in tests/architectures, or `FAMILY/CLASS`.
+        law: a function of `test_laws.py`, without `test_`.
+        residual: the group of the residual stream that moves beside the local spaces, or groups by stream.
+        tolerance: the largest difference that keeps the law.
+        moved: how many of the checkpoint's tensors change at least, where the law moves the model.
+        mark: of a known fault, or of what goes by design; see `compare.py`.
+    """
+
+    model: str
+    law: str
+    residual: str
+    tolerance: float
+    moved: int
+    mark: str
+
+    @property
+    def name(self) -> str:
+        return "-".join(part for part in (self.model, self.law, self.residual) if part)
+
+
+def read_pairs(text: str) -> list[Pair]:
+    """The pairs of a list, its first line aside."""
+    rows = [line.split("\t") for line in text.splitlines()[1:]]
+    return [Pair(row[0], row[1], row[2], float(row[3]), int(row[4]), row[5]) for row in rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A tiny model and what the laws ask of it.
+
+    Attributes:
+        module: the model as it was made.
+        folder: its checkpoint.
+        config, state: what the checkpoint holds.
+        given, expected: inputs, and the outputs of the checkpoint; of the module they differ where transformers gives
+            a loaded model other constants than a new one.
+    """
+
+    case: Case
+    module: Any
+    folder: Path
+    config: dict[str, Any]
+    state: dict[str, Tensor]
+    given: dict[str, Tensor]
+    expected: dict[str, Tensor]
+
+    @functools.cached_property
+    def expected_of_module(self) -> dict[str, Tensor]:
+        return self.outputs_of(self.module)
+
+    def outputs_of(self, module: Any) -> dict[str, Tensor]:
+        module.set_attn_implementation("eager")
+        module.config._experts_implementation = "eager"  # grouped products know no double precision
+        return outputs(module, self.given)
+
+    def checkpoint(self, residual: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The checkpoint in memory; where its streams are to be rotated, with a head of its own."""
+        return self.untied if "rotation" in residual else (self.state, self.config)
+
+    @functools.cached_property
+    def untied(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        model = self.state, self.config
+        view = rm.Alignment.random(model, untie=True, **STILL).apply(model)
+        return view.state_dict(), view.config
+
+    def drawn(self, model: Any, residual: str, seed: int = SEED) -> tuple[rm.Alignment, rm.View]:
+        """A random element of every local group and of a residual one, and the model that it moves."""
+        drawn = rm.Alignment.random(model, seed=seed, **options(residual))
+        return drawn, drawn.apply(model)
+
+
+STILL = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
+
+
+def options(residual: str) -> dict[str, Any]:
+    """The widest local groups and a residual one, as `align` takes them."""
+    return {"heads": "permutation", "residual": residual or "none", "untie": "rotation" in residual}
+
+
+def changed(model: Any, other: Mapping[str, Tensor]) -> set[str]:
+    """Names of a model's tensors (a module, or a state dict and its config) that differ in another one."""
+    state = model[0] if isinstance(model, tuple) else model.state_dict()
+    return {name for name, tensor in state.items() if name in other and not torch.equal(other[name], tensor)}
+
+
+MODELS = {f"{case.family}/{case.name}": case for case in ALL}
+
+
+def case_of(model: str) -> Case:
+    """The tiny model of a name; of a transformers class that has none, with the config of the class most like it."""
+    if model in MODELS:
+        return MODELS[model]
+    family, _, name = model.partition("/")
+    known = [case for case in ALL if case.family == family]
+    like = max(known, key=lambda case: SequenceMatcher(None, case.class_name, name).ratio())
+    return Case(family, name, name, like.config)
+
+
+@functools.lru_cache(maxsize=1)
+def subject(model: str) -> Subject:
+    """The subject of a name; the last one is kept."""
+    case = case_of(model)
+    module = make(case)
+    folder = scratch() / model.replace("/", "-")
+    config, state = save(module, folder)
+    given = inputs(case, module)
+    return Subject(case, module, folder, config, state, given, outputs(load(case, folder), given))
+
+
+@functools.cache
+def scratch() -> Path:
+    """A folder of this process, removed at its end."""
+    import atexit
+
+    folder = tempfile.mkdtemp(prefix="laws-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def fresh(name: str) -> Path:
+    """The path of a folder that is not there."""
+    folder = scratch() / name
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def distance(a: rm.View, b: rm.View) -> float:
+    """Frobenius distance of two models, relative to the first."""
+    first, second = a.state_dict(), b.state_dict()
+    assert set(first) == set(second)
+    apart = sum(float((second[name].double() - x.double()).square().sum()) for name, x in first.items())
+    return (apart / sum(float(x.double().square().sum()) for x in first.values())) ** 0.5
+
+
+LISTED = read_pairs(PAIRS.read_text(encoding="utf-8"))
+"""Every pair."""
+
+
+def tried(laws: Collection[str]) -> list[Any]:
+    """The pairs of some laws as parameters of a test: known faults must fail, what is gone is left out."""
+    fails = pytest.mark.xfail(raises=AssertionError, strict=True)
+    return [
+        pytest.param(pair, id=pair.name, marks=[fails] if pair.mark.startswith("issue") else [])
+        for pair in LISTED
+        if pair.law in laws and not pair.mark.startswith("gone")
+    ]

@@ -1,0 +1,191 @@
+"""A writer that is killed before any of its steps leaves what was there before, or the whole result; the next run ends
+as if nothing had happened. One table of writers, through the commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import yaml
+from interrupted_support import start
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import rotation_merge as rm
+
+STEPS = ("replace", "rename", "link", "symlink", "unlink", "remove", "rmdir", "mkdir", "fsync")
+"""Functions of `os` in front of which a writer may be killed."""
+
+KILLS = 6
+"""Kills of one writer: before its last two steps, and spread over the others."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A command that writes.
+
+    Attributes:
+        words: of the command; {M} stands for the folder of the models, {O} for that of the output.
+        before: of the command that has written to the same place before, where something lies there.
+        output: name of what it writes in {O}.
+    """
+
+    words: str
+    before: str = ""
+    output: str = "out"
+
+
+ALIGN = "rotation-merge align {M}/anchor {M}/donor"
+CARRY = "rotation-merge carry {M}/{WORK} --from {M}/anchor --to {M}/donor {O}/out --heads permutation"
+PLAIN = "mergekit-yaml {M}/plain.yml {O}/out --quiet --out-shard-size 9000"
+DATA = "--data {M}/data.safetensors --samples 4"
+WRITERS = {
+    "recipe": Writer("mergekit-yaml {M}/aligned.yml {O}/out --quiet"),
+    "recipe, shards over an older merge": Writer(
+        "mergekit-yaml {M}/aligned.yml {O}/out --quiet --out-shard-size 20000", PLAIN
+    ),
+    "recipe, one file over shards": Writer("mergekit-yaml {M}/aligned.yml {O}/out --quiet", PLAIN),
+    "align": Writer(f"{ALIGN} {{O}}/out"),
+    "align over an older model": Writer(f"{ALIGN} {{O}}/out --force", PLAIN),
+    "alignment file": Writer(f"{ALIGN} --alignment {{O}}/map.safetensors", output="map.safetensors"),
+    "statistics": Writer(
+        f"rotation-merge measure {{M}}/anchor {DATA} --out {{O}}/s.safetensors", output="s.safetensors"
+    ),
+    "carried model": Writer(CARRY.replace("{WORK}", "tuned")),
+    "carried adapter": Writer(CARRY.replace("{WORK}", "lora")),
+    "merged adapters": Writer("rotation-merge lora {M}/lora {M}/lora-2 {O}/out"),
+    "polished model": Writer(
+        f"rotation-merge polish {{M}}/tuned {{O}}/out --teachers {{M}}/anchor {{M}}/tuned --steps 2 {DATA}"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An anchor, a donor, a fine-tune, two adapters, data and two recipes."""
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
+    torch.manual_seed(0)
+    anchor = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2))
+    anchor.save_pretrained(folder / "anchor")
+    rm.Alignment.random(anchor, seed=1, heads="permutation").apply(anchor).save_pretrained(folder / "donor")
+    for name, seed in (("lora", 1), ("lora-2", 2)):
+        torch.manual_seed(seed)
+        base = LlamaForCausalLM.from_pretrained(folder / "anchor")
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        peft.get_peft_model(base, config).save_pretrained(folder / name)
+    rm.average([f"{folder}/anchor+{folder}/lora"]).save_pretrained(folder / "tuned")
+    save_file({"input_ids": torch.arange(80).view(4, 20) % 40}, folder / "data.safetensors")
+    for name, method in (("plain", {"merge_method": "linear"}), ("aligned", {"merge_method": "rotation_merge"})):
+        both = [{"model": str(folder / model), "parameters": {"weight": 0.5}} for model in ("anchor", "donor")]
+        recipe = {**method, "base_model": str(folder / "anchor"), "models": both, "dtype": "float32"}
+        (folder / f"{name}.yml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+def run(words: str, models: Path, folder: Path, prepare: Callable[[], object] = int) -> int:
+    """A command in a process of its own, and its exit code; negative: the signal that killed it."""
+    name, *arguments = words.replace("{M}", str(models)).replace("{O}", str(folder)).split()
+    said = folder.parent / "said"
+    said.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    return os.waitstatus_to_exitcode(os.waitpid(start(name, arguments, said, prepare), 0)[1])
+
+
+def at_step(number: int, count: Path) -> Callable[[], None]:
+    """Make a process kill itself before its step of this number; it counts its steps in a file."""
+
+    def prepare() -> None:
+        steps, parent = 0, os.getpid()
+
+        def counted(name: str) -> Callable[..., Any]:
+            plain = getattr(os, name)
+
+            def step(*arguments: Any, **options: Any) -> Any:
+                nonlocal steps
+                if os.getpid() == parent:
+                    steps += 1
+                    if steps == number:
+                        os.kill(parent, signal.SIGKILL)
+                    count.write_text(str(steps))
+                return plain(*arguments, **options)
+
+            return step
+
+        for name in STEPS:
+            setattr(os, name, counted(name))
+
+    return prepare
+
+
+def content(path: Path) -> dict[str, torch.Tensor] | None:
+    """The tensors that lie at a path, as a reader takes them: a file's, a model's or an adapter's; None: no such."""
+    if path.is_file():
+        return load_file(path)
+    if (path / "adapter_config.json").exists() and (path / "adapter_model.safetensors").exists():
+        return load_file(path / "adapter_model.safetensors")
+    if not (path / "config.json").exists():
+        return None
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    if single.exists():
+        return load_file(single)
+    if not index.exists():
+        return None
+    placed = json.loads(index.read_text())["weight_map"]
+    files = {name: load_file(path / name) for name in set(placed.values()) if (path / name).exists()}
+    assert set(files) == set(placed.values()), "an index names a shard that is not there"
+    return {name: files[file][name] for name, file in placed.items()}
+
+
+def same(a: dict[str, torch.Tensor] | None, b: dict[str, torch.Tensor] | None) -> bool:
+    if a is None or b is None or set(a) != set(b):
+        return a is b
+    return all(torch.equal(a[name], b[name]) for name in b)
+
+
+def kills(steps: int) -> list[int]:
+    """Steps before which a writer of so many is killed, one run after the other."""
+    return sorted({*(round(1 + n * (steps - 1) / KILLS) for n in range(KILLS - 1)), max(steps - 1, 1), steps})
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_killed(name: str, models: Path, tmp_path: Path) -> None:
+    """A place where something lay may be empty for a moment; it never holds a part, nor a mixture."""
+    writer, place, count = WRITERS[name], tmp_path / "place", tmp_path / "steps"
+    old, err = None, tmp_path / "said" / "err"
+    if writer.before:
+        assert run(writer.before, models, place) == 0, err.read_text()
+        old = content(place / writer.output)
+        shutil.copytree(place, tmp_path / "older")
+    assert run(writer.words, models, place, at_step(0, count)) == 0, err.read_text()
+    new, whole = content(place / writer.output), sorted(os.listdir(place))
+    assert new is not None
+    assert not same(old, new)
+    shutil.rmtree(place)
+    if writer.before:
+        shutil.copytree(tmp_path / "older", place)
+    left = old
+    for step in kills(int(count.read_text())):
+        count.write_text("0")
+        ended = run(again(writer, left), models, place, at_step(step, count))
+        left = content(place / writer.output)
+        assert left is None or same(left, old) or same(left, new), step
+        assert ended == -signal.SIGKILL or int(count.read_text()) < step, err.read_text()
+    assert run(again(writer, left), models, place) == 0, err.read_text()
+    assert same(content(place / writer.output), new)
+    assert sorted(os.listdir(place)) == whole
+
+
+def again(writer: Writer, left: dict[str, torch.Tensor] | None) -> str:
+    """The words of the next run, where something may lie in the place already."""
+    forced = left is not None and writer.words.startswith("rotation-merge") and "--force" not in writer.words
+    return f"{writer.words} --force" if forced else writer.words

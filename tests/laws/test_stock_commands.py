@@ -1,0 +1,273 @@
+"""One model of each family on the way that users take, mergekit's own commands: what a recipe writes is what Python
+computes; ten families for whatever else a recipe may say. `pairs.tsv` lists them, with tolerances."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from mergekit.io.tasks import LoaderCache
+from mergekit.scripts.multimerge import main as mergekit_multi
+from mergekit.scripts.run_yaml import main as mergekit_yaml
+from safetensors.torch import load_file
+from subjects import Pair, Subject, fresh, scratch, subject, tried
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+
+import rotation_merge as rm
+
+GROUPS: dict[str, Any] = {"heads": "permutation"}
+
+
+class Models:
+    """Checkpoints in float32: an anchor, and two models near it that lie in other coordinates."""
+
+    def __init__(self, subject: Subject, residual: str) -> None:
+        self.subject, self.residual = subject, residual
+        self.groups = {**GROUPS, "residual": residual or "none"}
+        self.anchor = self.write("anchor", rm.average([(subject.state, subject.config)]), seed=0)
+        self.donor, self.other = (self.write(f"donor-{seed}", self.moved(seed), seed) for seed in (1, 2))
+
+    def moved(self, seed: int) -> rm.View:
+        model = subject_model(self.subject)
+        return rm.Alignment.random(model, seed=seed, **self.groups).apply(model)
+
+    def write(self, name: str, view: rm.View, seed: int) -> Path:
+        """A checkpoint; of donors with some noise, as a fine-tune has, and with no zeros."""
+        generator, folder = torch.Generator().manual_seed(seed), fresh(f"path-{name}")
+        state = {name: x + 0.02 * seed * x.std() * noise(x, generator) for name, x in view.state_dict().items()}
+        rm.average([(state, view.config)]).to(torch.float32).save_pretrained(folder)
+        return folder
+
+    @functools.cached_property
+    def alignment(self) -> rm.Alignment:
+        return rm.align(self.anchor, self.donor, **self.groups)
+
+    def average(self, method: str = "linear", **parameters: Any) -> rm.View:
+        """The aligned donor averaged with the anchor, in Python."""
+        aligned = [self.alignment.apply_anchor(self.anchor), self.alignment.apply(self.donor)]
+        return rm.average(aligned, method, **parameters)
+
+    def recipe(self, *donors: Path | str, **parameters: Any) -> dict[str, Any]:
+        """The recipe of an anchor and donors, evenly weighted."""
+        models = [str(model) for model in (self.anchor, *(donors or (self.donor,)))]
+        return {
+            "merge_method": "rotation_merge",
+            "base_model": models[0],
+            "models": [{"model": model, "parameters": {"weight": 1 / len(models)}} for model in models],
+            "parameters": {"delegate": "linear", **self.groups, **parameters},
+            "dtype": "float32",
+        }
+
+
+def noise(x: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(x.shape, generator=generator, dtype=torch.float64)
+
+
+def subject_model(subject: Subject) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    return subject.state, subject.config
+
+
+def run(command: Any, *words: object) -> None:
+    """One of mergekit's commands, which must succeed."""
+    LoaderCache.loaders.clear()
+    done = CliRunner().invoke(command, [*map(str, words), "--quiet"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+
+
+def merged(recipe: Mapping[str, Any], *flags: str) -> dict[str, Tensor]:
+    """What `mergekit-yaml` writes of a recipe."""
+    out, path = fresh("out"), scratch() / "recipe.yml"
+    path.write_text(yaml.safe_dump(dict(recipe), sort_keys=False))
+    run(mergekit_yaml, path, out, *flags)
+    return tensors(out)
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
+
+
+def apart(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """Largest relative distance of two models' tensors."""
+    assert set(a) == set(b), sorted(set(a) ^ set(b))
+    far = {name: float((a[name].double() - b[name].double()).norm() / (b[name].double().norm() + 1e-9)) for name in b}
+    assert all(a[name].dtype == b[name].dtype for name in b)
+    return max(far.values())
+
+
+def recipe(models: Models) -> float:
+    """A recipe is what Python computes."""
+    return apart(merged(models.recipe()), models.average())
+
+
+def slerp(models: Models) -> float:
+    """A delegate of mergekit's."""
+    wanted = models.recipe(delegate="slerp", t=0.3)
+    for model in wanted["models"]:
+        del model["parameters"]
+    return apart(merged(wanted), models.average("slerp", t=0.3))
+
+
+def ties(models: Models) -> float:
+    """A delegate that merges changes."""
+    found = merged(models.recipe(delegate="ties", density=0.5))
+    return apart(found, models.average("ties", density=0.5, weights=[0.5, 0.5]))
+
+
+def wudi(models: Models) -> float:
+    """A delegate of our own."""
+    return apart(merged(models.recipe(delegate="wudi")), models.average("wudi"))
+
+
+def stock(models: Models) -> float:
+    """The recipe of mergekit's method on aligned models that were written before."""
+    aligned = fresh("aligned"), fresh("anchored")
+    models.alignment.apply(models.donor).save_pretrained(aligned[0])
+    models.alignment.apply_anchor(models.anchor).save_pretrained(aligned[1])
+    plain = {**models.recipe(), "merge_method": "linear", "parameters": {}, "base_model": str(aligned[1])}
+    plain["models"] = [{"model": str(folder), "parameters": {"weight": 0.5}} for folder in aligned[::-1]]
+    return apart(merged(models.recipe()), merged(plain))
+
+
+def slices(models: Models) -> float:
+    """Layers one after the other, as slices."""
+    whole = models.recipe()
+    names = [entry["model"] for entry in whole.pop("models")]
+    whole["slices"] = [
+        {"sources": [{"model": m, "layer_range": [n, n + 1], "parameters": {"weight": 0.5}} for m in names]}
+        for n in range(2)
+    ]
+    return apart(merged(whole), models.average())
+
+
+def multi(models: Models) -> float:
+    """A stage of `mergekit-multi` that takes what another has written."""
+    first, out = {"name": "first", **models.recipe()}, fresh("out")
+    second = {**models.recipe("first"), "parameters": {"delegate": "linear", **STILL}}
+    path = scratch() / "stages.yml"
+    path.write_text(yaml.safe_dump_all([first, second], sort_keys=False))
+    run(mergekit_multi, path, "--intermediate-dir", fresh("stages"), "--out-path", out)
+    expected = rm.average([models.anchor, models.average()], weights=[0.5, 0.5])
+    return apart(tensors(out), expected)
+
+
+STILL = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
+
+
+def shards(models: Models) -> float:
+    """Sharded donors, and a sharded output."""
+    donor = fresh("sharded")
+    rm.average([models.donor]).save_pretrained(donor, max_shard_size="20K")
+    assert len(list(donor.glob("*.safetensors"))) > 1
+    found = merged(models.recipe(donor), "--out-shard-size", "20000")
+    assert len(list((scratch() / "out").glob("*.safetensors"))) > 1
+    return apart(found, models.average())
+
+
+def half(models: Models) -> float:
+    """Models in bfloat16 are averaged in full precision, and rounded once."""
+    folders = fresh("half-anchor"), fresh("half-donor")
+    for folder, model in zip(folders, (models.anchor, models.donor), strict=True):
+        rm.average([model]).to(torch.bfloat16).save_pretrained(folder)
+    wanted = {**models.recipe(), "base_model": str(folders[0]), "dtype": "bfloat16"}
+    for entry, folder in zip(wanted["models"], folders, strict=True):
+        entry["model"] = str(folder)
+    alignment = rm.align(*folders, **models.groups)
+    return apart(merged(wanted), rm.average([alignment.apply_anchor(folders[0]), alignment.apply(folders[1])]))
+
+
+def tokenizer(models: Models) -> float:
+    """`tokenizer:` with a vocabulary that all have: the same weights, and its files beside them."""
+    size = json.loads((models.anchor / "config.json").read_text())
+    words = {f"w{number}": number for number in range(size.get("text_config", size)["vocab_size"])}
+    for folder in (models.anchor, models.donor):
+        Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    found = merged({**models.recipe(), "tokenizer": {"source": "union"}})
+    assert (scratch() / "out" / "tokenizer.json").exists()
+    for folder in (models.anchor, models.donor):
+        (folder / "tokenizer.json").unlink()
+        (folder / "tokenizer_config.json").unlink()
+    return apart(found, models.average())
+
+
+def untied(models: Models) -> float:
+    """`untie: true`: a head of its own where the embedding was the head, in coordinates that only it allows."""
+    groups = {**GROUPS, "residual": "largest", "untie": True}
+    alignment = rm.align(models.anchor, models.donor, **groups)
+    aligned = [alignment.apply_anchor(models.anchor), alignment.apply(models.donor)]
+    found = merged(models.recipe(residual="largest", untie=True))
+    assert len(found) >= len(tensors(models.anchor))
+    return apart(found, rm.average(aligned))
+
+
+def donors(models: Models) -> float:
+    """Two donors."""
+    alignments = [rm.align(models.anchor, donor, **models.groups) for donor in (models.donor, models.other)]
+    folded = max(alignments, key=lambda alignment: len(alignment.folded))
+    aligned = [a.apply(donor) for a, donor in zip(alignments, (models.donor, models.other), strict=True)]
+    return apart(
+        merged(models.recipe(models.donor, models.other)), rm.average([folded.apply_anchor(models.anchor), *aligned])
+    )
+
+
+def lora(models: Models) -> float:
+    """A donor that is a base with an adapter: as the model that they make."""
+    from test_laws import trained
+
+    folder, _ = trained(models.subject)
+    name, whole = f"{models.subject.folder}+{folder}", fresh("whole")
+    rm.average([name]).save_pretrained(whole)
+    return apart(merged(models.recipe(name)), merged(models.recipe(whole)))
+
+
+def tuned(models: Models) -> float:
+    """`finetuned_from`: a change of a base in other coordinates, moved, and added to the anchor."""
+    generator, fine = torch.Generator().manual_seed(9), fresh("fine")
+    base = rm.average([models.donor])
+    state = {name: x + 0.05 * x.std() * noise(x, generator).float() for name, x in base.state_dict().items()}
+    rm.average([(state, base.config)]).save_pretrained(fine)
+    wanted = models.recipe(fine, delegate="task_arithmetic")
+    wanted["models"] = [{"model": str(fine), "parameters": {"weight": 1.0, "finetuned_from": str(models.donor)}}]
+    delta = rm.Delta.between(models.donor, fine).moved(models.alignment, models.anchor)
+    return apart(merged(wanted), delta.applied())
+
+
+LAWS: dict[str, Callable[[Models], float]] = {
+    law.__name__: law
+    for law in (
+        recipe,
+        slerp,
+        ties,
+        wudi,
+        stock,
+        slices,
+        multi,
+        shards,
+        half,
+        tokenizer,
+        untied,
+        donors,
+        lora,
+        tuned,
+    )
+}
+
+
+@functools.lru_cache(maxsize=1)
+def models_of(model: str, residual: str) -> Models:
+    return Models(subject(model), residual)
+
+
+@pytest.mark.parametrize("pair", tried(LAWS))
+def test_law(pair: Pair) -> None:
+    worst = LAWS[pair.law](models_of(pair.model, pair.residual))
+    assert worst <= pair.tolerance, f"{worst:.1e}"

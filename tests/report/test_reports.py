@@ -1,0 +1,57 @@
+"""Reports as data: their words, older ones, and those that are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rotation_merge import RotationMergeError
+from rotation_merge.record import MergeReport, SpaceRow, gained
+from rotation_merge.report.files import read_report
+
+
+def row(layer: int | None, kind: str, before: float, after: float) -> SpaceRow:
+    order = [1, 0, 2] if kind == "attention" else None
+    return SpaceRow("donor", f"layers.{layer}", layer, f"layers.{layer}.{kind}", kind, "permutation",
+                    before, after, 2.0, {"qk": 0.5}, 0.1, None, order, [])  # fmt: skip
+
+
+def report(*rows: SpaceRow, notes: list[str] | None = None) -> MergeReport:
+    return MergeReport("anchor", "linear", "a: <b> & c", list(rows), {}, notes or [], 1.0, {"torch": "2"})
+
+
+def test_a_report_prints_as_a_few_lines():
+    rows = [row(i, kind, 2.0, 1.0) for i in range(40) for kind in ("attention", "ffn")]
+    assert str(report(*rows, notes=["a tokenizer is missing"])).splitlines() == [
+        "anchor: anchor",
+        "donor: relative distance 1 before, 0.5 after alignment (50% less)",
+        "note: a tokenizer is missing",
+    ]
+    assert str(report()).splitlines() == ["anchor: anchor", "No model was moved: this is the plain merge by `linear`"]
+
+
+def test_reports_written_before_fingerprints_can_be_read():
+    data = report(row(0, "ffn", 2.0, 1.0)).to_dict()
+    del data["fingerprints"]
+    assert MergeReport.from_dict(data).fingerprints == {}
+
+
+def test_a_gain_of_nothing_is_called_nothing():
+    assert "next to nothing" in report(row(0, "ffn", 2.0, 1.999)).verdict("donor")
+
+
+def test_a_map_that_leads_away_is_not_called_nothing() -> None:
+    """Learned maps serve a loss, not nearness."""
+    assert "next to nothing" in gained(0.5, 0.5)
+    assert "50% less" in gained(0.5, 0.25)
+    assert gained(0.1, 1.0).startswith("the transforms increase the distance")
+
+
+def test_no_report_is_one_line(tmp_path: Path):
+    path = tmp_path / "rotation_merge.json"
+    with pytest.raises(RotationMergeError, match="no such file"):
+        read_report(str(path))
+    path.write_text('{"rows": 3}')
+    with pytest.raises(RotationMergeError, match="is not a report"):
+        read_report(str(path))
