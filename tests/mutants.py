@@ -139,7 +139,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "rotation_merge/mergekit_plugin/recipe": (
         "mergekit_plugin/test_recipe_reader.py",
-        "cli/test_cli_bad_inputs.py",
+        "laws/test_bad_inputs.py",
         "mergekit_plugin/test_own_delegates.py",
     ),
     "rotation_merge/averaging": ("averaging/test_averaging.py", "carrying/test_carry.py"),

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -213,24 +212,6 @@ def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
 def files_of(folder: Path) -> dict[str, bytes]:
     """What every file in a folder holds, by its path there."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-class SpoiltDonor:
-    """A good checkpoint in `donor`, to be spoilt."""
-
-    donor: Path
-
-    def weights(self) -> Path:
-        return self.donor / "model.safetensors"
-
-    def tensors(self, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-        found = state(self.donor)
-        change(found)
-        save_file(found, self.weights(), {"format": "pt"})
-
-    def config(self, **changes: object) -> None:
-        path = self.donor / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 class Evil:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,11 +10,7 @@ from typing import Any
 import pytest
 import tiny_models as tiny
 import torch
-from cli_support import run
 from matching_support import save_for
-from plugin_support import from_file, make, mergekit_yaml, one_error, recipe_for, twin
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rotation_merge import Alignment
@@ -175,103 +169,3 @@ def test_a_turned_stream_under_layer_norm(name: str) -> None:
             size = found.streams[stream].sizes["size"]
             refused = found.stream_group(stream, "rotation").refuses(StreamTransform(Orthogonal.random(1, size, gen())))
             assert (refused is not None) == found.layer_normed(stream)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """Two models, and the file that aligns the second, its stream too."""
-    folder = tmp_path_factory.mktemp("models")
-    anchor = make("llama", folder / "anchor")
-    donor = twin(anchor, folder / "donor")
-    done = run(
-        "align", anchor, donor, "--alignment", folder / "map", "--residual", "rotation", "--heads", "permutation"
-    )
-    assert done.exit_code == 0, done.output
-    return anchor, donor, folder / "map"
-
-
-UP = "layers.0.ffn|index"
-Content = tuple[dict[str, Tensor], dict[str, str]]
-
-
-def put(name: str, value: Any) -> Callable[[Content], None]:
-    return lambda content: content[1].update({name: value if isinstance(value, str) else json.dumps(value)})
-
-
-def tensor(change: Callable[[Tensor], Tensor], name: str = UP) -> Callable[[Content], None]:
-    return lambda content: content[0].update({name: change(content[0][name])})
-
-
-def forget(content: Content) -> None:
-    """A space's transform is gone, from the header too."""
-    for name in [name for name in content[0] if name.startswith("layers.0.ffn|")]:
-        del content[0][name]
-    content[1]["kinds"] = json.dumps({k: v for k, v in json.loads(content[1]["kinds"]).items() if ".0.ffn" not in k})
-
-
-def forget_quietly(content: Content) -> None:
-    del content[0][UP]
-
-
-def still_and_moving(content: Content) -> None:
-    content[1]["still"] = json.dumps([*json.loads(content[1]["still"]), "layers.0.ffn"])
-
-
-def another_kind(content: Content) -> None:
-    kinds = json.loads(content[1]["kinds"])
-    kinds["layers.0.ffn"] = "attention"
-    content[1]["kinds"] = json.dumps(kinds)
-
-
-FAULTS: dict[str, tuple[Callable[[Content], None], str]] = {
-    "a permutation of zeros": (tensor(torch.zeros_like), "is not a permutation"),
-    "an index of 99999": (tensor(lambda x: x + 99999), "is not a permutation"),
-    "an index of one more dimension": (tensor(lambda x: x[None]), "neurons"),
-    "a shorter index": (tensor(lambda x: x[:, :-1]), "neurons"),
-    "a factor of zero": (tensor(torch.zeros_like, "layers.0.ffn|factor"), "a factor is zero"),
-    "a factor that is none": (tensor(lambda x: x * torch.nan, "layers.0.ffn|factor"), "a factor is zero"),
-    "a map of ones": (tensor(torch.ones_like, "residual|orthogonal:matrix"), "does not belong to the group: rotation"),
-    "a map of nothing": (
-        tensor(lambda x: x * torch.nan, "residual|orthogonal:matrix"),
-        "does not belong to the group: rotation",
-    ),
-    "a smaller map": (tensor(lambda x: torch.eye(31)[None], "residual|orthogonal:matrix"), "stream of size 32"),
-    "nothing folded": (put("folded", []), "folded"),
-    "a stream that is none folded": (put("folded", ["residual", "other"]), "folded"),
-    "a transform deleted": (forget, "has no entry for space 'layers.0.ffn'"),
-    "a tensor deleted": (forget_quietly, "damaged"),
-    "still and moving": (still_and_moving, "twice"),
-    "another kind": (another_kind, "damaged"),
-    "no anchor": (lambda content: content[1].pop("anchor"), "damaged ('anchor' is missing)"),
-    "no family": (lambda content: content[1].pop("family"), "damaged"),
-    "another anchor": (put("anchor", "0" * 40), "other weights"),
-    "another donor": (put("donor", "0" * 40), "other weights"),
-    "kinds are junk": (put("kinds", "{"), "damaged"),
-    "kinds are a list": (put("kinds", [1]), "damaged"),
-    "folded is a number": (put("folded", 3), "damaged"),
-    "folded holds numbers": (put("folded", [3]), "damaged"),
-    "made is junk": (put("made", "\x00"), "damaged"),
-    "brackets without end": (put("made", "[" * 100000), "damaged"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_one_line(fault: str, models: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    """A file with one thing wrong ends a merge in one line, before anything is written; `check` finds it, too."""
-    anchor, donor, whole = models
-    with safe_open(whole, "pt") as file:
-        content = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
-    change, words = FAULTS[fault]
-    change(content)
-    save_file({name: x.contiguous() for name, x in content[0].items()}, tmp_path / "map", content[1])
-    recipe = from_file(recipe_for("linear", anchor, donor), tmp_path / "map")
-    done = mergekit_yaml(recipe, tmp_path / "out")
-    assert done.exit_code == 2
-    line = one_error(done.output)
-    assert words in line
-    assert str(tmp_path / "map") in line
-    assert not (tmp_path / "out").exists()
-    if "weights" not in words:
-        checked = run("check", tmp_path / "out.yml")
-        assert checked.exit_code == 1
-        assert words in checked.output

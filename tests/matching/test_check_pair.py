@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from cli_support import run
-from plugin_support import make, mergekit_yaml, one_error, recipe_for, write_state
-from plugin_support import state as stored
 from tiny_models import ALL, Case, Planted, planted
 from variants import FIRST
 
@@ -98,38 +93,6 @@ def incomplete(model: Any) -> bool:
 # --- configs that differ
 
 
-DIFFERENT: dict[str, tuple[str, dict[str, Any], str]] = {
-    "rotary or none": ("llama-smollm3", {"no_rope_layers": [1, 1]}, "rotary dimensions|no_rope_layers"),
-    "sliding layers that switch rotary": ("cohere-", {"layer_types": ["full_attention"] * 2}, "rotary dimensions"),
-    "ALiBi": ("falcon-", {"alibi": True}, "alibi|rotary"),
-    "share of rotary dimensions": (
-        "gpt_neox-parallel",
-        {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25}},
-        "rotary dimensions",
-    ),
-    "degree of the activation": ("bert-masked", {"hidden_act": "relu2"}, "degree of the activation"),
-    "place of norms": ("gpt_neox-parallel", {"use_parallel_residual": False}, "use_parallel_residual"),
-}
-
-
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_what_decides_a_symmetry_is_refused_with_both_values(what: str) -> None:
-    start, change, wanted = DIFFERENT[what]
-    found = 0
-    for case in ALL:
-        if not f"{case.family}-{case.name}".startswith(start):
-            continue
-        model = planted(case)
-        other = {**model.config, **change}
-        if incomplete((model.state, other)) or other == model.config:
-            continue
-        with pytest.raises(rm.RotationMergeError, match=wanted) as caught:
-            rm.align(model.pair, (model.state, other))
-        assert "against" in str(caught.value)
-        found += 1
-    assert found, f"{what}: no case shows it"
-
-
 QUESTIONABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "rope_parameters.rope_theta": ("llama", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}),
     "rms_norm_eps": ("llama", {"rms_norm_eps": 1e-3}),
@@ -147,13 +110,6 @@ def test_what_makes_a_merge_questionable_is_a_warning(name: str) -> None:
     assert any(f"'{name}' is " in line for line in told(model, **change)), told(model, **change)
 
 
-def test_quantised_weights_are_named_as_what_they_are() -> None:
-    model = planted(next(case for case in ALL if case.family == "llama"))
-    config = {**model.config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
-    with pytest.raises(rm.RotationMergeError, match=r"^anchor: its weights are quantised \(bitsandbytes\).*dequantize"):
-        rm.align((model.state, config), (model.state, config))
-
-
 def test_a_module_that_transformers_read_from_gguf_is_of_floats(tmp_path: Path) -> None:
     """Its config names the file's codes, its weights are none, and it is written without; codes that it kept are
     refused as any others."""
@@ -167,47 +123,6 @@ def test_a_module_that_transformers_read_from_gguf_is_of_floats(tmp_path: Path) 
     kept = {**model.state, "model.layers.0.mlp.up_proj.weight": torch.zeros(48, 36, dtype=torch.uint8)}
     with pytest.raises(rm.RotationMergeError, match=r"quantised \(uint8"):
         rm.align((kept, config), donor)
-
-
-QUANTISED = {
-    "fp8": ("float8_e4m3fn", r"quantised \(fp8, the first.*from_pretrained\(PATH, dtype='bfloat16'\)"),
-    "int8": ("int8", r"quantised \(int8, the first.*'quantization_config' back"),
-    "uint8": ("uint8", r"quantised \(uint8, the first.*'quantization_config' back"),
-}
-
-
-@pytest.mark.parametrize("kind", QUANTISED)
-def test_codes_are_known_by_their_types(kind: str, tmp_path: Path) -> None:
-    """Where the config does not say that weights are quantised, on every path, and stored in either form."""
-    dtype, wanted = getattr(torch, QUANTISED[kind][0]), QUANTISED[kind][1]
-    anchor = make("llama", tmp_path / "anchor")
-    tensors = {n: (10 * x).to(dtype) if x.ndim == 2 else x for n, x in stored(anchor).items()}
-    if kind == "int8":
-        tensors["model.layers.0.mlp.up_proj.SCB"] = torch.ones(48)
-    donor = write_state(tensors, anchor, tmp_path / "donor")
-    recipe = tmp_path / "recipe.yml"
-    recipe.write_text(yaml.safe_dump(recipe_for("linear", anchor, donor, unsupported="merge")))
-    np.savez(tmp_path / "data.npz", input_ids=np.ones((4, 4), dtype=np.int64))
-    data = ("--data", tmp_path / "data.npz")
-    paths = [("align", anchor, donor, tmp_path / "out"), ("align", donor, anchor, tmp_path / "out")]
-    paths += [
-        ("compare", anchor, donor),
-        ("verify", anchor, donor),
-        ("inspect", donor, "--fingerprint"),
-        ("inspect", donor),
-    ]
-    paths += [("check", recipe), ("inspect", recipe), ("measure", donor, *data), ("barrier", anchor, donor, *data)]
-    paths += [("fit", anchor, donor, *data, "--alignment", tmp_path / "file"), ("evaluate", donor, *data)]
-    paths += [("carry", donor, "--from", anchor, "--to", anchor, tmp_path / "out")]
-    for asked in paths:
-        done = run(*asked)
-        assert done.exit_code in (1, 2), (asked, done.output)
-        assert re.search(wanted, " ".join(done.output.split())), (asked, done.output)
-    assert re.search(wanted, one_error(mergekit_yaml(recipe.read_text(), tmp_path / "merged").output))
-    config = json.loads((anchor / "config.json").read_text())
-    with pytest.raises(rm.RotationMergeError, match=wanted):
-        rm.align((stored(anchor), config), (tensors, config))
-    assert not (tmp_path / "out").exists()
 
 
 # --- residual by stream

@@ -1,0 +1,199 @@
+"""Bad recipes: keys, parameters, structure, texts that are no recipe; paths that are misspelt."""
+
+from __future__ import annotations
+
+from spoiling import (
+    BOTH,
+    Row,
+    at_top,
+    call,
+    edit,
+    folder_for,
+    in_recipe,
+    misspelt,
+    models,
+    of_anchor,
+    of_donor,
+    option,
+    texts,
+)
+
+STEERS = Row("key that steers a terminal", ("gpj",), edit(("dtype:", '"x\\e]0;owned\\a\\u202Egpj": 1\ndtype:')), BOTH)
+KEYS = [
+    at_top("tokeniser: base", "tokeniser", "did you mean 'tokenizer'"),
+    misspelt("base_model", "base_mdoel"),
+    in_recipe("misspelt merge_method", "merge_method", "merge_mehtod", "merge_mehtod", "'merge_method'"),
+    in_recipe("misspelt method", ": rotation_merge", ": rotation-merge", "did you mean 'rotation_merge'"),
+    misspelt("models", "modells", faults=2),
+    in_recipe(
+        "misspelt parameters",
+        "parameters: {weight: 0.5}\np",
+        "paramters: {weight: 0.5}\np",
+        "paramters",
+        "'parameters'",
+        faults=2,
+    ),
+    at_top("heads: permutation", "heads", "under 'parameters'"),
+    at_top("dtype: bfloat16", "dtype", "occurs twice"),
+    option("ffn: [{filtre: x, value: none}, {value: permutation}]", "filtre", "did you mean 'filter'"),
+    models("slices: [{sources: [{model: anchor, layer_rnge: [0, 2]}]}]", "layer_rnge", "'layer_range'", faults=2),
+    at_top("tokenizer: {sorce: base}", "sorce", "did you mean 'source'"),
+    STEERS,
+]
+
+SETTINGS = "models: [{model: anchor, parameters: {weight: 1}}, {model: donor, parameters: {weight: 1}}]\nparameters:"
+PAIR = "models: [{model: anchor}, {model: donor}]\nparameters:"
+SHARE = "from 0 to 1"
+PARAMETERS = [
+    of_donor("{wieght: 0.5}", "wieght", "did you mean 'weight'"),
+    option("hedas: permutation", "hedas", "did you mean 'heads'"),
+    in_recipe("misspelt delegate", "delegate: linear", "delegate: lienar", "'lienar'", "did you mean 'linear'"),
+    in_recipe("unknown delegate", "delegate: linear", "delegate: mean", "no merge method 'mean' to delegate to"),
+    in_recipe("ourselves for a delegate", "delegate: linear", "delegate: rotation_merge", "no merge method"),
+    in_recipe("list for a delegate", "delegate: linear", "delegate: [linear]", "no merge method"),
+    option("density: 0.5", "there is no parameter 'density'", "linear"),
+    of_anchor("{}", "needs the parameter 'weight'", "linear"),
+    models(f"{PAIR} {{delegate: slerp}}", "needs the parameter 't'", "slerp"),
+    in_recipe("base without weight", "  - model: anchor\n    parameters: {weight: 0.5}\n", "", "'weight'", "the base"),
+    models(
+        "modules: {default: {models: [{model: anchor, parameters: {weight: 1}}, {model: donor}]}}",
+        "needs the parameter 'weight' for donor",
+    ),
+    of_anchor("{weight: half}", "'weight' is 'half'; it must be a number"),
+    of_anchor("{weight: .nan}", "'weight' is nan"),
+    of_anchor("{weight: .inf}", "'weight' is inf"),
+    of_anchor("{weight: inf}", "'weight' is 'inf'"),
+    of_anchor("{weight: [{filter: x, value: .inf}]}", "'weight' is inf"),
+    of_anchor("{weight: {a: 1}}", "weight", faults=2),
+    option("ffn:", "ffn"),
+    option("ffn: 3", "'ffn' is 3", "permutation"),
+    option("ffn: rotation", "'ffn' is 'rotation'", "permutation"),
+    option("attention: rotations", "rotations", "did you mean 'rotation'"),
+    option("attention: invertible", "'attention' is 'invertible'", "it was removed"),
+    models(
+        f"{SETTINGS} {{delegate: della, rescale: sequential}}", "'rescale' is 'sequential'; it must be true or false"
+    ),
+    option("residual: orthogonal", "orthogonal", "rotation"),
+    option("residual: [none, rotation]", "'residual' applies to the whole model"),
+    option("layers: [{filter: x, value: 0-3}, {value: all}]", "'layers' applies to the whole model"),
+    option("layers: 0..3", "0..3", "0-5,11"),
+    option("layers: 5-2", "5-2", "all, or ranges"),
+    option("layers: [0, 1]", "layers", "whole model"),
+    option("exclude: 3", "'exclude' is 3"),
+    of_donor("{weight: 0.5, finetuned_from: 3}", "'finetuned_from' is 3"),
+    of_donor("{weight: 0.5, alignment: [a, b]}", "'alignment' applies"),
+    option("untie: yes please", "'untie' is 'yes please'"),
+    of_donor("{weight: 0.5, delegate: slerp}", "delegate", "recipe's 'parameters'"),
+    of_donor("{weight: 0.5, untie: true}", "untie", "does not belong here"),
+    option("finetuned_from: x", "one donor's 'parameters'"),
+    option("ffn: [{filter: up_proj, value: none}, {value: permutation}]", "'up_proj'", "model.layers.0"),
+    option("exclude: 3\n  attention: rotate", "'attention' is 'rotate'", recipe=("merge",)),
+    option("data: self", "'data' has no effect with delegate linear"),
+    of_donor("{weight: 0.5, alignment: map, ffn: none}", "has no effect", "ffn"),
+    models(f"{PAIR} {{delegate: slerp, t: 7}}", SHARE),
+    models(f"{SETTINGS} {{delegate: ties, density: -1}}", SHARE),
+    models(f"{SETTINGS} {{delegate: dare_ties, density: 1.5}}", SHARE),
+    models(f"{SETTINGS} {{delegate: dare_linear, density: [0.5, 2]}}", SHARE),
+    in_recipe("misspelt dtype", "dtype: float32", "dtype: flaot32", "flaot32", "did you mean 'float32'"),
+    in_recipe(
+        "dtype of integers", "dtype: float32", "dtype: int64", "dtype is 'int64', weights are floating-point numbers"
+    ),
+    in_recipe("unknown out_dtype", "dtype: float32", "out_dtype: half16", "out_dtype is 'half16'"),
+    at_top("chat_template: nosuch", "no chat template"),
+    at_top('chat_template: "{"', "no chat template"),
+]
+
+
+def slices(*sources: str, before: str = "", parameters: str = "delegate: slerp, t: 0.5") -> str:
+    pieces = ", ".join(f"{{model: {source}}}" for source in sources)
+    return f"slices: [{{{before}sources: [{pieces}]}}]\nparameters: {{{parameters}}}"
+
+
+FIRST, SECOND = "anchor, layer_range: [0, 2]", "donor, layer_range: [0, 2]"
+BOMB = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+STRUCTURE = [
+    in_recipe("no base_model", "base_model: anchor\n", "", "base_model is missing", "aligned to"),
+    models("parameters: {delegate: linear}", "'models'"),
+    at_top("slices: [{sources: [{model: anchor, layer_range: [0, 2], parameters: {weight: 1}}]}]", "models", "slices"),
+    models(f"{PAIR} {{delegate: model_stock}}", "model_stock", "at least 3"),
+    models(
+        "models: [{model: anchor}, {model: donor}, {model: ./donor}]\nparameters: {delegate: slerp, t: 0.5}",
+        "exactly 2 inputs",
+    ),
+    models(slices("anchor, layer_range: [0, 1]"), "slerp", "requires at least 2 inputs"),
+    in_recipe(
+        "model twice",
+        "  - model: donor",
+        "  - model: donor\n    parameters: {weight: 0.5}\n  - model: donor",
+        "uplicate",
+    ),
+    models(slices(FIRST, SECOND, before="base_model: donor, "), "base_model is donor, that of the recipe is anchor"),
+    models(slices(FIRST, "donor, layer_range: [0, 1]"), "slices[0]", "its sources have 2, 1 layers"),
+    models(slices("anchor, layer_range: [2, 0]", "donor, layer_range: [2, 0]"), "layer_range is [2, 0]"),
+    models("slices: [{sources: []}]", "it has no sources", faults=2),
+    models(slices(*(f"{name}, layer_range: [1, 4]" for name in ("anchor", "donor"))), "the model has 2", "layer_range"),
+    models(
+        "models: [anchor, donor]",
+        "models[0]",
+        "a mapping of keys to values is expected",
+        "write '- model: anchor'",
+        faults=2,
+    ),
+    models("models: {model: donor}", "models", "a list is expected here"),
+    in_recipe("number in the place of a model", "model: donor", "model: 3", "models[1]"),
+    in_recipe("word for parameters", "parameters:\n  delegate: linear", "parameters: linear", "parameters"),
+]
+
+CHECK, INSPECT = "check recipe.yml", "inspect recipe.yml"
+NO_RECIPES = [
+    call("check nowhere.yml", "nowhere.yml", "no such file"),
+    Row("folder for a recipe", ("recipe.yml", "is a directory"), folder_for("recipe.yml"), commands=(CHECK,)),
+    in_recipe("half a list", "models:", "models: [", "not valid YAML", recipe=("merge",), commands=(CHECK, INSPECT)),
+    in_recipe("tab", "  delegate", "\tdelegate", "not valid YAML", recipe=("merge",), commands=(CHECK,)),
+    at_top("\n".join(["a0: &a0 [x]", *BOMB]), "aliases", recipe=("merge",), commands=(CHECK,)),
+    at_top("a: &a [*a]", "aliases", recipe=("merge",), commands=(CHECK,)),
+    Row("list for a recipe", ("a recipe is a mapping of keys",), texts("- a\n- b\n"), recipe=("check",)),
+    *(
+        Row(f"recipe: {name}", (words,), texts(content), commands=(CHECK, INSPECT))
+        for name, content, words in (
+            ("empty", b"", "empty"),
+            ("not UTF-8", b"merge_method: \xff\n", "recipe.yml"),
+            ("deep", b"a: " + b"[" * 1200, "nested too deeply"),
+            ("deep mappings", b"".join(b" " * n + b"a:\n" for n in range(2000)), "nested too deeply"),
+            ("object of Python", b"a: !!python/object/apply:os.system ['touch ran']\n", "not valid YAML"),
+            ("control characters", b"a: \x1b[2J\n", "not valid YAML"),
+        )
+    ),
+]
+
+MISSPELT = [
+    call("align ancor donor out", "did you mean './anchor'?"),
+    call("align anchor ./doner out", "did you mean './donor'?"),
+    call("align anchor wole.gguf out", "did you mean './whole.gguf'?"),
+    call("evaluate ancor --data text.txt", "did you mean './anchor'?"),
+    call("evaluate anchor --data texts.txt", "did you mean './text.txt'?"),
+    call("measure ancor/ --data self --out out", "did you mean './anchor'?"),
+    call("polish anchor out --teachers doner", "did you mean './donor'?"),
+    call("check recipes.yml", "did you mean './recipe.yml'?"),
+    call("doctor recipes.yml", "did you mean './recipe.yml'?"),
+    call("inspect recipes.yml", "did you mean './recipe.yml'?"),
+    call("inspect ./anchor/model.safetensor", "did you mean './anchor/model.safetensors'?"),
+    call("inspect folder/nowhere.yml", "folder/nowhere.yml: no such file or directory; check the path"),
+    call("barrier anchor donor --data text.txt --save doner", "did you mean './donor'?"),
+    Row(
+        "misspelt base",
+        ("ancor: no such directory", "did you mean './anchor'?"),
+        edit(("base_model: anchor", "base_model: ancor"), ("model: anchor", "model: ancor")),
+        BOTH,
+        faults=2,
+    ),
+    in_recipe("misspelt donor", "model: donor", "model: doner", "doner: no such directory", "did you mean './donor'?"),
+    in_recipe("adapter that is none", "model: donor\n", "model: donor+anchor\n", "adapter"),
+    in_recipe("file for a model", "model: donor", "model: donor/model.safetensors", "is a file", "directory"),
+    in_recipe("model that steers a terminal", "model: donor", 'model: "gone\\u202Egpj"', "no such directory"),
+    of_donor("{weight: 0.5, finetuned_from: ./gone}", "gone", "no such directory"),
+    at_top("tokenizer_source: ./doner", "./doner: no such directory", "did you mean './donor'?"),
+    at_top("tokenizer: {source: ./doner}", "./doner: no such directory"),
+]
+
+RECIPES = [*KEYS, *PARAMETERS, *STRUCTURE, *NO_RECIPES, *MISSPELT]

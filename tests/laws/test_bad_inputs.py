@@ -1,0 +1,238 @@
+"""Every bad input ends in one line: what is wrong, where, and what to do; nothing is written, no input changes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import yaml
+from bad_checkpoints import EVERY_READER, NO_READERS, READERS
+from bad_inputs import GOOD, ROWS
+from hub_support import Hub, served
+from huggingface_hub import constants
+from huggingface_hub.hf_api import api
+from interrupted_support import forked
+from mergekit.config import MergeConfiguration
+from mergekit.io.tasks import LoaderCache
+from spoiling import RECIPE, Bench, Row, make_good_inputs
+
+import rotation_merge as rm
+
+PROGRAMS = {entry.name: entry for entry in entry_points(group="console_scripts")}
+LONGEST = 600
+SECONDS = 20
+"""A row takes no longer: what counts more than it holds is refused before it is made."""
+
+
+def run(program: str, *words: str) -> tuple[int, str, str]:
+    """A console script in this process: exit code, output, errors."""
+    out, err = io.StringIO(), io.StringIO()
+    LoaderCache.loaders.clear()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", [program, *words])
+        try:
+            PROGRAMS[program].load()()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    make_good_inputs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared_hub() -> Iterator[Hub]:
+    with served() as hub:
+        yield hub
+
+
+@pytest.fixture
+def bench(
+    good: Path,
+    shared_hub: Hub,
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Bench]:
+    """A copy of the good inputs as the current folder, an empty stand-in of the hub, and a limit of time."""
+
+    def too_long(*_: object) -> None:
+        pytest.fail("it takes too long")  # no Exception: nobody catches it
+
+    shutil.copytree(good, tmp_path / "bench")
+    monkeypatch.chdir(tmp_path / "bench")
+    shared_hub.repos.clear()
+    cache = tmp_path_factory.mktemp("cache")
+    for name, value in {
+        **{"ENDPOINT": shared_hub.url, "HF_HUB_OFFLINE": True, "HF_HUB_DISABLE_XET": True},
+        **{"HF_HUB_CACHE": str(cache), "HF_HOME": str(cache)},
+        "HUGGINGFACE_CO_URL_TEMPLATE": f"{shared_hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(api, "endpoint", shared_hub.url)
+    before = signal.signal(signal.SIGVTALRM, too_long)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    yield Bench(shared_hub)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    signal.signal(signal.SIGVTALRM, before)
+
+
+def snapshot() -> dict[str, str]:
+    """A digest of everything in the current folder."""
+
+    def digest(path: Path) -> str:
+        if path.is_symlink():
+            return os.readlink(path)
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+
+    return {str(path): digest(path) for path in sorted(Path().rglob("*"))}
+
+
+def write_recipe(bench: Bench) -> None:
+    if not Path("recipe.yml").is_dir():
+        Path("recipe.yml").write_bytes(bench.recipe.encode() if isinstance(bench.recipe, str) else bench.recipe)
+
+
+def is_told(line: str, words: tuple[str, ...]) -> None:
+    assert line.isprintable(), line
+    assert len(line) < LONGEST, line
+    for word in words:
+        assert word in line, line
+
+
+def one_error(code: int, out: str, err: str) -> str:
+    """The one line of a program that was given a bad input."""
+    assert code == 2, (code, out, err)
+    assert "Traceback" not in out + err
+    errors = [line for line in err.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 1, (out, err)
+    return errors[0]
+
+
+def check_recipe(row: Row) -> None:
+    """`check` finds the fault, and `mergekit-yaml` stops at one that `check` finds."""
+    faults: list[str] = []
+    places: set[tuple[str, ...]] = set()
+    if "check" in row.recipe:
+        code, out, err = run("rotation-merge", "check", "recipe.yml")
+        assert (code, err) == (1, ""), (code, out, err)
+        *lines, last = out.splitlines()
+        faults = [line for line in lines if not line.endswith("(a note)")]
+        assert last.startswith(f"{len(faults)} fault"), out
+        assert len(faults) == row.faults, out
+        matches = [re.match(r"recipe\.yml:(\d+):(\d+): ", fault) for fault in faults]
+        places = {match.groups() for match in matches if match}
+        assert all(matches), out
+        is_told(next((fault for fault in faults if row.words[0] in fault), faults[0]), row.words)
+    if "merge" in row.recipe:
+        line = one_error(*run("mergekit-yaml", "recipe.yml", row.out, "--quiet", *row.flags))
+        is_told(line, row.words)
+        place = re.search(r"line (\d+), column (\d+)", line)
+        assert not faults or place is None or place.groups() in places, (line, faults)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_bad_input(row: Row, bench: Bench) -> None:
+    write_recipe(bench)
+    row.spoil(bench)
+    write_recipe(bench)
+    before = snapshot()
+    if row.recipe:
+        check_recipe(row)
+    for command in row.commands:
+        is_told(one_error(*run("rotation-merge", *shlex.split(command))), row.words)
+    if row.python is not None:
+        with pytest.raises(rm.RotationMergeError) as caught:
+            row.python()
+        is_told(str(caught.value), row.words)
+    assert snapshot() == before
+
+
+@pytest.mark.parametrize("name", EVERY_READER)
+def test_every_command_refuses_it(name: str, bench: Bench) -> None:
+    spoil, words = EVERY_READER[name]
+    spoil(bench)
+    write_recipe(bench)
+    before = snapshot()
+    for command, line in READERS.items():
+        code, out, err = run("rotation-merge", *shlex.split(line))
+        assert code in (1, 2), (command, code, out, err)
+        assert "Traceback" not in out + err
+        assert words in " ".join((out + err).split()), (command, out, err)
+        assert snapshot() == before, command
+
+
+def test_every_command_reads_the_donor_or_no_model() -> None:
+    _, out, _ = run("rotation-merge", "--help")
+    commands = set(re.findall(r"^  (\w+)  ", out.partition("Commands:")[2], re.MULTILINE))
+    assert commands <= READERS.keys() | NO_READERS
+    assert READERS.keys() <= commands
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_is_near_is_good(name: str, bench: Bench) -> None:
+    GOOD[name](bench)
+    write_recipe(bench)
+    assert run("rotation-merge", "check", "recipe.yml")[0] == 0
+    code, out, err = run("mergekit-yaml", "recipe.yml", "out", "--quiet")
+    assert (code, Path("out", "model.safetensors").exists()) == (0, True), (out, err)
+
+
+def test_a_good_gguf_is_read(bench: Bench) -> None:
+    assert rm.average(["whole.gguf"]).state_dict()["lm_head.weight"].shape == (40, 32)
+
+
+def test_a_line_is_all_that_a_user_sees(bench: Bench) -> None:
+    """In a process of its own; a traceback on request."""
+    Path("recipe.yml").write_text(RECIPE.replace("linear", "lienar"))
+    done, more = (forked("mergekit-yaml", "recipe.yml", "out", *flags) for flags in ((), ("-vv",)))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Error: ")
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" in more.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "models: [{model: nowhere}]\nparameters: {unknown: 1}",
+        "base_model: rotation_merge\nmodels: [{model: x/rotation_merge-out}]",
+        "models: [rotation_merge/a",
+    ],
+)
+def test_other_methods_are_left_alone(text: str, bench: Bench) -> None:
+    """A recipe of mergekit's own fails as it does without us, also where a path in it is called as our method is."""
+    Path("recipe.yml").write_text(f"merge_method: linear\n{text}\n")
+    with pytest.raises(Exception) as caught:
+        run("mergekit-yaml", "recipe.yml", "out")
+    assert not isinstance(caught.value, rm.RotationMergeError)
+
+
+def test_mergekit_pytorch_refuses(bench: Bench) -> None:
+    Path("recipe.yml").write_text(RECIPE.replace("model: anchor", "model: anchor/model.safetensors"))
+    assert "mergekit-yaml" in one_error(*run("mergekit-pytorch", "recipe.yml", "out"))
+
+
+def test_a_configuration_made_in_python_is_refused() -> None:
+    with pytest.raises(rm.RotationMergeError, match="tokeniser"):
+        MergeConfiguration.model_validate({**yaml.safe_load(RECIPE), "tokeniser": "base"})
+
+
+def test_names_are_unique() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)
