@@ -78,11 +78,12 @@ class LazyGroup(click.Group):
         """Say what became of an option that was removed, and report wrong usage as JSON if --json was given."""
         try:
             return super().invoke(ctx)
-        except click.UsageError as error:
-            if isinstance(error, click.NoSuchOption) and (remedy := removed(error.option_name)):
-                error.message, error.possibilities = f"{error.message} {remedy}", None
+        except click.UsageError as wrong:
+            error = wrong
+            if isinstance(wrong, click.NoSuchOption) and (remedy := removed(wrong.option_name)):
+                error = click.UsageError(f"there is no option '{wrong.option_name}': {remedy}", wrong.ctx)
             if not ctx.meta[JSON]:
-                raise
+                raise error from None
             name = error.ctx.command_path if error.ctx is not None else ctx.command_path
             fault = {"what": error.format_message(), "where": None, "remedy": f"see '{name} --help'"}
             click.echo(json.dumps({"error": fault}, indent=1))

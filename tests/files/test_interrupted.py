@@ -3,50 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import random
 import resource
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from interrupted_support import assert_whole_or_not_at_all, equal, forked, load, run
-from plugin_support import files_of, merged, one_error, recipe_for, state, write_recipe
+from plugin_support import files_of, merged, one_error, recipe_for, write_recipe
 
 from rotation_merge.model import output
-
-
-def test_killed_twenty_times(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Into the same directory, where an older merge lies, with other shards each time."""
-    anchor, donor = deep_pair
-    old_recipe = {**recipe_for("linear", anchor, donor), "merge_method": "linear", "parameters": {}}
-    out = tmp_path / "work" / "out"
-    old = merged(old_recipe, out, "--out-shard-size", "20000")
-    recipe = write_recipe(recipe_for("linear", anchor, donor), tmp_path / "recipe.yml")
-    fresh = tmp_path / "fresh" / "out"
-    begin = time.perf_counter()
-    assert run("mergekit-yaml", recipe, fresh, "--quiet") == 0
-    usual = time.perf_counter() - begin
-    new = state(fresh)
-    assert not equal(old, new)
-    chance = random.Random(0)
-    killed = 0
-    for i in range(20):
-        target = out if i % 2 else tmp_path / "work" / f"new{i}"
-        flags = ("--quiet", "--out-shard-size", chance.choice([4000, 9000, 10**9]))
-        moment = usual * chance.uniform(0.05, 1.0)
-        killed += run("mergekit-yaml", recipe, target, *flags, after=moment, signal_number=signal.SIGKILL) != 0
-        assert_whole_or_not_at_all(tmp_path / "work", old, new)
-    assert killed >= 5
-    assert run("mergekit-yaml", recipe, out, "--quiet", "--out-shard-size", 5000) == 0
-    assert equal(load(out) or {}, new)
-    assert not list(out.glob(".*"))
-    assert len(json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]) == len(new)
 
 
 def test_a_stale_index_cannot_win(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import shutil
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import cli_support
 import pytest
 import safetensors.torch
 import torch
-from interrupted_support import assert_whole_or_not_at_all, equal, load, run
+from interrupted_support import assert_whole_or_not_at_all, equal, load
 from matching_support import save_for
 from mergekit.io.tasks import LoaderCache
 from plugin_support import make, state, twin
@@ -52,63 +49,6 @@ def assert_whole_files(folder: Path, *known: tuple[dict[str, torch.Tensor], dict
         assert any(equal(tensors, one) and meta == facts for one, facts in known), path
         found += 1
     return found
-
-
-def test_killed_sixteen_times(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Now into a new place, now over another checkpoint and alignment file in equal shards, while these are written."""
-    anchor, donor = deep_pair
-    work, fresh, before = (tmp_path / name for name in ("work", "fresh", "before"))
-    for folder, options in ((before, OLD), (fresh, NEW)):
-        arguments = (
-            "align",
-            "--force",
-            anchor,
-            donor,
-            folder / "out",
-            "--alignment",
-            folder / "map.safetensors",
-            *options,
-        )
-        begin = time.perf_counter()
-        assert run("rotation-merge", *arguments) == 0
-        usual = time.perf_counter() - begin
-    old, new = state(before / "out"), state(fresh / "out")
-    files = content(before / "map.safetensors"), content(fresh / "map.safetensors")
-    assert not equal(old, new)
-    assert set(files[0][0]) != set(files[1][0])
-    chance, killed = random.Random(0), 0
-    for i in range(16):
-        shutil.rmtree(work, ignore_errors=True)
-        shutil.copytree(before, work)
-        out, name = ("out", "map.safetensors") if i % 2 else (f"new{i}", f"map{i}.safetensors")
-        options = (*NEW, "--shard-size", str(20000 if i % 2 else chance.choice([4000, 9000, 10**9])))
-        arguments = ("align", "--force", anchor, donor, work / out, "--alignment", work / name, *options)
-        inside = (work / out).exists()
-        staging = work / out / ".rotation-merge.*.partial" if inside else work / f".{out}.*.partial"
-        early, writing = i % 2 == 0, chance.uniform(0.0, 0.04)
-        moment, watched = (usual * chance.uniform(0.05, 1.0), "") if early else (writing, staging)
-        killed += run("rotation-merge", *arguments, after=moment, signal_number=signal.SIGKILL, watched=watched) != 0
-        assert_whole_or_not_at_all(work, old, new)
-        assert assert_whole_files(work, *files) >= 1
-    assert killed >= 5
-    assert (
-        run(
-            "rotation-merge",
-            "align",
-            "--force",
-            anchor,
-            donor,
-            work / "out",
-            "--alignment",
-            work / "map.safetensors",
-            *NEW,
-        )
-        == 0
-    )
-    assert equal(load(work / "out") or {}, new)
-    assert equal(content(work / "map.safetensors")[0], files[1][0])
-    assert not list((work / "out").glob(".*"))
-    assert not list(work.glob(".*"))
 
 
 class Killed(BaseException):

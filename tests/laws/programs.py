@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from dataclasses import dataclass
 from importlib.metadata import entry_points
+from typing import NamedTuple
 
 import pytest
 from mergekit.io.tasks import LoaderCache
@@ -14,8 +14,7 @@ from mergekit.io.tasks import LoaderCache
 PROGRAMS = {entry.name: entry for entry in entry_points(group="console_scripts")}
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """How a program ended."""
 
     code: int

@@ -133,9 +133,12 @@ def case_of(model: str) -> Case:
 @functools.lru_cache(maxsize=1)
 def subject(model: str) -> Subject:
     """The subject of a name; the last one is kept."""
-    case = case_of(model)
+    return subject_of(case_of(model))
+
+
+def subject_of(case: Case) -> Subject:
     module = make(case)
-    folder = scratch() / model.replace("/", "-")
+    folder = fresh(f"{case.family}-{case.name}")
     config, state = save(module, folder)
     given = inputs(case, module)
     return Subject(case, module, folder, config, state, given, outputs(load(case, folder), given))

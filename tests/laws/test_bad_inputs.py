@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import os
 import re
 import shlex
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -24,29 +20,14 @@ from huggingface_hub import constants
 from huggingface_hub.hf_api import api
 from interrupted_support import forked
 from mergekit.config import MergeConfiguration
-from mergekit.io.tasks import LoaderCache
+from programs import run
 from spoiling import RECIPE, Bench, Row, make_good_inputs
 
 import rotation_merge as rm
 
-PROGRAMS = {entry.name: entry for entry in entry_points(group="console_scripts")}
 LONGEST = 600
 SECONDS = 20
 """A row takes no longer: what counts more than it holds is refused before it is made."""
-
-
-def run(program: str, *words: str) -> tuple[int, str, str]:
-    """A console script in this process: exit code, output, errors."""
-    out, err = io.StringIO(), io.StringIO()
-    LoaderCache.loaders.clear()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        patch.setattr(sys, "argv", [program, *words])
-        try:
-            PROGRAMS[program].load()()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    return code, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,14 @@ import re
 from pathlib import Path
 from typing import Any, ClassVar
 
+import models
 import pytest
 import test_architectures as contract
-import tiny_models
+import test_laws
 import torch
 import transformers
+from measure import residual_groups
+from subjects import Pair, subject_of
 from tiny_models import Case, cases
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
@@ -95,7 +98,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "mine" / "quokka.json").write_text(ARCHITECTURE, encoding="utf-8")
     (tmp_path / "quokka.json").write_text(CONFIG, encoding="utf-8")
     monkeypatch.setenv(FOLDERS, str(tmp_path / "mine"))
-    monkeypatch.setattr(tiny_models.transformers, "QuokkaForCausalLM", QuokkaForCausalLM, raising=False)
+    monkeypatch.setattr(models.transformers, "QuokkaForCausalLM", QuokkaForCausalLM, raising=False)
     transformers.AutoConfig.register("quokka", QuokkaConfig, exist_ok=True)
     found = {case.name: case for case in cases(tmp_path / "quokka.json")}
     assert set(found) == {"grouped", "ungrouped"}
@@ -110,9 +113,11 @@ def test_quokka_is_known_only_once_it_is_added(case: Case, monkeypatch: pytest.M
 
 
 def test_quokka_passes_the_contract(case: Case) -> None:
-    contract.test_declared_groups_are_symmetries(case)
     contract.test_every_tensor_is_covered_and_every_axis_labelled(case)
-    contract.test_names_of_a_loaded_module_work_too(case)
+    subject = subject_of(case)
+    for residual in ("", *residual_groups(subject)):
+        assert test_laws.function(subject, Pair(case.name, "function", residual, 1e-9, 15, "")) <= 1e-9
+        assert test_laws.planted(subject, Pair(case.name, "planted", residual, 1e-5, 0, "")) <= 1e-5
 
 
 def test_quokka_got_wrong_is_found_out(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
