@@ -118,8 +118,7 @@ def opened_views(views: Sequence[View]) -> list[OpenedModel]:
             plain += " (in memory)"
         number = sum(name == plain or name.startswith(f"{plain} (") for name in names)
         names.append(f"{plain} ({number + 1})" if number else plain)
-        known = tuple(name for name in view.opened.names if name not in view.left_out)
-        models.append(replace(view.opened, name=names[-1], source=view, names=known, config=view.config))
+        models.append(replace(view.as_opened(), name=names[-1]))
     return models
 
 

@@ -8,6 +8,7 @@ says which there are, and whether the list keeps what earlier ones had).
 from __future__ import annotations
 
 import functools
+import re
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
@@ -138,7 +139,7 @@ def subject(model: str) -> Subject:
 
 def subject_of(case: Case) -> Subject:
     module = make(case)
-    folder = fresh(f"{case.family}-{case.name}")
+    folder = fresh(re.sub(r"\W+", "-", f"{case.family}-{case.name}"))
     config, state = save(module, folder)
     given = inputs(case, module)
     return Subject(case, module, folder, config, state, given, outputs(load(case, folder), given))
