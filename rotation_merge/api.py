@@ -71,7 +71,6 @@ def align(
     match_on: str = WEIGHTS,
     samples: Samples = None,
     untie: bool = False,
-    widths: bool = False,
     **options: Any,
 ) -> Alignment:
     """Align a donor to an anchor: find the transforms that bring it nearest and keep its outputs.
@@ -84,7 +83,6 @@ def align(
         match_on: `weights`; or `activations` or `both`, of both models on samples.
         samples: batches of forward's inputs, or the name of a source (a file, `self`, `synthetic`, `demo:NAME`).
         untie: give a head that shares the embedding's tensor one of its own.
-        widths: bring a smaller donor to the anchor's sizes first, with zeros around its weights and the same outputs.
         **options: fields of the config: attention, heads, ffn, scaling, residual, layers.
 
     Returns:
@@ -98,13 +96,10 @@ def align(
         >>> alignment.apply(donor).save_pretrained("aligned")  # doctest: +SKIP
     """
     chosen = AlignConfig.of(config, options)
-    for name, value in (("untie", untie), ("widths", widths)):
-        TransferConfig.options()["widths"].check(name, value)
+    MatchConfig.options()["untie"].check("untie", untie)
     first, second = open_like(anchor, "anchor", untie=untie), open_like(donor, "donor", untie=untie)
     match = _matcher(match_on, samples, first, second)
-    if widths:
-        second = second.widened(first.member)
-    pair = replace(open_pair(first, second, chosen, untie), widths=widths)
+    pair = open_pair(first, second, chosen, untie)
     alignment, report = match_pair(pair, match=match)
     if second.unread and alignment.moves_streams(pair.architecture):
         further = not_written(second.unread)
@@ -500,7 +495,7 @@ def transfer(
     chosen = _with_given_alignment(TransferConfig.from_values(options, config), old)
     chosen.check_use()
     adapter = isinstance(tuned, str | os.PathLike) and is_adapter(os.fspath(tuned))
-    if adapter or chosen.needs_samples or chosen.rank or chosen.resizes or chosen.alignment is not None:
+    if adapter or chosen.needs_samples or chosen.rank or chosen.alignment is not None:
         return _transferred_files(tuned, old, new, chosen)
     bases = [
         open_like(model, name, untie=chosen.untie) for model, name in ((new, "new"), (old, "old"), (tuned, "tuned"))

@@ -105,6 +105,12 @@ REMOVED: dict[str, str] = {
 }
 """Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by
 name: what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""
+    "widths": "a base of another width brings -3 to 16% of a change; take models of equal sizes, or train anew",
+    "layers_map": "a base of another depth brings -3 to 16% of a change; take bases of equal depth, or train anew",
+    "rooted": "only the widening of models read it; leave the entry out",
+}
+"""Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by name:
+what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""
 
 
 def removed(name: str) -> str:

@@ -36,7 +36,7 @@ LONGEST = (
     *("test_averaging.py", "test_variants.py", "test_recipe_commands.py", "test_merge_command.py", "test_recipes.py"),
     *("test_first_screen.py", "test_adapters.py", "test_interrupted_align.py", "test_alignment_file.py", "test_cli.py"),
     *("test_transport.py", "test_proof.py", "test_plugin_commands.py", "test_matching_attention.py"),
-    *("test_unlike_bases.py", "test_paths.py", "test_save_alignment.py", "test_carry_refit.py", "test_interrupted.py"),
+    *("test_paths.py", "test_save_alignment.py", "test_carry_refit.py", "test_interrupted.py"),
     *("test_assignment.py", "test_invisible_biases.py", "test_fit_sparing.py", "test_families_by_data.py"),
 )
 """Files that take more than ten seconds each: they start first, so that none keeps a worker busy when the other one has

@@ -85,9 +85,7 @@ def lay_out(spec: ArchitectureSpec, config: Mapping[str, Any], tensors: int | No
     values = variables(spec, config)
     root = Scope(spec, values, "", {}, tensors)
     streams = {
-        name: Space(
-            name, "stream", {"size": integer(root, stream.size, f"size of stream {name}")}, rooted=stream.rooted
-        )
+        name: Space(name, "stream", {"size": integer(root, stream.size, f"size of stream {name}")})
         for name, stream in spec.streams.items()
         if holds(root, stream.when)
     }

@@ -33,7 +33,6 @@ class Space:
         gated: whether the neurons' activations are multiplied by a second, linear map.
         degree: a neuron scaled by c on its way in is scaled by 1 / c^degree on its way out; 0: it cannot be scaled.
         head: of a translation: that of a head's rows, which changes logits.
-        rooted: of a stream: whether embeddings are multiplied by the root of its size.
     """
 
     name: str
@@ -51,7 +50,6 @@ class Space:
     gated: bool = False
     degree: int = 0
     head: bool = False
-    rooted: bool = False
 
     def factors(self, role: str) -> tuple[int, ...]:
         """Dimensions an axis of this role splits into."""

@@ -255,11 +255,9 @@ class StreamSpec(StrictModel):
         limit: the largest group (none, permutation, signed_permutation), or an expression that gives it, where
             something that the norms do not show forbids a larger one.
         output: where forward hands the stream out, so that its limit is none: an expression for the output's name.
-        rooted: whether tokens' embeddings are multiplied by the square root of the width on their way into it.
     """
 
     size: Expression
-    rooted: bool = False
     when: Expression = None
     limit: Expression = None
     output: Expression = None

@@ -51,11 +51,6 @@ class Plan:
     no_changes: str = ""
     tied: bool = False
 
-    @property
-    def one_shape(self) -> bool:
-        """Whether it looks at more of a donor than its tensors in the anchor's coordinates."""
-        return bool(self.statistics) or self.unit == BLOCK
-
 
 def numbers_for(weights: Any, count: int, of: str) -> list[float]:
     """Weights that a caller gave, one for each of `count` models.

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.carrying.frame import FittingNorms, Frame
 from rotation_merge.errors import AlignmentError
 from rotation_merge.linalg.polar import procrustes
 from rotation_merge.matching.activations import Activations
@@ -40,12 +39,11 @@ class Carrier:
     """Carries changes of the old base to the new one.
 
     Attributes:
-        architecture: of the new base; without a frame, of the old one, too.
+        architecture: of both bases.
         old, new: the bases as they are stored; both answer to the names of `architecture`.
         alignment: of the old base to the new one.
         rows: where the vocabularies differ.
         dtype: that a carried model is going to be rounded to, if another than its own.
-        frame: common shapes, if the bases' shapes differ; the old base has its sizes, and `alignment` is made in it.
         sites: by name of a linear map: the map of its inputs after the alignment, (inputs, inputs).
     """
 
@@ -55,22 +53,11 @@ class Carrier:
     alignment: Alignment
     rows: RowPair | None = None
     dtype: torch.dtype | None = None
-    frame: Frame | None = None
     sites: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def fold(self) -> Fold:
         return Fold(self.architecture, self.alignment.folded, self.dtype)
-
-    @property
-    def folded(self) -> tuple[str, ...]:
-        """Streams that are folded in both bases before a change is moved."""
-        resized = () if self.frame is None else self.frame.folded
-        return tuple(dict.fromkeys((*self.alignment.folded, *resized)))
-
-    def paired_block(self, block: Block) -> Block | None:
-        """The old base's block that is paired with one of the new base, under the names of `old`; None without one."""
-        return block if self.frame is None else self.frame.block(block)
 
     def block(self, block: Block, changes: Mapping[str, Change]) -> Changes:
         """Changes of a block's tensors in the new base's storage form, with the remaining bias changes.
@@ -121,41 +108,22 @@ class Carrier:
         """One change, or one factor of a change: folded, moved, unfolded, with the rows of the new vocabulary."""
         return self.stored(block, info, self.fold.tensor(block, info, get), weight)
 
-    def moved(self, block: Block, info: TensorInfo, change: Tensor, places: FittingNorms | None = None) -> Tensor:
-        """A change of the folded old base in the new base's coordinates and sizes.
-
-        Args:
-            places: records the norm of the part that fits.
-        """
-        wide = info if self.frame is None else self.frame.of(block, info)
-        moved = transform_tensor(change, wide, self.alignment.transforms, change=True)
+    def moved(self, info: TensorInfo, change: Tensor) -> Tensor:
+        """A change of the folded old base in the new base's coordinates."""
+        moved = transform_tensor(change, info, self.alignment.transforms, change=True)
         site, dim = self.sites.get(info.name), input_dim(info)
         if site is not None and dim is not None:
             moved = (moved.movedim(dim, -1) @ site.to(moved).mT).movedim(-1, dim)
-        if self.frame is None:
-            return moved
-        cut = self.frame.cut(block, info, moved)
-        if places is not None:
-            placed = float(self.with_new_rows(block, info, cut).square().sum())
-            places.found[block.name, info.key] = placed, float(moved.square().sum())
-        return self.frame.scaled(block, info, cut, self.folded)
+        return moved
 
-    def stored(
-        self,
-        block: Block,
-        info: TensorInfo,
-        change: Tensor,
-        weight: Tensor | None = None,
-        places: FittingNorms | None = None,
-    ) -> Tensor:
+    def stored(self, block: Block, info: TensorInfo, change: Tensor, weight: Tensor | None = None) -> Tensor:
         """A change of the folded old base in the new base's storage form and vocabulary.
 
         Args:
             weight: of a bias: the change of the weight beside it, as it is to be stored.
-            places: records the norm of the part that fits the new base.
         """
-        moved = self.moved(block, info, change, places)
-        moved = unfold_change(block, info, moved, reader(block, self.new), self.folded, weight)
+        moved = self.moved(info, change)
+        moved = unfold_change(block, info, moved, reader(block, self.new), self.alignment.folded, weight)
         return self.with_new_rows(block, info, moved)
 
     def with_new_rows(self, block: Block, info: TensorInfo, moved: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from rotation_merge.config import DONOR_ONLY, EACH, FILE, Config, Kind, is_text, option
+from rotation_merge.config import DONOR_ONLY, EACH, FILE, Config, option
 from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.matching.options import BOTH, MATCH_ON, WEIGHTS, AlignConfig
 
@@ -15,7 +15,6 @@ SAMPLES, TRAINING_SAMPLES = 64, 512
 """Numbers of samples, if none is given: to solve or to judge, and to train."""
 
 AUTO = "auto"
-PAIRS = Kind("OLD:NEW,... or ranges (0-3:0-3,4:6)", is_text)
 PLAIN, MERGED, NONE = "plain addition", "wudi", "none"
 """Alternatives to a method that samples may prefer: plain addition, a merge of the new base and the fine-tune as two
 fine-tunes of the old base, and the unchanged new base."""
@@ -68,14 +67,6 @@ class TransferConfig(Config):
     length: int = option(128, "tokens in a sample", low=2, command=False)
     seed: int = option(0, "seed of all random numbers")
     rank: int = option(0, "write a fine-tune's change as an adapter of this rank; `0`: as a model", low=0, key="lora")
-    widths: bool = option(False, "accept an old base of other sizes than the new base's", scope=DONOR_ONLY)
-    layers_map: str | None = option(
-        None,
-        "pairs of layers OLD:NEW where the bases' depths differ, as `0-3:0-3,4:6`. `auto`: by similarity",
-        PAIRS,
-        words=(AUTO,),
-        scope=DONOR_ONLY,
-    )
     match_on: str | None = option(
         None,
         "what chooses the maps: `weights`, `activations` of both models on `data`, or `both`. Both models need one "
@@ -150,11 +141,6 @@ class TransferConfig(Config):
     def matched_on(self) -> str:
         """The source of the maps: weights, activations or both."""
         return self.match_on or (BOTH if self.method == "activations" else WEIGHTS)
-
-    @property
-    def resizes(self) -> bool:
-        """Whether the bases' shapes may differ."""
-        return self.widths or bool(self.layers_map)
 
     def reading(self, batch_size: int) -> dict[str, Any]:
         """Keyword arguments for reading samples."""

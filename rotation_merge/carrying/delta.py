@@ -13,9 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.carrying.carrier import Carrier, Change, Changes, is_bias, weight_key
-from rotation_merge.carrying.frame import FittingNorms, FramedSource
 from rotation_merge.errors import AlignmentError, not_written
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model import slices
@@ -44,7 +43,6 @@ class Delta:
         tuned: the fine-tune's tensors, under the names of the carrier's architecture.
         scale: factor of the change.
         dtype: of the results; None: the new base's for storage.
-        places: norms of the part of the change that fits a new base of other shapes, so far.
         solved: names of the tensors that were solved or trained for the new base itself; None: it is a fine-tune's
             change. Solved tensors are read in float64 and already have the rank of an adapter, if one is wanted.
         opened: the model that it is for, where it was made of models at hand.
@@ -54,7 +52,6 @@ class Delta:
     tuned: TensorSource
     scale: Scale = 1.0
     dtype: torch.dtype | None = None
-    places: FittingNorms = field(default_factory=FittingNorms)
     solved: frozenset[str] | None = None
     opened: OpenedModel | None = field(default=None, repr=False)
 
@@ -212,7 +209,7 @@ class Delta:
     def _carried(self, block: Block, info: TensorInfo, stored: Tensor) -> tuple[Tensor, float, float]:
         """A tensor of the new base with the change, long shared vocabularies in slices, and the squared norms."""
         sources, norms = (self.carrier.old, self.carrier.new, self.tuned), list[tuple[float, float]]()
-        same = info.vocabulary_axis is not None and self.carrier.frame is None and self.carrier.rows is None
+        same = info.vocabulary_axis is not None and self.carrier.rows is None
         views = slices.views(block, sources if same else [])
 
         def made(part: slice | None) -> Tensor:
@@ -233,12 +230,10 @@ class Delta:
     def _with_change(self, block: Block, info: TensorInfo) -> tuple[Tensor, float, float]:
         """See `tensors`; without rounding."""
         carrier = self.carrier
-        base = read_tensor(info, self._folded(carrier.new, carrier.architecture))
+        base = read_tensor(info, self._folded(carrier.new))
         assert base is not None
-        if carrier.paired_block(block) is None:
-            return base, 0.0, 0.0
         change, before = self._change(block, info)
-        moved = carrier.with_new_rows(block, info, carrier.moved(block, info, change, self.places))
+        moved = carrier.with_new_rows(block, info, carrier.moved(info, change))
         return base + scale_at(self.scale, block.name) * moved, float(change.square().sum()), before
 
     def factors(self, block: Block, rank: int | None) -> tuple[Changes, dict[str, tuple[float, float]]]:
@@ -252,15 +247,13 @@ class Delta:
         """
         result: Changes = {}
         norms: dict[str, tuple[float, float]] = {}
-        if self.carrier.paired_block(block) is None:
-            return result, norms
         for info in sorted(block.tensors, key=lambda i: is_bias(i.key)):
             if not self._holds(info) or read_tensor(info, self.carrier.new) is None:
                 continue
             change, _ = self._change(block, info)
             weight = block.tensor(weight_key(info.key)) if is_bias(info.key) else None
             beside = dense(result[weight.key], weight) if weight is not None and weight.key in result else None
-            moved = self.carrier.stored(block, info, change.double(), beside, self.places)
+            moved = self.carrier.stored(block, info, change.double(), beside)
             whole = scale_at(self.scale, block.name) * moved
             if self.solved is None and not bool(whole.any()):
                 continue  # an adapter of what was solved has factors of zero where nothing is worth carrying
@@ -291,23 +284,13 @@ class Delta:
                     change |= unstack(info, dense(part, info))
             yield change
 
-    def fitting_notes(self) -> list[str]:
-        """Lines on the share of the change that fits the new base's shapes; empty for equal shapes."""
-        frame, old = self.carrier.frame, self.carrier.old
-        if frame is not None and isinstance(old, FramedSource) and isinstance(self.tuned, FramedSource):
-            self.places.lost.update(frame.unmatched_norms(old, self.tuned))
-        return self.places.words()
-
-    def _folded(self, source: TensorSource, architecture: Architecture) -> TensorSource:
-        streams = self.carrier.folded
-        return folded_source(architecture, source, streams, self.carrier.dtype)
+    def _folded(self, source: TensorSource) -> TensorSource:
+        carrier = self.carrier
+        return folded_source(carrier.architecture, source, carrier.alignment.folded, carrier.dtype)
 
     def _change(self, block: Block, info: TensorInfo) -> tuple[Tensor, float]:
         """The change of a tensor of the folded model, and the squared norm of the original tensor."""
-        frame = self.carrier.frame
-        architecture = self.carrier.architecture if frame is None else frame.common
-        info = info if frame is None else frame.of(block, info)
-        old, tuned = (read_tensor(info, self._folded(s, architecture)) for s in (self.carrier.old, self.tuned))
+        old, tuned = (read_tensor(info, self._folded(source)) for source in (self.carrier.old, self.tuned))
         if old is None or tuned is None or old.shape != tuned.shape:
             why = "the fine-tune's has another shape" if old is not None and tuned is not None else "a model lacks it"
             raise AlignmentError(
@@ -320,7 +303,7 @@ class Delta:
         if not bool(torch.isfinite(change).all()):
             problem = f"'{info.name}' of the fine-tune or its base holds NaN or infinity"
             raise AlignmentError(problem, where=block.name, remedy="repair or replace the checkpoint")
-        return change if frame is None else frame.grow_old.trimmed(info.name, change), float(old.square().sum())
+        return change, float(old.square().sum())
 
 
 NOTHING_LEFT = 1e-4

@@ -374,8 +374,8 @@ class ScaledChange:
 
     @property
     def _base(self) -> TensorSource:
-        carrier, streams = self.carrier, self.carrier.folded
-        return folded_source(carrier.architecture, carrier.new, streams, carrier.dtype)
+        carrier = self.carrier
+        return folded_source(carrier.architecture, carrier.new, carrier.alignment.folded, carrier.dtype)
 
     @property
     def blocks(self) -> list[str]:

@@ -4,8 +4,7 @@ Layer after layer, from the carried model's own inputs, a linear map aims at ``n
 base's own output, plus the change of the old pair's output on the same samples, mapped by the least-squares map M from
 the old base's values to the new one's (which corrects the alignment). Writers aim at the stream. The outputs of the
 head, tokens or classes, are not mapped, and the head is fitted to their probabilities. Text of the new base's own may
-stand beside the samples: there, the change is zero. An old pair of other sizes or depth runs as it stands: M is
-rectangular then, and starts at the aligned values of the old base; layers without a partner are not solved.
+stand beside the samples: there, the change is zero.
 
 Source: this project's study (benchmarks/carry.py); the layer-wise fit is that of RegMean++ (Nguyen and others, 2025),
 maps between activations as in Theseus (2026).
@@ -14,26 +13,22 @@ maps between activations as in Theseus (2026).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture import Architecture
-from rotation_merge.architecture.model import Axis, Block, TensorInfo
+from rotation_merge.architecture.model import Block
 from rotation_merge.averaging.refit import Answer, Refit, RefitResult, same_place
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.linalg.ridge import ridge_change
 from rotation_merge.matching.alignment import aligned_source
-from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.source import TensorSource
-from rotation_merge.model.widen import cut_axis, padded_axis
 from rotation_merge.run.data import with_small_first_batch
-from rotation_merge.run.functions import Batch, architecture_of
-from rotation_merge.run.maps import linear_map
-from rotation_merge.run.recorder import LAYER, BlockHooks
+from rotation_merge.run.functions import Batch
+from rotation_merge.run.recorder import BlockHooks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.stages import rows
 from rotation_merge.run.store import BatchStore, Store
@@ -43,71 +38,12 @@ HEAD_RIDGE = 3e-3
 """Of a head that is fitted to probabilities, per position and mean square of its inputs."""
 
 
-@dataclass(frozen=True)
-class FrameMaps:
-    """Maps from values of the old base to values of the new one: widening, alignment and cutting.
-
-    Attributes:
-        carrier: between bases of unlike shapes.
-    """
-
-    carrier: Carrier
-
-    def partner(self, block: Block) -> int | None:
-        """The old base's layer that meets one of the new base's; None: none does."""
-        frame = self.carrier.frame
-        assert frame is not None
-        return dict(frame.layers.get(block.module, ())).get(block.index or 0)
-
-    def of(self, block: Block, key: str) -> Tensor | None:
-        """The matrix M (old size, new size), float64, with ``new ~ old @ M``, for a map's output or a stream place.
-
-        None for tokens and classes, which mean the same in both.
-        """
-        frame = self.carrier.frame
-        assert frame is not None
-        frame_block = next((b for b in self.carrier.architecture.blocks if same_place(b, block)), None)
-        if frame_block is None or frame.block(frame_block) is None:
-            return None
-        blocks = [
-            next(b for b in architecture.blocks if b.name == frame_block.name)
-            for architecture in (frame.grow_old.narrow, frame.common, frame.grow_new.narrow)
-        ]
-        infos = [_given(sized_block, key) for sized_block in blocks]
-        if any(info is None or not info.axes[1].parts for info in infos):
-            return None
-        old, common, new = (info for info in infos if info is not None)
-        x = torch.eye(old.axes[1].size or 0, dtype=torch.float64)
-        transforms, fold = self.carrier.alignment.transforms, self.carrier.fold
-        if any(part.role == "write" and part.space.name in fold.centred for part in old.axes[1].parts):
-            x = x - x.mean(1, keepdim=True)
-        x = padded_axis(x, 1, old.axes[1], common.axes[1], 0.0) * frame.grow_old.factor(blocks[0], old)
-        x = transform_tensor(x, common, transforms, change=True)
-        return cut_axis(x, 1, new.axes[1], common.axes[1]) / frame.grow_new.factor(blocks[2], new)
-
-
-def _given(block: Block, key: str) -> TensorInfo | None:
-    """Rows of a map's output, or of the stream at a place, as a tensor with axes (rows, coordinates)."""
-    info = block.tensor(key)
-    norm = next((norm for norm in block.norms if norm.gain == key), None)
-    if norm is None and key != LAYER:
-        linear = None if info is None else linear_map(block, info)
-        return None if linear is None else replace(linear.info, axes=(Axis(), linear.outputs), common=None)
-    for tensor in block.tensors:
-        for axis in tensor.axes:
-            alone = len(axis.parts) == 1 and axis.parts[0].role == "write"
-            if alone and (norm is None or axis.parts[0].space.name == norm.stream):
-                return replace(tensor, axes=(Axis(), axis), common=None)
-    return None
-
-
 @dataclass
 class ChangedAnswers:
     """Targets of the refit: the new base's outputs plus the mapped change of the old pair.
 
     Attributes:
-        new, old, tuned: the models on the same batches; the last two in the new one's coordinates, or as they stand.
-        between: for an old pair of other sizes or depth: the map of its values to the new base's.
+        new, old, tuned: the models on the same batches; the last two in the new one's coordinates.
         weights: weight of each batch in fitting the maps.
         scale: factor of the change.
         ridge: of the maps.
@@ -121,7 +57,6 @@ class ChangedAnswers:
     scale: float = 1.0
     ridge: float = 0.2
     base_texts: int = 0
-    between: FrameMaps | None = None
     _kept: BatchStore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -134,23 +69,18 @@ class ChangedAnswers:
 
     def compute_answers(self, block: Block, answer_keys: frozenset[str]) -> bool:
         """Run all three through the block, find the maps, and keep the answers to every batch."""
-        runners = self.runners
-        new_block = self.new.advance()
-        if new_block is None:
+        opened = [runner.advance() for runner in self.runners]
+        aligned_blocks = [partner for partner in opened if partner is not None and same_place(partner, block)]
+        if len(aligned_blocks) < len(opened):
             return False
-        met = [self._meeting(runner, new_block) for runner in runners[1:]]
-        aligned_blocks = [new_block, *(partner for partner in met if partner is not None)]
-        if len(aligned_blocks) < len(runners) or not same_place(new_block, block):
-            _pass(self.new)
-            return False
-        taps = [BlockHooks(runner, runner_block) for runner, runner_block in zip(runners, aligned_blocks, strict=True)]
-        starts = {} if self.between is None else {key: self.between.of(new_block, key) for key in answer_keys}
-        maps = _Maps(self.ridge, {key: start for key, start in starts.items() if start is not None})
+        taps = [
+            BlockHooks(runner, runner_block) for runner, runner_block in zip(self.runners, aligned_blocks, strict=True)
+        ]
+        maps = _Maps(self.ridge)
         weights, keys = self.weights if answer_keys or block.index is not None else [], list[str]()
         for batch, weight in enumerate(weights):
             values = [_seen(tap, batch, answer_keys) for tap in taps]
             keys = [key for key in sorted(answer_keys) if all(key in answers for answers in values)]
-            keys = [key for key in keys if maps.fits(key, values[1][key], values[0][key])]
             new, old, tuned = ([answers[key] for key in keys] for answers in values)
             if weight:
                 maps.add(dict(zip(keys, zip(old, new, strict=True), strict=True)))
@@ -170,22 +100,6 @@ class ChangedAnswers:
         """They are no model's own: a change is added to them."""
         return False
 
-    def _meeting(self, runner: Runner, new_block: Block) -> Block | None:
-        """The block of the old pair that meets one of the new base's; those before it are passed through."""
-        if self.between is None or new_block.index is None:
-            candidate = runner.advance()
-            while self.between is not None and candidate is not None and candidate.index is not None:
-                _pass(runner)  # layers that meet none
-                candidate = runner.advance()
-            return candidate if candidate is not None and same_place(candidate, new_block) else None
-        if (index := self.between.partner(new_block)) is None:
-            return None
-        while (candidate := runner.advance()) is not None:
-            if (candidate.module, candidate.place, candidate.index) == (new_block.module, new_block.place, index):
-                return candidate
-            _pass(runner)
-        return None
-
     def __call__(self, batch: int) -> Answer:
         return self._kept.get(batch, self.new.device)
 
@@ -204,25 +118,18 @@ def _seen(taps: BlockHooks, batch: int, answer_keys: frozenset[str]) -> dict[str
     return {**activations.outputs, **activations.stream}
 
 
-def _pass(runner: Runner) -> None:
-    """Run every batch through the present block, for those after it."""
-    with runner.recording():
-        for batch in range(len(runner.batches)):
-            runner.run(batch)
-
-
 class _Maps:
-    """Least-squares maps M, ``new ~ old M``; directions without samples keep their start (the identity)."""
+    """Least-squares maps M, ``new ~ old M``; directions without samples keep the identity."""
 
-    def __init__(self, ridge: float, starts: Mapping[str, Tensor]) -> None:
-        self.ridge, self.starts = ridge, starts
+    def __init__(self, ridge: float) -> None:
+        self.ridge = ridge
         self.grams: dict[str, Tensor] = {}
         self.crosses: dict[str, Tensor] = {}
 
     def add(self, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         for key, (old, new) in values.items():
             x, y = rows(old).double(), rows(new).double()
-            gram, cross = x.mT @ x, x.mT @ (y - x @ self._start(key, x))
+            gram, cross = x.mT @ x, x.mT @ (y - x)
             self.grams[key] = self.grams[key] + gram if key in self.grams else gram
             self.crosses[key] = self.crosses[key] + cross if key in self.crosses else cross
 
@@ -233,17 +140,8 @@ class _Maps:
             penalty = torch.full((len(gram),), self.ridge * float(gram.diagonal().mean())).to(gram)
             change = ridge_change(gram, self.crosses[key], penalty)
             if change is not None:
-                maps[key] = self._start(key, gram) + change.mT
+                maps[key] = torch.eye(len(gram)).to(gram) + change.mT
         return maps
-
-    def fits(self, key: str, old: Tensor, new: Tensor) -> bool:
-        """Whether a map between values of these sizes exists."""
-        start = self.starts.get(key)
-        sizes = (old.shape[-1], new.shape[-1])
-        return sizes[0] == sizes[1] if start is None else tuple(start.shape) == sizes
-
-    def _start(self, key: str, like: Tensor) -> Tensor:
-        return self.starts[key].to(like) if key in self.starts else torch.eye(like.shape[-1]).to(like)
 
 
 @dataclass(frozen=True)
@@ -274,7 +172,6 @@ def refit_change(
     options: ChangeOptions,
     store: Store | None = None,
     progress: Progress | None = None,
-    pair: Sequence[Any] = (),
     base_texts: Sequence[Batch] = (),
 ) -> tuple[dict[str, Tensor], RefitResult]:
     """Solve the new base's maps for its own outputs plus the old pair's change.
@@ -284,7 +181,6 @@ def refit_change(
         config: of transformers, the new base's.
         tuned: the fine-tune, under the names of the carrier's architecture.
         batches: samples, as the models take them.
-        pair: where the bases' shapes differ: the old base and the fine-tune, loaded.
         base_texts: text of the new base's own, where nothing shall change.
 
     Returns:
@@ -301,19 +197,11 @@ def refit_change(
     def runner(source: TensorSource, prefix: str, untie: bool) -> Runner:
         return Runner(config, source, architecture, batches, store, prefix, device=options.device, untie=untie)
 
-    def loaded(model: Any, prefix: str) -> Runner:
-        architecture = architecture_of(model)
-        return Runner(model.config, model.state_dict(), architecture, batches, store, prefix, device=options.device)
-
     new = runner(carrier.new, "new", options.untie)
-    if carrier.frame is None:
-        aligned = [_aligned(architecture, source, carrier) for source in (carrier.old, tuned)]
-        old, fine = (runner(source, name, True) for name, source in zip(("old", "tuned"), aligned, strict=True))
-    else:
-        old, fine = (loaded(model, name) for name, model in zip(("old", "tuned"), pair, strict=True))
+    aligned = [aligned_source(architecture, source, carrier.alignment) for source in (carrier.old, tuned)]
+    old, fine = (runner(source, name, True) for name, source in zip(("old", "tuned"), aligned, strict=True))
     weights = [1.0] * len(batches)
-    between = None if carrier.frame is None else FrameMaps(carrier)
-    answers = ChangedAnswers(new, old, fine, store, weights, options.scale, base_texts=len(base_texts), between=between)
+    answers = ChangedAnswers(new, old, fine, store, weights, options.scale, base_texts=len(base_texts))
     merge = runner(carrier.new, "carried", options.untie)
     watch = progress or (lambda *_: None)
     shape = partial(of_rank, rank=options.rank) if options.rank else None
@@ -345,8 +233,3 @@ def of_rank(change: Tensor, gram: Tensor, rank: int) -> Tensor:
     values, vectors = torch.linalg.eigh(weight @ gram[:width, :width] @ weight.mT)
     basis = vectors[:, values.argsort(descending=True)[:rank]]
     return torch.cat([basis @ (basis.mT @ weight), change[:, width:]], 1)
-
-
-def _aligned(architecture: Architecture, source: TensorSource, carrier: Carrier) -> TensorSource:
-    """A model of the old pair in the new base's coordinates."""
-    return aligned_source(architecture, source, carrier.alignment)

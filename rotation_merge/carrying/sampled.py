@@ -137,7 +137,7 @@ class SampledTransfer:
     def is_cut(self) -> bool:
         """Whether the moved change is written as a new adapter, cut to its rank; an adapter keeps its factors."""
         adapter = parse_reference(self.name).lora is not None
-        return bool(self.rank) and not (adapter and self.session.carrier.frame is None)
+        return bool(self.rank) and not adapter
 
     def carried(self, out: str) -> ChosenChange:
         """The carried change at its scale: by the method, by plain addition, or none, by their losses on samples.
@@ -173,8 +173,6 @@ class SampledTransfer:
 
     def _alternatives(self) -> dict[str, Callable[[], Delta]]:
         """Changes that are tried beside the method's, by name."""
-        if self.session.carrier.frame is not None:
-            return {}
         plain = {PLAIN: self._plain}
         return {**plain, MERGED: self._merged} if self.session.bases.nearness.shared else plain
 
@@ -366,11 +364,9 @@ class SampledTransfer:
         softmax = HEAD_RIDGE if data.task in CROSS_ENTROPY else None
         options = ChangeOptions(softmax=softmax, rank=self.rank, untie=self._untie, device=device)
         batches = unpadded(data.batches, self.config.data)
-        names = (self._old, self.name) if self.session.carrier.frame is not None else ()
-        pair = [self._on(name) for name in names]
         carrier, config = self.session.carrier, self._model_config
         tensors, _ = refit_change(
-            carrier, config, self.tuned, batches, options, progress=self.progress, pair=pair, base_texts=base_texts
+            carrier, config, self.tuned, batches, options, progress=self.progress, base_texts=base_texts
         )
         return tensors
 
@@ -390,10 +386,9 @@ class SampledTransfer:
         new = self.session.carrier.new
         return {name: new[name].to(change.dtype) + change for name, change in delta.changes(self._tied).items()}
 
-    def by_weights(self, scale: Scale = 1.0) -> tuple[dict[str, Tensor], list[str]]:
-        """The new base's tensors with the change moved by weights, and notes on the share that fits."""
-        delta = self._moved(scale)
-        return self._with(delta), delta.fitting_notes()
+    def by_weights(self, scale: Scale = 1.0) -> dict[str, Tensor]:
+        """The new base's tensors with the change moved by weights."""
+        return self._with(self._moved(scale))
 
     @property
     def _untie(self) -> bool:

@@ -11,11 +11,10 @@ from mergekit.common import dtype_from_name
 from torch import Tensor
 
 from rotation_merge.carrying.adapter import CarriedAdapter, carry_adapter
-from rotation_merge.carrying.bases import Bases, open_bases
+from rotation_merge.carrying.bases import Bases
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta, Scale, share
-from rotation_merge.carrying.frame import ResizeOptions
 from rotation_merge.carrying.judge import parted
 from rotation_merge.carrying.lora import adapter_of, left_out
 from rotation_merge.carrying.tokens import AddedTokens
@@ -131,7 +130,6 @@ class TransferSession:
         cls, bases: Bases, config: TransferConfig, execution: Execution, progress: Progress | None = None
     ) -> TransferSession:
         """A session with aligned bases: matched, from a file, or from a given alignment."""
-        bases = bases.with_layer_pairs(config.match, progress)
         if isinstance(config.alignment, str):
             alignment, report = bases.given(config.alignment)
         else:
@@ -175,10 +173,9 @@ class TransferSession:
         """The change of a whole fine-tune as an adapter, with notes on it."""
         delta = self.delta(tuned)
         written, norms = adapter_of(delta, rank, self.bases.new)
-        subject = "the change" if self.carrier.frame is None else "the part of the change that fits"
         more = "; a higher rank keeps more" if share(norms) < ENOUGH else ""
-        note = f"Rank {rank} keeps {share(norms):.1%} of {subject} (squared norm){more}."
-        return written, [*delta.fitting_notes(), note, *left_out(self.bases.new)]
+        note = f"Rank {rank} keeps {share(norms):.1%} of the change (squared norm){more}."
+        return written, [note, *left_out(self.bases.new)]
 
     def report_on(self, work: str) -> MergeReport:
         """The report on the bases, with the origin and licence of the work."""
@@ -214,7 +211,7 @@ class TransferSession:
             for _, pieces, change, before in delta.tensors():
                 run.transport(work, change, before)
                 yield from pieces.items()
-            lines.extend([*self.report.notes, *delta.fitting_notes(), *run.transport_notes(), *self.advice_lines])
+            lines.extend([*self.report.notes, *run.transport_notes(), *self.advice_lines])
             lines.extend([*([not_written(stale)] if stale else []), *self.token_words])
 
         def text() -> str:
@@ -242,11 +239,6 @@ class TransferSession:
         tensors = chain(delta.named(dtype_from_name(storage.dtype)), self._grown(delta.solved or ()))
         write_checkpoint(self.bases.new, tensors, report, text, out, storage, progress, beside=beside)
         return TransferResult(work, out, [verdict(self.bases, report), *report.notes], report)
-
-
-def bases_of(old: str, new: str, config: TransferConfig, execution: Execution, untie: bool = True) -> Bases:
-    """The two bases of a transfer, opened."""
-    return open_bases(new, old, execution.device, untie, ResizeOptions(config.widths, config.layers_map or ""))
 
 
 def matcher(config: TransferConfig, bases: Bases, device: str) -> Match:

@@ -40,7 +40,6 @@ NAMED = 8
 
 NO_ROWS = "the adapter holds no whole embedding and head"
 OF_MERGE = "a merge keeps its anchor's tokenizer; carry the fine-tune first ('rotation-merge carry'), and merge that"
-OTHER_SHAPES = "the bases are of unlike shapes"
 
 
 @dataclass(frozen=True)
@@ -64,18 +63,17 @@ class AddedTokens:
     reason: str = ""
 
     @classmethod
-    def of(cls, bases: Bases, name: str, rank: int, resized: bool) -> AddedTokens:
+    def of(cls, bases: Bases, name: str, rank: int) -> AddedTokens:
         """Return the tokens that a fine-tune adds to the old base.
 
         Args:
             name: as it is loaded: a path, or `base+adapter`.
             rank: of the adapter that is written; 0: a model is.
-            resized: whether the bases' shapes may differ.
         """
         model = open_model(name)
         lora = model.reference.lora
         folder = model.folder if lora is None else lora.path
-        reason = NO_ROWS if rank else OTHER_SHAPES if resized else ""
+        reason = NO_ROWS if rank else ""
         return cls(bases, folder, vocabulary_size(model) or 0, model, not reason, reason)
 
     @classmethod
@@ -335,4 +333,4 @@ def saved_rows(adapter: Adapter, bases: Bases) -> dict[str, Tensor]:
 
 def adds_tokens(work: str, bases: Bases) -> bool:
     """Whether a whole fine-tune of the old base has a chat template or tokens beyond it."""
-    return not is_adapter(work) and not AddedTokens.of(bases, work, 0, resized=False).empty
+    return not is_adapter(work) and not AddedTokens.of(bases, work, 0).empty

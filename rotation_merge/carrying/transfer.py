@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rotation_merge.carrying.bases import Bases, usable_as_it_is
+from rotation_merge.carrying.bases import Bases, open_bases, usable_as_it_is
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.lora import adapter_of, left_out
-from rotation_merge.carrying.session import Execution, TransferResult, TransferSession, bases_of, check_head
+from rotation_merge.carrying.session import Execution, TransferResult, TransferSession, check_head
 from rotation_merge.carrying.tokens import AddedTokens, adds_tokens
 from rotation_merge.errors import CheckpointError, DataError
 from rotation_merge.files.scratch import Scratch
@@ -63,20 +63,15 @@ def _carry_weights(
     """Carry changes by weights alone. All adapters are carried before anything is written."""
     adapters = {out: Adapter(path) for out, path in works.items() if is_adapter(path)}
     whole = {out: path for out, path in works.items() if out not in adapters}
-    merged: dict[str, Adapter] = {}
-    if config.resizes:  # an adapter's change is read as its model's, which it makes of low rank again
-        whole, merged, adapters = {**whole, **{out: f"{old}+{a.path}" for out, a in adapters.items()}}, adapters, {}
-    ranks = {out: config.rank or (merged[out].rank if out in merged else 0) for out in whole}
-    untie = execution.storage.untie or all(ranks.get(out, 1) for out in works)
-    bases = bases_of(old, new, config, execution, untie)
+    untie = execution.storage.untie or bool(config.rank) or not whole
+    bases = open_bases(new, old, execution.device, untie)
     if (unmoved := unchanged_results(works, bases, config, execution)) is not None:
         return unmoved
     config = resolved_residual(config, bases)
-    bases = bases.with_layer_pairs(config.match, progress)
-    added = {out: AddedTokens.of(bases, path, ranks[out], config.resizes) for out, path in whole.items()}
+    added = {out: AddedTokens.of(bases, path, config.rank) for out, path in whole.items()}
     tuned = {out: bases.tuned(path, added[out].lengths[1]) for out, path in whole.items()}
     aligned = TransferSession.aligned(bases, config, execution, progress)
-    if not all(ranks.values()):
+    if whole and not config.rank:
         check_head(aligned.bases, execution.storage, bool(aligned.carrier.alignment.folded))
     sessions = {
         out: aligned.with_added_tokens(*AddedTokens.of_adapter(bases, adapter)) for out, adapter in adapters.items()
@@ -85,10 +80,11 @@ def _carry_weights(
         out: _naming_types(aligned.with_added_tokens(added[out], source), whole[out]) for out, source in tuned.items()
     }
     ready = {out: sessions[out].adapter(adapter) for out, adapter in adapters.items()}
-    ready |= {out: sessions[out].as_adapter(source, ranks[out]) for out, source in tuned.items() if ranks[out]}
+    if config.rank:
+        ready |= {out: sessions[out].as_adapter(source, config.rank) for out, source in tuned.items()}
     return [
         *(sessions[out].write_adapter(works[out], out, *result) for out, result in ready.items()),
-        *(sessions[out].write_model(works[out], out, tuned[out], progress) for out in tuned if not ranks[out]),
+        *(sessions[out].write_model(works[out], out, tuned[out], progress) for out in tuned if out not in ready),
     ]
 
 
@@ -105,7 +101,7 @@ def _carry_with_samples(
 
     ranks = {out: config.rank or (Adapter(work).rank if is_adapter(work) else 0) for out, work in works.items()}
     untie = execution.storage.untie or config.method != "weights" or all(ranks.values())
-    bases = bases_of(old, new, config, execution, untie)
+    bases = open_bases(new, old, execution.device, untie)
     if (unmoved := unchanged_results(works, bases, config, execution)) is not None:
         return unmoved
     if bases.rows is not None:
@@ -114,8 +110,7 @@ def _carry_with_samples(
         )
     names = {out: f"{old}+{path}" if is_adapter(path) else path for out, path in works.items()}
     config = resolved_residual(config, bases)
-    bases = bases.with_layer_pairs(config.match, progress)
-    added = {out: AddedTokens.of(bases, name, ranks[out], config.resizes) for out, name in names.items()}
+    added = {out: AddedTokens.of(bases, name, ranks[out]) for out, name in names.items()}
     sources = {out: bases.tuned(name, added[out].lengths[1]) for out, name in names.items()}
     session = TransferSession.aligned(bases, config, execution, progress)
     used = [
@@ -159,7 +154,7 @@ def _write_moved(session: TransferSession, sampled: SampledTransfer, work: str, 
     """Write the change moved by weights, at the scales of a session."""
     if not sampled.rank:
         return session.write_model(work, out, sampled.tuned, sampled.progress)
-    if is_adapter(work) and session.carrier.frame is None:
+    if is_adapter(work):
         return session.write_adapter(work, out, *session.adapter(Adapter(work)))
     return session.write_adapter(work, out, *session.as_adapter(sampled.tuned, sampled.rank))
 
@@ -214,18 +209,17 @@ def transferred(
     from rotation_merge.carrying.sampled import SampledTransfer
 
     execution = execution or Execution()
-    session = TransferSession.aligned(bases_of(old, new, config, execution), config, execution, progress)
-    tokens, tuned = AddedTokens.of(session.bases, name, config.rank, config.resizes), session.bases.tuned(name)
+    session = TransferSession.aligned(open_bases(new, old, execution.device), config, execution, progress)
+    tokens, tuned = AddedTokens.of(session.bases, name, config.rank), session.bases.tuned(name)
     session, lost = session.with_added_tokens(replace(tokens, rows_held=False), tuned), tokens.words(written=False)
     sampled = SampledTransfer(session, name, tuned, config.rank, progress)
     alignment = session.carrier.alignment
     if not config.needs_samples:
-        tensors, places = sampled.by_weights(session.scale)
-        return tensors, [*session.report.notes, *places, *lost], alignment, None
+        return sampled.by_weights(session.scale), [*session.report.notes, *lost], alignment, None
     with Scratch() as folder:
         chosen = sampled.carried(os.path.join(folder, "out"))
     if chosen.delta.solved is None:
-        return sampled.by_weights(chosen.delta.scale)[0], [*chosen.lines, *lost], alignment, chosen.lift.facts()
+        return sampled.by_weights(chosen.delta.scale), [*chosen.lines, *lost], alignment, chosen.lift.facts()
     return dict(chosen.delta.named(torch.float32)), [*chosen.lines, *lost], alignment, chosen.lift.facts()
 
 

@@ -32,7 +32,7 @@ SAMPLED = ("match_on", "data", "samples", "seed")
 @click.argument("donor", type=MODEL)
 @click.argument("out", type=NEW_MODEL, required=False)
 @matching_options
-@config_options(MatchConfig, *SAMPLED, "widths", types={"data": SAMPLE_SOURCE})
+@config_options(MatchConfig, *SAMPLED, types={"data": SAMPLE_SOURCE})
 @click.option(
     "--alignment",
     "alignment_file",
@@ -84,11 +84,7 @@ def command(
     from rotation_merge.workers.cluster import spread
 
     options, match = config_of(AlignConfig, values), config_of(MatchConfig, values)
-    widths, untie = match.widths, match.untie
-    if widths and not (verify and out is not None):
-        raise click.UsageError(
-            "--widths compares the outputs of OUT with the donor's: name OUT, and leave out --no-verify"
-        )
+    untie = match.untie
     if out is None and alignment_file is None:
         raise click.UsageError("name OUT, or a file for --alignment")
     if gguf is not None and out is None:
@@ -96,18 +92,16 @@ def command(
     on = [] if match.match_on == WEIGHTS else [str(getattr(match, name)) for name in SAMPLED]
     if not on and any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in SAMPLED[1:3]):
         raise RotationMergeError("matching on weights uses no samples", remedy="add --match-on both, or activations")
-    if on and widths:
-        raise RotationMergeError("--match-on does not work with --widths", remedy="leave out --match-on")
     check_dtype(dtype)
     shard_bytes = parse_size(shard_size)
     if gguf is not None:
         check_gguf(donor, gguf, gguf_type, anchor)
     device, worker_device = devices(device, ray)
-    pair = open_pair(anchor, donor, options, untie, device, widths=widths)
+    pair = open_pair(anchor, donor, options, untie, device)
     progress = Progress()
     proof: Proof | None = None
     left_out_notes: tuple[str, ...] = ()
-    mark = mark_of((pair.anchor, pair.donor), on, on=on, options=asdict(options), untie=untie, widths=widths)
+    mark = mark_of((pair.anchor, pair.donor), on, on=on, options=asdict(options), untie=untie)
     with kept_beside(out or str(alignment_file), lambda: mark, device) as ledger:
         with unchanged([pair.anchor.reference, pair.donor.reference]), spread(ray, worker_device) as over:
             how = matcher(match, anchor, donor, device, over)

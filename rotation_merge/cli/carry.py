@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @config_options(
     TransferConfig,
     *("method", "steps", "data", "samples", "judge", "controls", "seed", "scale", "rank"),
-    *("widths", "layers_map", "match_on"),
+    "match_on",
     types={"data": SAMPLE_SOURCE, "judge": SAMPLE_SOURCE},
 )
 @click.option(
@@ -99,7 +99,7 @@ def command(
         if config.matched_on == WEIGHTS
         else [config.matched_on, config.data, str(config.sample_count), str(config.seed)]
     )
-    shapes = {"lora": config.rank, "untie": untie, "widths": config.widths, "layers": config.layers_map}
+    shapes = {"lora": config.rank, "untie": untie}
 
     def mark() -> str:
         return mark_of(map(open_model, (new, old)), [*on, *work], on=on, options=match, **shapes)

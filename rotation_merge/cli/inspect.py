@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from rotation_merge.cli.options import config_of, matching_options
 from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document, read_recipe
 from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, seconds_text, shown, table
-from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
+from rotation_merge.errors import RotationMergeError, nearest_path
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor
@@ -182,11 +182,6 @@ class _DonorHeaders:
 
 def _estimate(donor: RecipeDonor) -> Estimate:
     """Cost of matching a donor (or its base) to the anchor; checks its files, too."""
-    if donor.unlike:
-        problem = (
-            f"has no estimate: it is carried from {donor.origin}, whose shapes may differ from those of {donor.anchor}"
-        )
-        raise RecipeError(problem, where=donor.name, remedy="'rotation-merge check' checks the recipe")
     headers = _headers(donor)
     anchor = headers.anchor
     dtype = str(anchor.config.get("dtype") or anchor.config.get("torch_dtype") or "float32")

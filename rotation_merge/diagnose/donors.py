@@ -14,7 +14,7 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 from rotation_merge.mergekit_plugin.planning.presets import settle_presets
 from rotation_merge.mergekit_plugin.recipe.document import Document, documents
-from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor, admits_other_shapes
+from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor
 from rotation_merge.mergekit_plugin.recipe.names import METHOD, OF_MODEL, OPTIONS, RELATIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.checkpoint import Model, Models, parse_reference
@@ -52,10 +52,7 @@ def donors_of(path: str) -> list[RecipeDonor]:
         options = recipe.varying(reader, donor.model)
         words = not (config.tokenizer or config.tokenizer_source)
         names = str(recipe.base), str(donor.model)
-        unlike = admits_other_shapes(donor.parameters)
-        recipe_donor = RecipeDonor(
-            *names, options, recipe.untie, origin, file, excluded, words, recipe.unsupported, unlike
-        )
+        recipe_donor = RecipeDonor(*names, options, recipe.untie, origin, file, excluded, words, recipe.unsupported)
         how, data, count = (recipe.of_model(name, reader, donor.model) for name in ("match_on", "data", "samples"))
         result.append(replace(recipe_donor, match_on=how or WEIGHTS, data=data or "", samples=count, own=head_tensors))
     if not result:

@@ -21,7 +21,6 @@ from rotation_merge.matching.stream import residual_groups
 from rotation_merge.mergekit_plugin.planning.files import check_pulled, recipe_inputs, recipe_outputs
 from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
 from rotation_merge.mergekit_plugin.recipe.document import Document, Path
-from rotation_merge.mergekit_plugin.recipe.donor import admits_other_shapes
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
 from rotation_merge.mergekit_plugin.recipe.parameter_scopes import at, items, scopes
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
@@ -185,7 +184,7 @@ def _compare(
 ) -> None:
     resizes = document.value.get("tokenizer") or document.value.get("tokenizer_source")
     for path, model in opened.values():
-        if model is anchor or _unlike(document, path):  # the latter are looked at when the merge is planned
+        if model is anchor:
             continue
         each = recipe is not None and recipe.value("heads_of") == "each"
         try:
@@ -220,13 +219,6 @@ def _token_ids(document: Document, path: Path, anchor: Model, model: Model) -> N
 def _carried(document: Document, path: Path) -> bool:
     """Whether the model is carried into the anchor's vocabulary: a fine-tune, or its base."""
     return path[-1] == "finetuned_from" or bool(at(document.value, (*path[:-1], "parameters", "finetuned_from")))
-
-
-def _unlike(document: Document, path: Path) -> bool:
-    """Whether this place names a fine-tune, or its base, that may have other shapes than the anchor."""
-    at_model = path[:-1] if path[-1] == "finetuned_from" else (*path[:-1], "parameters")
-    settings = at(document.value, at_model)
-    return admits_other_shapes(settings) and "finetuned_from" in settings
 
 
 def _shapes(

@@ -79,7 +79,6 @@ class Basis:
         biases: of the anchor by name, folded where the alignment folds: those that softmax cannot see, which a moved
             donor is given (`model/biases.py`); empty: it keeps its own.
         rows: what puts the donor's classes into the anchor's order (`model/labels.py`).
-        widths: whether a smaller donor is brought to the anchor's sizes first.
         donor_biases: the donor's biases that `biases` replaces, by the same names; statistics are moved by both.
     """
 
@@ -90,7 +89,6 @@ class Basis:
     donor: Identity
     biases: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     rows: LabelRows = field(default_factory=dict, repr=False)
-    widths: bool = False
     donor_biases: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -104,18 +102,15 @@ class Basis:
         return PairedModel(self.anchor.name, self.config, self.architecture, self.shapes, tied)
 
     @staticmethod
-    def of(
-        anchor: OpenedModel, donor: OpenedModel, folded: Sequence[str], rows: LabelRows, widths: bool = False
-    ) -> Basis:
+    def of(anchor: OpenedModel, donor: OpenedModel, folded: Sequence[str], rows: LabelRows) -> Basis:
         """The basis of an alignment of one model to another; both are read once, for their checksums.
 
         Args:
             folded: the streams that the alignment folds.
-            widths: whether the donor was brought to the anchor's sizes.
         """
         biases, donor_biases = (hidden_biases(anchor.architecture, model.source, folded) for model in (anchor, donor))
         identities = Identity.of(anchor), Identity.of(donor)
-        return Basis(anchor.config, anchor.shapes, anchor.untie, *identities, biases, rows, widths, donor_biases)
+        return Basis(anchor.config, anchor.shapes, anchor.untie, *identities, biases, rows, donor_biases)
 
 
 def hidden_biases(architecture: Architecture, source: TensorSource, folded: Sequence[str]) -> dict[str, Tensor]:
@@ -318,10 +313,6 @@ class Alignment:
     def _statistics(self, statistics: Statistics, identity: Identity, strict: bool) -> Statistics:
         """Statistics of a model, moved as the alignment moves the model."""
         basis = self._known()
-        if basis.widths and self.transforms:
-            problem = f"statistics of {identity.name} have other sizes than those of the moved model"
-            remedy = "measure what apply(donor) gives"
-            raise StatisticsError(problem, where=statistics.path, remedy=remedy)
         fingerprint = statistics.metadata.get("fingerprint")
         if strict and identity.fingerprint and fingerprint != identity.fingerprint:
             raise StatisticsError(
@@ -441,8 +432,6 @@ class Alignment:
         """Open a model to move, and check its architecture; strict: also its weights."""
         basis = self._known()
         opened = open_like(model, identity.name, untie=basis.untie)
-        if basis.widths:
-            opened = opened.widened(basis.member)
         opened = opened.within(basis.member) or opened
         family = basis.architecture.family
         if opened.architecture.family != family:
@@ -583,7 +572,6 @@ def save_alignment(
                 "shapes": {name: list(shape) for name, shape in basis.shapes.items()},
                 "untie": basis.untie,
                 "rows": basis.rows,
-                "widths": basis.widths,
                 "models": [basis.anchor.name, basis.donor.name],
                 "tensors": [dict(basis.anchor.tensors), dict(basis.donor.tensors)],
             },
@@ -690,8 +678,7 @@ def _basis(meta: Mapping[str, str], biases: Mapping[str, Tensor], donor_biases: 
         Identity(str(name), meta[side], {str(key): str(sums) for key, sums in tensors.items()})
         for side, name, tensors in zip(("anchor", "donor"), values["models"], values["tensors"], strict=True)
     )
-    untie, widths = bool(values["untie"]), bool(values["widths"])
-    return Basis(dict(values["config"]), shapes, untie, anchor, donor, biases, rows, widths, donor_biases)
+    return Basis(dict(values["config"]), shapes, bool(values["untie"]), anchor, donor, biases, rows, donor_biases)
 
 
 def _check_basis(basis: Basis) -> None:

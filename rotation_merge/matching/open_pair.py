@@ -44,7 +44,6 @@ from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import DeviceSource, VocabularySubset
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import matched_on, other_order, shared_rows
-from rotation_merge.model.widened_loader import widened
 from rotation_merge.record import MergeReport, figures, versions
 
 
@@ -77,7 +76,6 @@ class PairArguments:
     untie: bool
     unsupported: str
     words: bool
-    widths: bool
 
     def for_other_process(self) -> PairArguments:
         """Return an opening for a process with another working directory, with the same tensors.
@@ -134,7 +132,6 @@ class Pair:
     Attributes:
         opening: how they were opened; None: another process cannot do that.
         untie: whether heads that share an embedding's tensor are given one of their own.
-        widths: whether the donor was brought to the anchor's sizes.
         device: where their tensors are put as they are read.
         marks: what is known of their fingerprints; every tensor read leaves its mark.
         checked: what may be done to the donor.
@@ -148,7 +145,6 @@ class Pair:
     marks: tuple[Fingerprint, Fingerprint] = field(default_factory=lambda: (Fingerprint(), Fingerprint()))
     opening: PairArguments | None = None
     untie: bool = False
-    widths: bool = False
 
     @property
     def sources(self) -> tuple[TensorSource, TensorSource]:
@@ -214,7 +210,7 @@ class Pair:
         anchor, donor = (Identity(str(model.reference), mark, known.sums()) for model, mark, known in marks)
         biases, donor_biases = (hidden_biases(self.architecture, source, folded) for source in self.sources)
         config, shapes = self.anchor.config, self.anchor.shapes
-        return Basis(config, shapes, self.untie, anchor, donor, biases, self.checked.rows, self.widths, donor_biases)
+        return Basis(config, shapes, self.untie, anchor, donor, biases, self.checked.rows, donor_biases)
 
     def report(self, run: Run, recipe: str = "", base: str | None = None) -> MergeReport:
         """The report on the donor's alignment; the output counts as a fine-tune of the donor, or of `base`."""
@@ -241,9 +237,6 @@ def check_together(models: Models, anchor: ModelReference, donors: Iterable[Mode
         models[reference].config  # noqa: B018  (loads and checks)
     for reference in references[1:]:
         first, model = models[anchor], models[reference]
-        if reference in models.unlike:
-            models[reference] = model.with_anchor_tensors(first)
-            continue
         if find(model.config) and (half := language_half(first, model)):
             models[reference] = model.within(first, half)
         check_pair(models[anchor].member, models[reference].member, NOTHING, layers={}, excluded=lambda _: True)
@@ -258,14 +251,12 @@ def open_pair(
     words: bool = True,
     unsupported: str = "error",
     excluded: Callable[[str], bool] | None = None,
-    widths: bool = False,
     any_base: bool = False,
 ) -> Pair:
     """Open two models and check that they fit together under these options.
 
     Args:
         anchor, donor: names of checkpoints; or both models, open.
-        widths: bring a smaller donor to the anchor's sizes first.
         any_base: take adapters of other bases: the caller has checked them, or was told to.
         words: whether their vocabularies must be of one size, too, and a warning tells of tokens at other ids.
         unsupported: as in a recipe: `error` refuses unknown tensors, `merge` keeps them.
@@ -276,12 +267,10 @@ def open_pair(
     """
     opening = None
     if isinstance(anchor, str) and isinstance(donor, str) and excluded is None and not any_base:
-        opening = PairArguments(anchor, donor, options, untie, unsupported, words, widths)
+        opening = PairArguments(anchor, donor, options, untie, unsupported, words)
     excluded = excluded or (lambda _: False)
-    models = Models(MergeOptions(), unsupported, untie and widths)
+    models = Models(MergeOptions(), unsupported)
     first, second = (_reference(models, model) for model in (anchor, donor))
-    if widths:
-        models[second] = widened(models[second], models[first])
     check_together(models, first, [second])
     for model in (a := models[first], d := models[second]):
         if not any_base:
@@ -310,7 +299,7 @@ def open_pair(
             )
     if isinstance(a, HeldModel) and isinstance(d, HeldModel):
         check_names(a.opened, d.opened)
-    return Pair(a, d, architecture, checked, device, opening=opening, untie=untie, widths=widths)
+    return Pair(a, d, architecture, checked, device, opening=opening, untie=untie)
 
 
 def _reference(models: Models, model: str | OpenedModel) -> ModelReference:

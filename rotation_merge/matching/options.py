@@ -89,9 +89,6 @@ class MatchConfig(Config):
     data: str = option("self", "samples for activations. `self`: text of which each of the two models writes half")
     samples: int = option(64, "number of samples", low=1)
     seed: int = option(0, "seed of the samples that models write")
-    widths: bool = option(
-        False, "bring a donor with fewer neurons, heads or a narrower stream to the anchor's sizes first"
-    )
     untie: bool = option(
         False, "give a tied output head a tensor of its own, which a residual rotation needs", scope=RECIPE
     )

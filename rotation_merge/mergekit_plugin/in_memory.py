@@ -189,7 +189,7 @@ def merge_views(
 
 def _misplaced(name: str) -> RecipeError:
     """The error for a parameter of recipes that an average does not have."""
-    if name in (*OPTIONS, "match_on", "untie", "widths"):
+    if name in (*OPTIONS, "match_on", "untie"):
         problem = f"'{name}' is an alignment option, but average does not align"
         return RecipeError(problem, remedy="give it to rotation_merge.align, and average alignment.apply(donor)")
     problem = f"'{name}' is a parameter of recipes, which average does not have"

@@ -85,7 +85,6 @@ class Model:
     Attributes:
         rows: order that brings its classes into the anchor's (`model/labels.py`); its config, fingerprint and `stored`
             tensors stay those of its files.
-        sizes: entries of its config that are not those of its files, where it was widened.
         statistics, samples: of a model in memory: its statistics, and batches to run it on.
     """
 
@@ -95,7 +94,7 @@ class Model:
         self.reference, self.options, self.unsupported, self.untie = reference, options, unsupported, untie
         self._heads: dict[str, Shapes] = {}
         self.rows: LabelRows = {}
-        self.note, self.sizes = "", dict[str, int]()
+        self.note = ""
         self.statistics: Any = None
         self.samples: list[dict[str, Tensor]] | None = None
 
@@ -343,12 +342,6 @@ class Model:
         vars(wrapped)["_of_files"] = lambda read: half.all_of(self._of_files(read), anchor._of_files(read))
         return wrapped
 
-    def with_anchor_tensors(self, anchor: Model) -> Model:
-        """The anchor's config, shapes and tensors under this model's name, to receive its task vector."""
-        stand_in = Model(self.reference, self.options, self.unsupported, self.untie)
-        vars(stand_in).update(loader=anchor.loader, config=anchor.config, shapes=anchor.shapes, dtypes=anchor.dtypes)
-        return stand_in
-
     def check_shapes(self, anchor: Model, excluded: Callable[[str], bool], resized: bool) -> None:
         """Refuse models whose corresponding tensors differ in shape.
 
@@ -387,11 +380,11 @@ class Model:
 
     @property
     def rewritten(self) -> dict[str, Any]:
-        """Config entries that change when it takes the anchor's sizes and order of classes."""
+        """Config entries that change when it takes the anchor's order of classes."""
         if not self.rows:
-            return {**self.sizes}
+            return {}
         names, (_, order) = labels(self.config), next(iter(self.rows.values()))
-        return {**self.sizes, **named_rows(tuple(names[i] for i in order))}
+        return named_rows(tuple(names[i] for i in order))
 
     @property
     def has_files(self) -> bool:
@@ -478,11 +471,10 @@ def close_files() -> None:
 
 
 class Models:
-    """The models of one merge, opened once each; `unlike` are those whose base has other shapes than the anchor."""
+    """The models of one merge, opened once each."""
 
     def __init__(self, options: MergeOptions, unsupported: str = "error", untie: bool = False) -> None:
         self.options, self.unsupported, self.untie = options, unsupported, untie
-        self.unlike: frozenset[ModelReference] = frozenset()
         self._opened: dict[ModelReference, Model] = {}
         LoaderCache().setup(options=options)
 

@@ -24,8 +24,6 @@ from rotation_merge.model.language_half import language_half
 from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import RenamedSource, ReorderedClasses
-from rotation_merge.model.widen import WidenedSource, wide_shapes
-from rotation_merge.model.widened_loader import widening, words
 
 ModelLike = Any
 """A folder, a name of the hub (also with a revision or an adapter, as in recipes), a module, a pair of a state dict and
@@ -120,24 +118,6 @@ class OpenedModel:
         layout = anchor.architecture.without(absent)  # which no file describes by itself
         return OpenedModel(
             self.name, config, source, tuple(names), shapes, self.untie, whole=self, own_names=names, layout=layout
-        )
-
-    def widened(self, anchor: PairedModel) -> OpenedModel:
-        """The model widened to the anchor's sizes (`model/widen.py`), with a note on it; itself if the sizes agree.
-
-        Raises:
-            CheckpointError: it is of another family or larger in some way, or has no room for zeros.
-        """
-        grown = widening(self.member, anchor, self.untie)
-        if grown is None:
-            return self
-        config, wide = grown
-        source, shapes = WidenedSource(self.source, wide), wide_shapes(self.shapes, wide)
-        changed = {key: value for key, value in config.items() if value != self.config.get(key)}
-        return OpenedModel(
-            *(self.name, config, source, self.names, shapes, self.untie, None, self.checkpoint),
-            changed={**self.changed, **changed},
-            note=words(self.member, anchor, config),
         )
 
     def with_classes(self, rows: LabelRows) -> OpenedModel:

@@ -22,7 +22,6 @@ from test_transport import tuned as fine_tune
 from tiny_models import ALL, Case, make, planted, reload, save
 from torch import Tensor
 from torch.nn.functional import kl_div
-from widths_support import unlike_models
 
 import rotation_merge as rm
 from rotation_merge import AlignConfig, Alignment, Delta, RotationMergeError, TransferConfig
@@ -30,12 +29,11 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.task_vectors import added_by_wudi
 from rotation_merge.carrying import carrier as carry
-from rotation_merge.carrying.bases import in_order, open_bases
+from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN
 from rotation_merge.carrying.delta import of_low_rank
 from rotation_merge.carrying.distil import best_target
-from rotation_merge.carrying.frame import ResizeOptions
 from rotation_merge.carrying.judge import (
     SCALES,
     RecoveredLift,
@@ -466,45 +464,3 @@ def test_what_samples_chose_is_written(name: str, tied: bool, tmp_path: Path, mo
             assert not torch.allclose(found, plain, atol=1e-4)
         if name == PLAIN or tensor.endswith(maps):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return unlike_models(tmp_path_factory.mktemp("unlike"))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "unlike"),
-    [
-        ("wide", "small", ResizeOptions(True)),
-        ("small", "wide", ResizeOptions(True)),
-        ("deep", "small", ResizeOptions(layers="1-2:0-1")),
-        ("small", "deep", ResizeOptions(layers="0-1:1-2")),
-    ],
-    ids=["smaller", "larger", "shallower", "deeper"],
-)
-def test_a_refit_gives_what_the_fine_tune_gives(
-    models: dict[str, Path], old: str, new: str, unlike: ResizeOptions
-) -> None:
-    """Where one base is the other one with zeros around it, or with layers that do nothing."""
-    bases = open_bases(str(models[new]), str(models[old]), unlike=unlike)
-    alignment, _ = bases.match(AlignConfig(heads="permutation", residual="rotation"))
-    name = "maps" if old == "small" else f"{old}-maps"
-    base, tuned, there = (load(str(models[which])) for which in (old, name, new))
-    ids = torch.randint(0, 40, (32, 12), generator=torch.Generator().manual_seed(0))
-    batches = [{"input_ids": part} for part in ids.split(16)]
-    carrier, options = bases.carrier(alignment), ChangeOptions(ridge=1e-5)
-    config = bases.new.reference.config()
-    solved, done = refit_change(carrier, config, carrier.old, batches, options, pair=(base, tuned))
-    assert len(done.maps) == 15
-    with torch.no_grad():
-        wanted, plain = tuned(ids).logits, there(ids).logits
-        there.load_state_dict({**there.state_dict(), **solved})
-        found = there(ids).logits
-    assert float((found - wanted).norm()) < 1e-3 * float((plain - wanted).norm())
-
-
-def test_layers_in_order_with_the_greatest_sum() -> None:
-    table = torch.tensor([[0.1, 0.9, 0.0, 0.0], [0.2, 0.8, 0.3, 0.0], [0.0, 0.0, 0.1, 0.5]])
-    assert in_order(table) == [(0, 1), (1, 2), (2, 3)]
-    assert in_order(table.mT) == [(1, 0), (2, 1), (3, 2)]

@@ -42,7 +42,7 @@ FLAGS_THAT_WRITE = {
     ("doctor", "mend"): "files of the folder that it looks at",
 }
 OTHER_FLAGS = {
-    *("as_json", "force", "untie", "verbose", "half", "widths", "verify", "fingerprint", "report", "draft", "methods"),
+    *("as_json", "force", "untie", "verbose", "half", "verify", "fingerprint", "report", "draft", "methods"),
     *("architectures", "double", "probabilities", "anyway", "merge_lora", "permutations", "checkpointing", "by_layer"),
     *("controls", "offline", "with_data", "private", "yes", "no_weights"),
 }
@@ -67,7 +67,7 @@ def test_every_kind_of_value_is_known_to_be_read_written_or_neither() -> None:
     assert {kind.role for kind in kinds} <= {READ, WRITTEN, NEITHER}
     assert {key.name for key in KEYS if key.option.kind is bool or "true" in key.option.literals} == {
         "save_alignment",  # writes beside the model
-        *("scaling", "shift_head", "widths", "controls", "untie", "prove"),  # do not
+        *("scaling", "shift_head", "controls", "untie", "prove"),  # do not
     }
 
 

@@ -268,7 +268,7 @@ def test_bad_samples_and_options_of_matching_are_one_line(tmp_path: Path) -> Non
         (lambda: rm.align(*models, match_on="both", samples=batches[0]), "are no batches"),
         (lambda: rm.align(*models, match_on="both", samples=far), "token id 4000 is outside"),
         (lambda: rm.align(*models, untie="no"), "option 'untie' is 'no'; it must be true or false"),
-        (lambda: rm.align(*models, widths=1), "option 'widths' is 1; it must be true or false"),
+        (lambda: rm.align(*models, widths=True), "there is no option 'widths'; it was removed"),
         (lambda: rm.fit(*models, far), "token id 4000 is outside"),
         (lambda: rm.fit(models[0], [], batches), "no donors are given"),
         (lambda: rm.fit(*models, batches, rm.FitConfig()), "of type FitConfig; it must be of type AlignConfig"),
@@ -338,16 +338,6 @@ def test_an_alignment_that_is_given_to_a_transfer_is_checked(tmp_path: Path) -> 
         rm.transfer(old.path, other.path, new.path, alignment=alignment)
     with pytest.raises(RotationMergeError, match="option 'alignment' is 3; it must be an Alignment"):
         rm.transfer(old.path, old.path, new.path, alignment=3)
-
-
-def test_statistics_of_a_smaller_donor_are_measured_again(tmp_path: Path) -> None:
-    small, batches = checkpoint("llama", "llama", tmp_path / "small"), [{"input_ids": torch.randint(3, 32, (2, 8))}]
-    config = {**small.config, "intermediate_size": 2 * small.config["intermediate_size"]}
-    large = small.case.model_class(small.case.model_class.config_class.from_dict(config)).double()
-    alignment = rm.align(large, small.path, widths=True)
-    with pytest.raises(RotationMergeError, match=r"have other sizes .*; measure what apply\(donor\) gives"):
-        alignment.apply(rm.measure(small.path, batches))
-    assert rm.measure(alignment.apply(small.path), batches).keys
 
 
 def test_a_module_without_numbers_is_one_line(tmp_path: Path) -> None:

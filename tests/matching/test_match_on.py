@@ -138,7 +138,6 @@ def test_the_api_matches_on_activations() -> None:
     ("given", "words"),
     [
         (("--samples", 8), "uses no samples"),
-        (("--match-on", "both", "--widths"), "leave out --match-on"),
         (("--match-on", "both", "--data", "nowhere.txt"), "nowhere.txt"),
     ],
 )

@@ -70,7 +70,7 @@ def test_every_place_of_a_recipe(models: Path, way: str, tmp_path: Path) -> None
 
 
 def test_forced(models: Path, tmp_path: Path) -> None:
-    """By weights matched now, by an alignment file, and by a carry whose bases may have other shapes."""
+    """By weights matched now, by an alignment file, and by a carry."""
     recipe = recipes(models, "other")["models"]
     assert merged(recipe, tmp_path / "out", "--allow-crimes")
     file, work = tmp_path / "maps.safetensors", models / "lora"
@@ -81,7 +81,7 @@ def test_forced(models: Path, tmp_path: Path) -> None:
     moved = {**recipe, "parameters": {"delegate": "linear"}}
     moved["models"][-1]["parameters"]["alignment"] = str(file)
     assert merged(moved, tmp_path / "moved", "--allow-crimes")
-    asked = ["carry", work, tmp_path / "carried", "--from", models / "other", "--to", models / "own", "--widths"]
+    asked = ["carry", work, tmp_path / "carried", "--from", models / "other", "--to", models / "own"]
     assert REFUSED in one_error(run(*asked).output)
     done = run(*asked, "--force")
     assert done.exit_code == 0, done.output

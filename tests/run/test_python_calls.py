@@ -131,8 +131,12 @@ def folders(models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "more layers than there are": (lambda of: rm.align(of("a"), of("b"), layers="0-99"), "the model has no layer 2"),
-    "models of other depth": (lambda of: rm.align(of("a"), of("deep")), "'layers_map'"),
-    "bases of other depth": (lambda of: rm.transfer(of("deep"), of("deep"), of("a")), "'layers_map'"),
+    "models of other depth": (lambda of: rm.align(of("a"), of("deep")), "'slices'"),
+    "bases of other depth": (lambda of: rm.transfer(of("deep"), of("deep"), of("a")), "another width or depth"),
+    "layers that are to meet": (
+        lambda of: rm.transfer(of("deep"), of("deep"), of("a"), layers_map="auto"),
+        "it was removed",
+    ),
     "an adapter of another base": (lambda of: rm.transfer(of("one"), of("b"), of("a")), "name its own base"),
     "a method without its number": (lambda of: rm.average([of("a"), of("b")], "slerp"), "add 't'"),
     "groups beside the maps": (

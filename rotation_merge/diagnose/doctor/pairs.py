@@ -45,8 +45,6 @@ def of_pairs(case: Case, progress: Progress | None) -> Iterator[Cause]:
             "a stacked model needs training before it is of use; average models of one size instead",
         )
     for name in case.parents[1:]:
-        if name in case.donors and case.donors[name].unlike:  # which 'check' looks at
-            continue
         anchor, donor = case.models[case.parents[0]], case.models[name]
         if (misfit := _shape_mismatch(case, name)) is not None:
             yield misfit

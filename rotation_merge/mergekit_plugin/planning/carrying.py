@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.frame import ResizeOptions
 from rotation_merge.carrying.session import Execution
 from rotation_merge.carrying.tokens import AddedTokens
 from rotation_merge.carrying.transfer import transferred
@@ -91,23 +90,20 @@ def carried(
     """
     config = transfer_config(recipe, reader, model, match, options.random_seed or 0)
     if origin is None:
-        if config.resizes:
-            problem = "'widths' and 'layers_map' apply to fine-tunes only"
-            raise RecipeError(problem, where=str(model), remedy="name its base ('finetuned_from')")
         if config.method == "weights":
             return CarryPlan()
         remedy = "name the model that it was tuned from ('finetuned_from')"
         raise RecipeError(f"'carry: {config.method}' applies to fine-tunes only", where=str(model), remedy=remedy)
     if types := quantised(Model(model, options).folder):
         run.note(f"`{model}` {types}.")
-    if not config.needs_samples and not config.resizes:
+    if not config.needs_samples:
         note = "the effect of the carried change is not measured; 'carry_scale: auto' measures it on samples"
         run.note(f"`{model}`: {note}.")
         bases = open_bases(str(recipe.base), str(origin), untie=recipe.untie)
-        for line in AddedTokens.of(bases, str(model), 0, resized=False).words(written=False):
+        for line in AddedTokens.of(bases, str(model), 0).words(written=False):
             run.note(f"`{model}`: {line}")
         return CarryPlan(scale=1.0 if config.factor is None else config.factor)
-    if not shares_vocabulary and config.needs_samples:
+    if not shares_vocabulary:
         raise RecipeError(
             f"the vocabulary of {origin} differs from the anchor's, so samples cannot be shared",
             where=str(model),
@@ -127,12 +123,6 @@ def carried(
         quiet=options.quiet,
     )
     return CarryPlan(carrying=task)
-
-
-def resize_options(recipe: Recipe, reader: ConfigReader, model: ModelReference) -> ResizeOptions:
-    """The recipe's options for a donor's base of other shapes."""
-    widths, layers = (recipe.of_model(name, reader, model) for name in ("widths", "layers_map"))
-    return ResizeOptions(bool(widths), str(layers or ""))
 
 
 def check_adapter(model: Model, origin: Model | None = None) -> None:
@@ -179,8 +169,7 @@ class CarryTask(WholeModelTask):
             tensors, lines, alignment, lift = transferred(
                 self.donor, self.origin, self.anchor, self.config, self.execution, lambda *_: bar.update(1)
             )
-        if self.config.needs_samples:
-            self.run.used(f"carrying {self.donor}", self.config.data, self.config.sample_count)
+        self.run.used(f"carrying {self.donor}", self.config.data, self.config.sample_count)
         self.run.aligned(title(self.donor, self.origin), alignment)
         if lift is not None:
             self.run.lifts[self.donor] = lift

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.averaging.methods import MODEL, plan_of
-from rotation_merge.carrying.bases import open_bases
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.alignment import check_fingerprints, load_alignment
 from rotation_merge.matching.check_pair import CheckedPair, check_forward, check_pair, residual_of
@@ -28,7 +27,6 @@ from rotation_merge.mergekit_plugin.planning.carrying import (
     added_as_it_is,
     carried,
     check_adapter,
-    resize_options,
 )
 from rotation_merge.mergekit_plugin.planning.prefetch import PrefetchScheduler
 from rotation_merge.mergekit_plugin.planning.presets import settle_presets
@@ -161,8 +159,6 @@ class Donors:
         return compared(self._base, map(self.models.__getitem__, models), self.recipe.own_heads, self.recipe.excluded)
 
     def _settle(self, model: ModelReference, reader: ConfigReader) -> Donor:
-        if model in self.models.unlike:
-            return self._unlike(model, reader)
         origin = self._origin(model, reader)
         path = self.recipe.of_model("alignment", reader, model)
         unmoved, words = False, ""
@@ -215,36 +211,6 @@ class Donors:
         same = all(sorted(meeting.get(name, [])) == [(i, i) for i in every] for name, every in known.items())
         return same and bool(matched_spans(self._architecture, options))
 
-    def _unlike(self, model: ModelReference, reader: ConfigReader) -> Donor:
-        """A donor whose change is carried from a base with other shapes, by a separate task (`carrying`).
-
-        Raises:
-            RotationMergeError: the two do not meet, or something is asked for that needs weights of one shape.
-        """
-        recipe, base = self.recipe, str(self.recipe.base)
-        one_shape = plan_of(recipe.delegate).one_shape
-        option = next(
-            (name for name in ("heads_of", "save_alignment") if recipe.value(name) not in ("base", None, False)), ""
-        )
-        if one_shape or option:
-            culprit = f"delegate {recipe.delegate.spec.name}" if one_shape else f"'{option}'"
-            raise RecipeError(
-                f"has another shape than {base}, {culprit} needs models of one shape",
-                where=str(model),
-                remedy="leave it out, or carry it first ('rotation-merge carry') and merge the output",
-            )
-        origin = ModelReference.model_validate(recipe.of_model("finetuned_from", reader, model))
-        bases = open_bases(base, str(origin), untie=recipe.untie, unlike=resize_options(recipe, reader, model))
-        check_adapter(self.models[model], self.models[origin])
-        bases.tuned(str(model))
-        if bases.rows is not None and (recipe.config.tokenizer or recipe.config.tokenizer_source):
-            raise _other_words(base, origin)
-        both = bases.pair.checked
-        checked = check_pair(both.anchor, both.donor, recipe.varying(reader, model), untie=recipe.untie)
-        for note in (*both.warnings, *checked.notes()):
-            self.run.note(note)
-        return Donor(origin, None, bases.rows, checked)
-
     def _match(self, model: ModelReference, origin: ModelReference | None, reader: ConfigReader) -> Match:
         """The function that matches a donor: on weights, or on activations ('match_on').
 
@@ -279,7 +245,11 @@ class Donors:
             return None
         config = self.recipe.config
         if carried and (config.tokenizer or config.tokenizer_source):
-            raise _other_words(str(self.recipe.base), donor)
+            raise RecipeError(
+                f"the task vector is carried into the vocabulary of {self.recipe.base}, which differs from its own",
+                where=str(donor),
+                remedy="leave out 'tokenizer' and 'tokenizer_source'",
+            )
         self.run.note(matched_on(self._base, self.models[donor], len(rows[0])))
         return rows[0], rows[1]
 
@@ -409,11 +379,3 @@ class Donors:
                     remedy="whole models can only be aligned layer by layer; use 'residual: none' with slices",
                 )
         return TranslatedSource(read or donor, donor.architecture, self._architecture)
-
-
-def _other_words(base: str, origin: ModelReference) -> RecipeError:
-    return RecipeError(
-        f"the task vector is carried into the vocabulary of {base}, which differs from its own",
-        where=str(origin),
-        remedy="leave out 'tokenizer' and 'tokenizer_source'",
-    )

@@ -55,12 +55,8 @@ class RotationMergePlanner(MergePlanner):
         base = self.config.base_model
         if self.recipe.plain:
             self.config.base_model = None
-        whole = {name for name, module in (self.config.modules or {}).items() if module.models}
-        whole |= set(self.arch_info.modules) if self.config.models else set()
         super().normalize_config()
         self.config.base_model = base
-        for name in whole if self.models.unlike else ():
-            self._as_deep_as_the_anchor(name)
         self.donors = Donors.read(self.config, self.recipe, self.models, self.options, self.run)
         self.session.donors = self.donors
         check_meaning(self.config, self.donors)
@@ -68,19 +64,6 @@ class RotationMergePlanner(MergePlanner):
         self.run.folded = self.donors.folded
         if left_out := self.models[self.recipe.base].ignored:
             self.run.note(not_written(left_out))
-
-    def _as_deep_as_the_anchor(self, name: str) -> None:
-        """Give donors of carried changes the anchor's layers, whatever the depth of their base."""
-        module = (self.config.modules or {})[name]
-        depth = len(self.models[self.recipe.base].architecture.layers(name))
-
-        def fitted(source: InputSliceDefinition) -> InputSliceDefinition:
-            return source.model_copy(update={"layer_range": (0, depth)} if source.model in self.models.unlike else {})
-
-        module.slices = [
-            piece.model_copy(update={"sources": [fitted(source) for source in piece.sources]})
-            for piece in module.slices or []
-        ]
 
     def plan_in_memory(self) -> list[ReturnTensor]:
         """Plan an in-memory merge as mergekit does (0.1.5's own method fails at its own types).

@@ -23,9 +23,7 @@ def settle_presets(recipe: Recipe, models: Models, donors: Iterable[ModelReferen
             continue
         preset_name = str(preset)
         words = f"Preset {preset_name}"
-        if donor in models.unlike:
-            preset_name = "far"
-        elif preset == "auto":
+        if preset == "auto":
             cosine = likeness(models[recipe.base], models[donor])
             preset_name = "near" if cosine >= RELATED else "far"
             measured = f"mean cosine of its matrices to the base's: {cosine_text(cosine)}"

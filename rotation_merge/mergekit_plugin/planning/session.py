@@ -14,7 +14,6 @@ from pydantic import PrivateAttr
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.planning.donors import Donors
-from rotation_merge.mergekit_plugin.recipe.donor import unlike_donors
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.checkpoint import Models
 from rotation_merge.model.heads import head_names
@@ -37,9 +36,7 @@ class Session:
     @classmethod
     def of(cls, recipe: Recipe, options: MergeOptions, watched: bool = True) -> Session:
         run = Run(watched=watched, kept_transforms={} if recipe.value("save_alignment") else None)
-        models = Models(options, recipe.unsupported, recipe.untie)
-        models.unlike = unlike_donors(recipe.config)
-        return cls(recipe, models, run)
+        return cls(recipe, Models(options, recipe.unsupported, recipe.untie), run)
 
 
 def settle_heads(session: Session, models: Iterable[ModelReference]) -> None:

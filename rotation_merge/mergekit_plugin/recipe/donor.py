@@ -31,17 +31,6 @@ def carried_donors(config: MergeConfiguration) -> set[ModelReference]:
     return {model for model, settings in entries(config) if settings.get("finetuned_from") not in (None, "none")}
 
 
-def admits_other_shapes(parameters: Any) -> bool:
-    """Whether a donor's parameters allow its base other shapes than the anchor's."""
-    return isinstance(parameters, Mapping) and bool(parameters.get("widths") or parameters.get("layers_map"))
-
-
-def unlike_donors(config: MergeConfiguration) -> frozenset[ModelReference]:
-    """Models whose task vector is carried over from a base that may have other shapes than the anchor."""
-    unlike = {model for model, settings in entries(config) if admits_other_shapes(settings)}
-    return frozenset(unlike & carried_donors(config))
-
-
 @dataclass(frozen=True)
 class RecipeDonor:
     """One donor of a recipe.
@@ -53,7 +42,6 @@ class RecipeDonor:
         excluded: says of a tensor that it is copied from the anchor, or kept by each model.
         words: whether tokens at other ids stay where they are.
         unsupported: `error` refuses unknown tensors, `merge` keeps them.
-        unlike: whether its base may have other shapes than the anchor.
         own: names of tensors that every model keeps of its own (`heads_of: each`).
         match_on: weights, activations or both; with samples from `data` (empty: not named), so many.
     """
@@ -67,7 +55,6 @@ class RecipeDonor:
     excluded: Callable[[str], bool] = lambda _: False
     words: bool = True
     unsupported: str = "error"
-    unlike: bool = False
     match_on: str = WEIGHTS
     data: str = ""
     samples: int = 64
