@@ -85,7 +85,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "Simple": {"delegate": "linear"},
     "Fisher": {"delegate": "fisher"},
     "RegMean": {"delegate": "regmean"},
-    "K-FAC": {"delegate": "kfac"},
     "OT-WTS-EMD": {"delegate": "ot_fusion", "plan": "hard"},
     "OT-WTS": {"delegate": "ot_fusion"},
     "OT-ACTS-EMD": {"delegate": "ot_fusion", "plan": "hard", "data": True},
@@ -131,7 +130,7 @@ def run_digits(_: Path) -> None:
         aligned = work / "aligned"
         rm.align(anchor, donor, heads="permutation").apply(donor).save_pretrained(aligned)
         for path in (anchor, donor, aligned):
-            measured = rm.measure(path, str(training), rm.MeasureConfig(("gram", "kfac", "fisher")))
+            measured = rm.measure(path, str(training), rm.MeasureConfig(("gram", "fisher")))
             measured.save(f"{path}.safetensors")
         table = Table("averaging-digits")
         for name, method in METHODS.items():
@@ -151,7 +150,7 @@ def digits_cell(anchor: Path, donor: Path, training: Path, method: dict[str, Any
     parameters = {**method, **options}
     if parameters.pop("data", None):
         parameters["data"] = str(training)
-    measured = method["delegate"] in ("fisher", "regmean", "kfac")
+    measured = method["delegate"] in ("fisher", "regmean")
     models = with_statistics(anchor, donor) if measured else halves(anchor, donor)
     out = merge(anchor, models, anchor.parent / "merged", parameters)
     return f"{rm.evaluate(out, 'demo:digits')['accuracy']:.1%}"

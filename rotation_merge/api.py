@@ -124,10 +124,10 @@ def average(
     Args:
         models: views (`Alignment.apply`, `Alignment.apply_anchor`), or models as `align` takes them; at least one. The
             first is the base where the method merges changes of one; the result has its names, config and dtypes.
-        method: `linear`, `slerp`, `ties`, `task_arithmetic`, ... of mergekit; `regmean`, `fisher`, `kfac`, `refit`,
+        method: `linear`, `slerp`, `ties`, `task_arithmetic`, ... of mergekit; `regmean`, `fisher`, `refit`,
             `wudi`, `tsv`, `iso`, `ot_fusion` of our own.
         weights: one for each model. None: all equal.
-        samples: data for `regmean`, `fisher`, `kfac` (measured), `refit` and `ot_fusion` (run): batches of forward's
+        samples: data for `regmean`, `fisher` (measured), `refit` and `ot_fusion` (run): batches of forward's
             inputs for all models, or for each model a list of batches or the name of a source (a file, `self`,
             `synthetic`, `demo:NAME`).
         statistics: of each model, instead of samples: results of `measure`, or its files.
@@ -245,7 +245,7 @@ def _measured(
 
 
 def measure(model: ModelLike, samples: Samples = SELF, config: MeasureConfig | None = None) -> Statistics:
-    """Measure a model's statistics in memory, for `average` by `regmean`, `fisher` or `kfac`.
+    """Measure a model's statistics in memory, for `average` by `regmean` or `fisher`.
 
     Args:
         model: as `align` takes it, or a view.

@@ -111,6 +111,13 @@ name: what each of them was and what to do instead, as the rest of the sentence 
 }
 """Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by name:
 what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""
+    "kfac": "K-FAC, which kept less than solving on samples (74.3 against 94.6%); use 'refit', 'regmean' or 'fisher'",
+    "kinds: kfac": "K-FAC factors; measure 'gram' for 'regmean' or 'fisher' for 'fisher', or use delegate 'refit'",
+    "kinds: moments": "means and mean squares, which no average read; 'gram' holds both",
+    "rank": "Grams of low rank in statistics files; leave it out, and 'measure' keeps them whole",
+}
+"""Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by
+name: what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""
 
 
 def removed(name: str) -> str:

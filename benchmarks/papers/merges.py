@@ -39,7 +39,7 @@ AVERAGES: dict[str, dict[str, Any]] = {
 """Parameters of a recipe by name; `data` stands for the pair's samples. The last is not in the paper."""
 QUICK = ("Simple",)
 """Those of a quick run."""
-MEASURED = {"regmean": "gram", "fisher": "fisher", "kfac": "kfac"}
+MEASURED = {"regmean": "gram", "fisher": "fisher"}
 
 
 @dataclass

@@ -20,7 +20,7 @@ from mergekit.merge_methods.base import (
 from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.averaging.closed_forms import Metric, fisher, kfac, mean, regmean
+from rotation_merge.averaging.closed_forms import fisher, mean, regmean, shrunk
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.config import Option
 from rotation_merge.errors import RecipeError, StatisticsError, short
@@ -83,8 +83,8 @@ class Source:
     Attributes:
         weight: the tensor, in the anchor's coordinates.
         share: its weight among the models.
-        held: further inputs of the model: its statistics for this tensor, carried (`dense` or `diagonal` and `factor`,
-            `gradient`, `fisher`), or transport plans by space.
+        held: further inputs of the model: its statistics for this tensor, carried (`gram` or `fisher`), or transport
+            plans by space.
         made: the head of its statistics file.
     """
 
@@ -155,9 +155,6 @@ def described_parameter(name: str, default: Any, described: Option) -> DelegateP
     """A parameter of a delegate that a config describes."""
     kind: Any = described.kind | None if described.optional else described.kind  # type: ignore[operator]
     return DelegateParameter(name, kind, ParameterScope.SHARED, default, described.text, option=described)
-
-
-RIDGE = Option("ridge added to Grams, relative to their mean diagonal", float, low=0)
 
 
 class DelegateMethod(MergeMethod):
@@ -250,13 +247,13 @@ class RegMean(StatisticsMethod):
         parameters=(
             WEIGHT,
             parameter("shrink", 0.9, "factor of the off-diagonals of Grams", low=0, high=1),
-            described_parameter("ridge", 1e-3, RIDGE),
+            parameter("ridge", 1e-3, "ridge added to Grams, relative to their mean diagonal", low=0),
         ),
         contract=InputContract(base=BasePolicy.OPTIONAL),
     )
 
     def average(self, sources: Sequence[Source], parameters: Mapping[str, Any]) -> Tensor:
-        grams = [metric(s.held).shrunk(parameters["shrink"], parameters["ridge"]) for s in sources]
+        grams = [shrunk(s.held["gram"], parameters["shrink"], parameters["ridge"]) for s in sources]
         return regmean([s.weight for s in sources], grams, [s.share for s in sources])
 
 
@@ -287,45 +284,6 @@ class Fisher(StatisticsMethod):
         return fisher([s.weight for s in sources], [s.held["fisher"] for s in sources], shares, parameters["floor"])
 
 
-HALF = (
-    "Delegate kfac averages maps without stored gradients (into vocabularies, very wide ones), or with inputs of low "
-    "rank, as regmean does."
-)
-
-
-class Kfac(StatisticsMethod):
-    """Linear maps by Grams of their inputs and of the gradients of their outputs, everything else by the mean."""
-
-    kind = "kfac"
-    spec = MergeMethodSpec(
-        name="kfac",
-        pretty_name="K-FAC",
-        parameters=(
-            WEIGHT,
-            parameter("shrink", 1.0, "factor of the off-diagonals of both K-FAC factors", low=0, high=1),
-            described_parameter("ridge", 0.1, RIDGE),
-        ),
-        contract=InputContract(base=BasePolicy.OPTIONAL),
-    )
-
-    def average(self, sources: Sequence[Source], parameters: Mapping[str, Any]) -> Tensor:
-        weights, shares = [s.weight for s in sources], [s.share for s in sources]
-        inputs = [metric(s.held).shrunk(parameters["shrink"], parameters["ridge"]) for s in sources]
-        dense = [g.dense for g in inputs if g.dense is not None]
-        if any("gradient" not in s.held for s in sources) or len(dense) < len(sources):
-            return regmean(weights, inputs, shares)
-        outputs = [Metric(s.held["gradient"]).shrunk(parameters["shrink"], parameters["ridge"]) for s in sources]
-        if any(float(m.trace) == 0 for m in (*inputs, *outputs)):
-            return regmean(weights, inputs, shares)
-        scales = [share / float(s.made["loss_scale"]) for share, s in zip(shares, sources, strict=True)]
-        return kfac(weights, dense, [m.dense for m in outputs if m.dense is not None], scales)
-
-
-def metric(statistics: Mapping[str, Tensor]) -> Metric:
-    """The Gram among carried statistics."""
-    return Metric(statistics.get("dense"), statistics.get("diagonal"), statistics.get("factor"))
-
-
 SOLVING = ("ridge", "alpha", "lambda_", "gram_norm", "norms")
 """Fields that are parameters of the delegate; the others name its inputs and are parameters of the recipe."""
 
@@ -352,4 +310,4 @@ class RefitMethod(DelegateMethod):
         return Plan(MODEL, no_changes="needs whole models, but 'finetuned_from' gives a task vector")
 
 
-METHODS: tuple[StatisticsMethod, ...] = (RegMean(), Fisher(), Kfac())
+METHODS: tuple[StatisticsMethod, ...] = (RegMean(), Fisher())

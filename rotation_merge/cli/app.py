@@ -24,7 +24,7 @@ COMMANDS = {
     "barrier": "Measure the loss along the straight path between two models, aligned and not.",
     "evaluate": "Measure loss, accuracy, F1 and correlations of models on data.",
     "verify": "Test if two models compute the same function.",
-    "measure": "Measure a model's statistics on samples, for the averages regmean, fisher and kfac.",
+    "measure": "Measure a model's statistics on samples, for the averages regmean and fisher.",
     "polish": "Train a merge for a few steps towards its parents' outputs, with or without data.",
     "lora": "Merge LoRA adapters into one adapter.",
     "carry": "Move a LoRA or a fine-tune to a new base.",

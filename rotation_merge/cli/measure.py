@@ -47,12 +47,12 @@ def command(
     as_json: bool,
     **values: Any,
 ) -> int:
-    """Write statistics of MODEL on samples, for the delegates regmean, fisher and kfac.
+    """Write statistics of MODEL on samples, for the delegates regmean and fisher.
 
     Publish the file beside the model: recipes find it there. MODEL may be BASE+ADAPTER. You need no data with
     '--data self' (language models) or '--data synthetic' (image models). An interrupted run continues. A model that
-    does not fit in memory is run layer by layer from its files: they are read once for gram and moments, and again for
-    every batch with gradients and for every token of '--data self'.
+    does not fit in memory is run layer by layer from its files, for Grams only: they are read once, and again for every
+    token of '--data self'.
     """
     from rotation_merge.run.data import read_batches
     from rotation_merge.run.data_checks import check_labels
@@ -69,13 +69,13 @@ def command(
     device = usable_device(device)
     if by_layer is None:
         by_layer = not fits(checkpoint.shapes, device)
-    loaded, runs = in_layers(checkpoint, config, data, device) if by_layer else (load(model).to(device), True)
+    loaded = in_layers(checkpoint, config, data, device) if by_layer else load(model).to(device)
     limit = config.samples or (SAMPLES if data in SOURCES else None)
     data_set = read_batches(data, model, loaded, limit, config.batch_size, config.length, config.seed)
     if config.labels == "data":
         check_labels(data_set.batches, loaded, data_set.task, data)
     progress = Progress()
-    summary = record(checkpoint, loaded if runs else None, data_set, data, config, place, progress, device)
+    summary = record(checkpoint, None if by_layer else loaded, data_set, data, config, place, progress, device)
     progress.close()
     if as_json:
         print_json({"file": str(place), **summary})

@@ -1,8 +1,8 @@
 r"""Statistics of a donor, moved with the donor into the anchor's coordinates.
 
 If alignment moves a map's weight by ``W' = L_out W L_in``, the map's inputs move by the inverse transpose of the
-transform on the input axis, ``x' = M x``, so their Gram becomes ``M G M^T``. Gradients of its outputs move in the same
-way. A diagonal can only follow maps that do not mix coordinates.
+transform on the input axis, ``x' = M x``, so their Gram becomes ``M G M^T``. A Fisher diagonal can only follow maps
+that do not mix coordinates.
 
 If a norm feeds the map, the Gram is that of the normalised inputs, ``(x_hat, 1)``. The stored weights read
 ``x = D x_hat + c`` with the norm's gain D and shift c in the merge (D is one if gains are folded into readers). So the
@@ -12,7 +12,7 @@ Gram follows by multiplication, without dividing by a gain.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from rotation_merge.architecture.model import Architecture, TensorInfo
 from rotation_merge.errors import StatisticsError
 from rotation_merge.model.apply import transform_axis, transform_tensor
 from rotation_merge.model.biases import along, read_by, shifted
-from rotation_merge.model.fold import Fold, Get, times_gain
+from rotation_merge.model.fold import Fold, Get
 from rotation_merge.model.labels import LabelRows, in_order
 from rotation_merge.run.maps import LinearMap, along_inputs, linear_maps
 from rotation_merge.run.statistics_file import Gram, Statistics
@@ -32,31 +32,26 @@ Transforms = Mapping[str, SpaceTransform]
 
 @dataclass(frozen=True)
 class Feeding:
-    """Norm gain, shift and layer scale around a map in the merge, before the donor is moved.
+    """Gain and shift of the norm that feeds a map in the merge, before the donor is moved.
 
     Attributes:
-        gain, shift: of the norm that feeds the map, the offset of the gain added.
-        folded: whether the norm's gain has been folded into its readers.
-        scale: the layer scale behind the map; None where there is none, or it has been folded into the map.
-        scale_folded: whether it has.
+        gain, shift: the offset of the gain added.
+        folded: whether the gain has been folded into its readers.
     """
 
     gain: Tensor | None = None
     shift: Tensor | None = None
     folded: bool = False
-    scale: Tensor | None = None
-    scale_folded: bool = False
 
 
 def feeding_keys(linear: LinearMap) -> list[str]:
-    """Keys of the tensors around a map: its norm's gain and shift, its layer scale."""
+    """Keys of the gain and shift of a map's norm."""
     keys = [] if linear.norm is None else [linear.norm.gain, linear.norm.shift]
-    keys += [] if linear.scale is None else [linear.scale.gain]
     return [key for key in keys if key is not None and linear.block.tensor(key) is not None]
 
 
 def feeding(tensors: Mapping[str, Tensor], linear: LinearMap, fold: Fold | None) -> Feeding:
-    """Return the norm gain, shift and layer scale around a map in a merge that folds (or does not).
+    """The norm gain and shift before a map in a merge that folds (or does not).
 
     Args:
         tensors: of the map's block as stored, by key: those of `feeding_keys`, and what folding needs for them.
@@ -69,45 +64,34 @@ def feeding(tensors: Mapping[str, Tensor], linear: LinearMap, fold: Fold | None)
             return None
         return tensors[info.key] if fold is None else fold.tensor(linear.block, info, tensors.get)
 
-    norm, scale = linear.norm, linear.scale
+    norm = linear.norm
     gain = None if norm is None else get(norm.gain)
-    scaled = scale is not None and scale.stream in streams
     return Feeding(
         gain=None if gain is None or norm is None else gain.double() + norm.offset,
         shift=None if norm is None else get(norm.shift),
         folded=norm is not None and norm.stream in streams,
-        scale=None if scale is None or scaled else get(scale.gain),
-        scale_folded=scaled,
     )
 
 
 def carried_gram(
     linear: LinearMap, gram: Gram, transforms: Transforms, feeding: Feeding, shift: Tensor | None = None
-) -> dict[str, Tensor]:
-    """The Gram of a map's inputs in the anchor's coordinates, float64.
+) -> Tensor:
+    """The Gram of a map's inputs in the anchor's coordinates, (..., n, n), float64.
 
     Args:
         shift: what is added to all that it reads once it is moved (the anchor's bias of values instead of the donor's),
-            shape (n,). A sketch, which knows no means, stays without: it then weighs by what the donor itself read.
-
-    Returns:
-        `dense` (..., n, n), or `diagonal` (..., n) and `factor` (..., n, rank).
+            shape (n,).
 
     Raises:
         StatisticsError: the measured statistics do not determine it.
     """
-    if gram.matrix is not None and gram.split:
-        return {"dense": _both(linear, _fed(linear, gram.matrix.double(), feeding), linear.reads, transforms)}
-    moved = moved_gram(linear, gram, transforms, shift, feeding.folded)
-    if moved.matrix is not None:
-        return {"dense": moved.matrix[..., :-1, :-1]}
-    assert moved.diagonal is not None
-    assert moved.factor is not None
-    return {"diagonal": moved.diagonal, "factor": moved.factor}
+    if gram.split:
+        return _both(linear, _fed(linear, gram.matrix.double(), feeding), transforms)
+    return moved_gram(linear, gram, transforms, shift, feeding.folded)[..., :-1, :-1]
 
 
-def moved_gram(linear: LinearMap, gram: Gram, transforms: Transforms, shift: Tensor | None, folded: bool) -> Gram:
-    """The Gram of a map's inputs in the moved donor, float64.
+def moved_gram(linear: LinearMap, gram: Gram, transforms: Transforms, shift: Tensor | None, folded: bool) -> Tensor:
+    """The Gram of a map's inputs (x, 1) in the moved donor, float64.
 
     Args:
         shift: as of `carried_gram`.
@@ -116,8 +100,6 @@ def moved_gram(linear: LinearMap, gram: Gram, transforms: Transforms, shift: Ten
     Raises:
         StatisticsError: the measured statistics do not determine it.
     """
-    if gram.matrix is None:
-        return _moved_sketch(linear, gram, transforms)
     if folded and not gram.split:
         raise StatisticsError(
             f"the Gram of '{linear.info.name}' was measured after a norm gain that this merge folds",
@@ -125,30 +107,14 @@ def moved_gram(linear: LinearMap, gram: Gram, transforms: Transforms, shift: Ten
         )
     moved = gram.matrix.double().clone()
     means, share = _means(linear, moved[..., :-1, -1], transforms), _experts(linear, moved[..., -1, -1], transforms)
-    inner = _both(linear, moved[..., :-1, :-1], linear.reads, transforms)
+    inner = _both(linear, moved[..., :-1, :-1], transforms)
     if shift is not None:
         crossed = torch.outer(shift.to(means), means)
         inner = inner + crossed + crossed.mT + share * torch.outer(shift, shift).to(means)
         means = means + share * shift.to(means)
     moved[..., :-1, :-1], moved[..., -1, -1] = inner, share
     moved[..., :-1, -1] = moved[..., -1, :-1] = means
-    return replace(gram, matrix=moved, count=_experts(linear, gram.count, transforms))
-
-
-def moved_moments(linear: LinearMap, moments: Tensor, transforms: Transforms, shift: Tensor | None) -> Tensor:
-    """Means and mean squares of a map's inputs in the moved donor, (..., 2, n), float64.
-
-    Args:
-        shift: as of `carried_gram`.
-
-    Raises:
-        StatisticsError: a transform adds coordinates up.
-    """
-    _no_mixing(linear.info, (linear.reads,), transforms, "of single coordinates")
-    mean, square = moments.double().unbind(-2)
-    mean, root = (_means(linear, x, transforms) for x in (mean, square.sqrt()))
-    added = torch.zeros_like(mean) if shift is None else shift.to(mean)
-    return torch.stack([mean + added, root.square() + added * (2 * mean + added)], -2)
+    return moved
 
 
 def _means(linear: LinearMap, vector: Tensor, transforms: Transforms) -> Tensor:
@@ -177,50 +143,14 @@ def _fed(linear: LinearMap, augmented: Tensor, feeding: Feeding) -> Tensor:
     return gain[:, None] * inner * gain + moved + moved.mT + share * torch.outer(shift, shift)
 
 
-def _both(linear: LinearMap, matrix: Tensor, dim: int, transforms: Transforms) -> Tensor:
-    """Transform both dimensions of (..., n, n) by the dual of an axis; experts in their new order first."""
-    axis, at = linear.info.axes[dim], int(linear.stacked)
+def _both(linear: LinearMap, matrix: Tensor, transforms: Transforms) -> Tensor:
+    """Transform both dimensions of (..., n, n) by the dual of the input axis; experts in their new order first."""
+    axis, at = linear.inputs, int(linear.stacked)
     matrix = _experts(linear, matrix, transforms)
     if axis.parts:
         matrix = transform_axis(matrix, at, axis, transforms, dual=True)
         matrix = transform_axis(matrix, at + 1, axis, transforms, dual=True)
     return matrix
-
-
-def _moved_sketch(linear: LinearMap, gram: Gram, transforms: Transforms) -> Gram:
-    if gram.diagonal is None or gram.factor is None:
-        raise StatisticsError(f"the Gram of '{linear.info.name}' is incomplete", remedy="measure again")
-    _no_mixing(linear.info, (linear.reads,), transforms, "of low rank")
-    diagonal = _means(linear, gram.diagonal.double().sqrt(), transforms).square()
-    factor, count = (_experts(linear, x, transforms) for x in (gram.factor.double(), gram.count))
-    factor = transform_axis(factor, int(linear.stacked), linear.inputs, transforms, dual=True)
-    return replace(gram, diagonal=diagonal, factor=factor, count=count)
-
-
-def carried_gradient(
-    linear: LinearMap, gradient: Tensor, behind: bool, transforms: Transforms, feeding: Feeding
-) -> Tensor:
-    """The Gram of the gradients of a map's outputs in the anchor's coordinates, float64.
-
-    Args:
-        gradient: as measured, (..., m, m).
-        behind: whether it is that behind a layer scale.
-
-    Raises:
-        StatisticsError: the measured statistics do not determine it.
-    """
-    matrix = gradient.double()
-    if behind and feeding.scale is not None and linear.scale is not None:
-        axis = TensorInfo(linear.info.key, linear.info.names, (linear.outputs,))
-        unit_scale = torch.ones(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
-        scale = times_gain(unit_scale, axis, feeding.scale.double(), linear.scale.stream, "write")
-        matrix = scale[:, None] * matrix * scale
-    elif feeding.scale_folded and not behind:
-        raise StatisticsError(
-            f"gradients of '{linear.info.name}' were measured before a layer scale that this merge folds",
-            remedy="leave out 'residual: rotation'",
-        )
-    return _both(linear, matrix, linear.gives, transforms)
 
 
 def carried_fisher(info: TensorInfo, diagonal: Tensor, transforms: Transforms) -> Tensor:
@@ -229,7 +159,7 @@ def carried_fisher(info: TensorInfo, diagonal: Tensor, transforms: Transforms) -
     Raises:
         StatisticsError: a transform adds coordinates up.
     """
-    _no_mixing(info, range(len(info.axes)), transforms, "that is diagonal")
+    _no_mixing(info, transforms)
     root = diagonal.double().sqrt()
     for dim, axis in enumerate(info.axes):
         if axis.parts:
@@ -237,15 +167,15 @@ def carried_fisher(info: TensorInfo, diagonal: Tensor, transforms: Transforms) -
     return root.square()
 
 
-def _no_mixing(info: TensorInfo, dims: tuple[int, ...] | range, transforms: Transforms, kind: str) -> None:
-    for dim in dims:
-        for part in info.axes[dim].parts:
+def _no_mixing(info: TensorInfo, transforms: Transforms) -> None:
+    for axis in info.axes:
+        for part in axis.parts:
             transform = transforms.get(part.space.name)
             if transform is not None and transform.mixes(part.role):
                 raise StatisticsError(
-                    f"{kind} statistics cannot be kept under a rotation of '{part.space.name}' ('{info.name}')",
+                    f"a Fisher diagonal cannot be kept under a rotation of '{part.space.name}' ('{info.name}')",
                     remedy="set 'attention: none' and no residual rotation, measure the donor that 'align' wrote, "
-                    "or use delegate kfac",
+                    "or use delegate regmean",
                 )
 
 
@@ -309,7 +239,7 @@ class MovedTensors:
         if self.folded:
             raise StatisticsError(
                 "a Fisher diagonal cannot be kept when norm gains are folded, which 'residual: rotation' needs",
-                remedy="leave that out, or use kfac",
+                remedy="leave that out, or use regmean",
             )
         info = self.infos[name]
         pieces = [in_order(self.statistics[f"{piece}.fisher"], self.rows.get(piece)) for piece in info.names]
@@ -318,28 +248,13 @@ class MovedTensors:
         return carried_fisher(info, torch.stack(pieces), self.transforms)[info.names.index(name)]
 
     def _of_map(self, linear: LinearMap, name: str, kind: str) -> Tensor:
-        if kind == "gradient":
-            return self._gradient(linear, name)
-        shift = value_shift(linear, self._bias(linear, 1), self._bias(linear, 0), self.transforms)
-        if kind == "moments":
-            return moved_moments(linear, self.statistics[f"{name}.moments"], self.transforms, shift)
         if kind == "count":
             return _experts(linear, self.statistics[f"{name}.count"], self.transforms)
+        shift = value_shift(linear, self._bias(linear, 1), self._bias(linear, 0), self.transforms)
         gram = self.statistics.gram(name)
         folded = linear.norm is not None and linear.norm.stream in self.folded
         assert gram is not None
-        moved = moved_gram(linear, gram, self.transforms, shift, folded)
-        tensor = {"gram": moved.matrix, "diagonal": moved.diagonal, "factor": moved.factor}[kind]
-        assert tensor is not None
-        return tensor
-
-    def _gradient(self, linear: LinearMap, name: str) -> Tensor:
-        gradient, rows = self.statistics[f"{name}.gradient"], self.rows.get(name)
-        for dim in (0, 1):
-            gradient = in_order(gradient, rows and (dim, rows[1]))
-        scaled = linear.scale is not None and linear.scale.stream in self.folded
-        behind = name in self.statistics.behind
-        return carried_gradient(linear, gradient, behind, self.transforms, Feeding(scale_folded=scaled))
+        return moved_gram(linear, gram, self.transforms, shift, folded)
 
     def _bias(self, linear: LinearMap, side: int) -> Get:
         """Look up the biases of a map's block by key: the anchor's (0) or the donor's (1)."""

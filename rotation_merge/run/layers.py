@@ -1,7 +1,7 @@
 """Measuring a model that does not fit in memory: the weights and the sums of one layer at a time.
 
 Recording is as in `measure`: norms run without gain and shift, and hidden states are those of that run. Each weight is
-read once. Gradients are computed with a model whose layers read their weights whenever they run.
+read once. Fisher diagonals need gradients of the whole model, which are not measured in this way.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from rotation_merge.architecture.model import Block
+from rotation_merge.errors import StatisticsError
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.generated_samples import SELF
@@ -24,28 +25,28 @@ from rotation_merge.run.recorder import HookedModel, Watcher
 from rotation_merge.run.runner import Runner, streamed_model
 from rotation_merge.run.statistics_file import DeferredTensor
 from rotation_merge.run.store import hooked
-from rotation_merge.run.sums import Collector, StatisticsSelection, finished
+from rotation_merge.run.sums import Collector, finished
 from rotation_merge.workers.memory import give_back
 
-WITHOUT_GRADIENTS = frozenset({"gram", "moments"})
-"""Kinds of statistics that can be measured layer by layer."""
 
+def in_layers(checkpoint: Model, options: MeasureConfig, data: str, device: str) -> Any:
+    """A model that does not fit in memory, to look at, or to write its samples.
 
-def in_layers(checkpoint: Model, options: MeasureConfig, data: str, device: str) -> tuple[Any, bool]:
-    """A model that does not fit in memory, and whether it is run layer by layer.
-
-    It has no weights at all where it is only to be looked at; where it is to write text, or gradients are to go through
-    it, its layers read their weights as they run.
+    It has no weights at all where it is only to be looked at; where it is to write text, its layers read their weights
+    as they run.
 
     Raises:
+        StatisticsError: its Fisher is to be measured.
         CheckpointError: it cannot be run in that way.
     """
-    gradients = not WITHOUT_GRADIENTS.issuperset(options.kinds)
-    config = checkpoint.transformers_config
-    if not gradients and data != SELF:
-        return empty_model(config), False
-    name = str(checkpoint.reference)
-    return streamed_model(config, checkpoint, checkpoint.architecture, torch.float32, device, name), gradients
+    config, name = checkpoint.transformers_config, str(checkpoint.reference)
+    if "fisher" in options.kinds:
+        problem = "a Fisher diagonal needs the whole model in memory"
+        remedy = "measure the kind 'gram', or use a machine with more memory ('--whole' tries it on this one)"
+        raise StatisticsError(problem, where=name, remedy=remedy)
+    if data != SELF:
+        return empty_model(config)
+    return streamed_model(config, checkpoint, checkpoint.architecture, torch.float32, device, name)
 
 
 class LayerwiseMeasurement:
@@ -55,14 +56,11 @@ class LayerwiseMeasurement:
         runner: about to run on the samples, which are without padding.
     """
 
-    def __init__(
-        self, runner: Runner, options: MeasureConfig, state: UnfinishedMeasurement, progress: Progress
-    ) -> None:
-        self.runner, self.options, self.state, self.progress = runner, options, state, progress
+    def __init__(self, runner: Runner, state: UnfinishedMeasurement, progress: Progress) -> None:
+        self.runner, self.state, self.progress = runner, state, progress
         self.opened = 0
         self.shared: dict[str, str] = {}
         self.split: list[str] = []
-        self.behind: list[str] = []
 
     def run(self) -> MeasuredStatistics:
         """Measures all layers; one that an interrupted run has measured is only run forward."""
@@ -75,23 +73,22 @@ class LayerwiseMeasurement:
             give_back(self.runner.module_of(block))
         self.progress("inputs of the maps, layer by layer", total, total)
         uncalled = sorted(set(linear_maps(self.runner.architecture)) - set(self.shared))
-        return MeasuredStatistics(tensors, self.shared, sorted(self.split), sorted(self.behind), uncalled, None)
+        return MeasuredStatistics(tensors, self.shared, sorted(self.split), uncalled)
 
     def _block(self, block: Block) -> dict[str, DeferredTensor]:
         """Measure the maps of a block, and carry the hidden states on."""
         tapped = HookedModel.of(self.runner.model, self.runner.architecture)
         shared = self._look(block, tapped)
         everywhere = [item.name for item in self.runner.architecture.blocks]  # `shared` says what is measured now
-        selection = StatisticsSelection(self.options.kinds, self.options.rank, everywhere)
         layer_pass = StatisticsPass("inputs of the maps", frozenset({block.name}), 0, lambda *_: None, lambda _: {})
         part = self.state.part(layer_pass)
-        collector = Collector(tapped.maps, {} if part.exists() else shared, selection)
+        collector = Collector(tapped.maps, {} if part.exists() else shared, everywhere)
         with tapped.split(self._splits), tapped.watched(collector), self.runner.recording():
             for batch in range(len(self.runner.batches)):
                 self.runner.run(batch)
         if not part.exists():
             dtype = torch.promote_types(self.runner.dtype, torch.float32)
-            self.state.done(layer_pass, finished(collector.sums, tapped.maps, selection, dtype))
+            self.state.done(layer_pass, finished(collector.sums, dtype))
         self.shared.update(shared)
         return dict(stored_in(part))
 
@@ -103,12 +100,11 @@ class LayerwiseMeasurement:
         for splits in [shared, ()] if plain else [()]:
             self._splits: Iterable[str] = splits
             with tapped.split(splits):
-                split, behind = [name for name in tapped.splits if shared[name] == name], list(tapped.scales)
+                split = [name for name in tapped.splits if shared[name] == name]
                 again = self._outputs(block, tapped, Probe())
             if not plain or check_watched(plain, again, self.runner.model, must=block.index is not None):
                 break
         self.split += split
-        self.behind += behind
         return shared
 
     def _outputs(self, block: Block, tapped: HookedModel, watcher: Watcher) -> list[Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Architecture, Axis, Block, Norm, Scale, TensorInfo
+from rotation_merge.architecture.model import Architecture, Axis, Block, Norm, TensorInfo
 from rotation_merge.model.fold import times_gain
 
 READERS = ("read", "o", "out", "own")
@@ -52,11 +52,6 @@ class LinearMap:
         """The norm that feeds the map, if its gain and shift can be determined from its input."""
         stem = self.info.key.removesuffix(".weight")
         return next((n for n in self.block.norms if self.info.key in n.reads or stem in n.reads), None)
-
-    @property
-    def scale(self) -> Scale | None:
-        """The layer scale that multiplies the map's output."""
-        return next((s for s in self.block.scales if self.info.key in s.writes), None)
 
 
 def along_inputs(linear: LinearMap, gain: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasur
 from rotation_merge.run.recorder import HookedModel
 from rotation_merge.run.sample_kinds import SAMPLES, STATISTICS
 from rotation_merge.run.statistics_file import DeferredTensor
-from rotation_merge.run.sums import Collector, StatisticsSelection, Sums, finished, has_gradient
+from rotation_merge.run.sums import Collector, Sums, finished
 
 Batch = Mapping[str, Tensor]
 
@@ -39,7 +38,6 @@ class MeasureConfig(Config):
     """Options of measuring a model."""
 
     kinds: tuple[str, ...] = option(("gram",), "what to measure", choices=STATISTICS)
-    rank: int | None = option(None, "keep Grams of neurons as a diagonal plus a matrix of this rank", int, low=1)
     labels: str = option(
         "sampled",
         "labels of the gradients: sampled from the model (exact for classifiers), or those of the data",
@@ -64,18 +62,14 @@ class MeasuredStatistics:
         tensors: to be written.
         shared: by map, the one under whose name its inputs' Gram stands.
         split: Grams of normalised inputs of norms.
-        behind: maps whose gradients are those behind a layer scale.
         uncalled: maps that never ran.
         buffers: tensors that no gradient reaches, as they are no parameters.
-        loss_scale: mean squared gradient of a score by the logits, which no gauge changes.
     """
 
     tensors: dict[str, DeferredTensor]
     shared: dict[str, str]
     split: list[str]
-    behind: list[str]
     uncalled: list[str]
-    loss_scale: float | None
     buffers: frozenset[str] = frozenset()
 
 
@@ -103,7 +97,6 @@ class ModelMeasurement:
         for layers_only in (False, True):
             with torch.no_grad(), self.tapped.split(self.called, layers_only), self.tapped.watched(probe):
                 self.split = sorted(name for name in self.tapped.splits if self.shared[name] == name)
-                self.behind = sorted(self.tapped.scales)
                 if check_watched(_tensors(plain), _tensors(self.outputs(first)), model, must=layers_only):
                     self.layers_only = layers_only
                     return
@@ -132,14 +125,11 @@ class ModelMeasurement:
     ) -> MeasuredStatistics:
         """Everything that the options ask for; without a state all of it stays in memory."""
         tensors = run_passes(self.passes(options), state, progress)
-        scale = tensors.pop("loss.scale", None)
         return MeasuredStatistics(
             tensors=tensors,
             shared=self.shared,
             split=self.split,
-            behind=self.behind,
             uncalled=sorted(set(self.tapped.maps) - self.called),
-            loss_scale=None if scale is None else float(scale.load()),
             buffers=frozenset(name for name, _ in self.model.named_buffers()),
         )
 
@@ -147,58 +137,27 @@ class ModelMeasurement:
         return torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
 
     def _input_passes(self, options: MeasureConfig) -> list[StatisticsPass]:
-        if not {"gram", "kfac", "moments"} & set(options.kinds):
+        if "gram" not in options.kinds:
             return []
-        everything = StatisticsSelection(options.kinds, options.rank, ())
         sizes: Counter[str] = Counter()
         for name in sorted(self.called):
             linear = self.tapped.maps[name]
-            n, out = (linear.inputs.size or 0) + 1, linear.outputs.size or 0
+            n = (linear.inputs.size or 0) + 1
             copies = (linear.info.axes[0].size or 1) if linear.stacked else 1
-            rank = everything.rank_of(linear)
-            sizes[linear.block.name] += 8 * copies * n * (n if rank is None else rank) * (self.shared[name] == name)
-            sizes[linear.block.name] += 8 * copies * out**2 * ("kfac" in options.kinds and has_gradient(linear))
+            sizes[linear.block.name] += 8 * copies * n * n * (self.shared[name] == name)
         order = {block.name: sizes[block.name] for block in self.architecture.blocks if sizes[block.name]}
-        return [
-            self._input_pass(options, StatisticsSelection(options.kinds, options.rank, blocks), number == 0)
-            for number, blocks in enumerate(packed(order, options.memory or room()))
-        ]
+        return [self._input_pass(blocks) for blocks in packed(order, options.memory or room())]
 
-    def _input_pass(self, options: MeasureConfig, selection: StatisticsSelection, first: bool) -> StatisticsPass:
+    def _input_pass(self, blocks: frozenset[str]) -> StatisticsPass:
         def run(step: int, sums: Sums) -> None:
-            collector = Collector(self.tapped.maps, self.shared, selection, sums)
-            with ExitStack() as stack:
-                stack.enter_context(self.tapped.split(self.called, self.layers_only))
-                stack.enter_context(torch.set_grad_enabled("kfac" in options.kinds))
-                with self.tapped.watched(collector):
-                    result = self.outputs(self.batches[step])
-                if "kfac" in options.kinds:
-                    self._gradients(result, step, options, collector, first)
+            collector = Collector(self.tapped.maps, self.shared, blocks, sums)
+            with torch.no_grad(), self.tapped.split(self.called, self.layers_only), self.tapped.watched(collector):
+                self.outputs(self.batches[step])
 
         def finish(sums: Sums) -> dict[str, Tensor]:
-            means = finished(sums, self.tapped.maps, selection, self._dtype())
-            if "loss.scale" in sums:
-                means["loss.scale"] = sums["loss.scale"] / max(int(sums["loss.count"]), 1)
-            return means
+            return finished(sums, self._dtype())
 
-        return StatisticsPass("inputs of the maps", frozenset(selection.blocks), len(self.batches), run, finish)
-
-    def _gradients(self, result: Any, step: int, options: MeasureConfig, collector: Collector, first: bool) -> None:
-        draw = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
-        heads = list(answers(self.model, result).values())
-        watched = [y for _, _, y in collector.watched]
-        label_scores = list(scores(self.model, result, self.batches[step], self.task, options.labels, draw))
-        for number, score in enumerate(label_scores):
-            gradients = torch.autograd.grad(
-                score, [*watched, *heads], retain_graph=number + 1 < len(label_scores), allow_unused=True
-            )
-            collector.add_gradients(list(gradients[: len(watched)]), count=number == 0)
-            if first:
-                scale = sum(float(g.double().square().sum()) for g in gradients[len(watched) :] if g is not None)
-                collector.sums["loss.scale"] = collector.sums.get("loss.scale", torch.zeros(())).double() + scale
-        if first:
-            rows = sum(head.flatten(0, -2).shape[0] for head in heads)
-            collector.sums["loss.count"] = collector.sums.get("loss.count", torch.zeros((), dtype=torch.int64)) + rows
+        return StatisticsPass("inputs of the maps", blocks, len(self.batches), run, finish)
 
     def _fisher_passes(self, options: MeasureConfig) -> list[StatisticsPass]:
         if "fisher" not in options.kinds:

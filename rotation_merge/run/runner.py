@@ -6,22 +6,19 @@ positions and whatever else a model hands to its layers are right in every famil
 memory once they are opened. Models that transformers stores in another form than checkpoints have (mixtures of experts)
 are held whole, or joined from their pieces where they must not be.
 
-`streamed_model` is the same model with only one layer's weights in memory in the backward pass, too: each layer reads
-them when it is entered and frees them when it is left; autograd saves their names for the backward pass and reads them
-again.
+`streamed_model` is the same model run as a whole, with only one layer's weights in memory: each layer reads them when
+it is entered and frees them when it is left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree
 
 from rotation_merge.architecture import Architecture
@@ -454,9 +451,8 @@ def streamed_model(
     layers = [block for block in runner.architecture.blocks if runner.module_of(block) is not None]
     owned = {block.name: _alone(runner, block) for block in layers}
     model = runner.fill_all({info.name for infos in owned.values() for info in infos})
-    stream = _Stream(runner)
     for block in layers:
-        stream.take(block, owned[block.name])
+        _read_on_entry(runner, block, owned[block.name])
     if lost := sorted(n for n, p in model.named_parameters() if p.is_meta):
         raise CheckpointError(f"missing weights, the first is {lost[0]}", where=name, remedy="download it again")
     return model
@@ -472,80 +468,27 @@ def _alone(runner: Runner, block: Block) -> list[TensorInfo]:
     ]
 
 
-@dataclass(frozen=True)
-class _Handle:
-    """A view of a weight that is not in memory: where it is read from, and its size, strides and offset."""
+def _read_on_entry(runner: Runner, block: Block, infos: Sequence[TensorInfo]) -> None:
+    """Make a layer read its tensors before its forward, and free them after it."""
+    layer = runner.module(block.name)
+    parameters: dict[str, nn.Parameter] = {}
+    absent: dict[str, Tensor] = {}
+    for info in infos:
+        for name in info.names:
+            nothing = torch.full((), torch.nan, dtype=runner.dtype, device=runner.device)
+            absent[name] = nothing.expand(runner.model.get_parameter(name).shape)
+            runner.set(name, absent[name])
+            parameters[name] = runner.model.get_parameter(name)
+    plain = layer.forward
 
-    block: str
-    name: str
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-class _Stream:
-    """Tracks which layer's weights are in memory."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
-        self.infos: dict[str, list[TensorInfo]] = {}
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.absent: dict[str, Tensor] = {}
-        self.latest: tuple[str, dict[str, Tensor]] = ("", {})
-        self.places: dict[int, str] = {}
-
-    def take(self, block: Block, infos: list[TensorInfo]) -> None:
-        """Load a layer's tensors before its forward, and free them after it."""
-        layer = self.runner.module(block.name)
-        self.infos[block.name] = infos
+    def forward(*arguments: Any, **options: Any) -> Any:
         for info in infos:
-            for name in info.names:
-                nothing = torch.full((), torch.nan, dtype=self.runner.dtype, device=self.runner.device)
-                self.absent[name] = nothing.expand(self.runner.model.get_parameter(name).shape)
-                self.runner.set(name, self.absent[name])
-                self.parameters[name] = self.runner.model.get_parameter(name)
-        plain = layer.forward
+            for name, piece in runner.pieces(info).items():
+                parameters[name].data = piece.to(runner.device, runner.dtype)
+        try:
+            return plain(*arguments, **options)
+        finally:
+            for name, nothing in absent.items():
+                parameters[name].data = nothing
 
-        def forward(*arguments: Any, **options: Any) -> Any:
-            self._fill(block.name)
-            try:
-                with saved_tensors_hooks(self._pack, self._unpack):
-                    return plain(*arguments, **options)
-            finally:
-                self._empty(block.name)
-
-        layer.forward = forward
-
-    def _names(self, block: str) -> list[str]:
-        return [name for info in self.infos[block] for name in info.names]
-
-    def _read(self, block: str) -> dict[str, Tensor]:
-        """A layer's weights; those of the layer before go first."""
-        if self.latest[0] != block:
-            self.latest = ("", {})
-            weights: dict[str, Tensor] = {}
-            for info in self.infos[block]:
-                pieces = self.runner.pieces(info)
-                weights.update((n, piece.to(self.runner.device, self.runner.dtype)) for n, piece in pieces.items())
-            self.latest = block, weights
-            self.places = {w.untyped_storage().data_ptr(): name for name, w in weights.items() if w.numel()}
-        return self.latest[1]
-
-    def _fill(self, block: str) -> None:
-        for name, tensor in self._read(block).items():
-            self.parameters[name].data = tensor
-
-    def _empty(self, block: str) -> None:
-        for name in self._names(block):
-            self.parameters[name].data = self.absent[name]
-
-    def _pack(self, tensor: Tensor) -> Tensor | _Handle:
-        name = self.places.get(tensor.untyped_storage().data_ptr())
-        if name is None:
-            return tensor
-        return _Handle(self.latest[0], name, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-
-    def _unpack(self, packed: Tensor | _Handle) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        return self._read(packed.block)[packed.name].as_strided(packed.size, packed.stride, packed.offset)
+    layer.forward = forward

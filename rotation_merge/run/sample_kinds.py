@@ -14,7 +14,7 @@ KINDS = (
 SOURCES = ("self", "synthetic")
 """Samples that need no file: text that a language model writes, and images made of noise."""
 
-STATISTICS = ("gram", "fisher", "moments", "kfac")
+STATISTICS = ("gram", "fisher")
 """Kinds of statistics that `measure` writes."""
 
 SAMPLES = 64

@@ -33,24 +33,18 @@ class Gram:
     """Second moments of a map's inputs.
 
     Attributes:
-        matrix: of (x, 1), (..., n + 1, n + 1); None where the two below stand for it.
-        diagonal, factor: of x: ``diag(diagonal) + factor @ factor^T``, (..., n) and (..., n, rank).
+        matrix: of (x, 1), (..., n + 1, n + 1).
         count: rows that were seen, one number for each expert.
         split: whether x is a norm's normalised input, before gain and shift.
     """
 
-    matrix: Tensor | None
-    diagonal: Tensor | None
-    factor: Tensor | None
+    matrix: Tensor
     count: Tensor
     split: bool
 
     def to(self, device: str) -> Gram:
         """The same on a device."""
-        matrix, diagonal, factor = (
-            None if x is None else x.to(device) for x in (self.matrix, self.diagonal, self.factor)
-        )
-        return Gram(matrix, diagonal, factor, self.count, self.split)
+        return Gram(self.matrix.to(device), self.count, self.split)
 
 
 @dataclass
@@ -61,7 +55,6 @@ class Statistics:
         metadata: origin: model, fingerprint, family, data, samples, tokens, labels, versions.
         inputs: by tensor name, the name that the Gram of its inputs is stored under.
         split: names of Grams of norms' normalised inputs.
-        behind: maps whose gradients are those behind a layer scale.
         uncalled: maps that never ran on the samples.
     """
 
@@ -69,7 +62,6 @@ class Statistics:
     metadata: dict[str, Any]
     inputs: dict[str, str]
     split: frozenset[str]
-    behind: frozenset[str]
     uncalled: frozenset[str]
     keys: frozenset[str]
     _file: Any = field(default=None, repr=False)
@@ -91,10 +83,10 @@ class Statistics:
             raise StatisticsError("is not a statistics file of this version", where=str(path), remedy=ANEW)
         try:
             metadata, inputs = json.loads(meta["made"]), json.loads(meta["inputs"])
-            split, behind, uncalled = (frozenset(json.loads(meta[name])) for name in ("split", "behind", "uncalled"))
+            split, uncalled = (frozenset(json.loads(meta[name])) for name in ("split", "uncalled"))
         except (KeyError, ValueError) as error:
             raise StatisticsError(f"its header is damaged ({short(error)})", where=str(path), remedy=ANEW) from error
-        return cls(str(path), metadata, inputs, split, behind, uncalled, keys, file)
+        return cls(str(path), metadata, inputs, split, uncalled, keys, file)
 
     @classmethod
     def held(cls, tensors: Mapping[str, DeferredTensor], meta: Mapping[str, str], name: str) -> Statistics:
@@ -104,9 +96,9 @@ class Statistics:
             meta: the head that the file would have.
             name: of the model.
         """
-        split, behind, uncalled = (frozenset(json.loads(meta[part])) for part in ("split", "behind", "uncalled"))
+        split, uncalled = (frozenset(json.loads(meta[part])) for part in ("split", "uncalled"))
         metadata, inputs = json.loads(meta["made"]), json.loads(meta["inputs"])
-        return cls(name, metadata, inputs, split, behind, uncalled, frozenset(tensors), InMemoryTensors(tensors))
+        return cls(name, metadata, inputs, split, uncalled, frozenset(tensors), InMemoryTensors(tensors))
 
     def check(self, kind: str, fingerprint: str, model: str, remedy: str) -> None:
         """Refuse statistics of other weights, or without a kind of numbers.
@@ -136,7 +128,7 @@ class Statistics:
         meta = {
             "made": json.dumps(self.metadata, sort_keys=True, default=str),
             "inputs": json.dumps(self.inputs, sort_keys=True),
-            **{part: json.dumps(sorted(getattr(self, part))) for part in ("split", "behind", "uncalled")},
+            **{part: json.dumps(sorted(getattr(self, part))) for part in ("split", "uncalled")},
         }
         stored = {}
         for key in self.keys:
@@ -172,18 +164,9 @@ class Statistics:
     def gram(self, name: str) -> Gram | None:
         """The Gram of a map's inputs; None if it has none."""
         key = self.inputs.get(name)
-        if key is None:
+        if key is None or f"{key}.gram" not in self:
             return None
-        parts = {part: self[f"{key}.{part}"] for part in ("gram", "diagonal", "factor") if f"{key}.{part}" in self}
-        if not parts:
-            return None
-        count = self[f"{key}.count"]
-        return Gram(parts.get("gram"), parts.get("diagonal"), parts.get("factor"), count, key in self.split)
-
-    def is_half(self, name: str) -> bool:
-        """Whether a map that ran has no Gram of gradients, or none of its inputs but a sketch."""
-        ran = name in self.inputs and name not in self.uncalled
-        return ran and not (f"{name}.gradient" in self and f"{self.inputs[name]}.gram" in self)
+        return Gram(self[f"{key}.gram"], self[f"{key}.count"], key in self.split)
 
 
 def holds_statistics(path: str) -> bool:

@@ -123,7 +123,6 @@ def _of_samples(
     return {
         **described(data, source, batches),
         "kinds": sorted(options.kinds),
-        "rank": options.rank,
         "labels": options.labels,
         "seed": options.seed,
         "versions": versions(),
@@ -134,7 +133,6 @@ def _head(
     metadata: dict[str, Any], measured: MeasuredStatistics, named: NamedStatistics, names: Sequence[str]
 ) -> dict[str, str]:
     """The head of a statistics file; completes `metadata`."""
-    metadata["loss_scale"] = measured.loss_scale
     metadata["fisher_norm"] = _norm(named, names)
     metadata["narrow"] = _narrow(named)
     metadata["buffers"] = sorted(named.buffers)
@@ -142,7 +140,6 @@ def _head(
         "made": json.dumps(metadata, sort_keys=True, default=str),
         "inputs": json.dumps(named.inputs, sort_keys=True),
         "split": json.dumps(sorted(named.split)),
-        "behind": json.dumps(sorted(named.behind)),
         "uncalled": json.dumps(sorted(named.uncalled)),
     }
 
@@ -165,7 +162,7 @@ def _measured(
     config = checkpoint.transformers_config
     runner = Runner(config, checkpoint, checkpoint.architecture, with_small_first_batch(batches), states, device=device)
     try:
-        return LayerwiseMeasurement(runner, options, state, progress).run(), runner.architecture
+        return LayerwiseMeasurement(runner, state, progress).run(), runner.architecture
     finally:
         states.close()
 
@@ -226,7 +223,6 @@ class NamedStatistics:
     tensors: dict[str, DeferredTensor]
     inputs: dict[str, str]
     split: list[str]
-    behind: list[str]
     uncalled: list[str]
     buffers: list[str]
 
@@ -234,7 +230,7 @@ class NamedStatistics:
 def as_stored(measured: MeasuredStatistics, module: Architecture, stored: Architecture) -> NamedStatistics:
     """Statistics of a module, `module`, under the names of its checkpoint, `stored`."""
     ours = {(b.module, b.place, b.index): b for b in module.blocks}
-    named = NamedStatistics({}, {}, [], [], [], [])
+    named = NamedStatistics({}, {}, [], [], [])
     leaders: dict[str, str] = {}
     for block in stored.blocks:
         same = ours.get((block.module, block.place, block.index))
@@ -245,7 +241,7 @@ def as_stored(measured: MeasuredStatistics, module: Architecture, stored: Archit
             linear = linear_map(block, info)
             place = None if linear is None else same_map(linear, candidates)
             if linear is not None and place is not None:
-                _name_map(named, measured, leaders, linear, *place)
+                _name_map(named, measured, leaders, linear, place[0])
             _name_fisher(named, measured, same, info, place)
     return named
 
@@ -256,7 +252,6 @@ def _name_map(
     leaders: dict[str, str],
     linear: LinearMap,
     ours: LinearMap,
-    rows: slice,
 ) -> None:
     name, tensors = linear.info.name, measured.tensors
     if ours.info.name in measured.uncalled:
@@ -265,16 +260,12 @@ def _name_map(
     leader = measured.shared[ours.info.name]
     if leader not in leaders:
         leaders[leader] = name
-        for statistic in ("gram", "diagonal", "factor", "count", "moments"):
+        for statistic in ("gram", "count"):
             if f"{leader}.{statistic}" in tensors:
                 named.tensors[f"{name}.{statistic}"] = tensors[f"{leader}.{statistic}"]
         if leader in measured.split:
             named.split.append(name)
     named.inputs[name] = leaders[leader]
-    gradient = tensors.get(f"{ours.info.name}.gradient")
-    if gradient is not None:
-        named.behind += [name] if ours.info.name in measured.behind else []
-        named.tensors[f"{name}.gradient"] = _cut(gradient, {-1: rows, -2: rows})
 
 
 def _name_fisher(
@@ -296,17 +287,16 @@ def _name_fisher(
             continue
         if place is not None:
             dim = place[0].gives - (len(stored.shape) != len(ours.axes))
-            stored = _cut(stored, {dim - len(stored.shape): place[1]})
+            stored = _cut(stored, dim - len(stored.shape), place[1])
         named.tensors[f"{name}.fisher"] = _row(stored, number) if whole and info.stacked else stored
 
 
-def _cut(stored: DeferredTensor, parts: Mapping[int, slice]) -> DeferredTensor:
-    """A piece of a tensor along some (negative) dimensions."""
+def _cut(stored: DeferredTensor, dim: int, part: slice) -> DeferredTensor:
+    """A piece of a tensor along one (negative) dimension."""
     index: list[slice] = [slice(None)] * len(stored.shape)
     shape = list(stored.shape)
-    for dim, part in parts.items():
-        index[dim] = part
-        shape[dim] = len(range(*part.indices(shape[dim])))
+    index[dim] = part
+    shape[dim] = len(range(*part.indices(shape[dim])))
     return DeferredTensor(tuple(shape), stored.dtype, _then(stored.load, lambda tensor: tensor[tuple(index)]))
 
 

@@ -14,7 +14,7 @@ from rotation_merge.share.contents import PART
 from rotation_merge.share.fields import checked_count, checked_word
 from rotation_merge.share.paths import FILE_NAME, MODEL_NAME
 
-OPTIONS = ("samples", "seed", "length", "batch_size", "rank", "labels")
+OPTIONS = ("samples", "seed", "length", "batch_size", "labels")
 """Fields that are options of `measure` by their own names."""
 
 
@@ -40,7 +40,6 @@ class Measurement:
     seed: int
     length: int | None = None
     batch_size: int | None = None
-    rank: int | None = None
     labels: str = "sampled"
 
     @classmethod
@@ -52,7 +51,7 @@ class Measurement:
         """
         numbers = {
             name: checked_count(content[name], name)
-            for name in ("length", "batch_size", "rank")
+            for name in ("length", "batch_size")
             if content.get(name) is not None
         }
         kinds = content["kinds"]

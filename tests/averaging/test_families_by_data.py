@@ -3,7 +3,7 @@
 One family for each kind of space that older families lack: experts with biases and sinks (gpt-oss), latents and groups
 of experts (DeepSeek), a gated delta rule with gated heads (Qwen3-Next), keys that span layers (Gemma 4), Mamba-2 mixers
 with squared neurons (Nemotron-H), short convolutions (LFM2). The laws of all families are tried in memory
-(carrying/test_carry.py, averaging/test_refit.py) and by regmean or kfac through files (averaging/test_averaging.py);
+(carrying/test_carry.py, averaging/test_refit.py) and by regmean through files (averaging/test_averaging.py);
 here each of these goes through fisher, refit and a carried fine-tune as well.
 """
 

@@ -63,7 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def measured(models: Models) -> Models:
     """The same, statistics beside those that are merged by them."""
     for name in ("base", "turned", "permuted"):
-        done = run("measure", models[name], "--data", models["texts"], "--kinds", "gram,fisher,kfac")
+        done = run("measure", models[name], "--data", models["texts"], "--kinds", "gram,fisher")
         assert done.exit_code == 0, done.output
     return models
 
@@ -122,7 +122,6 @@ OURS: dict[str, dict[str, Any]] = {
     "anchor: mean": {"preset": "far", "anchor": "mean"},
     "regmean": {"preset": "far", "delegate": "regmean"},
     "fisher": {"delegate": "fisher", **STILL},
-    "kfac": {"preset": "far", "delegate": "kfac"},
     "ot_fusion": {"preset": "far", "delegate": "ot_fusion"},
     "refit": {"preset": "far", "delegate": "refit", "samples": 32, "data": "texts"},
     "on activations": {"preset": "far", "match_on": "both", "samples": 32, "data": "texts"},

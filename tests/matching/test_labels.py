@@ -148,7 +148,7 @@ def labelled(models: tuple[Path, Path], folder: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("delegate", ["nuslerp", "kfac", "refit"])
+@pytest.mark.parametrize("delegate", ["nuslerp", "regmean", "refit"])
 def test_recipes_merge_in_the_anchors_order(delegate: str, models: tuple[Path, Path], tmp_path: Path) -> None:
     anchor, donor = models
     made = recipe_for("linear", anchor, donor)

@@ -38,11 +38,10 @@ def test_moved_statistics_are_those_of_the_moved_model(case: tuple[str, str, dic
     family, name, options = case
     (anchor, _), (donor, samples) = (model(family, name, tmp_path, seed) for seed in range(2))
     alignment = rm.align(anchor, donor, **options)
-    config = rm.MeasureConfig(kinds=("gram", "kfac"))
-    moved = alignment.apply(rm.measure(donor, samples, config))
-    measured = rm.measure(alignment.apply(donor), samples, config)
+    moved = alignment.apply(rm.measure(donor, samples))
+    measured = rm.measure(alignment.apply(donor), samples)
     assert moved.keys == measured.keys
-    assert agree(moved, measured, ("gram", "gradient", "count")) >= 8
+    assert agree(moved, measured, ("gram", "count")) >= 8
 
 
 def agree(moved: rm.Statistics, measured: rm.Statistics, kinds: tuple[str, ...]) -> int:
@@ -55,18 +54,15 @@ def agree(moved: rm.Statistics, measured: rm.Statistics, kinds: tuple[str, ...])
     return len(keys)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
-def test_diagonal_statistics_move_with_permutations_alone(
-    case: tuple[str, str, dict[str, Any]], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] == "classifier"], ids=lambda case: case[0])
+def test_fisher_diagonals_move_with_permutations_alone(case: tuple[str, str, dict[str, Any]], tmp_path: Path) -> None:
     family, name, _ = case
     donor, samples = model(family, name, tmp_path)
     order = {"attention": "none", "heads": "permutation", "residual": "permutation"}
     alignment = rm.Alignment.random(donor, **order)
-    kinds = ("fisher", "moments") if name == "classifier" else ("moments",)
-    config = rm.MeasureConfig(kinds=kinds, rank=2)
+    config = rm.MeasureConfig(kinds=("fisher",))
     moved = alignment.apply(rm.measure(donor, samples, config))
-    assert agree(moved, rm.measure(alignment.apply(donor), samples, config), kinds) >= 8
+    assert agree(moved, rm.measure(alignment.apply(donor), samples, config), ("fisher",)) >= 8
     turned = rm.Alignment.random(donor, attention="rotation", heads="permutation")
     with pytest.raises(rm.RotationMergeError, match="cannot be kept"):
         dict.fromkeys(turned.apply(rm.measure(donor, samples, config))[key] for key in sorted(moved.keys))

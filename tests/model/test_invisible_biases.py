@@ -176,7 +176,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return anchor, twin
 
 
-@pytest.mark.parametrize("delegate", ["linear", "regmean", "kfac", "refit"])
+@pytest.mark.parametrize("delegate", ["linear", "regmean", "refit"])
 def test_recipes_merge_twins_exactly(delegate: str, models: tuple[Path, Path], tmp_path: Path) -> None:
     anchor, twin = models
     made = recipe_for("linear", anchor, twin)

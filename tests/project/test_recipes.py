@@ -38,7 +38,7 @@ def prepared(recipe: Path, models: Path, folder: Path) -> Path:
         assert done.exit_code == 0, done.output
         text = text.replace("multiberts-0-1.safetensors", str(made))
     delegate = next(yaml.safe_load_all(text)).get("parameters", {}).get("delegate")
-    if delegate in ("regmean", "fisher", "kfac"):
+    if delegate in ("regmean", "fisher"):
         for name in names(recipe.read_text(encoding="utf-8")):
             measure(stand_in(name, models), "gram" if delegate == "regmean" else delegate)
     out = folder / recipe.name

@@ -32,7 +32,7 @@ LOST, KEPT = 0.5, 0.9
 MOST = 0.2
 """Share of the tensors that may be unlike the parents' before that says nothing of single ones any more."""
 
-SOLVED = ("refit", "ot_fusion", "regmean", "kfac", "fisher")
+SOLVED = ("refit", "ot_fusion", "regmean", "fisher")
 """Delegates whose tensors need not lie near the span of the parents'."""
 
 SPOILS = ("RoPE layout", "order of heads", "order of neurons", "scale", "unlike its parents")

@@ -38,7 +38,7 @@ def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
             problem = f"{name} needs statistics of the carried model, but these are the donor's"
             raise RecipeError(problem, where=str(model), remedy=CARRY_FIRST.format("measure and merge"))
         if by_row and rearranged:
-            _one_vocabulary(donors, model, f"{name} weighs the row of every token", "use delegate regmean or kfac")
+            _one_vocabulary(donors, model, f"{name} weighs the row of every token", "use delegate regmean")
         if plan.no_changes and donor.origin is not None:
             raise RecipeError(f"{name} {plan.no_changes}", where=str(model), remedy=CARRY_FIRST.format("merge"))
 

@@ -13,13 +13,12 @@ from mergekit.config import ConfigReader
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.averaging.methods import HALF, Plan, plan_of
+from rotation_merge.averaging.methods import Plan, plan_of
 from rotation_merge.errors import RotationMergeError, StatisticsError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.moved_statistics import (
     Feeding,
     carried_fisher,
-    carried_gradient,
     carried_gram,
     feeding,
     feeding_keys,
@@ -118,10 +117,7 @@ class CarriedStatistics:
         if self._no_parameter(info, moves, books):
             return {}
         called = [model for model in models if not self._uncalled(books[model], info, moves, model)]
-        parts = {m: AuxiliaryInput((self._carry(info, moves, m, books[m]),), books[m].metadata, True) for m in called}
-        if self.plan.statistics == "kfac" and any(b.is_half(self._names(info, moves, m)[0]) for m, b in books.items()):
-            self.run.note(HALF)
-        return parts
+        return {m: AuxiliaryInput((self._carry(info, moves, m, books[m]),), books[m].metadata, True) for m in called}
 
     def _books(self, models: Sequence[ModelReference], reader: ConfigReader) -> dict[ModelReference, Statistics]:
         """
@@ -216,7 +212,7 @@ class CarryStatistics:
 
     Attributes:
         names: of the tensor in the model's own checkpoint, one for each stored piece.
-        feeds: loads of the norm's gain and shift, and of the layer scale, that stand around the map.
+        feeds: loads of the gain and shift of the norm before the map.
         biases, anchor: loads of the values' bias that the map reads, in the model and in the anchor.
         rows: order that brings the model's classes into the anchor's (see `model/labels.py`).
     """
@@ -247,7 +243,7 @@ class CarryStatistics:
             linear = linear_map(self.block, self.info)
             if linear is None:
                 raise StatisticsError(f"'{self.info.name}' is not a linear map")
-            return self._of_map(linear, maps, self._feeding(linear, values), self._shift(linear, maps, values))
+            return {"gram": self._gram(linear, maps, self._feeding(linear, values), self._shift(linear, maps, values))}
         except RotationMergeError as error:
             raise StatisticsError(error.what, where=error.where or self.model_name, remedy=error.remedy) from error
 
@@ -255,7 +251,7 @@ class CarryStatistics:
         if self.fold is not None:
             raise StatisticsError(
                 "a Fisher diagonal cannot be kept when norm gains are folded, which 'residual: rotation' needs",
-                remedy="leave that out, or use delegate kfac",
+                remedy="leave that out, or use delegate regmean",
             )
         pieces = [self.statistics[f"{name}.fisher"] for name in self.names if f"{name}.fisher" in self.statistics]
         if len(pieces) < len(self.names):
@@ -284,9 +280,9 @@ class CarryStatistics:
         shift = value_shift(linear, of("biases", self.biases), of("anchor", self.anchor), maps)
         return None if shift is None else shift.to(self.device)
 
-    def _of_map(
+    def _gram(
         self, linear: LinearMap, maps: Mapping[str, SpaceTransform], feeding: Feeding, shift: Tensor | None
-    ) -> dict[str, Tensor]:
+    ) -> Tensor:
         gram = self.statistics.gram(self.names[0])
         if gram is None:
             problem, remedy = (
@@ -294,15 +290,7 @@ class CarryStatistics:
                 "if transformers runs it in parts, use 'refit'",
             )
             raise StatisticsError(problem, where=self.statistics.path, remedy=f"measure again; {remedy}")
-        result = carried_gram(linear, gram.to(self.device), maps, feeding, shift)
-        key = f"{self.names[0]}.gradient"
-        if self.kind == "kfac" and key in self.statistics:
-            behind = self.names[0] in self.statistics.behind
-            gradient = self.statistics[key]
-            for dim in (0, 1):
-                gradient = in_order(gradient, self.rows and (dim, self.rows[1]))
-            result["gradient"] = carried_gradient(linear, gradient.to(self.device), behind, maps, feeding)
-        return result
+        return carried_gram(linear, gram.to(self.device), maps, feeding, shift)
 
     def _feeding(self, linear: LinearMap, values: Mapping[str, Tensor | None]) -> Feeding:
         tensors = loaded("feeds", self.feeds, self.block, values)

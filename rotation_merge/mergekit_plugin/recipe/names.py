@@ -69,7 +69,7 @@ class RecipeConfig(Config):
         "file that `rotation-merge measure` wrote. Not given: the one beside the model",
         FILE,
         scope=EACH,
-        delegates=("regmean", "fisher", "kfac"),
+        delegates=("regmean", "fisher"),
     )
     data: str | None = option(
         None,
