@@ -100,12 +100,10 @@ SHIPPED: dict[str, dict[str, Any]] = {
     "tsv": {"delegate": "tsv"},
     "iso": {"delegate": "iso"},
     "refit": {"delegate": "refit"},
-    "refit, alpha 0.3": {"delegate": "refit", "alpha": 0.3},
     "refit, lambda 2": {"delegate": "refit", "lambda": 2.0},
     "refit from wudi": {"delegate": "refit", "start": "wudi"},
     "refit from wudi, ridge 0.1": {"delegate": "refit", "start": "wudi", "ridge": 0.1},
     "refit from wudi, ridge 0.3": {"delegate": "refit", "start": "wudi", "ridge": 0.3},
-    "refit from wudi, alpha 0.3": {"delegate": "refit", "start": "wudi", "alpha": 0.3},
 }
 
 

@@ -114,6 +114,10 @@ what each of them was and what to do instead, as the rest of the sentence "'NAME
     "kfac": "K-FAC, which kept less than solving on samples (74.3 against 94.6%); use 'refit', 'regmean' or 'fisher'",
     "kinds: kfac": "K-FAC factors; measure 'gram' for 'regmean' or 'fisher' for 'fisher', or use delegate 'refit'",
     "kinds: moments": "means and mean squares, which no average read; 'gram' holds both",
+    "gram_norm": "other divisors of Grams, which never won; leave it out, for the norm in 'wudi' and none in 'refit'",
+    "share": "Iso-CTS, which never won; 'iso' keeps the directions of the sum, leave it out",
+    "alpha": "refit's targets from the merge's own inputs, which gained less; leave it out, or raise 'ridge'",
+    "norms": "refit's solving of gains and shifts of norms, which never won; leave it out",
     "rank": "Grams of low rank in statistics files; leave it out, and 'measure' keeps them whole",
 }
 """Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by

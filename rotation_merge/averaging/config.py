@@ -15,16 +15,7 @@ class RefitConfig(Config):
     """Options of a refit."""
 
     ridge: float = option(0.01, "strength of the pull of each linear map towards its start", low=0)
-    alpha: float = option(
-        1.0, "share of each model's own inputs in its targets; the rest are the merge's inputs", low=0, high=1
-    )
     lambda_: float = option(1.0, "factor of the start's difference from `base_model`", key="lambda")
-    gram_norm: str = option(
-        "none", "`norm`: divide the Gram of each model's samples by its norm", choices=("none", "norm")
-    )
-    norms: str = option(
-        "keep", "`solve`: also solve the norms' gains and shifts, channel by channel", choices=("keep", "solve")
-    )
     targets: str | None = option(
         None,
         "target of each sample. `own`: the output of the model whose sample it is; `mean`: the mean of all models' "

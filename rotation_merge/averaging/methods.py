@@ -284,7 +284,7 @@ class Fisher(StatisticsMethod):
         return fisher([s.weight for s in sources], [s.held["fisher"] for s in sources], shares, parameters["floor"])
 
 
-SOLVING = ("ridge", "alpha", "lambda_", "gram_norm", "norms")
+SOLVING = ("ridge", "lambda_")
 """Fields that are parameters of the delegate; the others name its inputs and are parameters of the recipe."""
 
 

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
-from rotation_merge.architecture.model import Architecture, Block, Norm
-from rotation_merge.linalg.ridge import ChannelSums, RidgeSums
+from rotation_merge.architecture.model import Architecture, Block
+from rotation_merge.linalg.ridge import RidgeSums
 from rotation_merge.linalg.softmax import softmax_change
 from rotation_merge.model.fingerprint import compared_config
 from rotation_merge.run.maps import linear_map, same_map
@@ -34,8 +33,6 @@ from rotation_merge.workers.progress import Progress
 
 ROUNDED = 1e-3
 """The least ridge that products may be rounded under: from here on they are computed in the inputs' own precision."""
-
-Sums = TypeVar("Sums", RidgeSums, ChannelSums)
 
 Answer = dict[str, Tensor]
 """Targets of one batch, by key of a map (its output) or name of a place (the stream there)."""
@@ -75,16 +72,13 @@ class Teachers:
     ) -> None:
         self.runners: Sequence[Runner] = runners
         self.batch_teachers, self.kept = batch_teachers, BatchStore(store, "answer")
-        self._taps: list[BlockHooks] = []
 
     def compute_answers(self, block: Block, answer_keys: frozenset[str]) -> bool:
         opened = [runner.advance() for runner in self.runners]
         partners = [partner for partner in opened if partner is not None and same_place(partner, block)]
         if len(partners) < len(opened):
             return False
-        self._taps = taps = [
-            BlockHooks(runner, partner) for runner, partner in zip(self.runners, partners, strict=True)
-        ]
+        taps = [BlockHooks(runner, partner) for runner, partner in zip(self.runners, partners, strict=True)]
         for batch, teachers in enumerate(self.batch_teachers if answer_keys or block.index is not None else ()):
             total: Answer = {}
             for donor, number, share in teachers:
@@ -96,12 +90,6 @@ class Teachers:
                         total[key] = value if share == 1.0 else share * value
             self.kept.put(batch, {key: total[key] for key in sorted(answer_keys) if key in total})
         return True
-
-    @torch.no_grad()
-    def by_own_modules(self, batch: int, key: str, inputs: Tensor) -> Tensor:
-        """Weighted mean of the donors' own module outputs for the inputs of one batch, (positions, out)."""
-        parts = [share * self._taps[donor].module(key)(inputs) for donor, _, share in self.batch_teachers[batch]]
-        return torch.stack(parts).sum(0)
 
     def computes_as_anchor(self, merge: Runner, names: Collection[str]) -> bool:
         return all(computes_the_same(merge, runner, names) for runner in self.runners)
@@ -144,7 +132,6 @@ class RefitResult:
 
     Attributes:
         maps: the maps that were solved.
-        norms: the norms whose gains and shifts were.
         kept: by reason, names of linear maps' weights that are unchanged.
         whole: whether the models were held whole.
         alike: whether all models compute the same, bit for bit, so that no map was changed.
@@ -152,7 +139,6 @@ class RefitResult:
     """
 
     maps: list[MapErrors] = field(default_factory=list)
-    norms: list[MapErrors] = field(default_factory=list)
     kept: dict[str, list[str]] = field(default_factory=dict)
     whole: bool = False
     alike: bool = False
@@ -191,15 +177,8 @@ class Refit:
         skip: whether a tensor stays unchanged, by name.
         watch: called for every block and its progress with a label, the count done and the total.
         shape: function applied to a solved change (out, in [+ 1 for a bias]), given the Gram of the inputs and a one.
-        alpha: share of the answers in the target; the rest is the result of `by_own_modules` for a batch, the key of a
-            map and the merge's inputs of it (FeatCal, 2026).
-        groups: of every batch that counts the number of its group: each group's Gram is divided by its norm. None: all
-            positions count alike.
         softmax: ridge of a map that gives the model's logits, which is then fitted to the answers' probabilities from
             the least-squares change on (`linalg.softmax`); None: its logits are solved like other outputs.
-        norms: whether gains and shifts of the stream's norms are solved, too, channel by channel.
-        alike: whether all that ran before is the same in the merge and where the answers come from. While it is, no
-            output lacks anything: maps are written as they are, without arithmetic that would round them.
     """
 
     merge: Runner
@@ -211,18 +190,17 @@ class Refit:
     skip: Callable[[str], bool] = lambda _: False
     watch: Progress = lambda *_: None
     shape: Callable[[Tensor, Tensor], Tensor] | None = None
-    alike: bool = True
-    alpha: float = 1.0
-    by_own_modules: Callable[[int, str, Tensor], Tensor] | None = None
-    groups: Sequence[int] = ()
     softmax: float | None = None
-    norms: bool = False
     _fused: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _alike: bool = field(default=True, init=False)
+    """Whether all that ran before is the same in the merge and where the answers come from. While it is, no output
+    lacks anything: maps are written as they are, without arithmetic that would round them."""
 
     def run(self) -> RefitResult:
         """Solve every map, in the order of the forward."""
         result = RefitResult(whole=self.merge.whole)
         total, before = len(self.merge.architecture.blocks), set(self.merge.opened)
+        self._alike = not before  # after a merge that ran before, nothing is known
         progress = _BlockProgress(self.watch, total, len(self.merge.batches))
         for runner in (self.merge, *self.answers.runners):
             runner.each_run = progress.ran
@@ -237,26 +215,22 @@ class Refit:
             taps.forget()
             give_back(taps.layer)
         self.watch("refitting", total, total)
-        result.alike = self.alike
+        result.alike = self._alike
         return result
 
     def _block(self, block: Block, taps: BlockHooks, result: RefitResult, opened: Collection[str]) -> None:
         places = self._places(block, taps, result)
-        norms = self._norms(block, taps)
-        chosen = stages(taps, set(places), set(norms))
+        chosen = stages(taps, set(places))
         solved = {key for stage in chosen for key in stage.keys}
         _keep(result, UNSEEN, [slot.name for key, slots in places.items() if key not in solved for slot in slots])
         answer_keys: frozenset[str] = frozenset().union(*(stage.wanted for stage in chosen))
         taps.settled.pending.update(solved & taps.modules.keys())
         learned = self.answers.compute_answers(block, answer_keys)
-        self.alike = self.alike and learned and self.answers.computes_as_anchor(self.merge, opened)
+        self._alike = self._alike and learned and self.answers.computes_as_anchor(self.merge, opened)
         if learned:
             for number, stage in enumerate(chosen, 1):
-                if stage.keys[0] in norms:
-                    result.norms += self._solve_norm(taps, stage, norms[stage.keys[0]])
-                else:
-                    result.maps += self._solve(taps, stage, places)
-                    taps.settled.settle(stage.keys)
+                result.maps += self._solve(taps, stage, places)
+                taps.settled.settle(stage.keys)
                 self.answers.keep(frozenset().union(*(later.wanted for later in chosen[number:])))
 
     def _places(self, block: Block, taps: BlockHooks, result: RefitResult) -> dict[str, list[_SolvedTensor]]:
@@ -285,32 +259,28 @@ class Refit:
         return slots
 
     def _solve(self, taps: BlockHooks, stage: Stage, places: Mapping[str, list[_SolvedTensor]]) -> list[MapErrors]:
-        if self.alike:
+        if self._alike:
             for key in stage.keys:
                 self._set(key, taps, None, places[key])
             return [MapErrors(places[key][0].name, 0.0, 0.0) for key in stage.keys]
-        total: RidgeSums | None = None
+        sums: RidgeSums | None = None
         is_head = self._gives_logits(taps, stage)
         head_inputs: dict[int, Tensor] = {}
-        for batches in self._counting():
-            sums: RidgeSums | None = None
-            for batch in batches:
-                activations, answer = taps.see(batch, stage.until), self.answers(batch)
-                keys = [key for key in stage.keys if stage.aims(key) <= answer.keys()]
-                if not keys:
-                    return []
-                inputs = activations.inputs[keys[0]]
-                if is_head:
-                    head_inputs[batch] = rows(inputs)
-                sums = sums or RidgeSums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
-                lacks = {
-                    key: (self._lack(batch, key, stage, activations, answer), activations.outputs[key]) for key in keys
-                }
-                sums.add(inputs, lacks, self.weights[batch])
-            assert sums is not None
-            sums.flush()
-            total = self._added(total, sums, self.weights[batches[0]])
-        return [] if total is None else [self._fit(key, taps, total, places[key], head_inputs) for key in total.cross]
+        for batch in (batch for batch, weight in enumerate(self.weights) if weight != 0):
+            activations, answer = taps.see(batch, stage.until), self.answers(batch)
+            keys = [key for key in stage.keys if stage.aims(key) <= answer.keys()]
+            if not keys:
+                return []
+            inputs = activations.inputs[keys[0]]
+            if is_head:
+                head_inputs[batch] = rows(inputs)
+            sums = sums or RidgeSums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
+            lacks = {key: (lacking(key, stage, activations, answer), activations.outputs[key]) for key in keys}
+            sums.add(inputs, lacks, self.weights[batch])
+        if sums is None:
+            return []
+        sums.flush()
+        return [self._fit(key, taps, sums, places[key], head_inputs) for key in sums.cross]
 
     def _gives_logits(self, taps: BlockHooks, stage: Stage) -> bool:
         """Whether the only map of a stage outputs the model's logits, so that it is fitted by softmax."""
@@ -321,79 +291,6 @@ class Refit:
             output = taps.first().outputs.get(stage.keys[0])
         logits = getattr(results[-1], "logits", None) if results else None
         return isinstance(logits, Tensor) and output is not None and torch.equal(logits.flatten(), output.flatten())
-
-    def _counting(self) -> list[list[int]]:
-        """The batches that count, by group."""
-        batches: dict[int, list[int]] = {}
-        for batch, weight in enumerate(self.weights):
-            if weight != 0:
-                batches.setdefault(self.groups[batch] if self.groups else 0, []).append(batch)
-        return list(batches.values())
-
-    def _added(self, total: Sums | None, sums: Sums, weight: float) -> Sums:
-        """Add the products of one more group with its weight."""
-        if self.groups and sums.norm:
-            sums.scale(weight / sums.norm)
-        if total is None:
-            return sums
-        total.merge(sums)
-        return total
-
-    def _norms(self, block: Block, taps: BlockHooks) -> dict[str, tuple[Norm, dict[str, str]]]:
-        """Each solvable norm with its checkpoint names (by the module's own names), by the key of its gain."""
-        stored = next((other for other in self.stored_architecture.blocks if same_place(other, block)), None)
-        if not self.norms or stored is None:
-            return {}
-        names = {info.key: info.name for info in stored.tensors if not info.stacked}
-        norms = {}
-        for norm in block.norms:
-            keys = [key for key in (norm.gain, norm.shift) if key is not None]
-            parts = {key.rpartition(".")[2]: names[key] for key in keys if key in names}
-            held = dict(taps.places[norm.gain].named_parameters()) if norm.gain in taps.places else {}
-            if held and held.keys() == parts.keys() and not any(map(self.skip, parts.values())):
-                norms[norm.gain] = norm, parts
-        return norms
-
-    @torch.no_grad()
-    def _solve_norm(self, taps: BlockHooks, stage: Stage, place: tuple[Norm, dict[str, str]]) -> list[MapErrors]:
-        """Gain and shift of one norm, towards the outputs of the donors' norms."""
-        if self.alike or self.by_own_modules is None:
-            return []
-        (norm, names), (key,) = place, stage.keys
-        module, gain, *shift = taps.places[key], *names
-        plain = {gain: torch.full_like(module.get_parameter(gain), 1 - norm.offset)}
-        plain |= {name: torch.zeros_like(module.get_parameter(name)) for name in shift}
-        total: ChannelSums | None = None
-        for batches in self._counting():
-            sums = ChannelSums(bool(shift))
-            for batch in batches:
-                answer, inputs = self.answers(batch), taps.see(batch, stage.until).stream[key]
-                if key not in answer:
-                    return []
-                output = module(inputs)
-                target = self.alpha * self.by_own_modules(batch, key, answer[key])
-                if self.alpha < 1:
-                    target += (1 - self.alpha) * self.by_own_modules(batch, key, inputs)
-                normed = functional_call(module, plain, inputs)
-                sums.add(rows(normed), rows(target - output), rows(output), self.weights[batch])
-            total = self._added(total, sums, self.weights[batches[0]])
-        if total is None:
-            return []
-        changes = total.change(self.ridge)
-        fitted = MapErrors(names[gain], *total.errors(*changes))
-        prefix = taps.names[key].removesuffix(gain)
-        for name, change in zip(names, changes, strict=False):
-            moved = self.write(names[name], module.get_parameter(name).double() + change)
-            self.merge.set(f"{prefix}{name}", moved)
-        return [fitted]
-
-    def _lack(self, batch: int, key: str, stage: Stage, activations: BlockActivations, answer: Answer) -> Tensor:
-        """Target minus output of a map, (positions, out)."""
-        lack = lacking(key, stage, activations, answer)
-        if self.alpha == 1.0 or self.by_own_modules is None:
-            return lack
-        own_lack = rows(self.by_own_modules(batch, key, activations.inputs[key])) - rows(activations.outputs[key])
-        return self.alpha * lack + (1 - self.alpha) * own_lack
 
     def _fit(
         self,
@@ -439,12 +336,12 @@ class Refit:
         width = weight.shape[1]
         moved = weight if change is None else weight + change[:, :width]
         stored = torch.cat([self._store(slot, moved[slot.rows], turned) for slot in places])
-        self.alike = self.alike and torch.equal(stored, weight)  # else it was rounded
+        self._alike = self._alike and torch.equal(stored, weight)  # else it was rounded
         if (bias := getattr(module, "bias", None)) is not None:
             added = bias.double() if change is None else bias.double() + change[:, width]
             names = [replace(slot, name=slot.name.removesuffix("weight") + "bias") for slot in places]
             parts = torch.cat([self._written(slot, added[slot.rows]) for slot in names])
-            self.alike = self.alike and torch.equal(parts, bias.double())
+            self._alike = self._alike and torch.equal(parts, bias.double())
             self.merge.set(name.removesuffix("weight") + "bias", parts)
         self.merge.set(name, stored.mT if turned else stored)
 

@@ -176,8 +176,7 @@ class Wudi(TaskVectorMethod):
     the changes have low rank, as those of LoRAs, and D grows out of proportion.) `sides: both` also weighs the outputs,
     by ``L_t = D_t D_t^T``: ``sum_t L_t D G_t = sum_t L_t D_t G_t``, by conjugate gradients.
 
-    Source: Cheng and others 2025 (WUDI-Merging, arXiv 2503.08099, equation 9, there by gradient descent); the trace
-    instead of the norm: ACE-Merging (arXiv 2603.02945); neither: ACTMat (arXiv 2604.01329).
+    Source: Cheng and others 2025 (WUDI-Merging, arXiv 2503.08099, equation 9, there by gradient descent).
     """
 
     spec = MergeMethodSpec(
@@ -191,12 +190,6 @@ class Wudi(TaskVectorMethod):
                 WUDI_RIDGE,
                 "strength of the pull towards the mean of the changes, relative to the mean eigenvalue of the Grams",
                 low=0,
-            ),
-            parameter(
-                "gram_norm",
-                "norm",
-                "divisor of Grams: norm, trace or none",
-                choices=("norm", "trace", "none"),
             ),
             parameter(
                 "sides", "one", "Grams of one side (inputs) or both (inputs and outputs)", choices=("one", "both")
@@ -214,7 +207,7 @@ class Wudi(TaskVectorMethod):
     ) -> Tensor:
         if parameters["sides"] == "both":
             return both_sides(changes, weights, parameters["ridge"])
-        shares = _gram_shares([float(d.norm()) for d in changes], weights, changes[0].shape[1], parameters["gram_norm"])
+        shares = _gram_shares([float(d.norm()) for d in changes], weights)
         return one_side(changes, shares, mean_of(changes, weights), parameters["ridge"])
 
     def in_slices(
@@ -224,7 +217,7 @@ class Wudi(TaskVectorMethod):
             return super().in_slices(changes, weights, parameters)
         grams = [change.gram() for change in changes]
         lengths = [float(gram.trace().sqrt()) for gram in grams]
-        shares = _gram_shares(lengths, weights, len(grams[0]), parameters["gram_norm"])
+        shares = _gram_shares(lengths, weights)
         total = torch.zeros_like(grams[0])
         for gram, share in zip(grams, shares, strict=True):
             total.add_(gram, alpha=share)
@@ -267,14 +260,14 @@ def added_by_wudi(first: Tensor, second: Tensor) -> Tensor:
     if not bool(first.any()) or not bool(second.any()):
         return second
     changes = [first, second]
-    shares = _gram_shares([float(d.norm()) for d in changes], [1.0, 1.0], first.shape[1], "norm")
+    shares = _gram_shares([float(d.norm()) for d in changes], [1.0, 1.0])
     return one_side(changes, shares, first + second, BESIDE_RIDGE) - first
 
 
-def _gram_shares(lengths: Sequence[float], weights: Sequence[float], inputs: int, kind: str) -> list[float]:
-    """a_t: each weight over the divisor of a change's Gram, by the norms of the changes; none for a zero change."""
-    divisors = [1.0 if kind == "none" else length**2 / (1 if kind == "norm" else inputs) for length in lengths]
-    return [weight / divisor if divisor else 0.0 for weight, divisor in zip(weights, divisors, strict=True)]
+def _gram_shares(lengths: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """a_t: each weight over the squared norm of the change, which its Gram is divided by; none for a zero change."""
+    squares = [length**2 for length in lengths]
+    return [weight / square if square else 0.0 for weight, square in zip(weights, squares, strict=True)]
 
 
 def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, ridge: float) -> Tensor:
@@ -409,20 +402,14 @@ class Iso(TaskVectorMethod):
 
     Changes of low rank get the mean over the directions that they span.
 
-    With `share` below 1 (Iso-CTS) only that share of the directions is the sum's; the rest are the largest directions
-    of each change outside them.
-
-    Source: Marczak and others 2025 (No Task Left Behind, arXiv 2502.04959), algorithms 1 and 2.
+    Source: Marczak and others 2025 (No Task Left Behind, arXiv 2502.04959), algorithm 1.
     """
 
     spec = MergeMethodSpec(
         name="iso",
         pretty_name="Iso-C",
         reference_url="https://arxiv.org/abs/2502.04959",
-        parameters=(
-            *COMMON,
-            parameter("share", 1.0, "share of the directions that the sum keeps; 0.8 is Iso-CTS", low=0, high=1),
-        ),
+        parameters=COMMON,
         contract=CONTRACT,
     )
     sees_rounding = True
@@ -444,21 +431,10 @@ class Iso(TaskVectorMethod):
         shares = parameters.get("rounding", [0.0] * len(weighed))
         least = sum(share * change.norm() for share, change in zip(shares, weighed, strict=True))
         count = max(1, int((s > max(ZERO * float(s[0]), least)).sum()))
-        each = int((1 - parameters["share"]) * count) // len(changes)
-        if each == 0:
-            return (left_vectors(count) * s[:count].mean()) @ v[:count]
-        common = count - each * len(changes)
-        shared = left_vectors(common)
-        lefts, values, rights = [shared], [s[:common]], [v[:common]]
-        for change in weighed:
-            left_vectors, value, right = (change - shared @ shared.transposed_times(change)).svd()
-            lefts.append(left_vectors(each))
-            values.append(value[:each])
-            rights.append(right[:each])
-        return (beside(lefts).polar() * torch.cat(values).mean()) @ polar(torch.cat(rights))
+        return (left_vectors(count) * s[:count].mean()) @ v[:count]
 
     def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
-        return (1 if parameters["share"] == 1 else models + 3) * svd_operations(shape)
+        return svd_operations(shape)
 
 
 def svd_operations(shape: tuple[int, int]) -> float:

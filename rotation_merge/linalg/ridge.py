@@ -106,27 +106,6 @@ class RidgeSums:
                 self.cross[key] = torch.zeros_like(part, dtype=torch.float64)
             self.cross[key].add_(part, alpha=weight)
 
-    @property
-    def norm(self) -> float:
-        """Frobenius norm of the Gram without the bias."""
-        upper = self._upper[: self.width, : self.width].triu()
-        return float((2 * upper.square().sum() - upper.diagonal().square().sum()).sqrt())
-
-    def scale(self, factor: float) -> None:
-        """Multiply all products, as if every row counted so many times."""
-        for total in (self._upper, *self.cross.values()):
-            total.mul_(factor)
-        self.squares = {key: [factor * square for square in both] for key, both in self.squares.items()}
-
-    def merge(self, other: RidgeSums) -> None:
-        """Add the products of other rows."""
-        self.rows += other.rows
-        self._upper.add_(other._upper)
-        for key, cross in other.cross.items():
-            self.cross[key] = self.cross[key].add_(cross) if key in self.cross else cross
-            before = self.squares.get(key, [0.0, 0.0])
-            self.squares[key] = [a + b for a, b in zip(before, other.squares[key], strict=True)]
-
     def change(self, key: str, ridge: float, biased: bool, name: str) -> Tensor:
         """The map's change, (out, in), with a bias (out, in + 1).
 
@@ -165,60 +144,6 @@ class RidgeSums:
             spent = reached - (change.square() @ self._penalty(ridge)[:size]).sum()
         after = max(before - float(2 * reached - spent), 0.0)
         return (before / whole) ** 0.5 if whole else 0.0, (after / whole) ** 0.5 if whole else 0.0
-
-
-class ChannelSums:
-    """Products of normalised inputs with residuals of a norm's outputs, over all samples, channel by channel.
-
-    The norm gives ``gain * x + shift``; its change is found for every channel by itself.
-
-    Args:
-        shifted: whether it has a shift.
-    """
-
-    def __init__(self, shifted: bool) -> None:
-        self.shifted, self._sums = shifted, torch.zeros(())
-
-    def add(self, inputs: Tensor, lacks: Tensor, output: Tensor, weight: float) -> None:
-        """One batch: normalised inputs, residuals of the outputs, and the outputs, (positions, channels) each."""
-        x, r, y = (tensor.double() for tensor in (inputs, lacks, output))
-        products = (x * x, x, torch.ones_like(x), x * r, r, r * r, (y + r).square())
-        self._sums = self._sums.to(x.device) + weight * torch.stack([product.sum(0) for product in products])
-
-    @property
-    def norm(self) -> float:
-        """Frobenius norm of the diagonal Gram."""
-        return float(self._sums[0].norm())
-
-    def scale(self, factor: float) -> None:
-        """Multiply all products, as if every row counted so many times."""
-        self._sums = factor * self._sums
-
-    def merge(self, other: ChannelSums) -> None:
-        """Add the products of other rows."""
-        self._sums = self._sums + other._sums
-
-    def change(self, ridge: float) -> tuple[Tensor, Tensor]:
-        """The change of gain and shift, (channels,) each, float64.
-
-        Minimises ``sum (r - dg x - ds)^2 + ridge mean(sum x^2) dg^2`` in each channel; a gain that the inputs do not
-        determine stays.
-        """
-        xx, x, count, xr, r, _, _ = self._sums
-        penalised = xx + ridge * xx.mean()
-        if self.shifted:
-            penalised, xr = penalised - x * x / count, xr - x * r / count
-        known = penalised > 1e-9 * xx
-        gain = torch.where(known, xr / torch.where(known, penalised, 1.0), 0.0)
-        return gain, (r - gain * x) / count if self.shifted else torch.zeros_like(gain)
-
-    def errors(self, gain: Tensor, shift: Tensor) -> tuple[float, float]:
-        """Root of the squared error over the squared target, before and after a change."""
-        xx, x, count, xr, r, rr, whole = self._sums
-        spent = gain * gain * xx + 2 * gain * shift * x + shift * shift * count
-        before, all = float(rr.sum()), float(whole.sum())
-        after = max(before + float((spent - 2 * (gain * xr + shift * r)).sum()), 0.0)
-        return (before / all) ** 0.5 if all else 0.0, (after / all) ** 0.5 if all else 0.0
 
 
 def _square(x: Tensor) -> float:

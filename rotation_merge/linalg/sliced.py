@@ -51,19 +51,12 @@ class SlicedMatrix:
         """Each column times a number."""
         return replace(self, rows=lambda part: self.rows(part) * columns)
 
-    def __sub__(self, subtrahend: SlicedMatrix) -> SlicedMatrix:
-        return replace(self, rows=lambda part: self.rows(part) - subtrahend.rows(part))
-
     def norm(self) -> float:
         return math.hypot(*(float(self.rows(part).norm()) for part in self.parts))
 
     def gram(self) -> Tensor:
         """``D^T D``."""
         return _summed(rows.mT @ rows for rows in map(self.rows, self.parts))
-
-    def transposed_times(self, factor: SlicedMatrix) -> Tensor:
-        """``A^T B``."""
-        return _summed(self.rows(part).mT @ factor.rows(part) for part in self.parts)
 
     def svd(self) -> tuple[Callable[[int], SlicedMatrix], Tensor, Tensor]:
         """The thin singular value decomposition: the first columns of U as a function of their number, s and V^T.

@@ -375,10 +375,6 @@ class BlockHooks:
         with self.runner.recording():
             return self.see(batch, also=also)
 
-    def module(self, key: str) -> nn.Module:
-        """The map, or the norm, of this key."""
-        return self.modules[key] if key in self.modules else self.places[key]
-
     def forget(self) -> None:
         """Forget the cached outputs of solved modules."""
         self.settled.forget()

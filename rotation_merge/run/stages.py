@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Stage:
-    """Maps that read one and the same input, which are solved together; or one norm."""
+    """Maps that read one and the same input, which are solved together."""
 
     keys: tuple[str, ...]
     branches: dict[str, Branch]
@@ -55,23 +54,21 @@ LINEAR = 1e-2
 """A place follows a map's output if all but this share of its answer is the output times a gain for each coordinate."""
 
 
-def stages(taps: BlockHooks, keys: set[str], norms: Collection[str] = ()) -> list[Stage]:
+def stages(taps: BlockHooks, keys: set[str]) -> list[Stage]:
     """The stages of a block in the order of its forward; maps that run twice or never are in none.
 
     Args:
         keys: of the maps to be solved.
-        norms: places of the norms to be solved.
     """
-    if not keys and not norms:
+    if not keys:
         return []
     activations = taps.first()
-    solved = keys.union(norms)
-    once = [key for key in activations.order if key in solved and activations.order.count(key) == 1]
+    once = [key for key in activations.order if key in keys and activations.order.count(key) == 1]
     groups: dict[Any, list[str]] = {}
     for key in once:
-        x = activations.inputs.get(key)
-        groups.setdefault(key if x is None else (x.data_ptr(), tuple(x.shape), x.stride()), []).append(key)
-    writers = [key for key in once if key in keys and _writes(taps.maps[key])]
+        x = activations.inputs[key]
+        groups.setdefault((x.data_ptr(), tuple(x.shape), x.stride()), []).append(key)
+    writers = [key for key in once if _writes(taps.maps[key])]
     gains = {key: _places(taps, key, activations) for key in writers}
     branches = {key: _branch(key, gains, activations) for key in writers if gains[key]}
     return [Stage(tuple(g), {key: branches[key] for key in g if key in branches}) for g in groups.values()]

@@ -52,7 +52,6 @@ class Few:
         mean: bool = False,
         batches: list[Any] | None = None,
         store: Store | None = None,
-        norms: bool = False,
     ) -> tuple[State, RefitResult]:
         """Each model answers to its own samples, or all to all (`batches`)."""
         store = store or Store()
@@ -74,11 +73,7 @@ class Few:
         merge = self.runner(start, given, store, "merge")
         answers = Teachers(teachers, who, store)
         with keep_float64():
-            done = Refit(
-                *(merge, self.architecture, answers, [1.0] * len(given), ridge, write),
-                by_own_modules=answers.by_own_modules,
-                norms=norms,
-            ).run()
+            done = Refit(merge, self.architecture, answers, [1.0] * len(given), ridge, write).run()
         return {**start, **out}, done
 
 
@@ -95,7 +90,7 @@ def test_refit_of_planted_twins_is_the_anchor(case: Case, tmp_path: Path) -> Non
     drawn = rm.Alignment.random(model, heads="permutation", seed=1)
     back = drawn.inverse().apply(drawn.apply(model)).state_dict()
     few.states, few.given = [anchor, back], [few.given[0], inputs(case, make(case), seed=7)]
-    found, done = few.refit(ridge=1e-3, norms=True)
+    found, done = few.refit(ridge=1e-3)
     assert max(float((found[name] - anchor[name]).abs().max()) for name in anchor) <= 1e-6
     maps_kept = [name for names in done.kept.values() for name in names]
     assert len(done.maps) > len(maps_kept) or EXPERTS in done.kept or UNSEEN in done.kept

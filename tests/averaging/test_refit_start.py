@@ -12,8 +12,6 @@ from plugin_support import make, merged, mergekit_yaml, one_error, state, write_
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import rotation_merge as rm
-
 State = dict[str, Tensor]
 
 
@@ -68,49 +66,6 @@ def test_a_scaled_average(models: dict[str, Path], tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_targets_from_the_merges_own_inputs_give_a_models_own_maps_back(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    """From the anchor towards one model, with as many samples as determine its maps."""
-    towards = {**recipe(models, start="anchor", alpha=0.0, ridge=1e-9)}
-    towards["models"] = towards["models"][:2]
-    moved = {**recipe(models, "linear"), "models": towards["models"]}
-    found, own = merged(towards, tmp_path / "out"), merged(moved, tmp_path / "moved")
-    for name, tensor in linear_maps(found).items():
-        torch.testing.assert_close(tensor, own[name], atol=2e-3, rtol=1e-2)
-
-
-def test_gains_of_norms_are_found_again(models: dict[str, Path], tmp_path: Path) -> None:
-    """From the anchor towards a model that differs from it in one norm; without the option that norm stays."""
-    tensors = state(models["base"])
-    planted = 1 + 0.3 * torch.randn(tensors["model.norm.weight"].shape, generator=torch.Generator().manual_seed(5))
-    tuned = write_state({**tensors, "model.norm.weight": planted}, models["base"], tmp_path / "tuned")
-    towards = recipe({**models, "one": tuned}, start="anchor", ridge=1e-6, norms="solve")
-    towards["models"] = towards["models"][:2]
-    result = merged(towards, tmp_path / "out")
-    torch.testing.assert_close(result["model.norm.weight"], planted, atol=1e-3, rtol=1e-3)
-    assert "gains and shifts of" in (tmp_path / "out" / "rotation_merge.json").read_text()
-    del towards["parameters"]["norms"]
-    kept = merged(towards, tmp_path / "kept")
-    assert torch.equal(kept["model.norm.weight"], tensors["model.norm.weight"])
-
-
-def test_divided_grams_count_no_model_more_for_its_more_samples(models: dict[str, Path]) -> None:
-    """A batch twice is the batch once."""
-    paths = [str(models[name]) for name in ("one", "two")]
-    draw = torch.Generator().manual_seed(2)
-    first, second = ({"input_ids": torch.randint(3, 40, (4, 12), generator=draw)} for _ in paths)
-    twice = {"input_ids": first["input_ids"].repeat(2, 1)}
-
-    def refitted(samples: dict[str, Tensor], gram_norm: str) -> Tensor:
-        view = rm.refit(paths, [[samples], [second]], rm.RefitConfig(gram_norm=gram_norm, norms="solve"))
-        return view["model.layers.1.mlp.up_proj.weight"]
-
-    torch.testing.assert_close(refitted(first, "norm"), refitted(twice, "norm"), atol=1e-4, rtol=1e-4)
-    apart = refitted(first, "none") - refitted(twice, "none")
-    assert float(apart.abs().max()) > 1e-3
-
-
 def loss_of(path: Path, texts: Path, rows: slice) -> float:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     ids = torch.tensor([json.loads(line)["input_ids"] for line in texts.read_text().splitlines()])[rows]
@@ -154,11 +109,8 @@ def test_bad_values_get_one_line(models: dict[str, Path], tmp_path: Path) -> Non
     alone = recipe(models, start="wudi")
     alone["models"] = [{"model": str(models["base"]), "parameters": {"weight": 1.0}}]
     for wrong, named in [
-        (recipe(models, alpha=1.5), "'alpha' is 1.5"),
-        (recipe(models, alpha=-0.1), "'alpha' is -0.1"),
+        (recipe(models, ridge=-0.1), "'ridge' is -0.1"),
         (recipe(models, start="wudy"), "wudi"),
-        (recipe(models, gram_norm="nrm"), "'gram_norm' is 'nrm'"),
-        (recipe(models, norms=1), "'norms'"),
         (alone, "'start: wudi' merges task vectors"),
     ]:
         done = mergekit_yaml(wrong, tmp_path / "out")

@@ -122,7 +122,7 @@ def test_bad_values_are_one_line(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("delegate", "name"), [("wudi", "lambda"), ("iso", "share"), ("ties", "lambda")])
+@pytest.mark.parametrize(("delegate", "name"), [("wudi", "lambda"), ("iso", "others"), ("ties", "lambda")])
 def test_parameters_of_the_whole_merge_under_one_model_are_one_line(
     delegate: str, name: str, three: list[Checkpoint], tmp_path: Path
 ) -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rotation_merge.linalg.polar import complement_of_ones, nuclear_norm, procrustes, random_orthogonal
-from rotation_merge.linalg.ridge import ChannelSums
 from rotation_merge.linalg.scaling import LARGEST_LOG_SCALE, best_scale, cost, joint_scale, least_cost, scale_ceiling
 from rotation_merge.symmetry.tangent import exp_skew
 
@@ -248,24 +247,3 @@ def test_exponentials_and_their_gradients_are_torchs(size: float):
         found += [made.detach().double(), given.grad.double()]
     for mine, wanted in zip(found[2:], found[:2], strict=True):
         torch.testing.assert_close(mine, wanted, rtol=0, atol=3e-6 * max(1.0, size))
-
-
-@pytest.mark.parametrize("shifted", [False, True])
-def test_gains_and_shifts_are_the_minimum_of_their_objective(shifted: bool) -> None:
-    draw = torch.Generator().manual_seed(0)
-    x, output, lack = (torch.randn(9, 4, dtype=torch.float64, generator=draw) for _ in range(3))
-    x[:, 1] = 0.0  # a channel that says nothing of its gain
-    sums, half = ChannelSums(shifted), ChannelSums(shifted)
-    sums.add(x[:5], lack[:5], output[:5], 1.0)
-    half.add(x[5:], lack[5:], output[5:], 1.0)
-    sums.merge(half)
-    gain, shift = (change.requires_grad_() for change in sums.change(0.1))
-    error = (lack - x * gain - shift).square().sum()
-    (error + 0.1 * float(x.square().sum(0).mean()) * gain.square().sum()).backward()
-    for change in (gain, shift)[: 1 + shifted]:
-        assert change.grad is not None
-        torch.testing.assert_close(change.grad, torch.zeros(4, dtype=torch.float64), atol=1e-9, rtol=0)
-    before, after = sums.errors(gain.detach(), shift.detach())
-    assert before == pytest.approx(float(lack.norm() / (output + lack).norm()))
-    assert after == pytest.approx(float(error.detach().sqrt() / (output + lack).norm()))
-    assert shifted or not shift.detach().any()

@@ -50,8 +50,7 @@ def test_the_polar_factor_of_slices(step: int) -> None:
 def test_sums_and_products_of_slices() -> None:
     one, two, right = random(50, 6), random(50, 6, seed=1), random(6, 4, seed=2)
     first, second = sliced(one, 8), sliced(two, 8)
-    torch.testing.assert_close(((first - second) @ right * 3.0).whole(), 3 * (one - two) @ right)
+    torch.testing.assert_close((first @ right * 3.0).whole(), 3 * one @ right)
     torch.testing.assert_close(weighted_sum([first, second], [0.5, 2.0]).whole(), 0.5 * one + 2 * two)
-    torch.testing.assert_close(first.transposed_times(second), one.mT @ two)
     torch.testing.assert_close(first.gram(), one.mT @ one)
     assert first.norm() == pytest.approx(float(one.norm()))

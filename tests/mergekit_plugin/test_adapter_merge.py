@@ -104,7 +104,6 @@ def test_linear_loses_nothing(three: list[str], tmp_path: Path) -> None:
     [
         ("wudi", {}),
         ("wudi", {"sides": "both"}),
-        ("wudi", {"gram_norm": "trace"}),
         ("tsv", {}),
         ("tsv", {"lambda": 1.4}),
     ],

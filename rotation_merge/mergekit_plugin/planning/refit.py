@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, MergeConfiguration
@@ -58,9 +57,6 @@ class RefitPlan:
     Attributes:
         pooled: whether all models answer to all samples, and their mean counts; else each answers to its own.
         ridge: of the solves.
-        alpha: share of the targets from the models' own inputs.
-        divided: whether each model's Grams are divided by their norms.
-        norms: whether gains and shifts of norms are solved.
         start: `average`, `anchor`, or the delegate that merges the task vectors.
         scale: factor of the start's difference from the anchor.
         spill: folder for hidden states and results; None: memory and the system's own folder for temporary files.
@@ -70,9 +66,6 @@ class RefitPlan:
     teachers: list[Teacher] = field(repr=False)
     pooled: bool
     ridge: float
-    alpha: float
-    divided: bool
-    norms: bool
     start: str
     scale: float
     spill: str | None
@@ -119,9 +112,6 @@ def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, opti
         read(teachers, donors, seed),
         pooled,
         parameters["ridge"],
-        parameters["alpha"],
-        parameters["gram_norm"] == "norm",
-        parameters["norms"] == "solve",
         start,
         parameters["lambda"],
         spill,
@@ -140,17 +130,15 @@ def _readers(config: MergeConfiguration) -> dict[ModelReference, ConfigReader]:
     return readers
 
 
-def _value(name: str, reader: ConfigReader, model: ModelReference | None, default: Any) -> Any:
+def _value(name: str, reader: ConfigReader, model: ModelReference | None, default: float) -> float:
     """A parameter of the delegate for a whole model."""
     value = next((s[name] for s in reader.parameter_sources(model) if s and name in s), default)
-    if isinstance(default, float) and isinstance(value, int | float):
+    if isinstance(value, int | float):
         return float(value)
-    if isinstance(default, str) and isinstance(value, str):
-        return value
     raise RecipeError(
         f"parameter '{name}' takes no lists or filters with delegate refit",
         where=str(model or "parameters"),
-        remedy=f"give one {'word' if isinstance(default, str) else 'number'}",
+        remedy="give one number",
     )
 
 

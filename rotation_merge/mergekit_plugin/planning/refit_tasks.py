@@ -85,8 +85,6 @@ class RefitModels:
             f"from the {lesson.start_in_words}; samples: {sources}). The error of their outputs fell "
             f"from {before:.3f} to {after:.3f} of the target, on average over these samples."
         )
-        if result.norms:
-            run.note(f"Refit solved the gains and shifts of {len(result.norms)} norms.")
         if result.losses is not None:
             before, after = result.losses
             count = sum(t.held_out.examples for t in lesson.teachers if t.held_out is not None)
@@ -135,7 +133,6 @@ class _RefitRun:
         lesson, architecture = self.lesson, self.base.architecture
         parts = [with_small_first_batch(self._samples(number)) for number in range(len(lesson.teachers))]
         batches = [batch for part in parts for batch in part]
-        groups = [k for k, part in enumerate(parts) for _ in part]
         shares = [t.share for t in lesson.teachers]
         if lesson.pooled:
             inputs = [batches for _ in parts]
@@ -160,10 +157,6 @@ class _RefitRun:
         result = Refit(
             *(self.merge, architecture, answers, [*weights, *(0.0 for _ in beside)], lesson.ridge, self._write),
             *(self.recipe.excluded, progress),
-            alpha=lesson.alpha,
-            by_own_modules=answers.by_own_modules,
-            groups=groups if lesson.divided else (),
-            norms=lesson.norms,
         ).run()
         if judged and not result.alike:
             result.losses = self._losses(judged, len(batches))
@@ -225,8 +218,11 @@ class _RefitRun:
     def solve_heads(self, body_refit: RefitResult) -> None:
         """Every donor's own head, on its own samples, as the merged body carries them: the last maps of its refit.
 
-        All layers have been run on these samples, by the merge and by the donors.
+        All layers have been run on these samples, by the merge and by the donors. Where all of them compute the same,
+        heads stay as they are.
         """
+        if body_refit.alike:
+            return
         architecture, run, exclude = self.base.architecture, self.donors.run, self.recipe.exclude
         heads, first = head_names(architecture), 0
         body = SelectedSource(self.anchor, _StoreSource(self.results), self.written.__contains__)
@@ -249,7 +245,7 @@ class _RefitRun:
                 teacher_run.follow(runner, 0, is_head)
                 answers = Teachers([teacher_run], [[(0, i, 1.0)] for i in range(count)], self.states)
                 shares, ridge = [1.0] * count, self.lesson.ridge
-                Refit(merge, architecture, answers, shares, ridge, write, skip, alike=body_refit.alike).run()
+                Refit(merge, architecture, answers, shares, ridge, write, skip).run()
             first += count
         if any(run.heads.values()):
             run.note(

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.averaging.methods import DelegateParameter
 from rotation_merge.config import DTYPES
-from rotation_merge.errors import RecipeError, nearest, nearest_path, short
+from rotation_merge.errors import RecipeError, nearest, nearest_path, removed, short
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.recipe import delegates
 from rotation_merge.mergekit_plugin.recipe.contract import check_contract, wanted
@@ -193,7 +193,7 @@ def _parameters(document: Document, path: Path, ours: tuple[str, ...], delegate:
             document.fault(setting_path, f"parameter '{name}' does not belong here", _where(name))
         elif delegate is not None and name not in LEGACY:
             problem = f"there is no parameter '{name}' (delegate {delegate.spec.name})"
-            remedy = "leave it out" if _of_others(name) else nearest(str(name), [*specs, *ours])
+            remedy = (removed(str(name)) or "leave it out") if _of_others(name) else nearest(str(name), [*specs, *ours])
             document.fault(setting_path, problem, remedy)
 
 
