@@ -102,15 +102,9 @@ REMOVED: dict[str, str] = {
     "attention: invertible": "any invertible map in a head; use 'rotation', an orthogonal map with a scale",
     "mend_weights": "dropping or copying tensors of a merged model; correct the recipe and merge again",
     "subsets": "merges of some of the models; run 'merge' on those models",
-}
-"""Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by
-name: what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""
     "widths": "a base of another width brings -3 to 16% of a change; take models of equal sizes, or train anew",
     "layers_map": "a base of another depth brings -3 to 16% of a change; take bases of equal depth, or train anew",
     "rooted": "only the widening of models read it; leave the entry out",
-}
-"""Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by name:
-what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""
     "kfac": "K-FAC, which kept less than solving on samples (74.3 against 94.6%); use 'refit', 'regmean' or 'fisher'",
     "kinds: kfac": "K-FAC factors; measure 'gram' for 'regmean' or 'fisher' for 'fisher', or use delegate 'refit'",
     "kinds: moments": "means and mean squares, which no average read; 'gram' holds both",

@@ -29,7 +29,7 @@ def test_what_is_honest_is_taken(home: Hub, tmp_path: Path) -> None:
 
 MEASURED = {
     **{"file": "0-s.safetensors", "model": "org/a@1", "kinds": ["gram"], "data": "my texts.txt", "data_hash": "0" * 40},
-    **{"samples": 8, "seed": 0, "length": 16, "batch_size": 4, "rank": None, "labels": "sampled"},
+    **{"samples": 8, "seed": 0, "length": 16, "batch_size": 4, "labels": "sampled"},
 }
 
 
