@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from corpora import documents
+from random_changes import DRAWS, random_change
 from record import Table
 from shipped import NAMES, digits, load
 from shipped import windows as shipped_windows
@@ -42,7 +43,6 @@ from train_checkpoints import fit, save, warm_cosine
 import rotation_merge as rm
 from rotation_merge.architecture import Architecture
 from rotation_merge.carrying.bases import open_bases
-from rotation_merge.carrying.judge import DRAWS, random_change
 from rotation_merge.carrying.transfer import transferred
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import TranslatedSource
@@ -54,7 +54,6 @@ WHOLE = rm.AlignConfig(heads="permutation", residual="rotation")
 SHORT = {"C++": ("llama-0-cpp", "cpp"), "English": ("llama-0-english", "english"), "C": ("llama-0-c", "c")}
 LONG = {"English, long": ("llama-0-english-long", "english"), "C, long": ("llama-0-c-long", "c")}
 LENGTH, WINDOWS, RANK = 128, 80, 16
-IMAGES = "demo:digits"
 SAMPLES = 512
 Way = rm.TransferConfig | None
 """How a change is carried; None: it is added as it stands."""
@@ -138,14 +137,13 @@ def tensors_of(source: TensorSource, architecture: Architecture) -> dict[str, Te
 
 
 class Pair:
-    """The old base and a new one, matched on weights and on both."""
+    """The old base and a new one, matched."""
 
-    def __init__(self, old: str, new: str, samples: str) -> None:
+    def __init__(self, old: str, new: str) -> None:
         self.old, self.new, self.bases = old, new, open_bases(new, old)
         self.model = load(new)
         self.stored = tensors_of(self.bases.sources[0], self.bases.architecture)
-        self.weights = rm.align(new, old, WHOLE)
-        self.both = rm.align(new, old, WHOLE, match_on="both", samples=samples)
+        self.alignment = rm.align(new, old, WHOLE)
 
     def carried(self, tuned: str, text: str, way: Way) -> dict[str, Tensor]:
         """The new base's tensors that change.
@@ -157,8 +155,7 @@ class Pair:
             sources = self.bases.sources[1], self.bases.tuned(tuned)
             old, fine = (tensors_of(source, self.bases.architecture) for source in sources)
             return {name: self.stored[name] + fine[name] - tensor for name, tensor in old.items()}
-        alignment = self.both if way.method == "activations" else self.weights
-        return transferred(tuned, self.old, self.new, replace(way, data=text, alignment=alignment))[0]
+        return transferred(tuned, self.old, self.new, replace(way, data=text, alignment=self.alignment))[0]
 
     def losses(self, tensors: Mapping[str, Tensor], data: Data) -> Tensor:
         """Of each sample, with some of the new base's tensors, by their names in the checkpoint, replaced."""
@@ -189,9 +186,8 @@ def ways(long: bool, distil: bool) -> dict[str, Way]:
     if distil:
         return {"50 steps, all weights": rm.TransferConfig("distil", 1.0, samples=SAMPLES, match=WHOLE)}
     if long:
-        return {**by("weights", 0.1), **by("activations", None), **by("refit", None), **by("refit", None, RANK)}
-    scaled = {**by("weights", 0.75), **by("activations", 0.75), **by("refit", 1), **by("refit", None)}
-    return {"plain addition": None, **scaled}
+        return {**by("weights", 0.1), **by("refit", None), **by("refit", None, RANK)}
+    return {"plain addition": None, **by("weights", 0.75), **by("refit", 1), **by("refit", None)}
 
 
 def main() -> None:
@@ -210,7 +206,7 @@ def main() -> None:
     kind = "vit" if images_asked else "llama"
     old = str(args.checkpoints / f"{kind}-0")
     numbers = [n for n in (1, 2, 3) if (args.checkpoints / f"{kind}-{n}").exists()]
-    pairs = [Pair(old, str(args.checkpoints / f"{kind}-{n}"), IMAGES if images_asked else "self") for n in numbers]
+    pairs = [Pair(old, str(args.checkpoints / f"{kind}-{n}")) for n in numbers]
     with tempfile.TemporaryDirectory() as name:
         scratch, names = Path(name), LONG if long else SHORT
         for task in images(args.checkpoints, scratch) if images_asked else texts(args.checkpoints, names, scratch):

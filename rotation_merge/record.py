@@ -283,7 +283,7 @@ class MergeReport:
             that lay beside a model.
         own_method: whether the delegate is a method of this plugin. These solve or weigh by more than positions: that
             alignment has nothing to do does not make their merge the plain one.
-        lift: recovered lift of a carried change, and its controls (`carrying/judge.py`); of a merge, by donor.
+        lift: recovered lift of a carried change (`carrying/judge.py`); of a merge, by donor.
         search: outcome of the search that chose this merge, if any.
     """
 

@@ -34,7 +34,7 @@ from rotation_merge.averaging.ot_fusion import (
     weight_points,
 )
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.judge import ScaledChange
+from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.match import match_model
 from rotation_merge.mergekit_plugin.planning.transport import PlanStreams
 from rotation_merge.model.source import read_block, unstack
@@ -42,6 +42,7 @@ from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.generated_samples import self_written
+from rotation_merge.run.runner import Runner
 
 STEPS = 100
 """Of tuning a ViT."""
@@ -100,6 +101,23 @@ class Work:
 
 
 @dataclass
+class ScaledChange:
+    """A new base with a moved change at any scale.
+
+    Attributes:
+        ends: by tensor: its value in the base (folded, where the alignment folds), and its change.
+    """
+
+    architecture: Architecture
+    config: Any
+    ends: dict[str, tuple[Tensor, Tensor]]
+
+    def model(self, scale: float) -> Any:
+        tensors = {name: start + scale * change for name, (start, change) in self.ends.items()}
+        return Runner(self.config, tensors, self.architecture, [], untie=True).fill_all()
+
+
+@dataclass
 class Family:
     """Models of one kind: the old base, its fine-tunes, and the new bases by name."""
 
@@ -123,12 +141,15 @@ class Family:
         options = method if isinstance(method, AlignConfig) else None
         alignment = _alignment(self.given.model(base), self.given.model(self.old.name), options)
         carrier = Carrier(new.architecture, self.old.state, new.state, alignment)
-        found = {work.task: ScaledChange(carrier, work.tuned.state, config) for work in self.works}
-        if isinstance(method, str):
-            plans = _plans(new, self.old)
-            for work in self.works:
-                found[work.task].ends = dict(_transported(carrier, work.tuned, plans))
-        return found
+        plans = _plans(new, self.old) if isinstance(method, str) else None
+        return {
+            work.task: ScaledChange(
+                new.architecture,
+                config,
+                _moved(carrier, work.tuned) if plans is None else dict(_transported(carrier, work.tuned, plans)),
+            )
+            for work in self.works
+        }
 
     def alone(self, base: str, work: Work, ends: ScaledChange) -> list[tuple[float, float]]:
         """Losses and accuracies of a new base by itself: on the task, and on what it knows."""
@@ -148,7 +169,7 @@ class Family:
             config = AutoConfig.from_pretrained(self.path(self.old.name))
             found = {}
             for work in self.works:
-                ends = ScaledChange(still, work.tuned.state, config)
+                ends = ScaledChange(self.old.architecture, config, _moved(still, work.tuned))
                 found[work.task] = gained(evaluate(ends.model(0.0), work.test), ends.model(1.0), work.test)
             return found
 
@@ -247,6 +268,13 @@ def _tuned(base: Path, task: str, steps: int) -> Model:
         return _opened(Path(scratch) / f"{base.name}-{task}")
 
 
+def _moved(carrier: Carrier, tuned: Model) -> dict[str, tuple[Tensor, Tensor]]:
+    """A fine-tune's change moved by an alignment, as `ScaledChange` has it."""
+    change = Delta(carrier, tuned.state)
+    start, end = (dict(change.scaled(scale).named(torch.float32)) for scale in (0.0, 1.0))
+    return {name: (tensor, end[name] - tensor) for name, tensor in start.items()}
+
+
 # --- optimal transport of a change -----------------------------------------------------------------------------
 
 
@@ -265,7 +293,7 @@ def _plans(new: Model, old: Model) -> Plans:
     return found
 
 
-def _transported(carrier: Carrier, tuned: Model, plans: Plans) -> Iterator[tuple[str, tuple[str, Tensor, Tensor]]]:
+def _transported(carrier: Carrier, tuned: Model, plans: Plans) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     """A fine-tune's change moved by plans, as `ScaledChange` has it."""
     for block in carrier.architecture.blocks:
         old, fine, new = (read_block(block, source) for source in (carrier.old, tuned.state, carrier.new))
@@ -274,4 +302,4 @@ def _transported(carrier: Carrier, tuned: Model, plans: Plans) -> Iterator[tuple
                 moved = transported(fine[info.key] - old[info.key], info, plans, None)
                 starts = unstack(info, new[info.key])
                 for name, change in unstack(info, moved.float()).items():
-                    yield name, (block.name, starts[name], change)
+                    yield name, (starts[name], change)

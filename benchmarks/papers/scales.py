@@ -1,28 +1,28 @@
-"""Scales of each layer learned from a few samples, aligned and not ("Update Your Transformer", answer to the reviews).
+"""A scale learned from a few samples, aligned and not ("Update Your Transformer", answer to the reviews).
 
-A carried change gets one scale for all blocks (embeddings, each layer, head), then one for each, by `carry`'s own
-search on 8 windows of the task's training text, or five images a class. What is searched for is the loss on these
-alone, as in the paper, or, as `carry --scale auto` has it, its sum with the loss on samples of what the new base knows
-by itself (text that it writes, or digits as they are). Gains on test samples, mean and spread over new bases.
+A carried change gets the best of `carry`'s scales on 8 windows of the task's training text, or five images a class.
+What is searched for is the loss on these alone, as in the paper, or, as `carry --scale auto` has it, its sum with the
+loss on samples of what the new base knows by itself (text that it writes, or digits as they are). Gains on test
+samples, mean and spread over new bases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from apparatus import Given, run, spread
-from carried import METHODS, NOT_ALIGNED, OURS, TRANSFUSION, Family, Work, families, gained
+from carried import METHODS, NOT_ALIGNED, OURS, TRANSFUSION, Family, ScaledChange, Work, families, gained
 from record import Row
 
-from rotation_merge.carrying.judge import Both, ScaledChange, Scales, search
+from rotation_merge.carrying.judge import SCALES
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate
 
 NAME = "papers-scales"
 AIMS = {"the task": False, "the task and the own skill": True}
 """By what is searched for: whether the new base's own skill counts."""
-FIXED, ONE, EACH = "1", "one for all blocks", "one for each block"
+FIXED, ONE = "1", "one for all blocks"
 TABLES = {NAME: ("models", "searched for", "method", "scale", "share of the gain at home", "points", "own skill lost")}
 
 
@@ -33,9 +33,8 @@ def rows(given: Given) -> Iterator[tuple[str, Row]]:
         for method, bases in found.items():
             yield NAME, _row(family, "", method, FIXED, [base[FIXED] for base in bases])
         for aim in AIMS:
-            for scale in (ONE, EACH):
-                for method, bases in found.items():
-                    yield NAME, _row(family, aim, method, scale, [base[f"{aim}: {scale}"] for base in bases])
+            for method, bases in found.items():
+                yield NAME, _row(family, aim, method, ONE, [base[f"{aim}: {ONE}"] for base in bases])
 
 
 def _row(family: Family, aim: str, method: str, scale: str, bases: Sequence[dict[str, list[float]]]) -> Row:
@@ -56,9 +55,8 @@ def _measured(family: Family, base: str, method: str) -> dict[str, dict[str, lis
             ends = carried[work.task]
             test, lost = family.alone(base, work, ends)
             own = work.own_few(family.path(base))
-            blocks = ends.blocks[:1] if family.given.quick else ends.blocks
-            for way, scales in _searched(ends, blocks, work, own).items():
-                model = ends.model(scales)
+            for way, scale in _searched(ends, work, own).items():
+                model = ends.model(scale)
                 values = [*gained(test, model, work.test), -gained(lost, model, work.own)[0]]
                 found.setdefault(way, {})[work.task] = values
         return found
@@ -66,21 +64,14 @@ def _measured(family: Family, base: str, method: str) -> dict[str, dict[str, lis
     return dict(family.given.kept(f"scales, {family.name}, {base}, {method}", compute))
 
 
-def _searched(ends: ScaledChange, blocks: Sequence[str], work: Work, own: Data) -> dict[str, float | Scales]:
-    """The scales of every way."""
-    found: dict[str, float | Scales] = {FIXED: 1.0}
+def _searched(ends: ScaledChange, work: Work, own: Data) -> dict[str, float]:
+    """The scale of every way."""
+    models = {scale: ends.model(scale) for scale in SCALES}
+    few = {scale: evaluate(model, work.few)[0] for scale, model in models.items()}
+    known = {scale: evaluate(model, own)[0] for scale, model in models.items()}
+    found = {FIXED: 1.0}
     for aim, counted in AIMS.items():
-        equal: dict[float, float] = {}
-
-        def losses(scales: Mapping[str, float], counted: bool = counted, equal: dict[float, float] = equal) -> Both:
-            model = ends.model(scales)
-            both = evaluate(model, work.few)[0], evaluate(model, own)[0] if counted else 0.0
-            if len(values := set(scales.values())) == 1:
-                equal[values.pop()] = sum(both)
-            return both
-
-        found[f"{aim}: {EACH}"] = search(blocks, losses)[0]
-        found[f"{aim}: {ONE}"] = min(equal, key=lambda scale: equal[scale])
+        found[f"{aim}: {ONE}"] = min(SCALES, key=lambda scale: few[scale] + (known[scale] if counted else 0.0))
     return found
 
 

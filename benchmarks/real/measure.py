@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -37,10 +37,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from random_changes import DRAWS, random_change
 from record import Table
 
 from rotation_merge.averaging.task_vectors import added_by_wudi
-from rotation_merge.carrying.judge import DRAWS, RecoveredLift, random_change
 
 PIECES, LENGTH = 8, 256
 SEEDS = (0, 1)
@@ -536,10 +536,10 @@ def carried(bench: Bench, name: str, seed: int) -> Iterator[tuple[str, dict[str,
         yield "not at all: the new base, fine-tuned as long", shares(bench.judged(there))
     for way in ("plain addition", "wudi, scale 1"):
         figures = bench.once(f"carry {name} {way}", partial(added, bench, name, base, way))
-        controls: dict[str, Any] = {}
+        chance: dict[str, Any] = {}
         if bench.known(f"controls {name} {way}") or "controls" in bench.only:
-            controls = bench.once(f"controls {name} {way}", partial(added, bench, name, base, way, controls=True))
-        yield way, {**shares(figures), **controls}
+            chance = bench.once(f"controls {name} {way}", partial(controls_of, bench, name, base, way))
+        yield way, {**shares(figures), **chance}
     for way, options in WAYS.items():
         if bench.due(f"carry {name} {way}", way):
             figures = bench.once(f"carry {name} {way}", partial(by_command, bench, name, seed, options))
@@ -549,50 +549,70 @@ def carried(bench: Bench, name: str, seed: int) -> Iterator[tuple[str, dict[str,
 
 
 def by_command(bench: Bench, name: str, seed: int, options: Iterable[object]) -> dict[str, Any]:
-    """`rotation-merge carry`, its controls (of the first seed) as it measured them, and the losses of what it wrote."""
+    """`rotation-merge carry`, the losses of what it wrote, and controls for the first seed."""
     task, base, out = task_of(name), f"new-base-{seed}", bench.root / "carried"
     shutil.rmtree(out, ignore_errors=True)
     bases = ("--from", bench.root / "base", "--to", bench.root / base)
-    data = ("--data", bench.samples(task), "--samples", 32, "--force", *(["--controls"] if seed == SEEDS[0] else []))
+    data = ("--data", bench.samples(task), "--samples", 32, "--force")
     step = run(BIN / "rotation-merge", "carry", bench.root / name, out, *bases, *data, *options, *ON_DEVICE)
     lift = json.loads((out / "rotation_merge.json").read_text()).get("lift") or {}
-    controls = {"random": lift.get("random controls"), "net": lift.get("net of controls"), "taken": lift.get("method")}
-    return {**bench.judge(on_base(bench.root / base, out), (task, "own")), **step, **controls}
+    written = on_base(bench.root / base, out)
+    figures = {**bench.judge(written, (task, "own")), **step, "taken": lift.get("method")}
+    if seed != SEEDS[0] or figures["taken"] == "none":
+        return figures
+    new = dict(read(bench.root / base).named_parameters())
+    changes = {key: tensor.detach() - new[key].detach() for key, tensor in written.named_parameters()}
+    return {**figures, **controls(bench, name, base, changes, figures[task])}
+
+
+def added(bench: Bench, tuned: str, base: str, way: str) -> dict[str, Any]:
+    """Losses with the fine-tune's change on the new base, as it stands, or merged with the new base's own change."""
+    return bench.judge(changed(read(bench.root / base), changes_of(bench, tuned, base, way)), (task_of(tuned), "own"))
 
 
 @torch.no_grad()
-def added(bench: Bench, tuned: str, base: str, way: str, controls: bool = False) -> dict[str, Any]:
-    """The fine-tune's change on the new base, as it stands, or as `carry` merges it with the new base's own change.
-
-    Returns:
-        The losses; with `controls` the recovered lift of ten random changes with the same singular values and of the
-        negated change, and the lift net of them.
-    """
-    task, model = task_of(tuned), read(bench.root / base)
-    old, changed = read(bench.root / "base").state_dict(), read(bench.root / tuned).state_dict()
-    new = {name: tensor.clone() for name, tensor in model.named_parameters()}  # a tied head once
-    changes = {name: changed[name] - old[name] for name in new}
+def changes_of(bench: Bench, tuned: str, base: str, way: str) -> dict[str, Tensor]:
+    """The fine-tune's change, or what `carry` makes of it where it merges it with the new base's own change."""
+    old, fine = read(bench.root / "base").state_dict(), read(bench.root / tuned).state_dict()
+    new = dict(read(bench.root / base).named_parameters())  # a tied head once
+    changes = {name: fine[name] - old[name] for name in new}
     if way.startswith("wudi"):
         for name in (name for name in new if name.endswith(("proj.weight", "embed_tokens.weight"))):  # a tied head
             changes[name] = added_by_wudi((new[name] - old[name]).double(), changes[name].double())
+    return changes
 
-    def judged(names: Iterable[str], control: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        for name, tensor in model.named_parameters():
-            tensor.copy_(new[name] + control(changes[name]))
-        return bench.judge(model, names)
 
-    if not controls:
-        return judged((task, "own"), torch.clone)
-    draw, plain = torch.Generator().manual_seed(0), bench.figures(f"carry {tuned} {way}")
-    lift = RecoveredLift(
-        *(bench.judged(name)[task] for name in ("base", tuned)),
-        *((each[task], each["own"]) for each in (bench.judged(base), plain)),
-        way.partition(",")[0],
-        controls=tuple(judged((task,), partial(random_change, draw=draw))[task] for _ in range(DRAWS)),
-        negated=judged((task,), torch.neg)[task],
-    )
-    facts = lift.facts()
-    return {"random": facts["random controls"], "net": facts["net of controls"]}
+@torch.no_grad()
+def changed(model: PreTrainedModel, changes: dict[str, Tensor]) -> PreTrainedModel:
+    """The model with changes of its parameters added."""
+    for name, tensor in model.named_parameters():
+        tensor.copy_(tensor + changes[name])
+    return model
+
+
+def controls_of(bench: Bench, tuned: str, base: str, way: str) -> dict[str, Any]:
+    """Controls of a change that `added` has measured."""
+    reached = bench.figures(f"carry {tuned} {way}")[task_of(tuned)]
+    return controls(bench, tuned, base, changes_of(bench, tuned, base, way), reached)
+
+
+def controls(bench: Bench, tuned: str, base: str, changes: dict[str, Tensor], reached: float) -> dict[str, Any]:
+    """Recovered lift of random changes with the same singular values, and the lift net of these or the negated change.
+
+    Args:
+        reached: the loss with the changes themselves.
+    """
+    task, draw = task_of(tuned), torch.Generator().manual_seed(0)
+    start = bench.judged(base)[task]
+    gain = bench.judged("base")[task] - bench.judged(tuned)[task]
+
+    def lift(control: Callable[[Tensor], Tensor]) -> float:
+        model = changed(read(bench.root / base), {name: control(change) for name, change in changes.items()})
+        return float(start - bench.judge(model, (task,))[task]) / gain
+
+    drawn = [lift(partial(random_change, draw=draw)) for _ in range(DRAWS)]
+    chance = {"mean": mean(drawn), "standard error": stdev(drawn) / DRAWS**0.5}
+    return {"random": chance, "net": (start - reached) / gain - max(chance["mean"], lift(torch.neg))}
 
 
 def on_base(base: Path, out: Path) -> PreTrainedModel:

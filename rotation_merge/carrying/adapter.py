@@ -13,7 +13,6 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor
 from rotation_merge.carrying.carrier import Carrier, Change, Changes
-from rotation_merge.carrying.delta import Scale, scale_at
 from rotation_merge.errors import AlignmentError, CheckpointError
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.factors import LowRank, dense, factor_infos, output_axis, stacks
@@ -49,7 +48,7 @@ def carry_adapter(
     carrier: Carrier,
     config: Mapping[str, Any],
     new_name: str,
-    scale: Scale,
+    scale: float,
     rows: LabelRows | None,
 ) -> CarriedAdapter:
     """Carry an adapter of the old base to the new one.
@@ -78,9 +77,7 @@ def carry_adapter(
         entries = [entry for entry in parsed.entries if entry.spot.in_block(block)]
         saved = {key: spot.info.key for key, spot in parsed.saved.items() if spot.in_block(block)}
         if entries or saved:
-            _BlockOfAdapter(adapter, carrier, block, result, scale_at(scale, block.name), rows or {}).carry(
-                entries, saved
-            )
+            _BlockOfAdapter(adapter, carrier, block, result, scale, rows or {}).carry(entries, saved)
     if result.constants:
         _give_biases(adapter, parsed.entries, result)
     result.adapter = separated_adapter(result.adapter, parsed, stored, adapter.path)

@@ -9,22 +9,18 @@ the bias of the map (`unfold_change`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import AlignmentError
-from rotation_merge.linalg.polar import procrustes
-from rotation_merge.matching.activations import Activations
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.match_on import centred
-from rotation_merge.model.apply import transform_axis, transform_tensor
-from rotation_merge.model.factors import LowRank, dense, factor_infos, input_dim
+from rotation_merge.model.apply import transform_tensor
+from rotation_merge.model.factors import LowRank, dense, factor_infos
 from rotation_merge.model.fold import Fold, unfold_change, weight_key
 from rotation_merge.model.source import TensorSource, read_tensor
-from rotation_merge.run.maps import LinearMap, linear_map
 
 Change = LowRank | Tensor
 Changes = dict[str, Change]
@@ -44,7 +40,6 @@ class Carrier:
         alignment: of the old base to the new one.
         rows: where the vocabularies differ.
         dtype: that a carried model is going to be rounded to, if another than its own.
-        sites: by name of a linear map: the map of its inputs after the alignment, (inputs, inputs).
     """
 
     architecture: Architecture
@@ -53,7 +48,6 @@ class Carrier:
     alignment: Alignment
     rows: RowPair | None = None
     dtype: torch.dtype | None = None
-    sites: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def fold(self) -> Fold:
@@ -110,11 +104,7 @@ class Carrier:
 
     def moved(self, info: TensorInfo, change: Tensor) -> Tensor:
         """A change of the folded old base in the new base's coordinates."""
-        moved = transform_tensor(change, info, self.alignment.transforms, change=True)
-        site, dim = self.sites.get(info.name), input_dim(info)
-        if site is not None and dim is not None:
-            moved = (moved.movedim(dim, -1) @ site.to(moved).mT).movedim(-1, dim)
-        return moved
+        return transform_tensor(change, info, self.alignment.transforms, change=True)
 
     def stored(self, block: Block, info: TensorInfo, change: Tensor, weight: Tensor | None = None) -> Tensor:
         """A change of the folded old base in the new base's storage form and vocabulary.
@@ -180,51 +170,3 @@ def reader(block: Block, source: TensorSource) -> Callable[[str], Tensor | None]
         return None if tensor is None else tensor.double()
 
     return get
-
-
-WIDEST = 8192
-"""Largest number of inputs for which a map is computed; wider maps keep that of the alignment."""
-
-
-def site_maps(carrier: Carrier, new: Activations, old: Activations) -> dict[str, Tensor]:
-    """Input maps M, (inputs, inputs), float64, of all linear maps with recorded inputs: ``x_new ~ M @ x_old``.
-
-    Alignment has one map for a stream, as the skip connection demands of whole models. A change need not keep to it:
-    where the new base reads x' and the aligned old one reads x on the same samples, a change D of the map is carried as
-    ``D M^T``, M the orthogonal map that brings x nearest to x'. Where the new base is the old one in other coordinates,
-    x' = x and M is the identity. Outputs keep the maps of the alignment: maps of outputs from activations recover less
-    (docs/carry.md).
-
-    Source: Theseus (2026, arXiv 2602.12952), inputs' half.
-
-    Args:
-        new, old: activations of the two bases on the same samples.
-
-    Returns:
-        By name of the map's tensor. Behind a norm whose gain is not folded there is none.
-    """
-    site_transforms: dict[str, Tensor] = {}
-    same: dict[str, Tensor] = {}
-    for block in carrier.architecture.blocks:
-        for info in block.tensors:
-            linear = linear_map(block, info)
-            if linear is None or linear.stacked or not _reads_as_carried(carrier, linear, new, old):
-                continue
-            (x, _), (u, _) = new.around(linear), old.around(linear)
-            if x is None or u is None or x.shape != u.shape or x.shape[1] > WIDEST:
-                continue
-            leader = new.read_with(linear)
-            if leader not in same:
-                aligned = transform_axis(u.double(), 1, linear.inputs, carrier.alignment.transforms, dual=True)
-                same[leader] = procrustes(centred(x).mT @ centred(aligned))
-            site_transforms[info.name] = same[leader]
-    return site_transforms
-
-
-def _reads_as_carried(carrier: Carrier, linear: LinearMap, new: Activations, old: Activations) -> bool:
-    """Whether the recorded inputs are those of the moved change."""
-    if not linear.inputs.parts:
-        return False
-    if linear.norm is None:
-        return True
-    return linear.norm.stream in carrier.alignment.folded and new.is_plain(linear) and old.is_plain(linear)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from rotation_merge.config import DONOR_ONLY, EACH, FILE, Config, option
+from rotation_merge.config import DONOR_ONLY, EACH, Config, option
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.options import BOTH, MATCH_ON, WEIGHTS, AlignConfig
+from rotation_merge.matching.options import MATCH_ON, WEIGHTS, AlignConfig
 
-METHODS = ("weights", "activations", "refit", "distil")
+METHODS = ("weights", "refit", "distil")
 SAMPLES, TRAINING_SAMPLES = 64, 512
 """Numbers of samples, if none is given: to solve or to judge, and to train."""
 
@@ -32,17 +32,16 @@ class TransferConfig(Config):
 
     method: str = option(
         "weights",
-        "how the change is carried. `weights`: moved by the alignment; `activations`: moved also by a map that is "
-        "fitted to the inputs of each linear map; `refit`: the new base's linear maps are solved for it; `distil`: "
-        "trained further from `refit`",
+        "how the change is carried. `weights`: moved by the alignment; `refit`: the new base's linear maps are solved "
+        "for it; `distil`: trained further from `refit`",
         choices=METHODS,
         key="carry",
         scope=DONOR_ONLY,
     )
     scale: float | str | None = option(
         None,
-        "factor of the change. `auto`: chosen on held-out samples, for groups of blocks with `carry: weights`. Not "
-        "given: 1 with `carry: weights`, `auto` with the others",
+        "factor of the change. `auto`: chosen on held-out samples. Not given: 1 with `carry: weights`, `auto` with the "
+        "others",
         float,
         words=(AUTO,),
         recipe_key="carry_scale",
@@ -53,24 +52,13 @@ class TransferConfig(Config):
     samples: int | None = option(
         None, f"number of samples. Not given: {SAMPLES}, or {TRAINING_SAMPLES} with `carry: distil`", int, low=1
     )
-    judge: str | None = option(
-        None,
-        "samples that choose scales and judge the result. Not given: a quarter of the other samples",
-        FILE,
-        scope=DONOR_ONLY,
-    )
-    controls: bool = option(
-        False,
-        "compare the result with ten random changes of the same singular values, and with the negated change",
-        scope=DONOR_ONLY,
-    )
     length: int = option(128, "tokens in a sample", low=2, command=False)
     seed: int = option(0, "seed of all random numbers")
     rank: int = option(0, "write a fine-tune's change as an adapter of this rank; `0`: as a model", low=0, key="lora")
     match_on: str | None = option(
         None,
         "what chooses the maps: `weights`, `activations` of both models on `data`, or `both`. Both models need one "
-        "vocabulary. Not given: `both` with `carry: activations`, else `weights`",
+        "vocabulary. Not given: `weights`",
         str,
         choices=MATCH_ON,
         scope=EACH,
@@ -111,10 +99,6 @@ class TransferConfig(Config):
         Raises:
             RecipeError: names the option.
         """
-        if not self.needs_samples and (self.judge is not None or self.controls):
-            name = "controls" if self.judge is None else "judge"
-            problem = f"'{name}' has no effect where the change is carried by weights at a given scale"
-            raise RecipeError(problem, remedy="let samples choose the scale (auto), or carry by refit")
         if self.method != "distil" and self.steps != TransferConfig().steps:
             raise RecipeError(
                 f"carrying by {self.method} takes no steps", remedy="carry by distil, or leave out 'steps'"
@@ -140,7 +124,7 @@ class TransferConfig(Config):
     @property
     def matched_on(self) -> str:
         """The source of the maps: weights, activations or both."""
-        return self.match_on or (BOTH if self.method == "activations" else WEIGHTS)
+        return self.match_on or WEIGHTS
 
     def reading(self, batch_size: int) -> dict[str, Any]:
         """Keyword arguments for reading samples."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,14 +23,6 @@ from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_name
 from rotation_merge.model.source import TensorSource, read_tensor, unstack
 from rotation_merge.model.sources import ReplacedSource
 from rotation_merge.model.view import View
-
-Scale = float | Mapping[str, float]
-"""Factor of a change: one number, or by name of a block (1 for blocks that are not named)."""
-
-
-def scale_at(scale: Scale, block: str) -> float:
-    """The scale in one block."""
-    return scale.get(block, 1.0) if isinstance(scale, Mapping) else scale
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,7 @@ class Delta:
 
     carrier: Carrier
     tuned: TensorSource
-    scale: Scale = 1.0
+    scale: float = 1.0
     dtype: torch.dtype | None = None
     solved: frozenset[str] | None = None
     opened: OpenedModel | None = field(default=None, repr=False)
@@ -89,9 +80,7 @@ class Delta:
 
     def scaled(self, factor: float) -> Delta:
         """The change times a factor."""
-        scale = self.scale
-        by_block = {name: factor * value for name, value in scale.items()} if isinstance(scale, Mapping) else {}
-        return replace(self, scale=by_block or factor * cast(float, scale))
+        return replace(self, scale=factor * self.scale)
 
     __mul__ = __rmul__ = scaled
 
@@ -234,7 +223,7 @@ class Delta:
         assert base is not None
         change, before = self._change(block, info)
         moved = carrier.with_new_rows(block, info, carrier.moved(info, change))
-        return base + scale_at(self.scale, block.name) * moved, float(change.square().sum()), before
+        return base + self.scale * moved, float(change.square().sum()), before
 
     def factors(self, block: Block, rank: int | None) -> tuple[Changes, dict[str, tuple[float, float]]]:
         """A block's change in the new base's storage form, every matrix cut to low rank (None: not cut).
@@ -254,7 +243,7 @@ class Delta:
             weight = block.tensor(weight_key(info.key)) if is_bias(info.key) else None
             beside = dense(result[weight.key], weight) if weight is not None and weight.key in result else None
             moved = self.carrier.stored(block, info, change.double(), beside)
-            whole = scale_at(self.scale, block.name) * moved
+            whole = self.scale * moved
             if self.solved is None and not bool(whole.any()):
                 continue  # an adapter of what was solved has factors of zero where nothing is worth carrying
             result[info.key] = cut = (

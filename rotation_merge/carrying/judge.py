@@ -1,38 +1,24 @@
-"""Judging a carried change: held-out samples, losses, the search for scales, and the recovered lift.
+"""Judging a carried change: held-out samples, losses, and the recovered lift.
 
-Recovered lift = (new base - carried) / (what fine-tuning gained at home), on samples held out of every choice. Two
-controls have the carried change's size: random changes with the same singular values, and the negated change.
+Recovered lift = (new base - carried) / (what fine-tuning gained at home), on samples held out of every choice.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.config import NONE, TransferConfig
-from rotation_merge.carrying.delta import Delta, scale_at
 from rotation_merge.errors import DataError
-from rotation_merge.model.fold import folded_source
-from rotation_merge.model.source import TensorSource
-from rotation_merge.model.sources import ReplacedSource
 from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches, split_batches
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import Batch, local_path
 from rotation_merge.run.generated_samples import SELF, writes_text
-from rotation_merge.run.runner import Runner
 
 AT_ONCE = 16
 HELD_OUT = 0.25
 """Share of the samples that nothing is solved from, a whole batch at least where there are two."""
-
 
 SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
 """Of a carried change, among which held-out samples choose."""
@@ -42,9 +28,6 @@ LITTLE = 0.1
 
 KNOWN = 0.01
 """Share of the gain at home from which the new base is better than the old one in words."""
-
-DRAWS = 10
-"""Random changes that a carried one is compared with."""
 
 Both = tuple[float, float]
 """Losses on samples of the fine-tune's kind, and on text that the new base writes."""
@@ -75,13 +58,11 @@ class TransferSamples:
         solved: samples to solve from.
         choice: says scales and methods.
         judge: held out of every choice.
-        source: name of the held-out samples.
     """
 
     solved: Data
     choice: HeldOutSamples
     judge: HeldOutSamples
-    source: str
 
 
 def read_parts(tuned: str, new: str, config: TransferConfig, load: Callable[[str], Any]) -> TransferSamples:
@@ -96,40 +77,22 @@ def read_parts(tuned: str, new: str, config: TransferConfig, load: Callable[[str
     model = load(tuned)
     if config.data == SELF and not writes_text(model):
         raise DataError(f"{type(model).__name__} writes no text", where=tuned, remedy="give a file as 'data'")
-
-    def read(source: str, seed: int) -> Data:
-        reading = replace(config, seed=seed).reading(AT_ONCE)
-        data = read_batches(source, local_path(tuned), model, **reading)
-        if data.task in UNLABELLED:
-            problem = f"holds no labels for the loss of {type(model).__name__}"
-            raise DataError(problem, where=source, remedy="give data with labels, or carry by weights alone")
-        return data
-
-    if config.judge is not None and is_same_file(config.judge, config.data):
-        problem, remedy = "has the samples to solve from, too", "leave out 'judge' (a part is held out), or name others"
-        raise DataError(problem, where=config.judge, remedy=remedy)
-    judge_seed = config.seed + (3 if config.judge == SELF else 0)  # other text than what is solved from
-    whole = read(config.data, config.seed)
-    if len(whole.batches) <= 1:
-        raise DataError(f"holds {whole.examples} samples", where=config.data, remedy=f"give at least {2 * AT_ONCE}")
-    solved, held_out = parted(whole) if config.judge is None else (whole, read(config.judge, judge_seed))
+    data = read_batches(config.data, local_path(tuned), model, **config.reading(AT_ONCE))
+    if data.task in UNLABELLED:
+        problem = f"holds no labels for the loss of {type(model).__name__}"
+        raise DataError(problem, where=config.data, remedy="give data with labels, or carry by weights alone")
+    if len(data.batches) <= 1:
+        raise DataError(f"holds {data.examples} samples", where=config.data, remedy=f"give at least {2 * AT_ONCE}")
+    solved, held_out = parted(data)
     choice, judge = halves(held_out)
-    source = config.judge or config.data
     base: Any = load(new)
     if not writes_text(base):
-        return TransferSamples(
-            solved, HeldOutSamples(choice, choice, False), HeldOutSamples(judge, judge, False), source
-        )
+        return TransferSamples(solved, HeldOutSamples(choice, choice, False), HeldOutSamples(judge, judge, False))
     few = replace(config, samples=AT_ONCE, seed=config.seed + 1)
     base_texts = halves(read_batches(SELF, local_path(new), base, **few.reading(AT_ONCE)))
     return TransferSamples(
-        solved, HeldOutSamples(choice, base_texts[0], True), HeldOutSamples(judge, base_texts[1], True), source
+        solved, HeldOutSamples(choice, base_texts[0], True), HeldOutSamples(judge, base_texts[1], True)
     )
-
-
-def is_same_file(first: str, second: str) -> bool:
-    """Whether two sources of samples are one; `self` writes other text for another seed."""
-    return first != SELF and os.path.realpath(first) == os.path.realpath(second)
 
 
 def parted(data: Data) -> tuple[Data, Data]:
@@ -179,8 +142,6 @@ class RecoveredLift:
         method: whose change was taken: one of `METHODS`, `plain addition`, or `none`.
         scale: at which scale, in words.
         others: losses of the other methods on both, by method.
-        controls: losses on the fine-tune's kind with random changes of the same singular values and scale.
-        negated: the loss there with the negated change.
         writes: whether the new base writes text; where not, the second losses say nothing.
     """
 
@@ -191,8 +152,6 @@ class RecoveredLift:
     method: str
     scale: str = ""
     others: Mapping[str, Both] = field(default_factory=dict)
-    controls: tuple[float, ...] = ()
-    negated: float | None = None
     writes: bool = True
 
     @property
@@ -200,14 +159,10 @@ class RecoveredLift:
         """Gain of fine-tuning on the old base."""
         return self.old - self.tuned
 
-    def lift(self, loss: float) -> float | None:
-        """The recovered lift of a loss; None: fine-tuning gained nothing at home."""
-        return (self.new[0] - loss) / self.home if self.home > 0 else None
-
     @property
     def recovered(self) -> float | None:
-        """Recovered lift: (new base - carried) / (gain of fine-tuning on the old base), of losses."""
-        return self.lift(self.carried[0])
+        """Recovered lift: (new base - carried) / (gain of fine-tuning on the old base), of losses; None: no gain."""
+        return (self.new[0] - self.carried[0]) / self.home if self.home > 0 else None
 
     @property
     def known(self) -> float | None:
@@ -225,33 +180,14 @@ class RecoveredLift:
         distance = self.new[0] - self.tuned
         return (self.new[0] - self.carried[0]) / distance if distance > 0 else None
 
-    @property
-    def random(self) -> tuple[float, float] | None:
-        """Mean and standard error of the random controls' lifts."""
-        lifts = [lift for loss in self.controls if (lift := self.lift(loss)) is not None]
-        if len(lifts) < 2:
-            return None
-        return statistics.mean(lifts), statistics.stdev(lifts) / math.sqrt(len(lifts))
-
-    @property
-    def net(self) -> float | None:
-        """The recovered lift minus the better control's."""
-        negated = None if self.negated is None else self.lift(self.negated)
-        if self.recovered is None or self.random is None or negated is None:
-            return None
-        return self.recovered - max(self.random[0], negated)
-
     def facts(self) -> dict[str, Any]:
         """Everything, for a report."""
-        random = None if self.random is None else dict(zip(("mean", "standard error"), self.random, strict=True))
         derived = {
             "recovered": self.recovered,
             "known to the new base": self.known,
             "of the way to the fine-tune": self.of_the_way,
-            "random controls": random,
-            "net of controls": self.net,
         }
-        return {**asdict(self), "others": dict(self.others), "controls": list(self.controls), **derived}
+        return {**asdict(self), "others": dict(self.others), **derived}
 
     def words(self) -> list[str]:
         """Lines on the losses; the last one has the decision and the recovered lift."""
@@ -267,7 +203,7 @@ class RecoveredLift:
             of = "losses on both" if self.writes else "losses on the judging samples"
             tried = (f"{name} {' and '.join(f'{loss:.3f}' for loss in pair)}" for name, pair in self._other_losses())
             lines.append(f"Also tried ({of}): {'; '.join(tried)}.")
-        return [*lines, *self._control_words(), *self._known_words(), self._closing()]
+        return [*lines, *self._known_words(), self._closing()]
 
     def _other_losses(self) -> Iterator[tuple[str, tuple[float, ...]]]:
         for name, losses in self.others.items():
@@ -281,23 +217,12 @@ class RecoveredLift:
             return [f"{known}: it needs no fine-tune for these samples."]
         return [f"{known}; the fine-tune itself would bring the other {1 - self.known:.0%}."]
 
-    def _control_words(self) -> list[str]:
-        negated = None if self.negated is None else self.lift(self.negated)
-        if self.random is None or negated is None or self.net is None:
-            return []
-        mean, error = self.random
-        return [
-            f"Controls at the same scale: {len(self.controls)} random changes with the same singular values recover "
-            f"{mean:.1%} (standard error {error:.1%}), the negated change {negated:.1%}. The lift above the better "
-            f"control is {self.net:.1%}."
-        ]
-
     def _closing(self) -> str:
         if self.recovered is None:
             carried = "Nothing was carried. " if self.method == NONE else ""
             return (
-                f"{carried}Give samples of the fine-tune's task ('data' or 'judge'): on these it is no better than its "
-                "base, so the recovered lift is unknown."
+                f"{carried}Give samples of the fine-tune's task ('data'): on these it is no better than its base, so "
+                "the recovered lift is unknown."
             )
         if self.method == NONE:
             return "Train on the new base instead: it is better alone than with the change. Recovered lift: 0%."
@@ -309,130 +234,3 @@ class RecoveredLift:
         if max(self.recovered, way or 0.0) < LITTLE:
             return f"Train on the new base instead if you can: little transfers. {line}"
         return line
-
-
-def random_change(change: Tensor, draw: torch.Generator) -> Tensor:
-    """A random change of a map, (..., out, in), with the same singular values and random rotations, float64.
-
-    For a vector, a random one of the same length.
-    """
-    change = change.double()
-    if change.ndim < 2:
-        noise = torch.randn(change.shape, generator=draw, dtype=torch.float64).to(change.device)
-        return noise * (change.norm() / noise.norm().clamp_min(1e-300))
-    if change.ndim > 3:  # a convolution: its kernels are one matrix
-        return random_change(change.flatten(1), draw).reshape(change.shape)
-    tall = change if change.shape[-2] >= change.shape[-1] else change.mT
-    upper = torch.linalg.qr(tall, mode="r").R
-    left, right = (torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.device) for x in (tall, upper))
-    core = upper @ torch.linalg.qr(right).Q
-    cholesky = torch.linalg.cholesky(left.mT @ left)  # `left` times the inverse of its transpose is orthonormal
-    turned = left @ torch.linalg.solve_triangular(cholesky.mT, core, upper=True)
-    return turned if tall is change else turned.mT
-
-
-FACTORS = (0.0, 0.5, 1.5, 2.0)
-"""Factors tried for the scale of each group of blocks, starting from one scale for all."""
-GROUPS = 8
-"""Of neighbouring blocks, at most, that have scales of their own."""
-
-Scales = dict[str, float]
-"""By name of a block."""
-
-
-@dataclass
-class ScaledChange:
-    """The new base with a moved change at any scale of each block.
-
-    Attributes:
-        tuned: the fine-tune, under the names of the carrier's architecture.
-        config: of transformers, the new base's.
-        untie: whether a tied head has a tensor of its own.
-        rounded: the model's tensors as they would be stored.
-    """
-
-    carrier: Carrier
-    tuned: TensorSource
-    config: Any
-    device: str = "cpu"
-    untie: bool = True
-    rounded: Callable[[TensorSource], TensorSource] = lambda source: source
-    ends: dict[str, tuple[str, Tensor, Tensor]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Record for every tensor its block, the (folded) new base's value, and its change."""
-        carrier = self.carrier
-        block_of = {
-            name: block.name for block in carrier.architecture.blocks for i in block.tensors for name in i.names
-        }
-        start = self._base
-        for _, pieces, _, _ in Delta(carrier, self.tuned, dtype=torch.float32).tensors():
-            for name, moved in pieces.items():
-                first = start[name]
-                if moved.is_floating_point() and bool((change := moved - first.to(moved)).any()):
-                    self.ends[name] = block_of[name], first, change
-
-    @property
-    def _base(self) -> TensorSource:
-        carrier = self.carrier
-        return folded_source(carrier.architecture, carrier.new, carrier.alignment.folded, carrier.dtype)
-
-    @property
-    def blocks(self) -> list[str]:
-        """Blocks that change, in the model's order."""
-        changed = {block for block, _, _ in self.ends.values()}
-        return [block.name for block in self.carrier.architecture.blocks if block.name in changed]
-
-    def model(self, scales: Mapping[str, float] | float) -> Any:
-        """The model at some scales."""
-        tensors = {
-            name: first.to(change) + scale_at(scales, block) * change
-            for name, (block, first, change) in self.ends.items()
-        }
-        source = self.rounded(ReplacedSource(self._base, tensors))
-        architecture = self.carrier.architecture
-        return Runner(self.config, source, architecture, [], device=self.device, untie=self.untie).fill_all()
-
-
-def search(
-    blocks: Sequence[str],
-    losses: Callable[[Mapping[str, float]], Both],
-    watch: Callable[[str, int, int], None] = lambda *_: None,
-) -> tuple[Scales, Both, Both]:
-    """The scales with the least sum of both losses: one for all, then group by group of neighbouring blocks.
-
-    So the number of evaluations does not grow with the depth.
-
-    Returns:
-        The scales (all zero, where nothing is better than none), and the losses at zero and there.
-    """
-    groups = [blocks[i * len(blocks) // GROUPS : (i + 1) * len(blocks) // GROUPS] for i in range(GROUPS)]
-    groups = [group for group in groups if group]
-    total, step = len(SCALES) + len(groups) * len(FACTORS), 0
-
-    def ask(scales: Mapping[str, float]) -> Both:
-        nonlocal step
-        step += 1
-        watch("scales", min(step, total), total)
-        return losses(scales)
-
-    zero = ask(dict.fromkeys(blocks, 0.0))
-    tried = {scale: ask(dict.fromkeys(blocks, scale)) for scale in SCALES[1:]}
-    least = min(tried, key=lambda scale: sum(tried[scale]))
-    if sum(zero) <= sum(tried[least]):
-        least = SCALES[1]
-    best, reached = dict.fromkeys(blocks, least), tried[least]
-    for group in groups:
-        for scale in [factor * best[group[0]] for factor in FACTORS]:
-            changed = {**best, **dict.fromkeys(group, scale)}
-            after = ask(changed)
-            if sum(after) < sum(reached):
-                best, reached = changed, after
-    if sum(reached) >= sum(zero):
-        return dict.fromkeys(blocks, 0.0), zero, zero
-    return best, zero, reached
-
-
-def scale_words(scales: Mapping[str, float]) -> str:
-    """The scale of each block, after the carried change's name."""
-    return " at these scales of blocks: " + ", ".join(f"{block} {scale:g}" for block, scale in scales.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,30 +14,22 @@ from torch import Tensor
 
 from rotation_merge.averaging.polish import PolishOptions
 from rotation_merge.averaging.task_vectors import added_by_wudi
-from rotation_merge.carrying.carrier import site_maps
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN, TransferConfig
-from rotation_merge.carrying.delta import Delta, Scale, scale_at
+from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.distil import DistillationResult, DistillationSamples, adapter_in_training, distil
 from rotation_merge.carrying.judge import (
     AT_ONCE,
-    DRAWS,
     HELD_OUT,
     SCALES,
-    HeldOutSamples,
     RecoveredLift,
-    ScaledChange,
     TransferSamples,
-    random_change,
     read_parts,
-    scale_words,
-    search,
 )
 from rotation_merge.carrying.lora import adapter_changes, adapter_of, dense_changes
 from rotation_merge.carrying.refit import HEAD_RIDGE, ChangeOptions, refit_change
 from rotation_merge.carrying.session import TransferSession
 from rotation_merge.files.ledger import Unfinished
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.match_on import record_activations
 from rotation_merge.model.checkpoint import Model, open_model, parse_reference
 from rotation_merge.model.factors import dense
 from rotation_merge.model.run_keys import mark_of
@@ -53,7 +44,6 @@ from rotation_merge.run.runner import Runner
 
 REFITTED = "The new base's linear maps were solved layer by layer to reproduce the change on samples."
 HOW = {
-    "activations": "The change was moved by the alignment, then by maps fitted to the inputs of linear maps.",
     "refit": REFITTED,
     "distil": f"{REFITTED} From there on it was **trained** for a few steps.",
     MERGED: "The new base and the fine-tune were merged by `wudi` as two fine-tunes of the old base: this had the "
@@ -84,9 +74,8 @@ class JudgedChange:
 
     @property
     def changes(self) -> bool:
-        """Whether its scale is not zero everywhere."""
-        scale = self.delta.scale
-        return any(scale.values()) if isinstance(scale, Mapping) else scale != 0
+        """Whether its scale is not zero."""
+        return self.delta.scale != 0
 
 
 @dataclass(frozen=True)
@@ -146,13 +135,12 @@ class SampledTransfer:
             out: the output that interrupted work waits beside.
         """
         parts = read_parts(self.name, self._new, self.config, self._on)
-        lines = [*self._shared_coordinates(), *self._distance(parts)]
-        if self.config.method == "weights":
-            candidate = self._scaled(parts.choice)
-        else:
+        lines, delta = self._shared_coordinates(), self._moved()
+        if self.config.method != "weights":
             tensors, notes = self._solved(parts, out)
             lines += notes
-            candidate = self._at_best_scale(self.config.method, Delta.from_solved(self.session.carrier, tensors), parts)
+            delta = Delta.from_solved(self.session.carrier, tensors)
+        candidate = self._at_best_scale(self.config.method, delta, parts)
         others = [self._at_best_scale(name, make(), parts) for name, make in self._alternatives().items()]
         chosen, lift = self._judged(candidate, others, parts)
         return ChosenChange(chosen.method, chosen.delta, [*lines, *lift.words()], lift)
@@ -160,9 +148,6 @@ class SampledTransfer:
     def _solved(self, parts: TransferSamples, out: str) -> tuple[dict[str, Tensor], list[str]]:
         """The new base's tensors with the change chosen on samples, and the method."""
         samples = f"{parts.solved.examples} samples ({self.config.data})"
-        if self.config.method == "activations":
-            tensors, count = self._at_sites(parts.solved)
-            return tensors, [f"{count} linear maps have input maps of their own, from activations on {samples}."]
         base_texts = self._own_text() if parts.choice.writes and self.config.factor is None else []
         tensors, lines = self._refitted(parts.solved, base_texts), [f"Refitted on {samples}."]
         if self.config.method == "distil":
@@ -184,7 +169,7 @@ class SampledTransfer:
         return Delta.from_solved(self.session.carrier, tensors)
 
     def _unmoved(self) -> Delta:
-        return Delta(replace(self.session.carrier, alignment=Alignment({}), sites={}), self.tuned)
+        return Delta(replace(self.session.carrier, alignment=Alignment({})), self.tuned)
 
     def _merged(self) -> Delta:
         """The new base plus what the fine-tune adds to it where `wudi` merges both as fine-tunes of the old base.
@@ -206,42 +191,25 @@ class SampledTransfer:
                 tensors |= unstack(info, new.to(change) + change)
         return Delta.from_solved(carrier, tensors)
 
-    def _scaled(self, held_out: HeldOutSamples) -> JudgedChange:
-        """The change moved by weights, each block at the scale that samples chose."""
-        blocks, model = self._moved_models()
-        scales, *_ = search(blocks, lambda s: held_out.losses(model(s)), self._watch)
-        return JudgedChange("weights", self._moved(scales), scale_words(scales), lambda: model(scales))
-
-    def _moved_models(self) -> tuple[list[str], Callable[[Mapping[str, float]], Any]]:
-        """The blocks that the change moved by weights changes, and the written model at any scales of them."""
-        if self.is_cut:
-            return self._cut_models(self._moved())
-        execution = self.session.execution
-        moved = ScaledChange(
-            *(self.session.carrier, self.tuned, self._model_config, execution.device),
-            untie=self._untie or bool(self.rank),
-            rounded=self._rounded,
-        )
-        return moved.blocks, moved.model
-
-    def _cut_models(self, delta: Delta) -> tuple[list[str], Callable[[Scale], Any]]:
-        """The blocks of a change that an adapter holds, and the new base with that adapter at any scale."""
+    def _cut_models(self, delta: Delta) -> Callable[[float], Any]:
+        """The new base with an adapter of a change, at any scale."""
         new, parts = self.session.carrier.new, adapter_changes(delta, self.rank, self.session.bases.new)
 
-        def model(scale: Scale) -> Any:
+        def model(scale: float) -> Any:
             return self._model(
                 {
-                    name: (new[name].double() + scale_at(scale, block) * change).float()
-                    for block, changes in parts.items()
+                    name: (new[name].double() + scale * change).float()
+                    for changes in parts.values()
                     for name, change in dense_changes(changes).items()
                 }
             )
 
-        return [block for block, changes in parts.items() if changes], model
+        return model
 
     def _at_best_scale(self, method: str, delta: Delta, parts: TransferSamples) -> JudgedChange:
         """A change at the given scale, or at the best one on held-out samples."""
-        model = self._cut_models(delta)[1] if self.rank else partial(self._solved_model, delta)
+        is_cut = self.is_cut if delta.solved is None else bool(self.rank)
+        model = self._cut_models(delta) if is_cut else partial(self._scaled_model, delta)
         scale = self.config.factor
         if scale is None:
             losses = dict[float, float]()
@@ -256,8 +224,10 @@ class SampledTransfer:
         tensors = self._with(self._moved()) if self.rank else {}
         return Delta.from_solved(self.session.carrier, tensors).scaled(0.0)
 
-    def _solved_model(self, delta: Delta, scale: float) -> Any:
-        return self._stored_model(dict(delta.scaled(scale).named(torch.float32)))
+    def _scaled_model(self, delta: Delta, scale: float) -> Any:
+        """The new base with a change at a scale, folded as it is written; an adapter's base has a head of its own."""
+        tensors = dict(delta.scaled(scale).named(torch.float32))
+        return self._model(tensors, not self.rank, bool(self.rank))
 
     def _judged(
         self, candidate: JudgedChange, others: Sequence[JudgedChange], parts: TransferSamples
@@ -276,49 +246,15 @@ class SampledTransfer:
             safe = [each for each in usable if each is not candidate]
             chosen = min([best, *safe], key=lambda each: sum(judged[each.method]))
         old, tuned = (evaluate(self._on(name), parts.judge.tuned)[0] for name in (self._old, self.name))
-        controlled = self.config.controls and chosen.method != NONE
-        controls, negated = self._controls(chosen, parts) if controlled else ((), None)
         other_losses = {name: losses for name, losses in judged.items() if name not in (chosen.method, NONE)}
         carried = judged[chosen.method]
         measured = (old, tuned, judged[NONE], carried, chosen.method, chosen.scale)
-        return chosen, RecoveredLift(*measured, other_losses, controls, negated, parts.judge.writes)
-
-    def _controls(self, chosen: JudgedChange, parts: TransferSamples) -> tuple[tuple[float, ...], float]:
-        """Losses with random changes that have the chosen one's singular values, and with the negated one."""
-        new, draw = self.session.carrier.new, torch.Generator().manual_seed(self.config.seed)
-        is_cut = self.is_cut if chosen.delta.solved is None else bool(self.rank)
-        cut = adapter_changes(chosen.delta, self.rank, self.session.bases.new) if is_cut else {}
-
-        def loss(control: Callable[[Tensor], Tensor]) -> float:
-            tensors = {
-                name: (new[name].double() + control(change)).float()
-                for part in (map(dense_changes, cut.values()) if cut else chosen.delta.changes_by_block(self._tied))
-                for name, change in part.items()
-            }
-            return evaluate(self._stored_model(tensors), parts.judge.tuned)[0]
-
-        drawn = []
-        for done in range(DRAWS):
-            self._watch("controls", done, DRAWS + 1)
-            drawn.append(loss(partial(random_change, draw=draw)))
-        self._watch("controls", DRAWS, DRAWS + 1)
-        return tuple(drawn), loss(torch.neg)
+        return chosen, RecoveredLift(*measured, other_losses, parts.judge.writes)
 
     def _shared_coordinates(self) -> list[str]:
         """A line that the bases share their coordinates, if they do."""
         near = self.session.bases.nearness
         return [f"{self._old} and {self._new} share their coordinates ({near.words})."] if near.shared else []
-
-    def _distance(self, parts: TransferSamples) -> list[str]:
-        """A line that compares the fine-tune's perplexity on its own text and on the judging samples."""
-        if self.config.data != SELF or self.config.judge is None:
-            return []
-        model = self._on(self.name)
-        written, judged = (evaluate(model, data)[0] for data in (parts.solved, parts.judge.tuned))
-        return [
-            f"The fine-tune's perplexity is {math.exp(written):.3g} on its own text and {math.exp(judged):.3g} on "
-            f"{parts.source}."
-        ]
 
     @property
     def _new(self) -> str:
@@ -370,14 +306,7 @@ class SampledTransfer:
         )
         return tensors
 
-    def _at_sites(self, data: Data) -> tuple[dict[str, Tensor], int]:
-        """The new base's tensors with the change moved by input maps, and the number of these maps."""
-        batches = unpadded(data.batches, self.config.data)
-        new, old = (record_activations(self._on(name), batches) for name in (self._new, self._old))
-        carrier = replace(self.session.carrier, sites=site_maps(self.session.carrier, new, old))
-        return self._with(Delta(carrier, self.tuned)), len(carrier.sites)
-
-    def _moved(self, scale: Scale = 1.0) -> Delta:
+    def _moved(self, scale: float = 1.0) -> Delta:
         """The change moved by weights alone."""
         return Delta(self.session.carrier, self.tuned, scale)
 
@@ -386,7 +315,7 @@ class SampledTransfer:
         new = self.session.carrier.new
         return {name: new[name].to(change.dtype) + change for name, change in delta.changes(self._tied).items()}
 
-    def by_weights(self, scale: Scale = 1.0) -> dict[str, Tensor]:
+    def by_weights(self, scale: float) -> dict[str, Tensor]:
         """The new base's tensors with the change moved by weights."""
         return self._with(self._moved(scale))
 
@@ -399,18 +328,18 @@ class SampledTransfer:
         """A head that stays the embedding's tensor."""
         return None if self._untie else self.session.bases.new.tied_head
 
-    def _model(self, tensors: Mapping[str, Tensor], rounded: bool = False) -> Any:
+    def _model(self, tensors: Mapping[str, Tensor], rounded: bool = False, own_head: bool = False) -> Any:
         """The new base with some tensors changed, by the names of the carrier's architecture.
 
         Args:
             rounded: as it would be stored.
+            own_head: give a tied head a tensor of its own, although it is stored without one.
         """
         carrier, device = self.session.carrier, self.session.execution.device
         source: TensorSource = ReplacedSource(carrier.new, tensors)
         source = self._rounded(source) if rounded else source
-        model = Runner(
-            self._model_config, source, carrier.architecture, [], untie=self._untie, device=device
-        ).fill_all()
+        untie = self._untie or own_head
+        model = Runner(self._model_config, source, carrier.architecture, [], untie=untie, device=device).fill_all()
         copy_parameters(model)
         return model
 

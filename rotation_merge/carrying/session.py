@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -14,7 +14,7 @@ from rotation_merge.carrying.adapter import CarriedAdapter, carry_adapter
 from rotation_merge.carrying.bases import Bases
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.delta import Delta, Scale, share
+from rotation_merge.carrying.delta import Delta, share
 from rotation_merge.carrying.judge import parted
 from rotation_merge.carrying.lora import adapter_of, left_out
 from rotation_merge.carrying.tokens import AddedTokens
@@ -104,7 +104,7 @@ class TransferSession:
     report: MergeReport
     config: TransferConfig
     execution: Execution
-    scale: Scale = 1.0
+    scale: float = 1.0
     tokens: AddedTokens | None = None
 
     def with_added_tokens(self, tokens: AddedTokens, tuned: TensorSource) -> TransferSession:
@@ -140,13 +140,13 @@ class TransferSession:
 
     @property
     def measured(self) -> bool:
-        """Whether samples chose the scales."""
-        return isinstance(self.scale, Mapping)
+        """Whether samples chose the scale."""
+        return self.report.lift is not None
 
     @property
     def advice_lines(self) -> list[str]:
         """Lines on the scale and on measuring a change that was carried by weights alone."""
-        if isinstance(self.scale, Mapping):
+        if self.measured:
             return []
         ask = ASK if self.bases.rows is None else OTHER_WORDS
         return [ask] if self.scale == 1 else [f"Its change was multiplied by {self.scale:g}.", ask]
@@ -250,8 +250,7 @@ def matcher(config: TransferConfig, bases: Bases, device: str) -> Match:
         return match_model
     from rotation_merge.matching.match_on import SampleMatcher
 
-    held_out = config.needs_samples and config.judge is None
-    part = (lambda data: parted(data)[0]) if held_out else (lambda data: data)
+    part = (lambda data: parted(data)[0]) if config.needs_samples else (lambda data: data)
     count, seed, length = config.sample_count, config.seed, config.length
     return SampleMatcher(config.matched_on, *bases.names, config.data, count, seed, device, length, part)
 

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 @click.option("--alignment", type=ALIGNMENT, metavar="FILE", help="Alignment file to apply instead of matching.")
 @config_options(
     TransferConfig,
-    *("method", "steps", "data", "samples", "judge", "controls", "seed", "scale", "rank"),
+    *("method", "steps", "data", "samples", "seed", "scale", "rank"),
     "match_on",
-    types={"data": SAMPLE_SOURCE, "judge": SAMPLE_SOURCE},
+    types={"data": SAMPLE_SOURCE},
 )
 @click.option(
     "--shard-size", type=WORD, default="5B", show_default=True, help="Largest weight file of a model, e.g. 500M."
@@ -107,7 +107,7 @@ def command(
     force = bool(context.params["force"])
     progress = Progress()
     with kept_beside(out, mark, device) as ledger:
-        execution = Execution(device, storage, ledger, force, force or bool({"data", "judge"} & given_options))
+        execution = Execution(device, storage, ledger, force, force or "data" in given_options)
         results = carry(jobs, old, new, config, execution, progress)
     progress.close()
     if as_json:
@@ -136,11 +136,7 @@ def _check_use(config: TransferConfig, given_options: set[str]) -> None:
     if "steps" in given_options and config.method != "distil":
         remedy = "add --carry distil, or leave --steps out"
         raise RotationMergeError(f"--carry {config.method} takes no steps", remedy=remedy)
-    if (
-        given_options & {"data", "samples", "judge", "controls"}
-        and not config.needs_samples
-        and config.matched_on == WEIGHTS
-    ):
+    if given_options & {"data", "samples"} and not config.needs_samples and config.matched_on == WEIGHTS:
         raise RotationMergeError("--carry weights uses no samples", remedy="add --scale auto, or --carry refit")
     of_matching = [name for name in ("match_on", *AlignConfig.options()) if name in given_options]
     if config.alignment is not None and of_matching:

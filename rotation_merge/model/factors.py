@@ -60,11 +60,6 @@ def factor_infos(info: TensorInfo) -> tuple[TensorInfo, TensorInfo]:
     return replace(info, axes=(*lead, rank, reads)), replace(info, axes=(*lead, gives, rank))
 
 
-def input_dim(info: TensorInfo) -> int | None:
-    """The input dimension of a map or of its factor."""
-    return next((dim for dim, axis in enumerate(info.axes) if _reads(axis)), None)
-
-
 def output_axis(info: TensorInfo) -> tuple[int, Axis]:
     """The dimension of a weight's outputs, and its axis."""
     lead = stacks(info)

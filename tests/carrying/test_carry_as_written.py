@@ -13,6 +13,7 @@ from plugin_support import load, make, one_error, state, twin, write_state
 
 from rotation_merge.carrying import sampled
 from rotation_merge.carrying.judge import HeldOutSamples, TransferSamples
+from rotation_merge.matching import match_on
 from rotation_merge.run.evaluate import evaluate
 
 MODELS = {"llama": {}, "tied": {"tie_word_embeddings": True}, "qwen2": {"tie_word_embeddings": False}}
@@ -39,7 +40,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path
     ("name", "options"),
     [
         ("llama", ("--scale", "auto", "--lora", 16)),
-        ("llama", ("--carry", "activations", "--scale", 1, "--lora", 2)),
         ("llama", ("--carry", "refit", "--scale", 1, "--lora", 2)),
         ("llama", ("--scale", "auto", "--dtype", "bfloat16")),
         ("llama", ("--carry", "refit", "--scale", 1, "--dtype", "bfloat16")),
@@ -129,43 +129,23 @@ def test_where_nothing_is_better_the_new_base_is_written(
     ids = load(str(pair["old"])).generate(torch.arange(32)[:, None], do_sample=True, max_length=10, min_length=10)
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"input_ids": row}) for row in ids.tolist()))
     bases = ("--from", pair["old"], "--to", pair["new"], "--residual", "none")
-    data = ("--data", tmp_path / "texts.jsonl", "--controls")
+    data = ("--data", tmp_path / "texts.jsonl")
     done = run("carry", pair["tuned"], *bases, out, *method, *data, *options)
     assert done.exit_code == 0, done.output
     lift = json.loads((out / "rotation_merge.json").read_text())["lift"]
-    assert (lift["method"], lift["carried"], lift["controls"]) == ("none", lift["new"], [])
+    assert (lift["method"], lift["carried"]) == ("none", lift["new"])
     assert "Nothing was carried" in (out / "README.md").read_text()
-    assert "Controls" not in done.output
     written = load(f"{pair['new']}+{out}" if "--lora" in options else str(out)).state_dict()
     for name, tensor in load(str(pair["new"])).state_dict().items():
         torch.testing.assert_close(written[name], tensor, rtol=0, atol=0)
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two files of 33 samples; 0 begins the samples of the first, 1 those of the second."""
-    paths = [tmp_path_factory.mktemp("texts") / f"{name}.jsonl" for name in ("data", "judge")]
-    for first, path in enumerate(paths):
-        rows = [[first, *((7 * i + j * j) % 38 + 2 for j in range(9))] for i in range(33)]
-        path.write_text("\n".join(json.dumps({"input_ids": row}) for row in rows))
-    return paths
-
-
-@pytest.mark.parametrize("judge", [None, "file", "self"])
 def test_judging_samples_are_in_no_other_use(
-    judge: str | None,
-    texts: list[Path],
-    models: dict[str, dict[str, Path]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    models: dict[str, dict[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is matched, solved or chosen on them."""
-    seen, used, record, read = (
-        set[tuple[int, ...]](),
-        list[TransferSamples](),
-        sampled.record_activations,
-        sampled.read_parts,
-    )
+    seen, used = set[tuple[int, ...]](), list[TransferSamples]()
+    record, read = match_on.record_activations, sampled.read_parts
 
     def recording(model: Any, batches: list[dict[str, torch.Tensor]]) -> Any:
         seen.update(rows_of(batches))
@@ -175,30 +155,20 @@ def test_judging_samples_are_in_no_other_use(
         used.append(read(*arguments))
         return used[-1]
 
-    for module in ("matching.match_on", "carrying.sampled"):
-        monkeypatch.setattr(f"rotation_merge.{module}.record_activations", recording)
+    monkeypatch.setattr(match_on, "record_activations", recording)
     monkeypatch.setattr(sampled, "read_parts", reading)
+    rows = [[(7 * i + j * j) % 40 for j in range(10)] for i in range(33)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"input_ids": row}) for row in rows))
     pair = models["llama"]
-    bases = ("--from", pair["old"], "--to", pair["new"], "--carry", "activations", "--scale", 1)
-    data = ("--data", "self" if judge == "self" else texts[0], "--samples", 33)
-    more = () if judge is None else ("--judge", "self" if judge == "self" else texts[1])
-    done = run("carry", pair["tuned"], *bases, tmp_path / "out", *data, *more)
+    bases = ("--from", pair["old"], "--to", pair["new"], "--carry", "refit", "--scale", 1, "--match-on", "both")
+    done = run("carry", pair["tuned"], *bases, tmp_path / "out", "--data", tmp_path / "texts.jsonl", "--samples", 33)
     assert done.exit_code == 0, done.output
     parts = used[0]
     solved, chosen, judged = (rows_of(each.batches) for each in (parts.solved, parts.choice.tuned, parts.judge.tuned))
     assert judged
     assert not judged & (solved | chosen | seen)
-    assert judge == "self" or len(seen) == len(solved) == (33 if judge else 17)
+    assert len(seen) == len(solved) == 17
 
 
 def rows_of(batches: list[dict[str, torch.Tensor]]) -> set[tuple[int, ...]]:
     return {tuple(row) for batch in batches for row in batch["input_ids"].tolist()}
-
-
-def test_a_file_cannot_solve_and_judge(texts: list[Path], models: dict[str, dict[str, Path]], tmp_path: Path) -> None:
-    pair = models["llama"]
-    bases = ("--from", pair["old"], "--to", pair["new"], "--carry", "refit")
-    done = run("carry", pair["tuned"], *bases, tmp_path / "out", "--data", texts[0], "--judge", texts[0])
-    assert done.exit_code == 2
-    assert "leave out 'judge'" in one_error(done.output)
-    assert not (tmp_path / "out").exists()

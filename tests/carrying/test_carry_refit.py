@@ -10,7 +10,7 @@ import pytest
 import torch
 from cli_support import run
 from click.testing import Result
-from plugin_support import state
+from plugin_support import make, state
 from recipe_models import stand_in
 from safetensors.torch import load_file
 
@@ -27,18 +27,37 @@ def test_command(tmp_path: Path) -> None:
     assert "the new base's own text" in done.output
     assert (tmp_path / "one" / "adapter_model.safetensors").exists()
     (tuned / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n")
-    done = run("carry", tuned, *bases, tmp_path / "two", "--scale", "0.5", "--controls")
+    done = run("carry", tuned, *bases, tmp_path / "two", "--scale", "0.5")
     assert done.exit_code == 0, done.output
     assert "at scale 0.5" in done.output
     assert "relative distance" in done.output
     assert (tmp_path / "two" / "model.safetensors").exists()
     lift = json.loads((tmp_path / "two" / "rotation_merge.json").read_text())["lift"]
-    assert (lift["method"], len(lift["controls"]), list(lift["others"])) == ("refit", 10, ["plain addition"])
+    assert (lift["method"], list(lift["others"])) == ("refit", ["plain addition"])
     done = run("carry", tuned, *bases[:4], "--samples", 32, "--scale", "auto", tmp_path / "three")
     assert done.exit_code == 0, done.output
     assert "Recovered lift" in done.output or "recovered lift" in done.output
     for out in ("two", "three"):
         assert "| cc-by-nc-4.0 |" in (tmp_path / out / "README.md").read_text(), out
+
+
+def test_matching_on_samples(tmp_path: Path) -> None:
+    """Of the whole fine-tune or cut to a rank; an alignment file leaves nothing to match."""
+    records = [{"input_ids": [(7 * i + j * j) % 40 for j in range(10)]} for i in range(32)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, records)))
+    old, new, tuned = (make("llama", tmp_path / name, seed) for seed, name in enumerate(("old", "new", "tuned")))
+    data = ("--carry", "refit", "--scale", 1, "--samples", 32, "--data", tmp_path / "texts.jsonl")
+    asked = ("--from", old, "--to", new, *data)
+    done = run("carry", tuned, tmp_path / "whole", *asked, "--match-on", "both")
+    assert done.exit_code == 0, done.output
+    assert "matched on weights and activations" in done.output
+    done = run("carry", tuned, tmp_path / "lora", *asked, "--lora", 2, "--match-on", "weights")
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "lora" / "adapter_config.json").read_text())["r"] == 2
+    for option in (("--match-on", "both"), ("--heads", "permutation")):
+        done = run("carry", tuned, tmp_path / "none", *asked, *option, "--alignment", tmp_path / "file")
+        assert done.exit_code == 2
+        assert f"leave out {option[0]}" in done.output
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ FLAGS_THAT_WRITE = {
 OTHER_FLAGS = {
     *("as_json", "force", "untie", "verbose", "half", "verify", "fingerprint", "report", "draft", "methods"),
     *("architectures", "double", "probabilities", "anyway", "merge_lora", "permutations", "checkpointing", "by_layer"),
-    *("controls", "offline", "with_data", "private", "yes", "no_weights"),
+    *("offline", "with_data", "private", "yes", "no_weights"),
 }
 
 
@@ -67,7 +67,7 @@ def test_every_kind_of_value_is_known_to_be_read_written_or_neither() -> None:
     assert {kind.role for kind in kinds} <= {READ, WRITTEN, NEITHER}
     assert {key.name for key in KEYS if key.option.kind is bool or "true" in key.option.literals} == {
         "save_alignment",  # writes beside the model
-        *("scaling", "shift_head", "controls", "untie", "prove"),  # do not
+        *("scaling", "shift_head", "untie", "prove"),  # do not
     }
 
 
@@ -229,7 +229,6 @@ NAMED = {
     "a token": ("model", lambda a, b, it: {**recipe(a, b), "tokenizer": {"tokens": {"<s>": {"source": str(it)}}}}),
     "finetuned_from": ("model", lambda a, b, it: under_the_donor(recipe(a, b), finetuned_from=str(it))),
     "alignment": ("file", lambda a, b, it: under_the_donor(recipe(a, b), alignment=str(it))),
-    "judge": ("file", lambda a, b, it: under_the_donor(recipe(a, b), judge=str(it))),
     "statistics": ("file", lambda a, b, it: under_the_donor(recipe(a, b, delegate="regmean"), statistics=str(it))),
     "data": ("file", lambda a, b, it: under_the_donor(recipe(a, b, delegate="refit"), data=str(it))),
     "data of all": ("file", lambda a, b, it: recipe(a, b, delegate="refit", data=str(it))),

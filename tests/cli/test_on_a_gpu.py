@@ -153,7 +153,7 @@ def test_learning(tmp_path: Path) -> None:
     ("way", "options"),
     [
         ("weights", ("--scale", "auto")),
-        ("refit", ("--controls",)),
+        ("refit", ()),
         ("distil", ("--steps", 4)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

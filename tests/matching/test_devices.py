@@ -14,7 +14,6 @@ from rotation_merge import AlignConfig, Alignment
 from rotation_merge.architecture import table
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.architecture.registry import shipped
-from rotation_merge.carrying.judge import random_change
 from rotation_merge.linalg import scaling
 from rotation_merge.matching import block, mean, passes
 from rotation_merge.matching.alignment import Mover
@@ -210,11 +209,3 @@ def test_losses() -> None:
         assert score(far, data).loss == pytest.approx(near.loss, rel=1e-6)
         assert Judge([data], labelled=True).measure(far).score == pytest.approx(judged, rel=1e-6)
         assert all(isinstance(x, Far) for x in outputs(far, batch).values())
-
-
-@pytest.mark.parametrize("shape", [(6,), (6, 4), (4, 6), (2, 6, 4)])
-def test_random_changes(shape: tuple[int, ...]) -> None:
-    change = torch.randn(shape, generator=gen(1))
-    with second_device():
-        found = random_change(Far(change), gen(2))
-    assert torch.allclose(held(found), random_change(change, gen(2)))

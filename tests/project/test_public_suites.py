@@ -61,10 +61,13 @@ UNITS = {
         "architecture averaging matching mergekit_plugin model run",
         "statistics in double precision, one by one; files hold them in single, and merges show their sum",
     ),
-    "carrying/test_carry_as_written.py": ("carrying run", "the samples that judged, to judge by them what was written"),
+    "carrying/test_carry_as_written.py": (
+        "carrying matching run",
+        "the samples that judged, to judge by them what was written",
+    ),
     "carrying/test_carry_parts.py": (
         "architecture averaging carrying matching mergekit_plugin model run",
-        "single parts: ridges and ranks that no option names, the judge, the search for scales, slices",
+        "single parts: ridges and ranks that no option names, the judge, slices",
     ),
     "cli/test_cli.py": ("cli diagnose model", "what each command declares of itself"),
     "cli/test_config_options.py": ("cli config matching mergekit_plugin", "that options are made from the configs"),
@@ -84,7 +87,7 @@ UNITS = {
     "linalg/test_softmax.py": ("linalg", "one function, against a hand computation"),
     "matching/test_activations.py": ("matching", "activations of other weights than those that are matched"),
     "matching/test_devices.py": (
-        "architecture carrying linalg matching run search symmetry",
+        "architecture linalg matching run search symmetry",
         "that each step stays on its device, with a stand-in of a second one",
     ),
     "matching/test_fit_figures.py": (

@@ -20,7 +20,7 @@ from rotation_merge.matching.check_pair import CheckedPair, check_forward, check
 from rotation_merge.matching.layer_spans import matched_spans
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import check_together
-from rotation_merge.matching.options import BOTH, NOTHING, WEIGHTS, AlignConfig
+from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.run import AppliedAlignment, Run
 from rotation_merge.mergekit_plugin.planning.carrying import (
     CarryPlan,
@@ -217,10 +217,8 @@ class Donors:
         Raises:
             RecipeError: slices bring layers together that are not those of whole models.
         """
-        keys = ("match_on", "data", "samples", "carry")
-        how, data, count, way = (self.recipe.of_model(name, reader, model) for name in keys)
-        how = how or (BOTH if way == "activations" else WEIGHTS)
-        if how == WEIGHTS:
+        how, data, count = (self.recipe.of_model(name, reader, model) for name in ("match_on", "data", "samples"))
+        if how in (None, WEIGHTS):
             return match_model
         if any(
             anchor_layer != donor_layer
