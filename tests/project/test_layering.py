@@ -34,6 +34,28 @@ ORDER = (
 )
 """Each part imports only from those before it."""
 
+ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
+    ("errors", "config", "files", "workers"): (600, 1900),
+    ("linalg",): (350, 2050),
+    ("symmetry",): (1200, 3600),
+    ("architecture",): (1800, 2050),
+    ("record",): (250, 380),
+    ("model",): (4000, 8700),
+    ("run",): (2400, 5700),
+    ("matching",): (3400, 8750),
+    ("averaging",): (2000, 2200),
+    ("carrying",): (1500, 3400),
+    ("report",): (1400, 2400),
+    ("mergekit_plugin",): (2500, 7200),
+    ("diagnose",): (2100, 2900),
+    ("search", "share"): (1400, 3950),
+    ("api", "cli", "__init__"): (1400, 4300),
+}
+"""Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
+
+REBUILT: frozenset[str] = frozenset()
+"""Parts that have been written anew: from then on they keep to the design's figure."""
+
 KNOWS_MERGEKIT = ("model", "run", "matching", "averaging", "carrying", "mergekit_plugin", "diagnose")
 
 HEAVY = ("torch", "transformers", "mergekit", "numpy", "pydantic", "click")
@@ -100,6 +122,18 @@ def test_imports_only_from_above(path: Path) -> None:
             assert steps[1] in ORDER[: ORDER.index(part) + 1], f"{path.name} imports {module}"
         if steps[0] == "mergekit":
             assert part in KNOWS_MERGEKIT, f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize("parts", ROOMS, ids=", ".join)
+def test_no_part_grows_unseen(parts: tuple[str, ...]) -> None:
+    """A part that holds more than its figure has a concept too many; whoever lets it grow says so here."""
+    lines = sum(len(path.read_text().splitlines()) for path in FILES if part_of(path) in parts)
+    figure, before = ROOMS[parts]
+    assert lines <= (figure if REBUILT.issuperset(parts) else before)
+
+
+def test_every_part_has_a_figure() -> None:
+    assert {part for parts in ROOMS for part in parts} == {*ORDER, "__init__"}
 
 
 def test_no_circles() -> None:
