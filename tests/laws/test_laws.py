@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 import transformers
 from models import difference, load
-from subjects import LISTED, MODELS, Pair, Subject, changed, distance, fresh, options, scratch, subject, tried
+from subjects import LISTED, MODELS, SEED, Pair, Subject, changed, distance, fresh, options, scratch, subject, tried
 from torch import Tensor
 
 import rotation_merge as rm
@@ -32,12 +33,17 @@ def function(subject: Subject, pair: Pair) -> float:
     return max(difference(written(subject, view), subject.expected) for view in (twin, drawn.apply_anchor(model)))
 
 
-def planted(subject: Subject, pair: Pair) -> float:
+def planted(subject: Subject, pair: Pair, seed: int = SEED) -> float:
     """Matching a twin to its model finds the way back: the two then have the same weights."""
     anchor = subject.checkpoint(pair.residual)
-    twin = held(subject.drawn(anchor, pair.residual)[1])
+    twin = held(subject.drawn(anchor, pair.residual, seed)[1])
     alignment = rm.align(anchor, twin, **options(pair.residual))
     return distance(alignment.apply_anchor(anchor), alignment.apply(twin))
+
+
+def planted_again(subject: Subject, pair: Pair) -> float:
+    """The same with other twins, of models that matching does not always find."""
+    return max(planted(subject, pair, seed) for seed in range(2, 7))
 
 
 def saved(subject: Subject, pair: Pair) -> float:
@@ -85,7 +91,7 @@ def changes(subject: Subject, pair: Pair) -> float:
 
 
 LAWS: dict[str, Callable[[Subject, Pair], float]] = {
-    law.__name__: law for law in (function, planted, saved, adapter, carried, changes)
+    law.__name__: law for law in (function, planted, planted_again, saved, adapter, carried, changes)
 }
 
 
@@ -128,7 +134,7 @@ def linear_modules(model: Any) -> list[str]:
         names = {name for name in names if "mlp" not in name}  # peft turns these into parameters of all experts
     if getattr(model.config, "model_type", "") in ("falcon_h1", "nemotron_h", "mamba", "mamba2", "falcon_mamba"):
         names = {name for name in names if not name.endswith("out_proj")}  # peft refuses these
-    return sorted(name for name in names if "layer" in name or ".h." in name or ".block." in name)
+    return sorted(name for name in names if re.search(r"layer|\bh\.|\.block\.", name))
 
 
 @pytest.mark.parametrize("pair", tried(LAWS))

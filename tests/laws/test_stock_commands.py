@@ -43,7 +43,7 @@ class Models:
     def write(self, name: str, view: rm.View, seed: int) -> Path:
         """A checkpoint; of donors with some noise, as a fine-tune has, and with no zeros."""
         generator, folder = torch.Generator().manual_seed(seed), fresh(f"path-{name}")
-        state = {name: x + 0.02 * seed * x.std() * noise(x, generator) for name, x in view.state_dict().items()}
+        state = {name: x + 0.02 * seed * noise(x, generator) for name, x in view.state_dict().items()}
         rm.average([(state, view.config)]).to(torch.float32).save_pretrained(folder)
         return folder
 
@@ -69,7 +69,8 @@ class Models:
 
 
 def noise(x: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(x.shape, generator=generator, dtype=torch.float64)
+    """Of a tensor's own size."""
+    return x.std(correction=0) * torch.randn(x.shape, generator=generator, dtype=torch.float64)
 
 
 def subject_model(subject: Subject) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -233,7 +234,7 @@ def tuned(models: Models) -> float:
     """`finetuned_from`: a change of a base in other coordinates, moved, and added to the anchor."""
     generator, fine = torch.Generator().manual_seed(9), fresh("fine")
     base = rm.average([models.donor])
-    state = {name: x + 0.05 * x.std() * noise(x, generator).float() for name, x in base.state_dict().items()}
+    state = {name: x + 0.05 * noise(x, generator).float() for name, x in base.state_dict().items()}
     rm.average([(state, base.config)]).save_pretrained(fine)
     wanted = models.recipe(fine, delegate="task_arithmetic")
     wanted["models"] = [{"model": str(fine), "parameters": {"weight": 1.0, "finetuned_from": str(models.donor)}}]
