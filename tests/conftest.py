@@ -23,24 +23,9 @@ EXTRAS = {
 """Tests of extras, collected where those are installed."""
 collect_ignore = [file for file, packages in EXTRAS.items() if not all(map(find_spec, packages))]
 
-LONGEST = (
-    *("test_architectures_merged.py", "test_residual.py", "test_devices.py", "test_refit.py", "test_architectures.py"),
-    *(
-        "test_mean.py",
-        "test_docs_commands.py",
-        "test_carry.py",
-        "test_papers.py",
-        "test_fit.py",
-        "test_carry_adapters.py",
-    ),
-    *("test_averaging.py", "test_variants.py", "test_recipe_commands.py", "test_merge_command.py", "test_recipes.py"),
-    *("test_first_screen.py", "test_adapters.py", "test_interrupted_align.py", "test_alignment_file.py", "test_cli.py"),
-    *("test_transport.py", "test_proof.py", "test_plugin_commands.py", "test_matching_attention.py"),
-    *("test_paths.py", "test_save_alignment.py", "test_carry_refit.py", "test_interrupted.py"),
-    *("test_assignment.py", "test_invisible_biases.py", "test_fit_sparing.py", "test_families_by_data.py"),
-)
-"""Files that take more than ten seconds each: they start first, so that none keeps a worker busy when the other one has
-nothing left to do."""
+FIRST = ("laws", "matching", "averaging", "carrying", "search", "project")
+"""Folders whose tests take longest: they start first, so that none keeps a worker busy when the other one has nothing
+left to do."""
 
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads cost more than tiny tensors
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests of the hub have a stand-in
@@ -54,9 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     for item in items:
-        pair = getattr(item, "callspec", None) and item.callspec.params.get("pair")  # type: ignore[attr-defined]
-        item.add_marker(pytest.mark.xdist_group(pair.model.partition("/")[0] if pair else item.path.name))
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        model = getattr(parameters.get("pair"), "model", None)
+        item.add_marker(pytest.mark.xdist_group(model.partition("/")[0] if model else item.path.name))
+    items.sort(key=lambda item: FIRST.index(item.path.parent.name) if item.path.parent.name in FIRST else len(FIRST))
 
     if not torch.cuda.is_available():
         items[:] = [item for item in items if item.get_closest_marker("gpu") is None]

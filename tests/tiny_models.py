@@ -18,6 +18,7 @@ from models import ALL as ALL
 from models import Case as Case
 from models import cases as cases
 from models import difference as difference
+from models import floating as floating
 from models import inputs as inputs
 from models import keep_float64 as keep_float64
 from models import load as load

@@ -278,6 +278,7 @@ def test_expressions_without_a_value_say_so(expression: str) -> None:
         evaluate(expression, {})
 
 
+@pytest.mark.slow
 def test_a_very_large_model_is_resolved_well_under_a_second():
     """Qwen3-235B: 94 layers of 128 experts. Of processor time, so that a busy machine counts the same."""
     import time

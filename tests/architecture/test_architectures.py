@@ -49,6 +49,7 @@ def test_every_tensor_is_covered_and_every_axis_labelled(case: Case) -> None:
         assert any(output in name.split(".") for name in model.expected), f"{stream} is handed out as {output}"
 
 
+@pytest.mark.slow
 @by_case
 def test_a_wrong_file_is_found_out(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """(b): the same test fails for a wrong head count and, where they matter, for other mistakes in a file."""

@@ -25,6 +25,7 @@ def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_extra", {})
 
 
+@pytest.mark.slow
 def test_a_draft_of_a_llama_is_proven_as_it_stands(tmp_path: Path) -> None:
     """Names and shapes alone give the file of a plain decoder; what is left to check goes to stderr."""
     made = run("inspect", str(make("llama", tmp_path / "model")), "--draft")
@@ -47,6 +48,7 @@ def test_a_draft_of_a_llama_is_proven_as_it_stands(tmp_path: Path) -> None:
     assert findings["wrong rotary layout"]["difference"] > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["olmo2", "gpt2", "bert"])
 def test_a_draft_of_one_more_model_extends_its_family(family: str, tmp_path: Path) -> None:
     """Unlike one another and unlike the usual: names and shapes say whose file fits, and the draft is proven."""
@@ -77,6 +79,7 @@ def test_a_draft_of_a_family_that_is_not_there_is_proven_as_it_stands(family: st
     assert any("out of neurons" in doubt for doubt in doubts) == (family == "starcoder2")
 
 
+@pytest.mark.slow
 def test_hints_lead_to_the_file(tmp_path: Path) -> None:
     """A draft takes RoPE pairs to be halves; where they are neighbours, the proof says what to change."""
     model = tiny(next(case for case in ALL if case.family == "ernie4_5"))
@@ -131,6 +134,7 @@ def test_families_that_fit_a_class_nobody_knows() -> None:
     assert matching_families(config, {**shapes, "odd.weight": (3,)}) == []
 
 
+@pytest.mark.slow
 def test_a_wrong_file_fails(tmp_path: Path) -> None:
     content = json.loads((DATA / "llama.json").read_text())
     content["modules"]["default"]["layer"]["spaces"]["attn"]["rotary"]["layout"] = "interleaved"
@@ -141,6 +145,7 @@ def test_a_wrong_file_fails(tmp_path: Path) -> None:
     assert "WRONG" in found.stdout
 
 
+@pytest.mark.slow
 def test_latents_mixers_and_gates_are_proven_too() -> None:
     for family in ("deepseek",):
         assert all(finding.holds for finding in prove(DATA / f"{family}.json")), family

@@ -37,6 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return plain, promising
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, -1])
 def test_every_way_says_it(models: tuple[Path, Path], order: int, tmp_path: Path) -> None:
     """Of an anchor and of a donor: check, merge, align and Python."""

@@ -31,6 +31,7 @@ def wanted(case: Case) -> list[tuple[str, Case]]:
     return [(what, other) for what, other in switched(case) if not what.startswith(left_out)]
 
 
+@pytest.mark.slow
 @by_family
 def test_groups_are_symmetries_whatever_is_switched(case: Case) -> None:
     """Every switch of the config turned round, every activation's degree: outputs stay within 1e-9."""
@@ -60,6 +61,7 @@ def told(case: Case, state: dict[str, torch.Tensor], *configs: Any) -> bool:
     return any("against" in note for note in report.notes)
 
 
+@pytest.mark.slow
 @by_family
 def test_what_is_declared_harmless_is(case: Case) -> None:
     """A field that two models may differ in without a word: the same weights compute the same under either value."""

@@ -80,6 +80,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_twins_give_the_anchor(family: str, twins: dict[str, tuple[Path, ...]], tmp_path: Path):
     anchor, moved, other = twins[family]
@@ -89,6 +90,7 @@ def test_twins_give_the_anchor(family: str, twins: dict[str, tuple[Path, ...]], 
         assert worst(result, plain) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_twins_give_the_anchor_by_fisher(family: str, twins: dict[str, tuple[Path, ...]], tmp_path: Path):
     anchor, moved, monomial = twins[family]
@@ -104,6 +106,7 @@ CLASSIFIERS = ("bert", "deberta_v2", "distilbert", "eurobert", "modernbert", "mp
 """Families whose first tiny model predicts masked words, for which measuring asks a tokenizer."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted({case.family for case in ALL} - {"nomic_bert"}))  # see below
 def test_twins_give_the_anchor_in_every_family(family: str, tmp_path: Path):
     """Measured into files, carried, and averaged by whole merges; in memory: tests/carrying/test_carry.py."""
@@ -118,6 +121,7 @@ def test_twins_give_the_anchor_in_every_family(family: str, tmp_path: Path):
     assert worst(merged(_weighted("regmean", anchor, moved), tmp_path / "out"), state(anchor)) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_experts_that_write_into_coordinates_that_nothing_moves(tmp_path: Path):
     """Nemotron-H's latent experts: stacked where they run, apart in files."""
     anchor = checkpoint("nemotron_h", "latent experts", tmp_path / "anchor").path
@@ -159,6 +163,7 @@ def _weighted(delegate: str, anchor: Path, *donors: Path, **parameters: Any) -> 
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_twins_moved_in_the_stream_give_the_anchor(family: str, tmp_path: Path):
     """Gains folded, stream turned, experts reordered: what a plain average of the aligned twin gives, this gives."""
@@ -174,6 +179,7 @@ def test_twins_moved_in_the_stream_give_the_anchor(family: str, tmp_path: Path):
     assert worst(merged(made, tmp_path / "regmean"), plain) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_statistics_go_along_with_a_donor_into_a_merge(family: str, tmp_path: Path):
     """Of models that differ, with biases: the same as of models that were aligned before they were measured."""
@@ -203,6 +209,7 @@ def _first(family: str, where: Path) -> Checkpoint:
     return Checkpoint(found.case, where, tied)
 
 
+@pytest.mark.slow
 def test_regmean_is_the_least_squares_optimum(tmp_path: Path):
     """Without shrinking each map gives, on both models' inputs, what the two maps gave, as nearly as can be."""
     first, second = (make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
@@ -240,6 +247,7 @@ def test_storage_does_not_matter(twins: dict[str, tuple[Path, ...]], tmp_path: P
     assert worst({n: x.float() for n, x in found.items()}, state(anchor)) < 0.01
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_and_an_interrupted_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -337,6 +345,7 @@ class TestBadInput:
         words = {"truncated": "cannot be read", "no statistics": "is not a statistics file", "NaN": "NaN"}
         assert words[harm] in self.refused(made, tmp_path)
 
+    @pytest.mark.slow
     def test_too_few_samples(self, tmp_path: Path):
         paths = [make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1)]
         for path in paths:
@@ -407,6 +416,7 @@ class TestBadInput:
         one_error(done.output)
 
 
+@pytest.mark.slow
 def test_adapters_alignment_files_and_several_stages(tmp_path: Path):
     """A donor that is a model and its adapter merges as what the two make; so it does by a file, and in a stage."""
     from peft import LoraConfig, get_peft_model

@@ -162,6 +162,7 @@ def test_a_lora_leaves_out_routers_that_give_more_than_their_product() -> None:
     assert_equal_up_to_rounding(with_lora(model, 2, 0)(input_ids=ids).logits, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["answers", "state"])
 def test_a_full_disk_leaves_nothing(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = [make("llama", tmp_path / "models" / name, seed=seed) for seed, name in enumerate("abc")]

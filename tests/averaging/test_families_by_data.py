@@ -53,6 +53,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return anchor, other, fine, monomial, data
 
 
+@pytest.mark.slow
 def test_twins_give_the_anchor_by_every_average(models: Models, tmp_path: Path) -> None:
     anchor, other, _, monomial, data = models
     for delegate, donor, options in (
@@ -66,6 +67,7 @@ def test_twins_give_the_anchor_by_every_average(models: Models, tmp_path: Path) 
         assert worst(found, state(anchor.path)) < 2e-4, delegate
 
 
+@pytest.mark.slow
 def test_a_fine_tune_of_the_twin_arrives(models: Models, tmp_path: Path) -> None:
     anchor, other, fine, _, _ = models
     merged(transport(anchor, (fine, other), residual="none"), tmp_path / "out")

@@ -52,6 +52,7 @@ def full_rank(seed: int) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [low_rank, full_rank])
 @pytest.mark.parametrize("method", RULES)
 def test_precision_does_not_matter(method: str, kind: Callable[[int], dict[str, Tensor]]) -> None:
@@ -60,6 +61,7 @@ def test_precision_does_not_matter(method: str, kind: Callable[[int], dict[str, 
         assert (single[name] - change).norm() <= 1e-4 * change.norm(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", RULES)
 def test_factors_are_merged_as_their_products(method: str, tmp_path: Path) -> None:
     for seed in range(1, MODELS + 1):

@@ -39,6 +39,7 @@ def test_experts_with_biases_in_one_tensor(tmp_path: Path):
         torch.testing.assert_close(result[name], tensor.float(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [False, True])
 def test_hard_plans_find_a_permuted_stream_from_weights_and_from_activations(data: bool, tmp_path: Path):
     anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
@@ -51,6 +52,7 @@ def test_hard_plans_find_a_permuted_stream_from_weights_and_from_activations(dat
         torch.testing.assert_close(result[name], tensor, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_activations_are_of_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Both models run on what the anchor writes, token by token; the donor would write something else."""
     anchor, donor = (make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
@@ -67,6 +69,7 @@ def test_activations_are_of_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(any(torch.equal(ids, own) for own in writes) for ids in reads)
 
 
+@pytest.mark.slow
 def test_rotary_queries_are_never_mixed_and_soft_plans_are_said(tmp_path: Path):
     """Queries and keys of a donor come through untouched but for the stream, which stays as it is here."""
     anchor, donor = (make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
@@ -82,6 +85,7 @@ def test_rotary_queries_are_never_mixed_and_soft_plans_are_said(tmp_path: Path):
     load(str(out))
 
 
+@pytest.mark.slow
 def test_alignment_goes_before_fusion(tmp_path: Path):
     """A twin that alignment brings home needs no plan: the identity is the best one."""
     anchor = make("llama", tmp_path / "anchor")
@@ -92,6 +96,7 @@ def test_alignment_goes_before_fusion(tmp_path: Path):
         torch.testing.assert_close(result[name], tensor, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_experts_have_plans_of_their_own(tmp_path: Path):
     anchor = checkpoint("mixtral", "untied", tmp_path / "anchor")
     moved = residual_twin(anchor, tmp_path / "twin", "none", **{**OFF, "ffn": "permutation"})

@@ -37,6 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [*found, folder / "merged"]
 
 
+@pytest.mark.slow
 def test_it_learns_and_is_resumed(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, _, merged = models
     flags = ("--teachers", a, "--samples", 24, "--length", 8, "--steps", 12, "--learning-rate", 0.002)
@@ -61,6 +62,7 @@ def test_it_learns_and_is_resumed(models: list[Path], tmp_path: Path, monkeypatc
     assert not (tmp_path / "again.unfinished").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 20])
 def test_any_number_of_steps(steps: int, models: list[Path]) -> None:
     a, _, merged = models
@@ -78,6 +80,7 @@ def test_any_number_of_steps(steps: int, models: list[Path]) -> None:
     assert all(torch.equal(given[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.slow
 def test_command(models: list[Path], tmp_path: Path) -> None:
     a, b, merged = models
     flags = ("--teachers", a, b, "--samples", 8, "--steps", 6, "--length", 12)
@@ -91,6 +94,7 @@ def test_command(models: list[Path], tmp_path: Path) -> None:
     assert again["after"] == found["after"]
 
 
+@pytest.mark.slow
 def test_lora(models: list[Path], tmp_path: Path) -> None:
     a, b, merged = models
     flags = ("--teachers", a, b, "--samples", 8, "--steps", 6, "--length", 12, "--lora", 4, "--learning-rate", 0.01)
@@ -102,6 +106,7 @@ def test_lora(models: list[Path], tmp_path: Path) -> None:
     assert state(tmp_path / "whole").keys() == state(merged).keys()
 
 
+@pytest.mark.slow
 def test_models_of_an_architecture_that_nobody_knows(tmp_path: Path) -> None:
     """RecurrentGemma: no file says what its tensors are, and it keeps what it has read in a cache of its own."""
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "lru_width": 16}
@@ -148,6 +153,7 @@ NAMED = {"two": 2, "five": 5}
 """Numbers of classes of fine-tunes."""
 
 
+@pytest.mark.slow
 def test_teachers_with_heads_of_their_own(tmp_path: Path) -> None:
     """One body comes nearer to every teacher, each head on its own teacher's samples; the merge's own head stays."""
     teachers, data, before = encoders(tmp_path)
@@ -170,6 +176,7 @@ def test_teachers_with_heads_of_their_own(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.unfinished"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.003, 1e-12])
 def test_python_polishes_under_the_heads_of_a_folder_as_the_command_does(rate: float, tmp_path: Path) -> None:
     """The same verdict, and the same files are written; where nothing is gained, the merge with its heads as it was."""
@@ -198,6 +205,7 @@ def test_python_polishes_under_the_heads_of_a_folder_as_the_command_does(rate: f
     assert loss["loss"] > 0
 
 
+@pytest.mark.slow
 def test_python_merges_and_polishes_under_the_heads_of_all(tmp_path: Path) -> None:
     """As a recipe and the polish of its folder do; a polished view still has its heads."""
     teachers, data, before = encoders(tmp_path, attention="none", heads="none", ffn="none", scaling=False)
@@ -238,6 +246,7 @@ def test_teachers_of_one_name_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.slow
 def test_nothing_gained_writes_nothing(models: list[Path], tmp_path: Path) -> None:
     a = models[0]
     copy = make("llama", tmp_path / "copy", seed=0)
@@ -276,6 +285,7 @@ def test_bad_input(
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.slow
 def test_lower_rates_are_tried_where_the_lowest_is_best(models: list[Path], tmp_path: Path) -> None:
     """The merge is much nearer to its teacher than a step at the usual rates goes, as pretrained models are."""
     teacher = AutoModelForCausalLM.from_pretrained(models[0])
@@ -293,6 +303,7 @@ def test_lower_rates_are_tried_where_the_lowest_is_best(models: list[Path], tmp_
     assert found["trials"][f"{found['rate']:g}"] < found["trials"]["0.0002"]
 
 
+@pytest.mark.slow
 def test_a_teachers_classes_are_those_of_the_same_names(tmp_path: Path) -> None:
     """A teacher whose classes stand in another order teaches the same, in Python and by the command."""
     model = AutoModelForSequenceClassification.from_pretrained(make("bert", tmp_path / "a", seed=0, num_labels=3))

@@ -81,6 +81,7 @@ def case_of(family: str, name: str | None = None) -> Case:
     return next(c for c in ALL if c.family == family and name in (None, c.name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FIRST, ids=lambda case: case.family)
 def test_refit_of_planted_twins_is_the_anchor(case: Case, tmp_path: Path) -> None:
     """In every family: a donor that is the anchor again, brought back from other coordinates, changes nothing."""
@@ -235,6 +236,7 @@ def test_the_rule(mean: bool, tmp_path: Path) -> None:
     assert sum(not torch.equal(found[name], start[name]) for name in found) == 15
 
 
+@pytest.mark.slow
 def test_how_samples_are_cut_and_where_they_wait_changes_nothing(tmp_path: Path) -> None:
     few = Few(case_of("llama", "qwen2"), tmp_path)
     ids = torch.randint(3, 50, (6, 9), generator=torch.Generator().manual_seed(0))
@@ -304,6 +306,7 @@ class Copies(dict[str, Tensor]):
         return super().__getitem__(name).clone()
 
 
+@pytest.mark.slow
 def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
     """Two layers or eight: one layer of each model, and its sums; hidden states are on disk."""
     peaks, case = [], case_of("llama")

@@ -22,6 +22,7 @@ def refit_recipe(*models: Checkpoint, residual: str = "none", **parameters: Any)
     return recipe(*models, residual=residual, **{"delegate": "refit", "samples": 4, **parameters})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", ["none", "rotation"])
 def test_twin_through_mergekit(llama: Checkpoint, residual: str, tmp_path: Path) -> None:
     """A twin in other coordinates, on text that both write: the merge is the anchor."""
@@ -35,6 +36,7 @@ def test_twin_through_mergekit(llama: Checkpoint, residual: str, tmp_path: Path)
     assert "own model" in notes
 
 
+@pytest.mark.slow
 def test_more_models_weights_bf16_and_spill(llama: Checkpoint, tmp_path: Path) -> None:
     others = [twin(llama, tmp_path / str(seed), "none", seed=seed, noise=0.05) for seed in (1, 2)]
     made = refit_recipe(llama, *others, targets="mean", ridge=0.1, spill=str(tmp_path / "spill"))
@@ -50,6 +52,7 @@ def test_more_models_weights_bf16_and_spill(llama: Checkpoint, tmp_path: Path) -
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
+@pytest.mark.slow
 def test_weights_are_shares_of_samples_or_of_answers(llama: Checkpoint, tmp_path: Path) -> None:
     """A model of twice the weight is one whose own samples count twice; answers of all are on a line."""
     other = checkpoint("llama", "llama", tmp_path / "other", seed=4)
@@ -71,6 +74,7 @@ def test_weights_are_shares_of_samples_or_of_answers(llama: Checkpoint, tmp_path
     assert torch.allclose(c - b, b - a, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_excluded_tensors_and_the_start(llama: Checkpoint, tmp_path: Path) -> None:
     other = checkpoint("llama", "llama", tmp_path / "other", seed=4)
     found = merged(refit_recipe(llama, other, exclude="lm_head, layers.1.", start="anchor"), tmp_path / "out")
@@ -80,6 +84,7 @@ def test_excluded_tensors_and_the_start(llama: Checkpoint, tmp_path: Path) -> No
     assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], own["model.layers.0.mlp.up_proj.weight"])
 
 
+@pytest.mark.slow
 def test_a_tied_head_keeps_the_average(tmp_path: Path) -> None:
     a, b = (checkpoint("llama", "qwen2", tmp_path / str(seed), seed=seed) for seed in (0, 4))
     found = merged(refit_recipe(a, b), tmp_path / "out")
@@ -90,6 +95,7 @@ def test_a_tied_head_keeps_the_average(tmp_path: Path) -> None:
     assert torch.equal(untied["model.embed_tokens.weight"], found["model.embed_tokens.weight"])
 
 
+@pytest.mark.slow
 def test_experts_are_named(tmp_path: Path) -> None:
     a, b = (checkpoint("mixtral", "untied", tmp_path / str(seed), seed=seed) for seed in (0, 4))
     merged(refit_recipe(a, b), tmp_path / "out")
@@ -99,6 +105,7 @@ def test_experts_are_named(tmp_path: Path) -> None:
     assert "held each model whole" in notes
 
 
+@pytest.mark.slow
 def test_pictures(tmp_path: Path) -> None:
     """ViTs answer to synthetic images, which are one pool."""
     a, b = (checkpoint("vit", "classifier", tmp_path / str(seed), seed=seed) for seed in (0, 4))

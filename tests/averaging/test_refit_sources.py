@@ -35,6 +35,7 @@ def anchor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make("llama", tmp_path_factory.mktemp("sources") / "anchor")
 
 
+@pytest.mark.slow
 def test_adapters_and_shards(anchor: Path, tmp_path: Path) -> None:
     """A donor given as BASE+ADAPTER is refitted to as the same model written out, in shards."""
     from peft import LoraConfig, get_peft_model
@@ -53,6 +54,7 @@ def test_adapters_and_shards(anchor: Path, tmp_path: Path) -> None:
     assert not torch.equal(whole["lm_head.weight"], state(anchor)["lm_head.weight"])
 
 
+@pytest.mark.slow
 def test_merges_of_merges(anchor: Path, tmp_path: Path) -> None:
     from mergekit.scripts.multimerge import main
 
@@ -69,6 +71,7 @@ def test_merges_of_merges(anchor: Path, tmp_path: Path) -> None:
     assert state(tmp_path / "out").keys() == state(anchor).keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["self", "short.jsonl"])
 def test_a_donor_moved_by_a_file(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file of a planted twin moves it onto the anchor, and the refit of the two leaves the anchor as it is."""
@@ -86,6 +89,7 @@ def test_a_donor_moved_by_a_file(data: str, tmp_path: Path, monkeypatch: pytest.
     assert max(float((found[name] - plain[name]).abs().max()) for name in wanted) <= 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bart", "t5"])
 def test_encoders_with_decoders_on_records_with_labels(family: str, tmp_path: Path) -> None:
     """What a decoder reads comes from its labels; names that the model has beside its file's are no matter."""

@@ -49,6 +49,7 @@ def linear_maps(tensors: State) -> State:
     return {name: tensor for name, tensor in tensors.items() if "proj" in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["wudi", "tsv", "iso", "task_arithmetic"])
 def test_a_ridge_that_lets_nothing_move_gives_the_start(start: str, models: dict[str, Path], tmp_path: Path) -> None:
     """As the delegate of that name, which a recipe may name instead, with its own scale."""
@@ -58,6 +59,7 @@ def test_a_ridge_that_lets_nothing_move_gives_the_start(start: str, models: dict
         torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_scaled_average(models: dict[str, Path], tmp_path: Path) -> None:
     found = merged(recipe(models, ridge=1e12, **{"lambda": 1.5}), tmp_path / "out")
     base, mean = state(models["base"]), merged(recipe(models, "linear"), tmp_path / "linear")
@@ -73,6 +75,7 @@ def loss_of(path: Path, texts: Path, rows: slice) -> float:
         return float(model(ids, labels=ids).loss)
 
 
+@pytest.mark.slow
 def test_samples_held_out_are_the_next_of_the_file(models: dict[str, Path], tmp_path: Path) -> None:
     """The losses that the report names are those of the merges on them."""
     merged(recipe(models), tmp_path / "refit")
@@ -86,6 +89,7 @@ def test_samples_held_out_are_the_next_of_the_file(models: dict[str, Path], tmp_
         assert before == pytest.approx(after, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_refit_that_is_worse_is_not_written(dtype: str, models: dict[str, Path], tmp_path: Path) -> None:
     """What it started from is. Two words, again and again, are all that the refit sees; what the average itself would

@@ -259,6 +259,7 @@ def test_recipes_merge_the_changes_of_every_map(name: str, tmp_path: Path) -> No
     assert f"Delegate {name} merged the changes of" in notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(BY_NAME))
 def test_an_embedding_that_is_the_head_is_merged_as_a_map(name: str, tmp_path: Path) -> None:
     """By a recipe, in memory, and with a tensor for the head alone, whose embedding is none."""

@@ -46,6 +46,7 @@ def test_equal_models_stay_bit_for_bit(three: list[Checkpoint], tmp_path: Path) 
     assert all(torch.equal(result[name], tensor) for name, tensor in base.state.items())
 
 
+@pytest.mark.slow
 def test_a_twins_fine_tune_is_merged_as_if_made_in_the_anchors_coordinates(tmp_path: Path) -> None:
     base = checkpoint("llama", "llama", tmp_path / "base")
     models = [tuned(base, tmp_path / str(seed), seed) for seed in (1, 2)]
@@ -79,6 +80,7 @@ def test_only_the_result_is_rounded(name: str, three: list[Checkpoint], tmp_path
         assert torch.equal(rounded[tensor], values.bfloat16()), tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_adapters_of_a_base_in_bfloat16_are_merged_unrounded(name: str, tmp_path: Path) -> None:
     whole = checkpoint("llama", "llama", tmp_path / "whole")

@@ -73,6 +73,7 @@ def residual_of(case: Case) -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
 def test_carrying_equals_measuring_after_alignment(case: Case, tmp_path: Path):
     options = AlignConfig(residual=residual_of(case), **LOCAL)

@@ -22,6 +22,7 @@ GROUPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
 def test_carried_adapter_computes_what_it_computed_at_home(case: Case, tmp_path: Path) -> None:
     """New base = old base in other coordinates, so far as each group is admitted; adapters on everything."""

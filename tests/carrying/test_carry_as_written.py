@@ -36,6 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path
     return pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -80,6 +81,7 @@ def test_the_reported_loss_is_that_of_what_is_written(
         assert evaluate(written, used[0].judge.tuned)[0] == pytest.approx(lift["carried"][0], abs=2e-5)
 
 
+@pytest.mark.slow
 def test_each_change_is_cut_to_a_rank_once_to_choose_its_scale_and_the_best_once_to_be_written(
     models: dict[str, dict[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +121,7 @@ def test_a_change_below_the_precision_of_its_base_can_be_stored(
         torch.testing.assert_close(tensor, small[name], atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--lora", 2), ("--residual", "rotation")])
 @pytest.mark.parametrize("method", [("--scale", "auto"), ("--carry", "refit")])
 def test_where_nothing_is_better_the_new_base_is_written(
@@ -140,6 +143,7 @@ def test_where_nothing_is_better_the_new_base_is_written(
         torch.testing.assert_close(written[name], tensor, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_judging_samples_are_in_no_other_use(
     models: dict[str, dict[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

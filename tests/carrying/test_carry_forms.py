@@ -67,6 +67,7 @@ def with_adapter(home: Home, base: str, adapter: Path) -> Tensor:
     return home.logits(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_peft_runs_the_carried_adapter(home: Home, form: str, tmp_path: Path) -> None:
     """Whichever form the bases and the adapter have: the carried one computes what it computed at home, and so does the
@@ -82,6 +83,7 @@ def test_peft_runs_the_carried_adapter(home: Home, form: str, tmp_path: Path) ->
     torch.testing.assert_close(with_adapter(home, "new", tmp_path / "out"), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_piece_at_home_three_at_the_new_base(tmp_path: Path) -> None:
     """An adapter of NomicBERT's first code (Wqkv) for a base saved by transformers: every piece gets a copy of A."""
     home = Home("nomic_bert", "words", tmp_path)
@@ -110,6 +112,7 @@ def test_one_piece_at_home_three_at_the_new_base(tmp_path: Path) -> None:
     torch.testing.assert_close(with_adapter(home, "new", tmp_path / "out"), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_experts_that_peft_takes_the_wrong_way_round(tmp_path: Path) -> None:
     """Llama 4 stores them as (in, out) and does not say so: read as peft reads them, and not carried as such."""
     home = Home("llama4", "plain", tmp_path)

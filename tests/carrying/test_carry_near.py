@@ -89,6 +89,7 @@ def assert_added(result: Tensors, models: dict[str, Path]) -> None:
         torch.testing.assert_close(result[name], tensor, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_asks_for_more_gets_it(models: dict[str, Path], tmp_path: Path) -> None:
     """--force, and --data; bases of which one kind of matrix was moved."""
     data = ("--data", models["texts"], "--samples", 32, "--scale", "auto")
@@ -99,6 +100,7 @@ def test_what_asks_for_more_gets_it(models: dict[str, Path], tmp_path: Path) -> 
     assert parsed(*command(models, tmp_path / "moved", new="neurons"))["written"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "map_name", "along"), [("llama", "mlp.up_proj", 1), ("gpt2", "mlp.c_fc", 0)])
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_merge_of_both_changes_is_tried(name: str, map_name: str, along: int, apart: bool, tmp_path: Path) -> None:
@@ -125,6 +127,7 @@ def test_a_merge_of_both_changes_is_tried(name: str, map_name: str, along: int, 
     assert (losses["wudi"] == pytest.approx(losses["plain addition"], abs=1e-5)) == apart
 
 
+@pytest.mark.slow
 def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
     """Nothing need turn between bases that share their coordinates, so no head of its own is asked for."""
     old = make("llama", tmp_path / "old", tie_word_embeddings=True)
@@ -142,6 +145,7 @@ def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
     assert state(tmp_path / "out").keys() == state(old).keys()
 
 
+@pytest.mark.slow
 def test_an_adapter_of_another_base_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     asked = command(models, tmp_path / "out", old="neurons", new="old")
     done = run(*asked)
@@ -171,6 +175,7 @@ def recipe(models: dict[str, Path], donor: str, origin: str = "old", **options: 
     }
 
 
+@pytest.mark.slow
 def test_recipes_add_the_change_as_it_is(models: dict[str, Path], tmp_path: Path) -> None:
     """And match where they ask for it, which report and `check` do not keep to themselves."""
     assert_added(merged(recipe(models, str(models["tuned"])), tmp_path / "merged"), models)
@@ -195,6 +200,7 @@ def test_python_adds_the_change_as_it_is(models: dict[str, Path]) -> None:
     assert not rm.transfer(*far).notes
 
 
+@pytest.mark.slow
 def test_python_carries_by_the_alignment_that_is_given(models: dict[str, Path]) -> None:
     """A given alignment is used, and nothing is matched: the identity adds the change as it is, between far bases."""
     far = make("llama", models["old"].parent / "far", seed=5)

@@ -59,6 +59,7 @@ def test_at_full_rank_nothing_is_cut(case: Case) -> None:
             assert torch.allclose(again, stored, atol=1e-9), info.name
 
 
+@pytest.mark.slow
 def test_long_vocabularies_are_moved_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By `align`, by `carry` and in a recipe, with the same result and no widened copy of one."""
     anchor = checkpoint("llama", "llama", tmp_path / "anchor")
@@ -97,6 +98,7 @@ def test_long_vocabularies_are_moved_in_slices(tmp_path: Path, monkeypatch: pyte
     torch.testing.assert_close(states[1], states[0], atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "name", "residual"), [("llama", "llama", "rotation"), ("gpt2", "untied", "rotation")]
 )
@@ -156,6 +158,7 @@ def unlike(tmp_path: Path) -> tuple[Callable[..., torch.Tensor], dict[str, torch
     return logits, {**texts, "answers": changed[0] + changed[1] - changed[2]}
 
 
+@pytest.mark.slow
 def test_a_head_is_fitted_to_probabilities(
     unlike: tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]],
 ) -> None:
@@ -169,6 +172,7 @@ def test_a_head_is_fitted_to_probabilities(
     assert divergence[1e-4] < 0.9 * divergence[None]
 
 
+@pytest.mark.slow
 def test_text_of_the_new_base_holds_it(unlike: tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]) -> None:
     logits, texts = unlike
     before, free, held = (
@@ -343,6 +347,7 @@ def test_held_out_samples_choose_the_target(share: float) -> None:
         torch.testing.assert_close(target(input_ids=torch.arange(8)[None]).logits[0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tied"), [(PLAIN, False), (MERGED, False), (MERGED, True)])
 def test_what_samples_chose_is_written(name: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By weights, too, where another change is written than the one that the method moved."""

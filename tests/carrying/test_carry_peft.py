@@ -187,6 +187,7 @@ def test_forms_that_cannot_express_it_are_refused(form: str, request: pytest.Fix
         home.carried("adapter", options)
 
 
+@pytest.mark.slow
 def test_scale(llama: Home) -> None:
     llama.adapter(target_modules=["q_proj", "down_proj"])
     once, twice = (llama.carried("adapter", ROTATION, scale=scale)[0].tensors for scale in (1.0, 2.0))
@@ -247,6 +248,7 @@ class TestBadInput:
         other = self.changed(folder, tmp_path / "ranks", cut)
         assert "the factors of" in self.refused(folder, tmp_path / "out", other)
 
+    @pytest.mark.slow
     def test_another_base(self, folder: Path, tmp_path: Path):
         def wider(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             return {k: torch.cat([x, x], 1) if "lora_A" in k else x for k, x in tensors.items()}
@@ -254,6 +256,7 @@ class TestBadInput:
         other = self.changed(folder, tmp_path / "wide", wider)
         assert "in its base" in self.refused(folder, tmp_path / "out", other)
 
+    @pytest.mark.slow
     def test_numbers_that_are_none(self, folder: Path, tmp_path: Path):
         def spoilt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             return {k: x / 0 if "layers.1" in k else x for k, x in tensors.items()}
@@ -261,6 +264,7 @@ class TestBadInput:
         other = self.changed(folder, tmp_path / "spoilt", spoilt)
         assert "holds NaN or infinity" in self.refused(folder, tmp_path / "out", other)
 
+    @pytest.mark.slow
     def test_modules_that_are_not_there(self, folder: Path, tmp_path: Path):
         def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             return {k.replace("q_proj", "query"): x for k, x in tensors.items()}
@@ -286,6 +290,7 @@ class TestBadInput:
         assert "one of the inputs" in done.output
 
 
+@pytest.mark.slow
 def test_command(llama: Home, tmp_path: Path) -> None:
     """Two adapters at once, each exactly and in its own ranks; without and with a file of maps."""
     first, second = llama.where / "adapter", tmp_path / "second"
@@ -330,6 +335,7 @@ def test_command(llama: Home, tmp_path: Path) -> None:
         torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_another_base(llama: Home, tmp_path: Path) -> None:
     """Told by the weights of the base that its config names, or by its name where that is not here; of one that was
     carried before, by the weights of the base it was carried to."""
@@ -373,6 +379,7 @@ class TestWholeFineTunes:
         save_file(state, folder / "model.safetensors", {"format": "pt"})
         return home.logits(home.base("tuned"))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("options", [ROTATION, PERMUTATION], ids=["rotation", "permutation"])
     def test_at_full_rank_an_adapter_says_it_all(self, llama: Home, options: AlignConfig, tmp_path: Path) -> None:
         """Changed norms go into what reads them where the stream is turned, else into modules_to_save."""
@@ -391,6 +398,7 @@ class TestWholeFineTunes:
         (words,) = (line for line in done["lines"] if f"Rank {rank} keeps" in line)
         return float(words.partition("keeps ")[2].partition("%")[0])
 
+    @pytest.mark.slow
     def test_biases_and_what_has_no_place(self, gpt2: Home, tmp_path: Path) -> None:
         """Beside biases peft has no place for embeddings: their change is counted as lost."""
         self.tuned(gpt2)
@@ -402,6 +410,7 @@ class TestWholeFineTunes:
         assert all("wte" in key or "wpe" in key or "lm_head" in key for key in lost), lost
         assert self.kept(gpt2, tmp_path, 96, "--residual", "rotation") < 99
 
+    @pytest.mark.slow
     def test_commands(self, llama: Home, tmp_path: Path) -> None:
         expected = self.tuned(llama)
         llama.new(ROTATION)
@@ -419,6 +428,7 @@ class TestWholeFineTunes:
         assert "keeps" in done.output
         assert (tmp_path / "lora" / "adapter_model.safetensors").exists()
 
+    @pytest.mark.slow
     def test_an_embedding_that_is_the_head_stays_the_new_bases(self, tmp_path: Path) -> None:
         """peft would change one of the two; the adapter is one that our own commands take."""
         tied = Home("llama", "llama, tied, biases", tmp_path)

@@ -33,6 +33,7 @@ def recipe(models: dict[str, Path], **parameters: Any) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.slow
 def test_a_scale_multiplies_the_change(models: tuple[str, dict[str, Path]], tmp_path: Path) -> None:
     there = models[1]
     merged(recipe(there), tmp_path / "whole")
@@ -43,6 +44,7 @@ def test_a_scale_multiplies_the_change(models: tuple[str, dict[str, Path]], tmp_
     assert any(not torch.equal(whole[name], new[name]) for name in new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parameters", "flags"),
     [
@@ -65,6 +67,7 @@ def test_recipe_and_command_agree(
         torch.testing.assert_close(mine[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.slow
 def test_the_report_has_the_lift_of_each_donor(models: tuple[str, dict[str, Path]], tmp_path: Path) -> None:
     """As `rotation_merge.json` of the command and the report of the Python call have it."""
     data, there = models
@@ -115,6 +118,7 @@ def test_samples_need_a_change_to_carry(models: tuple[str, dict[str, Path]], tmp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_samples_without_labels_say_what_to_do(tmp_path: Path) -> None:
     old, new, tuned = (make("vit", tmp_path / name, seed) for seed, name in enumerate(("old", "new", "tuned")))
     config = json.loads((old / "config.json").read_text())

@@ -18,6 +18,7 @@ STOPPED_AT = 6
 """Steps after which a run is stopped: three rates of one step, then four of training."""
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path) -> None:
     """An adapter stays one of its rank, a model a model; report and card say what arrived."""
     old, new, lora, tuned = (stand_in(f"org/{n}", tmp_path) for n in ("old", "new", "my-lora", "tuned"))
@@ -75,6 +76,7 @@ def distilled(out: Path, work: Path, lessons: tuple[Path, list[Path]], *options:
     return run(*base, *options)
 
 
+@pytest.mark.slow
 def test_distilling_an_adapter(lessons: tuple[Path, list[Path]], tmp_path: Path) -> None:
     done = distilled(tmp_path / "lora", lessons[1][2], lessons, "--scale", 1)
     assert done.exit_code == 0, done.output
@@ -83,6 +85,7 @@ def test_distilling_an_adapter(lessons: tuple[Path, list[Path]], tmp_path: Path)
     assert any("down_proj" in name for name in factors)
 
 
+@pytest.mark.slow
 def test_distilling_goes_on_where_it_was_stopped(
     lessons: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +115,7 @@ def test_distilling_goes_on_where_it_was_stopped(
         assert torch.equal(tensor, whole[name]), name
 
 
+@pytest.mark.slow
 def test_interrupted_work_on_other_samples_is_not_continued(
     lessons: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

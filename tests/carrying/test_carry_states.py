@@ -17,6 +17,7 @@ import rotation_merge
 LLAMA = next(case for case in ALL if case.family == "llama" and not case.config.get("tie_word_embeddings"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", ["signed_permutation", None])
 def test_what_is_carried_computes_what_it_computed_at_home(residual: str | None) -> None:
     model = planted(LLAMA)
@@ -49,6 +50,7 @@ def test_models_of_other_sizes_have_no_change() -> None:
         rotation_merge.Delta.between((model.state, model.config), (wide, model.config))
 
 
+@pytest.mark.slow
 def test_a_change_is_a_value(tmp_path: Path) -> None:
     """Scaled, moved and applied: as `transfer` does it; an adapter stays one, on the way of the command."""
     first, second = (make("llama", tmp_path / name, seed) for seed, name in enumerate(("old", "new")))
@@ -73,6 +75,7 @@ def test_a_change_is_a_value(tmp_path: Path) -> None:
         rotation_merge.transfer(tuned, first, second, method="refitt")
 
 
+@pytest.mark.slow
 def test_the_change_of_a_head_takes_the_class_order_of_the_new_base(tmp_path: Path) -> None:
     """As a value, and by `transfer` in memory."""
     new, old = (checkpoint("bert", "classifier", tmp_path / str(seed), seed=seed) for seed in range(2))
@@ -102,6 +105,7 @@ def test_a_change_is_moved_by_an_alignment_of_its_own_base_alone(tmp_path: Path)
     assert delta.moved(alignment, new.path, strict=False).applied().state_dict()
 
 
+@pytest.mark.slow
 def test_results_of_models_in_memory_name_no_temporary_folder(tmp_path: Path) -> None:
     new, old = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     tuned = {name: x + 0.01 * torch.randn_like(x) for name, x in old.state.items()}, old.config

@@ -98,6 +98,7 @@ def pair(home: dict[str, Path], new: str = "new") -> tuple[object, ...]:
     return ("--from", home["old"], "--to", home[new], "--heads", "permutation", "--residual", "rotation")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new", ["new", "other"])
 def test_a_chat_model_answers_as_at_home(new: str, home: dict[str, Path], tmp_path: Path) -> None:
     done = run("carry", home["tuned"], *pair(home, new), tmp_path / "out")
@@ -117,6 +118,7 @@ def test_a_chat_model_answers_as_at_home(new: str, home: dict[str, Path], tmp_pa
     assert ("5 rows" in done.output) == (new == "other")
 
 
+@pytest.mark.slow
 def test_what_the_tokens_mean_to_the_new_base_is_kept(home: dict[str, Path], tmp_path: Path) -> None:
     """Rows of tokens that the old base lacks stay the new base's."""
     done = run("carry", home["tuned"], *pair(home, "other"), tmp_path / "out", "--residual", "permutation", "--force")
@@ -127,6 +129,7 @@ def test_what_the_tokens_mean_to_the_new_base_is_kept(home: dict[str, Path], tmp
         torch.testing.assert_close(after[name][SIZE : SIZE + 3], before[name][SIZE:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new", ["new", "other"])
 def test_an_adapter_brings_its_whole_embedding(new: str, home: dict[str, Path], tmp_path: Path) -> None:
     """As trl writes it: low-rank changes, the resized embedding and head whole, the tokenizer beside."""
@@ -141,6 +144,7 @@ def test_an_adapter_brings_its_whole_embedding(new: str, home: dict[str, Path], 
     torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_an_adapter_without_rows_names_what_is_lost(home: dict[str, Path], tmp_path: Path) -> None:
     adapter(home, tmp_path / "adapter", rows=False)
     done = run("carry", tmp_path / "adapter", *pair(home, "other"), tmp_path / "out")
@@ -152,6 +156,7 @@ def test_an_adapter_without_rows_names_what_is_lost(home: dict[str, Path], tmp_p
     assert not set(ADDED) & set(tokenizer.get_vocab())
 
 
+@pytest.mark.slow
 def test_a_new_adapter_names_what_is_lost(home: dict[str, Path], tmp_path: Path) -> None:
     done = run("carry", home["tuned"], *pair(home), tmp_path / "out", "--lora", 4)
     assert done.exit_code == 0, done.output
@@ -160,6 +165,7 @@ def test_a_new_adapter_names_what_is_lost(home: dict[str, Path], tmp_path: Path)
     assert any("Not carried" in note and ADDED[0] in note for note in facts["notes"])
 
 
+@pytest.mark.slow
 def test_a_merge_names_what_is_lost(home: dict[str, Path], tmp_path: Path) -> None:
     recipe = recipe_for("task_arithmetic", home["new"], home["tuned"])
     recipe["models"] = recipe["models"][1:]
@@ -172,6 +178,7 @@ def test_a_merge_names_what_is_lost(home: dict[str, Path], tmp_path: Path) -> No
     assert len(state(tmp_path / "out")["lm_head.weight"]) == SIZE
 
 
+@pytest.mark.slow
 def test_python_brings_them_along(home: dict[str, Path], tmp_path: Path) -> None:
     paths = {name: str(path) for name, path in home.items()}
     view = rm.transfer(paths["tuned"], paths["old"], paths["new"], residual="rotation", heads="permutation")
@@ -180,6 +187,7 @@ def test_python_brings_them_along(home: dict[str, Path], tmp_path: Path) -> None
     torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "rows"),
     [

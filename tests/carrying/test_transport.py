@@ -36,6 +36,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name", "residual"), CASES, ids=lambda x: x.replace(" ", "_"))
 def test_fine_tune_of_a_moved_base_arrives(family: str, name: str, residual: str, tmp_path: Path) -> None:
     """The old base computes what the anchor computes: anchor + map(fine-tune - old base) computes the fine-tune."""
@@ -49,6 +50,7 @@ def test_fine_tune_of_a_moved_base_arrives(family: str, name: str, residual: str
     assert not any("too large" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_tied_models_with_untie(tmp_path: Path) -> None:
     anchor = checkpoint("llama", "qwen2", tmp_path / "anchor", untied=True)
     old = twin(anchor, tmp_path / "old", "rotation")
@@ -74,6 +76,7 @@ DELEGATES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delegate", sorted(DELEGATES))
 def test_any_delegate_sees_anchor_plus_moved_change(delegate: str, trio: Any, tmp_path: Path) -> None:
     anchor, old, fine = trio
@@ -87,6 +90,7 @@ def test_any_delegate_sees_anchor_plus_moved_change(delegate: str, trio: Any, tm
         torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_weight_scales_the_task_vector(trio: Any, tmp_path: Path) -> None:
     anchor, old, fine = trio
     states = {}
@@ -99,6 +103,7 @@ def test_weight_scales_the_task_vector(trio: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, (states[0.0][name] + states[1.0][name]) / 2, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_fine_tunes_of_two_old_bases(trio: Any, tmp_path: Path) -> None:
     """Task vectors from different bases add up in the anchor's coordinates."""
     anchor, old, fine = trio
@@ -121,6 +126,7 @@ def test_two_fine_tunes_of_two_old_bases(trio: Any, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_far_task_vectors_are_called_far(trio: Any, tmp_path: Path) -> None:
     anchor, old, _ = trio
     far = tuned(old, tmp_path / "far", size=0.9)
@@ -128,6 +134,7 @@ def test_far_task_vectors_are_called_far(trio: Any, tmp_path: Path) -> None:
     assert any("too large to transfer well" in note for note in report(tmp_path / "out")["notes"])
 
 
+@pytest.mark.slow
 def test_excluded_tensors_are_the_anchors(trio: Any, tmp_path: Path) -> None:
     anchor, old, fine = trio
     result = merged(transport(anchor, (fine, old), residual="permutation", exclude="embed_tokens"), tmp_path / "out")
@@ -177,6 +184,7 @@ def words(trio: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoi
     return mine, theirs, fine, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", ["rotation", "signed_permutation", "none"])
 def test_task_vector_into_another_vocabulary(residual: str, words: Any, tmp_path: Path) -> None:
     """Shared tokens get their change; tokens that the old base lacks stay as they are."""
@@ -214,6 +222,7 @@ def test_carrying_and_resizing_do_not_go_together(words: Any, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mean", [False, True])
 def test_donor_of_another_vocabulary(mean: bool, words: Any, tmp_path: Path) -> None:
     """mergekit brings the vocabularies together after the alignment, which looks at shared tokens."""

@@ -154,6 +154,7 @@ class TestInspect:
 
 
 class TestAlign:
+    @pytest.mark.slow
     def test_the_output_is_a_normal_checkpoint_that_computes_the_same(self, tmp_path: Path):
         out = tmp_path / "aligned"
         done = run("align", *LLAMAS, out, "--residual", "rotation", "--heads", "permutation", "--dtype", "float32")
@@ -178,6 +179,7 @@ class TestAlign:
         for name, tensor in theirs.items():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-3)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("device", ["auto", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
     def test_any_device_gives_the_same_up_to_rounding(self, device: str, pair: tuple[str, str], tmp_path: Path):
         options = ("--heads", "permutation", "--residual", "rotation", "--alignment", tmp_path / "a.safetensors")
@@ -237,6 +239,7 @@ def test_compare_says_when_there_is_nothing_to_do():
 
 
 class TestBarrier:
+    @pytest.mark.slow
     def test_two_models(self, tmp_path: Path):
         pytest.importorskip("sklearn")
         pytest.importorskip("matplotlib")
@@ -262,6 +265,7 @@ class TestBarrier:
         assert (tmp_path / "b.svg").read_text().startswith("<?xml")
         assert (merged / "barrier.json").exists()
 
+    @pytest.mark.slow
     def test_an_alignment_file_stands_in_for_matching(self, pair: tuple[str, str], tmp_path: Path):
         file, data = tmp_path / "a.safetensors", tmp_path / "data.npz"
         np.savez(data, input_ids=np.arange(40).reshape(2, 20))
@@ -274,6 +278,7 @@ class TestBarrier:
         assert swapped.exit_code == 2
         assert "other weights" in swapped.output
 
+    @pytest.mark.slow
     def test_recipe_and_text_on_a_pipe(self, tmp_path: Path):
         (tmp_path / "held-out.txt").write_text("def f(x):\n    return x + 1\n" * 40)
         texts = ("--data", tmp_path / "held-out.txt", "--data", "demo:c", "--limit", 4)
@@ -287,6 +292,7 @@ class TestBarrier:
 class TestData:
     """Other kinds of data: each read as the model takes it."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["jsonl", "npz", "safetensors"])
     def test_records_and_arrays(self, kind: str, tmp_path: Path):
         from safetensors.torch import save_file
@@ -302,6 +308,7 @@ class TestData:
         assert found["examples"] == 2
         assert found["measures"]["plain"]["barrier"] < 1
 
+    @pytest.mark.slow
     def test_a_folder_of_images_with_classes(self, tmp_path: Path):
         image = pytest.importorskip("PIL.Image")
         data = pytest.importorskip("sklearn.datasets").load_digits()
@@ -320,6 +327,7 @@ def test_methods_and_architectures():
     assert "finetuned_from" in run("inspect", "--methods").output
 
 
+@pytest.mark.slow
 def test_the_demo_shows_the_twin_come_back(tmp_path: Path):
     pytest.importorskip("sklearn")
     found = parsed("demo", "--only", "twin", "--keep", tmp_path)["results"][0]

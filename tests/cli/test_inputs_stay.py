@@ -318,6 +318,7 @@ def test_keys_replace_nothing_that_they_did_not_write(what: str, tmp_path: Path,
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_keys_replace_what_they_wrote_themselves(tmp_path: Path, pair: tuple[Path, Path]) -> None:
     """For the same models; the same file is not theirs to replace in a recipe of others."""
     found = recipe_for("linear", *pair, save_alignment=str(tmp_path / "maps"))

@@ -39,6 +39,7 @@ def checked(path: Path, *options: str) -> dict[str, Any]:
     return json.loads(run("check", path, *options, "--json").stdout)
 
 
+@pytest.mark.slow
 def test_few_requests_and_no_weights(published: dict[str, Path], home: Hub, tmp_path: Path) -> None:
     home.asked.clear()
     home.sent = 0
@@ -60,6 +61,7 @@ def test_few_requests_and_no_weights(published: dict[str, Path], home: Hub, tmp_
     assert "need weights" in text
 
 
+@pytest.mark.slow
 def test_nothing_stays_behind(published: dict[str, Path], home: Hub, tmp_path: Path) -> None:
     """Neither in the cache nor among the open models: what is downloaded later is read as it is."""
     from huggingface_hub import constants
@@ -73,6 +75,7 @@ def test_nothing_stays_behind(published: dict[str, Path], home: Hub, tmp_path: P
     assert not [model for model in LoaderCache.loaders if str(model.model.path) in NAMES]
 
 
+@pytest.mark.slow
 def test_faults_are_found_before_the_download(published: dict[str, Path], home: Hub, tmp_path: Path) -> None:
     """In config and headers, between models, in the recipe; names that the hub does not know."""
     wrong = whole("llama", tmp_path / "wrong")

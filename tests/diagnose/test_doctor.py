@@ -73,6 +73,7 @@ def causes(patient: Path | dict[str, Any], tmp_path: Path, *parents: Path) -> di
     return {cause["name"]: cause for cause in reversed(found)}
 
 
+@pytest.mark.slow
 def test_a_sound_merge_has_none(models: dict[str, Path], tmp_path: Path):
     assert not causes(recipe(models["anchor"], models["tuned"]), tmp_path)
     merged = merge(models["anchor"], models["tuned"], tmp_path / "merged")
@@ -81,6 +82,7 @@ def test_a_sound_merge_has_none(models: dict[str, Path], tmp_path: Path):
     assert "No cause of a bad merge" in done.output
 
 
+@pytest.mark.slow
 def test_other_coordinates_and_what_brings_them_together(models: dict[str, Path], tmp_path: Path):
     pair = models["anchor"], models["moved"]
     found = causes(recipe(*pair), tmp_path)
@@ -103,6 +105,7 @@ def test_other_coordinates_and_what_brings_them_together(models: dict[str, Path]
     assert not causes(Path(f"{CHECKPOINTS}/llama-0+{CHECKPOINTS}/llama-0-lora-english"), tmp_path)
 
 
+@pytest.mark.slow
 def test_separate_training(models: dict[str, Path], tmp_path: Path):
     found = causes(recipe(models["anchor"], models["stranger"]), tmp_path)
     assert found["separate training"]["where"] == str(models["stranger"])
@@ -149,6 +152,7 @@ def test_nan_and_what_float16_cannot_hold(models: dict[str, Path], tmp_path: Pat
     assert "states reach" in found["dtype overflow"]["what"]
 
 
+@pytest.mark.slow
 def test_layers_that_shrink_and_weights_that_grow(models: dict[str, Path], tmp_path: Path):
     found = causes(merge(models["anchor"], models["stranger"], tmp_path / "faded"), tmp_path)
     assert found["vanished variance"]["where"].startswith("model.layers.")

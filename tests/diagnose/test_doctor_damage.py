@@ -112,6 +112,7 @@ def test_damage_is_called_by_its_name(damage: str, family: str, merges: Callable
     assert causes(out, parents) == [name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_computes_the_same_is_no_damage(family: str, merges: Callable, tmp_path: Path) -> None:
     """A whole merge; and one whose neurons stand in another order together."""

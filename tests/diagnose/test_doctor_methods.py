@@ -96,6 +96,7 @@ def test_methods_of_mergekit(method: str, models: Models, tmp_path: Path) -> Non
     assert found_in(tmp_path / "out") == []
 
 
+@pytest.mark.slow
 def test_stacks_and_slices(models: Models, tmp_path: Path) -> None:
     """Layers taken over, repeated and scaled; nothing is said of them but that they are stacked."""
     one, base = str(models["one"]), str(models["base"])
@@ -128,6 +129,7 @@ OURS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", OURS)
 def test_recipes_of_ours(how: str, measured: Models, tmp_path: Path) -> None:
     """Of models in other coordinates, but for near ones."""
@@ -144,6 +146,7 @@ def test_recipes_of_ours(how: str, measured: Models, tmp_path: Path) -> None:
     assert found_in(tmp_path / "out") == []
 
 
+@pytest.mark.slow
 def test_a_carried_change(models: Models, tmp_path: Path) -> None:
     """From a base in other coordinates."""
     recipe = recipe_for("task_arithmetic", models["far"], models["one"], residual="rotation", heads="permutation")
@@ -172,12 +175,14 @@ COMMANDS: dict[str, Callable[[Models, Path], list[object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_of_ours(name: str, models: Models, tmp_path: Path) -> None:
     parsed(*COMMANDS[name](models, tmp_path / "out"))
     assert found_in(tmp_path / "out", models["base"], models["one"]) == []
 
 
+@pytest.mark.slow
 def test_trained_models(tmp_path: Path) -> None:
     """Two small Llamas trained from other seeds, their heads and neurons matched alone: they shrink, which is said."""
     pair = [Path(CHECKPOINTS) / f"llama-{i}" for i in (0, 1)]

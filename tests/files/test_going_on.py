@@ -108,6 +108,7 @@ def four(far: Path) -> tuple[Path, Path]:
     return anchor, twin(anchor, far.parent / "twin")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chosen", "again", "first"),
     [({}, 0, 0.5), ({"residual": "rotation"}, 2, 0.6)],
@@ -132,12 +133,14 @@ def test_align(
     assert_goes_on(lambda out: run("align", four[0], far, out, *given), tmp_path, counted, again, first)
 
 
+@pytest.mark.slow
 def test_align_on_samples(pair: tuple[Path, Path], tmp_path: Path, counted: Counted) -> None:
     np.savez(tmp_path / "data.npz", input_ids=np.random.default_rng(0).integers(0, 40, (8, 12)))
     given = ["--no-verify", "--match-on", "both", "--data", tmp_path / "data.npz", "--samples", 8]
     assert_goes_on(lambda out: run("align", *pair, out, *given), tmp_path, counted, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chosen", "again"),
     [({}, 4), ({"residual": "signed_permutation"}, 2), ({"anchor": "mean"}, 0)],
@@ -152,6 +155,7 @@ def test_a_recipe_with_two_donors(
     assert_goes_on(lambda out: mergekit_yaml(recipe, out), tmp_path, counted, again)
 
 
+@pytest.mark.slow
 def test_spaces_that_span_layers(tmp_path: Path, counted: Counted) -> None:
     """What later layers of a span take from its first is known again."""
     model = planted(next(case for case in ALL if (case.family, case.name) == ("gemma4", "shared keys")))
@@ -175,12 +179,14 @@ def test_spaces_that_span_layers(tmp_path: Path, counted: Counted) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_carry(four: tuple[Path, Path], far: Path, tmp_path: Path, counted: Counted) -> None:
     given = ["--residual", "signed_permutation"]
     begin = partial(run, "carry", four[1], "--from", four[0], "--to", far)
     assert_goes_on(lambda out: begin(out, *given), tmp_path, counted, 2)
 
 
+@pytest.mark.slow
 def test_a_barrier(
     four: tuple[Path, Path], far: Path, tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +253,7 @@ def test_a_folder_that_no_run_wrote_stays(tmp_path: Path) -> None:
     assert diary.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_damaged_files_are_not_used(
     four: tuple[Path, Path], tmp_path: Path, counted: Counted, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,7 @@ from plugin_support import files_of, merged, one_error, recipe_for, write_recipe
 from rotation_merge.model import output
 
 
+@pytest.mark.slow
 def test_a_stale_index_cannot_win(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
     anchor, donor = deep_pair
     out = tmp_path / "out"
@@ -56,6 +57,7 @@ def exchanged(new: Path, target: Path, step: int) -> bool:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_killed_at_every_step_of_the_exchange(tmp_path: Path, pair: tuple[Path, Path]) -> None:
     """What loads meanwhile is one of the two; the next run finds the folder as it was, or as it was to be, each file of
     it, before it writes anything itself."""
@@ -88,6 +90,7 @@ def test_killed_at_every_step_of_the_exchange(tmp_path: Path, pair: tuple[Path, 
     raise AssertionError("the exchange never came to its end")
 
 
+@pytest.mark.slow
 def test_interrupted_by_the_user(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Ctrl-C: nothing is left, not even the directories above the output."""
     recipe = write_recipe(recipe_for("linear", *deep_pair), tmp_path / "recipe.yml")
@@ -102,6 +105,7 @@ def test_interrupted_by_the_user(deep_pair: tuple[Path, Path], tmp_path: Path) -
     assert 1 in outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--no-safe-serialization",), ("--async-write",)])
 def test_files_that_cannot_grow(deep_pair: tuple[Path, Path], tmp_path: Path, flags: tuple[str, ...]) -> None:
     recipe = write_recipe(recipe_for("linear", *deep_pair), tmp_path / "recipe.yml")
@@ -116,6 +120,7 @@ def test_files_that_cannot_grow(deep_pair: tuple[Path, Path], tmp_path: Path, fl
     assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.yml"]
 
 
+@pytest.mark.slow
 def test_full_disk(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()

@@ -72,6 +72,7 @@ def test_killed_while_an_alignment_file_is_written(tmp_path: Path, monkeypatch: 
     assert load_alignment(path, architecture).basis.donor.fingerprint == "old"
 
 
+@pytest.mark.slow
 def test_killed_at_every_step_of_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over another checkpoint in equal shards: at no step does a mixture of the two load."""
     anchor = make("llama", tmp_path / "anchor")

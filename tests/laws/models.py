@@ -184,17 +184,17 @@ def _words_and_images(case: Case, config: Any, generator: torch.Generator) -> di
 def outputs(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every floating tensor that the model gives back by default, those of its parts too; caches are for itself."""
     with torch.no_grad(), keep_float64():
-        return dict(_floating("", model(**given)))
+        return dict(floating("", model(**given)))
 
 
-def _floating(name: str, found: Any) -> Iterator[tuple[str, Tensor]]:
+def floating(name: str, found: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(found, Tensor):
         if found.is_floating_point():
             yield name, found
     elif isinstance(found, Mapping | list | tuple):
         inside = found.items() if isinstance(found, Mapping) else enumerate(found)
         for key, value in inside:
-            yield from _floating(f"{name}.{key}" if name else str(key), value)
+            yield from floating(f"{name}.{key}" if name else str(key), value)
 
 
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -112,6 +112,7 @@ def test_the_optimum_of_scipy_is_reached(kind: str, n: int, route: str, generato
     assert (again.value, again.gap, again.method) == (found.value, found.gap, found.method)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["normal", "heavy tailed", "small integers", "integers", "duplicates", "dead"])
 def test_the_sparse_route_at_its_own_size(kind: str, generator: torch.Generator) -> None:
     similarity = _instance(kind, 2000, generator)

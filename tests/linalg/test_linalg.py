@@ -90,6 +90,7 @@ finite = st.floats(-10, 10, allow_nan=False)
 positive = st.floats(0.01, 100, allow_nan=False)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(positive, positive, finite, finite, st.booleans(), st.sampled_from([1, 1, 2, 3]))
 def test_best_scale_by_dense_grid(primal, dual, p, q, signed, degree):
@@ -166,6 +167,7 @@ def test_joint_scale_by_dense_grid(scale, far):
     assert (value(found) <= best + 1e-10 * (primal + dual)).all()
 
 
+@pytest.mark.slow
 def test_joint_scale_finds_the_better_one_of_two_optima():
     """Extreme heads, whose objective has a second optimum beside the one that lies next to the best start."""
     draw, shape = gen(6), (200, 4, 4)

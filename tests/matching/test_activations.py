@@ -14,6 +14,7 @@ from rotation_merge.matching.activations import Activations
 from rotation_merge.matching.match_on import ROWS, centred, match_on_activations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2", "vit", "t5"])
 def test_activations_decide_where_weights_say_nothing(family: str) -> None:
     """The weights that are handed over are others in both models; only activations know the twin."""

@@ -34,6 +34,7 @@ def align(anchor: Checkpoint, donor: Checkpoint, file: Path, residual: str, *fla
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name", "residual"), CASES, ids=lambda x: x.replace(" ", "_"))
 @pytest.mark.parametrize("flags", [(), ("--half",)], ids=["float32", "float16"])
 def test_file_stands_in_for_matching(family: str, name: str, residual: str, flags: Any, tmp_path: Path) -> None:
@@ -45,6 +46,7 @@ def test_file_stands_in_for_matching(family: str, name: str, residual: str, flag
     assert "nothing was matched" in " ".join(report(tmp_path / "out")["notes"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name", "residual"), CASES, ids=lambda x: x.replace(" ", "_"))
 def test_half_precision_keeps_maps_orthogonal(family: str, name: str, residual: str, tmp_path: Path) -> None:
     """Between independent models: the donor aligned by a file in float16 computes what the donor computes."""
@@ -71,6 +73,7 @@ def test_half_precision_keeps_maps_orthogonal(family: str, name: str, residual: 
         assert difference(outputs(reload(donor.case, donor.path, moved), given), expected) <= 1e-9
 
 
+@pytest.mark.slow
 def test_untied_anchor_and_donor(tmp_path: Path) -> None:
     """Both tied, the alignment a rotation: written with --untie, applied under untie: true."""
     anchor = checkpoint("llama", "qwen2", tmp_path / "anchor", untied=True)
@@ -84,6 +87,7 @@ def test_untied_anchor_and_donor(tmp_path: Path) -> None:
     assert "untie: true" in one_error(mergekit_yaml(document, tmp_path / "tied").output)
 
 
+@pytest.mark.slow
 def test_carries_task_vectors(tmp_path: Path) -> None:
     """One alignment of two bases serves every fine-tune of the old one."""
     anchor = checkpoint("llama", "llama", tmp_path / "anchor")
@@ -151,6 +155,7 @@ def fingerprint(state: dict[str, torch.Tensor], config: dict[str, Any]) -> str:
     return still.basis.donor.fingerprint
 
 
+@pytest.mark.slow
 def test_fingerprint_sees_weights_names_and_config(tmp_path: Path) -> None:
     model = checkpoint("llama", "llama", tmp_path / "model")
     state, config = model.state, {**model.config, "tie_word_embeddings": True}
@@ -165,6 +170,7 @@ def test_fingerprint_sees_weights_names_and_config(tmp_path: Path) -> None:
         assert mark != fingerprint({**state, name: x}, config), name
 
 
+@pytest.mark.slow
 def test_nothing_is_read_again_for_a_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`align --alignment` reads every tensor of both models once; the file, its report and a merge agree on them."""
     anchor, donor = (checkpoint("llama", "llama", tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor")))
@@ -183,6 +189,7 @@ def test_nothing_is_read_again_for_a_fingerprint(tmp_path: Path, monkeypatch: py
         assert mark == fingerprint(model.state, model.config)
 
 
+@pytest.mark.slow
 def test_fingerprints_of_what_a_merge_reads(tmp_path: Path) -> None:
     """The old base of a task vector too; tensors that are not merged are left out, and the report says so."""
     anchor = checkpoint("llama", "llama", tmp_path / "anchor")

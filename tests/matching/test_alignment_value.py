@@ -44,6 +44,7 @@ def answers(view: rm.View, like: Checkpoint, where: Path) -> dict[str, torch.Ten
     return like.outputs(where)
 
 
+@pytest.mark.slow
 def test_applied_alignment_keeps_the_function(pair: Pair, tmp_path: Path) -> None:
     anchor, donor, alignment = pair
     moved = alignment.apply(donor.path)
@@ -87,6 +88,7 @@ def test_the_inverse_brings_the_function_back_to_the_old_coordinates(pair: Pair,
         assert bool(alignment.folded) or "Biases" in alignment.irreversible_notes()[-1]
 
 
+@pytest.mark.slow
 def test_a_twin_is_averaged_as_if_it_lay_in_the_anchors_coordinates(tmp_path: Path) -> None:
     anchor = checkpoint("llama", "llama", tmp_path / "anchor")
     donor = twin(anchor, tmp_path / "twin", "rotation")
@@ -174,6 +176,7 @@ def test_shards_and_small_files_are_written(tmp_path: Path) -> None:
         view.save_pretrained(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_transfer_gives_the_change_to_another_base(tmp_path: Path) -> None:
     old = checkpoint("llama", "llama", tmp_path / "old")
     new = twin(old, tmp_path / "new", "rotation")
@@ -187,6 +190,7 @@ def test_transfer_gives_the_change_to_another_base(tmp_path: Path) -> None:
     assert difference(old.outputs(), tuned.outputs()) > 1e-2
 
 
+@pytest.mark.slow
 def test_what_was_learned_is_applied_alike(tmp_path: Path) -> None:
     anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     models = [c.case.model_class.from_pretrained(c.path, attn_implementation="eager").eval() for c in (anchor, donor)]
@@ -227,6 +231,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         rm.Alignment({}).apply(anchor.path)
 
 
+@pytest.mark.slow
 def test_any_form_of_a_model_is_matched_on_samples_and_fitted(tmp_path: Path) -> None:
     """Folders, states with a config and views as modules; files that are loaded again move the stored model."""
     anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
@@ -326,6 +331,7 @@ def test_another_vocabulary_is_one_line_that_names_both(tmp_path: Path) -> None:
         rm.polish(anchor.path, [tmp_path / "grown"], batches)
 
 
+@pytest.mark.slow
 def test_an_alignment_that_is_given_to_a_transfer_is_checked(tmp_path: Path) -> None:
     new, old, other = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(3))
     alignment = rm.align(new.path, old.path, residual="rotation")
@@ -400,6 +406,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         rm.Alignment.load(tmp_path / "bare.safetensors")
 
 
+@pytest.mark.slow
 def test_values_say_what_they_are_in_one_line(tmp_path: Path) -> None:
     """In a notebook; and nothing is read for it."""
     anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
@@ -434,6 +441,7 @@ def test_what_is_no_model_is_one_line(tmp_path: Path) -> None:
             call()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), [("llama", "llama"), ("vit", "classifier")])
 def test_a_folded_donor_is_not_averaged_with_the_anchor_as_it_is(family: str, name: str, tmp_path: Path) -> None:
     """Their gains would differ, and their readers too; a folded anchor that was written is folded."""

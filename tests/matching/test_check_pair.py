@@ -33,6 +33,7 @@ def told(model: Planted, **changes: Any) -> list[str]:
 # --- tied heads
 
 
+@pytest.mark.slow
 @by_case
 def test_laws_of_pairs(case: Case) -> None:
     """What is true of every model met by another that lacks a tensor, or ties its head."""

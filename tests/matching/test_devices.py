@@ -114,6 +114,7 @@ def learned(architecture: Architecture, start: dict[str, SpaceTransform], donor:
     assert not any(isinstance(x, Far) for t in module.final_transforms().values() for x in t.tensors().values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(shipped()))
 def test_matching_applying_folding_and_learning(family: str) -> None:
     architecture = table.sample(shipped()[family])
@@ -136,6 +137,7 @@ def test_matching_applying_folding_and_learning(family: str) -> None:
         learned(architecture, together, donor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SEVERAL)
 def test_the_mean_of_several_models(family: str) -> None:
     architecture = table.sample(shipped()[family])
@@ -174,6 +176,7 @@ def samples(model: nn.Module) -> Data:
     return read_batches(str(TEXTS / "python.txt"), BASE, model, 6, 2, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["activations", "both"])
 def test_matching_on_samples(how: str) -> None:
     """Rows of samples are kept on the CPU, whatever device the weights are on."""
@@ -187,6 +190,7 @@ def test_matching_on_samples(how: str) -> None:
     assert all(isinstance(x, Far) for x in found.transforms["residual"].tensors().values())
 
 
+@pytest.mark.slow
 def test_a_whole_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Learned parameters are moved to the device, and what they start from with them."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which does not know the second device

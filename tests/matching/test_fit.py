@@ -49,12 +49,14 @@ def learned(vits):
     return fit(vits[0], vits[1], batches(128, labels=True), options=FitConfig(steps=24))
 
 
+@pytest.mark.slow
 def test_learning_lowers_the_loss_between_the_models(learned):
     assert learned.report.after < 0.7 * learned.report.before
     assert learned.report.after < 0.7 * learned.report.unaligned
     assert learned.report.barrier_after < learned.report.barrier_before
 
 
+@pytest.mark.slow
 def test_the_donors_function_is_kept(vits, learned):
     _, _, pixels, _ = digits()
     moved = learned.alignments[0].apply(vits[1]).to_module()
@@ -63,6 +65,7 @@ def test_the_donors_function_is_kept(vits, learned):
     assert (found - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
 
 
+@pytest.mark.slow
 def test_learned_elements_are_inside_their_groups(learned):
     transforms = learned.alignments[0].transforms
     heads = [transform for name, transform in transforms.items() if name.endswith("attn")]
@@ -75,6 +78,7 @@ def test_learned_elements_are_inside_their_groups(learned):
         torch.testing.assert_close(matrix @ matrix.mT, eye, atol=1e-12, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_fit_is_deterministic_and_resumes_where_it_was(tmp_path: Path):
     models, data = [tiny_llama(seed) for seed in (0, 1)], token_batches(8)
     once = fit(*models, data, options=FitConfig(steps=6, start="matched"))
@@ -103,6 +107,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path):
         fit(tiny_llama(0), tiny_llama(1), token_batches(), options=FitConfig(steps=2, start="identity", state=state))
 
 
+@pytest.mark.slow
 def test_never_worse_than_the_start_and_says_when_nothing_was_found():
     anchor = tiny_llama(0)
     donor = tiny_llama(0)
@@ -111,6 +116,7 @@ def test_never_worse_than_the_start_and_says_when_nothing_was_found():
     assert "gains nothing" in result.report.verdict()
 
 
+@pytest.mark.slow
 def test_a_start_matched_on_samples(vits, tmp_path: Path):
     """Of the samples that are learned from; the start is another one than that of weights."""
     scores = {}
@@ -128,6 +134,7 @@ def test_a_start_matched_on_samples(vits, tmp_path: Path):
     assert reports[0].before != reports[1].before < reports[1].unaligned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_three_models_are_learned_jointly(tied: bool):
     models = [tiny_llama(seed, tie_word_embeddings=tied) for seed in (0, 1, 2)]
@@ -156,6 +163,7 @@ def test_models_of_other_classes_are_refused(vits):
         fit(vits[0], vits[1], batches(32, labels=False))
 
 
+@pytest.mark.slow
 def test_nothing_to_learn_is_said(vits):
     match = AlignConfig(attention="none", scaling=False, residual="permutation")
     with pytest.raises(RotationMergeError, match="nothing to learn"):
@@ -192,6 +200,7 @@ dtype: float32
 """
 
 
+@pytest.mark.slow
 def test_from_recipe_to_merged_model_through_the_commands(tmp_path: Path):
     from mergekit.scripts.run_yaml import main
 

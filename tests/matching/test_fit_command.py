@@ -68,6 +68,7 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor], within: float) -> 
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=within)
 
 
+@pytest.mark.slow
 def test_a_donor_with_an_adapter_is_the_donor_that_it_makes(models: Path, tmp_path: Path) -> None:
     donor, anchor = f"{models / 'donor'}+{models / 'lora'}", str(models / "anchor")
     found = learned(models, tmp_path / "lora", anchor, donor, options="--residual rotation")
@@ -83,6 +84,7 @@ def test_a_donor_with_an_adapter_is_the_donor_that_it_makes(models: Path, tmp_pa
     assert verified.exit_code == 0, verified.output
 
 
+@pytest.mark.slow
 def test_models_stay_in_the_type_that_they_are_stored_in(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +109,7 @@ def test_models_stay_in_the_type_that_they_are_stored_in(
     assert kinds == [torch.float32, torch.bfloat16]
 
 
+@pytest.mark.slow
 def test_an_interrupted_fit_continues(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names, options = ("anchor", "donor"), "--steps 8 --residual rotation"
     names = tuple(str(models / name) for name in names)
@@ -129,6 +132,7 @@ def test_an_interrupted_fit_continues(models: Path, tmp_path: Path, monkeypatch:
     assert not list(tmp_path.glob("*.unfinished"))
 
 
+@pytest.mark.slow
 def test_several_devices_take_the_models_in_turn(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [str(models / name) for name in ("anchor", "donor", "tuned")]
     places: list[str] = []

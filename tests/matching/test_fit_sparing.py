@@ -47,7 +47,7 @@ def outputs_and_gradients(path: Path, gauges: list, share: Tensor, given: dict[s
     with tiny_models.keep_float64():
         weights = path.weights(gauges, share)
         with path.holding(weights):
-            found = dict(tiny_models._floating("", path.outputs(weights, given)))
+            found = dict(tiny_models.floating("", path.outputs(weights, given)))
             sum(x.square().sum() for x in found.values()).backward()
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in moved]
     for tensor in moved:
@@ -55,6 +55,7 @@ def outputs_and_gradients(path: Path, gauges: list, share: Tensor, given: dict[s
     return [*(x.detach() for x in found.values()), *gradients]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_held_is_the_same_as_all_held(family: str, monkeypatch: pytest.MonkeyPatch):
     """Three models, all in float64: with maps on activations, on weights, and the whole model mixed."""
@@ -80,6 +81,7 @@ def test_nothing_held_is_the_same_as_all_held(family: str, monkeypatch: pytest.M
             torch.testing.assert_close(tensor, wanted, rtol=1e-10, atol=1e-10 * max(1.0, float(wanted.abs().max())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("held", "half"), [(True, False), (False, True)], ids=["held", "half precision"])
 def test_parents_on_two_devices_learn_the_same(held: bool, half: bool, monkeypatch: pytest.MonkeyPatch):
     """The donor on a device of its own: products there, all else where the anchor is; operations on both raise."""
@@ -131,6 +133,7 @@ def test_mixed_weights_are_gone_when_the_forward_is_done(acting: bool, monkeypat
     assert share.grad is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"permutations": True}, {"checkpointing": True}, {"half": True}],
@@ -155,6 +158,7 @@ def mixed() -> list[object]:
     return [one for one in gc.get_objects() if isinstance(one, Mixed | Mixing)]
 
 
+@pytest.mark.slow
 def test_nothing_of_a_step_outlives_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine, "LARGEST_HELD", 0)
     options = FitConfig(steps=2, objective="distill", start="identity")

@@ -130,6 +130,7 @@ WORK: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", WORK.values(), ids=list(WORK))
 def test_two_processes_with_half_of_each_batch_are_one_with_all(work: Callable[[], Any]):
     once = work()
@@ -180,6 +181,7 @@ def command(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
     return run
 
 
+@pytest.mark.slow
 def test_a_process_whose_fellow_ends_says_so(command: Callable[..., tuple[int, str, str]]):
     (first, _, said), (second, _, reason) = together(
         lambda rank: command(rank, "nothing.npz" if rank else "data.safetensors")
@@ -189,6 +191,7 @@ def test_a_process_whose_fellow_ends_says_so(command: Callable[..., tuple[int, s
     assert "nothing.npz" in reason
 
 
+@pytest.mark.slow
 def test_the_first_process_writes_and_speaks(command: Callable[..., tuple[int, str, str]], tmp_path: Path):
     (code, said, _), (other, nothing, errors) = together(command)
     assert (code, other) == (0, 0), said + errors

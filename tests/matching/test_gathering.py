@@ -23,6 +23,7 @@ from rotation_merge.model import slices
 from rotation_merge.workers.pieces import HERE
 
 
+@pytest.mark.slow
 def test_the_objective_that_is_told_is_no_lower_than_that_of_the_maps_found(tmp_path: Path) -> None:
     """What is gathered part by part, under maps that were different, bounds the whole objective under the last ones."""
     anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
@@ -44,6 +45,7 @@ def test_the_objective_that_is_told_is_no_lower_than_that_of_the_maps_found(tmp_
     assert min(told) <= history[-1] <= min(told) * 1.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), [("llama", "llama"), ("gpt2", "untied")])
 def test_long_vocabularies_are_looked_at_in_slices(
     family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -72,6 +74,7 @@ def test_long_vocabularies_are_looked_at_in_slices(
     assert all(torch.allclose(x, outputs[1][n], atol=1e-5) for n, x in outputs[0].items())
 
 
+@pytest.mark.slow
 def test_deep_models_compare_starts_on_a_sample_of_layers(tmp_path: Path) -> None:
     shallow = case("llama", "llama")
     deep = dataclasses.replace(shallow, config={**shallow.config, "num_hidden_layers": 10})
@@ -92,6 +95,7 @@ def test_deep_models_compare_starts_on_a_sample_of_layers(tmp_path: Path) -> Non
     assert max(float((after[n] - expected[n]).norm() / expected[n].norm()) for n in expected) <= 1e-4
 
 
+@pytest.mark.slow
 def test_progress_counts_every_block_of_every_pass(tmp_path: Path) -> None:
     anchor = checkpoint("llama", "llama", tmp_path / "anchor")
     donor = twin(anchor, tmp_path / "donor", "rotation")

@@ -114,6 +114,7 @@ def named(model: Any, other: Any) -> str:
         return f"{REFUSED}{error}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other"), list(of_two_kinds()), ids=lambda case: f"{case.family}-{kind(case)}")
 def test_whatever_computes_otherwise_is_named(one: Case, other: Case) -> None:
     """As the other's config stands, and with every entry changed that says how a model computes; what computes the same
@@ -184,6 +185,7 @@ def changed(model: Path, where: Path, config: dict[str, Any]) -> Path:
     return where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_no_merge_averages_what_computes_otherwise(name: str, llamas: tuple[Path, Path], tmp_path: Path) -> None:
     """By recipes, the donor as it is or in slices; what is carried from it, and what aligns it alone, is told."""
@@ -208,6 +210,7 @@ def test_no_merge_averages_what_computes_otherwise(name: str, llamas: tuple[Path
     assert words in (tmp_path / "carried" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_another_kind_that_computes_the_same_is_averaged(llamas: tuple[Path, Path], tmp_path: Path) -> None:
     anchor, donor = llamas[0], changed(llamas[1], tmp_path / "donor", ALIKE)
     recipe = recipe_for("linear", anchor, donor)

@@ -12,8 +12,9 @@ import torch
 import yaml
 from cli_support import parsed, run
 from plugin_support import build, from_file, make, merged, mergekit_yaml, one_error, recipe_for, save, twin, write_state
+from safetensors.torch import load_file
 from test_averaging import data_for, measure, state, worst
-from tiny_models import ALL, Case, Planted, load_file, planted
+from tiny_models import ALL, Case, Planted, planted
 from torch import Tensor
 
 from rotation_merge import RotationMergeError, align
@@ -41,6 +42,7 @@ def rows_of(*models: Any) -> Mapping[str, tuple[int, tuple[int, ...]]]:
     return align(*models, **STILL).basis.rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CLASSIFIERS, ids=lambda case: case.class_name)
 def test_every_family_is_put_into_the_anchors_order(case: Case, tmp_path: Path) -> None:
     """Moved by a random gauge besides, the aligned donor computes what the anchor does, class by class."""
@@ -116,6 +118,7 @@ def renamed(model: Path, names: tuple[str, ...]) -> Path:
     return model
 
 
+@pytest.mark.slow
 def test_align_writes_the_anchors_order(models: tuple[Path, Path], tmp_path: Path) -> None:
     anchor, donor = models
     out, file = tmp_path / "out", tmp_path / "maps.safetensors"
@@ -159,6 +162,7 @@ def test_recipes_merge_in_the_anchors_order(delegate: str, models: tuple[Path, P
     assert "another order" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_fisher_diagonals_follow_their_rows(models: tuple[Path, Path], tmp_path: Path) -> None:
     """Of a donor with another head, in either order of its classes, the same merge comes."""
     anchor, _ = models
@@ -178,6 +182,7 @@ def test_fisher_diagonals_follow_their_rows(models: tuple[Path, Path], tmp_path:
     assert worst(found[1], found[0]) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_fine_tune_is_carried_in_the_anchors_order(models: tuple[Path, Path], tmp_path: Path) -> None:
     """The same by a recipe and by `carry`, and whether the old base or its fine-tune is in the new one's order."""
     anchor, donor = models
@@ -197,6 +202,7 @@ def test_a_fine_tune_is_carried_in_the_anchors_order(models: tuple[Path, Path], 
         assert worst(state(out), wanted) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_learned_maps_and_answers_are_in_the_anchors_order(models: tuple[Path, Path], tmp_path: Path) -> None:
     anchor, donor = models
     data, file = labelled(models, tmp_path), tmp_path / "learned.safetensors"
@@ -211,6 +217,7 @@ def test_learned_maps_and_answers_are_in_the_anchors_order(models: tuple[Path, P
     assert json.loads(polished.stdout)["before"] < 1e-4, polished.output  # it says already what its teacher says
 
 
+@pytest.mark.slow
 def test_every_path_refuses_other_names(models: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = models[0], renamed(save(build("bert", 1, num_labels=3), tmp_path / "b"), OTHER)
     recipe = tmp_path / "recipe.yml"

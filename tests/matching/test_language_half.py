@@ -54,6 +54,7 @@ def text_of(anchor: Path, case: Case, where: Path) -> Path:
     return where / "text"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TEXT)
 def test_a_text_only_twin_is_recovered(family: str, tmp_path: Path) -> None:
     """Merged with its wrapper it gives the wrapper back, every tensor of the other half bit for bit; with a note."""
@@ -79,6 +80,7 @@ def test_a_text_only_twin_is_recovered(family: str, tmp_path: Path) -> None:
     assert "is text only" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_commands_and_the_library_take_it_too(tmp_path: Path) -> None:
     """`align` writes a whole model that answers to text as the donor does; `rotation_merge.align` gives the half."""
     case = wrapper("qwen3_vl")

@@ -63,6 +63,7 @@ def written(model: Planted, state: dict[str, torch.Tensor], where: Path) -> Path
     return write_state({name: tensor.float() for name, tensor in state.items()}, model.folder, where)
 
 
+@pytest.mark.slow
 def test_layers_with_options_of_their_own_hold_them(
     model: Planted, donor: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
@@ -79,6 +80,7 @@ def test_layers_with_options_of_their_own_hold_them(
     assert not transforms["layers.1.attn"].is_identity()
 
 
+@pytest.mark.slow
 def test_planted_twins_are_found_by_everything_that_matches(model: Planted, tmp_path: Path) -> None:
     """One donor, and several aligned to their mean; the order of query heads is each layer's own."""
     draws = [rm.Alignment.random(model.pair, heads="permutation", seed=seed) for seed in (1, 2)]
@@ -96,6 +98,7 @@ def test_planted_twins_are_found_by_everything_that_matches(model: Planted, tmp_
         assert max(float((result[n] - model.state[n]).abs().max()) for n in result) <= 1e-4
 
 
+@pytest.mark.slow
 def test_learning_leaves_them_together(model: Planted, tmp_path: Path) -> None:
     models = [make(model.case, seed) for seed in (0, 1)]
     tokens = [torch.randint(3, 40, (2, 6), generator=draw(seed)) for seed in range(3)]
@@ -119,6 +122,7 @@ def test_a_file_that_tears_them_is_refused(model: Planted, tmp_path: Path) -> No
     assert rm.Alignment.load(tmp_path / "file").transforms[FIRST].group() == lead.group()
 
 
+@pytest.mark.slow
 def test_slices_that_make_up_the_whole(model: Planted, tmp_path: Path) -> None:
     """mergekit puts the model together of pieces; layers of two of them meet the same keys."""
     pair = [written(model, state, tmp_path / str(n)) for n, state in enumerate((model.state, model.twin(seed=1)))]

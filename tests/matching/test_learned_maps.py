@@ -110,6 +110,7 @@ def test_checkpointing_drops_nothing(family: str):
     assert not any(m.training for m in model.modules())
 
 
+@pytest.mark.slow
 def test_gradients_under_checkpointing():
     """Layers are run again as gradients flow back: with the weights of the path, not with the model's own."""
     models, batch = [tiny_llama(i) for i in range(2)], token_batches(1)[0]

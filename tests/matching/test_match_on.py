@@ -54,12 +54,14 @@ def left(alignment: rm.Alignment) -> float:
     return max(m.after / m.before for _, found in alignment.records for m in found if m.before > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in FIRST if c.family in KINDS], ids=lambda case: case.family)
 def test_a_twin_is_found_again_from_activations(case: Case) -> None:
     _, _, alignment = match(case, "activations")
     assert left(alignment) < 1e-6
 
 
+@pytest.mark.slow
 def test_the_aligned_donor_computes_what_it_did() -> None:
     """Also where samples are too few to say anything: another choice of element never changes the function."""
     _, other, alignment = match(LLAMA, "activations", batches=1)
@@ -73,6 +75,7 @@ def test_the_aligned_donor_computes_what_it_did() -> None:
     assert "matched on activations" in alignment.notes[0]
 
 
+@pytest.mark.slow
 def test_nothing_depends_on_the_order_of_samples() -> None:
     model, other, options = twins(LLAMA)
     given = [inputs(LLAMA, model, seed) for seed in range(2, 8)]
@@ -95,6 +98,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return anchor, twin_of(anchor, folder / "donor")
 
 
+@pytest.mark.slow
 def test_align_on_activations(pair: tuple[Path, Path], tmp_path: Path) -> None:
     anchor, donor = pair
     done = run("align", anchor, donor, tmp_path / "out", "--heads", "permutation", "--match-on", "activations")
@@ -104,6 +108,7 @@ def test_align_on_activations(pair: tuple[Path, Path], tmp_path: Path) -> None:
         torch.testing.assert_close(state(tmp_path / "out")[name], tensor, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_recipes_match_on_activations(pair: tuple[Path, Path], tmp_path: Path) -> None:
     recipe = recipe_for("linear", *pair, heads="permutation", match_on="both", samples=16)
     result = merged(recipe, tmp_path / "out")
@@ -117,6 +122,7 @@ def test_recipes_match_on_activations(pair: tuple[Path, Path], tmp_path: Path) -
     assert "leave out 'match_on'" in one_error(mergekit_yaml(mean, tmp_path / "mean").output)
 
 
+@pytest.mark.slow
 def test_the_api_matches_on_activations() -> None:
     model, other, _ = twins(LLAMA)
     samples = [inputs(LLAMA, model, seed) for seed in range(2, 8)]

@@ -41,6 +41,7 @@ kinds = pytest.mark.parametrize("facts", KINDS.values(), ids=KINDS.keys())
 SHAPES = [(3, 1), (2, 2), (1, 3)]
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("scaling", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -62,6 +63,7 @@ def test_head_order_and_maps_against_all_orders(facts, scaling, shape):
         assert distance(anchor, donor) == pytest.approx(match.before, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["rms_head", "rms_all"])
 @pytest.mark.parametrize("scaling", [True, False])
 def test_one_order_of_normed_coordinates_against_all(norm, scaling):
@@ -117,6 +119,7 @@ def test_query_heads_alone_against_all_orders_of_them(scaling):
     assert "KV heads" in admitted(space, options).refuses(other)
 
 
+@pytest.mark.slow
 def test_alternated_orders_are_never_worse_than_their_starts(monkeypatch):
     space = attention(2, 3, 4, rotary=4)
     monkeypatch.setattr(head_order_module, "MOST_ENUMERATED", 0)
@@ -129,6 +132,7 @@ def test_alternated_orders_are_never_worse_than_their_starts(monkeypatch):
         assert left(anchor, donor, match.transform) == pytest.approx(match.after, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_alternated_orders_recover_planted_ones(monkeypatch):
     monkeypatch.setattr(head_order_module, "MOST_ENUMERATED", 0)
     for facts in ({"rotary": 4}, {}, {"rotary": 2}, {"rotary": 4, "norm": "rms_head"}):
@@ -139,6 +143,7 @@ def test_alternated_orders_recover_planted_ones(monkeypatch):
         assert torch.equal(match.transform.head_order(), truth.head_order())
 
 
+@pytest.mark.slow
 def test_planar_with_scale_by_fine_grid():
     space = attention(1, 1, 2, rotary=2)
     angles = torch.linspace(-math.pi, math.pi, 721, dtype=torch.float64)[:, None]
@@ -195,6 +200,7 @@ def test_joint_map_and_scale_against_a_search():
         assert after == pytest.approx(best, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
 def test_joint_head_order_is_never_worse_than_spectral_pairing(shape):
     strictly = 0
@@ -240,6 +246,7 @@ def test_permutations_of_coordinates_are_recovered(order: str):
 # --- ties and bad input
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("attention_option", ["rotation", "none"])
 @pytest.mark.parametrize("heads", ["none", "permutation", "spectral"])

@@ -63,6 +63,7 @@ def test_a_planted_order_with_its_factors_is_found(noise: float) -> None:
     assert gap <= 1e-3
 
 
+@pytest.mark.slow
 def test_the_gap_holds_for_every_order() -> None:
     """Of strangers: no order with factors found from many starts is nearer than what the gap leaves open."""
     anchor, donor = rows(4, 1), rows(4, 2)

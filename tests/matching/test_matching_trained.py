@@ -22,6 +22,7 @@ def attention(distances):
     return {name: value for name, value in distances.items() if "ffn" not in name and "mlp" not in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "llama"])
 def test_every_step_of_the_ladder_pays(name):
     """none > rotation > the paper's sequence > joint scale > joint head order, in every layer."""

@@ -49,6 +49,7 @@ def largest_difference(once: Mapping[str, Tensor], twice: Mapping[str, Tensor]) 
     return max(float((x - twice[name]).norm() / x.norm().clamp_min(1e-9)) for name, x in once.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind[0])
 def test_maps_compose_around_every_cycle(kind: Kind, tmp_path: Path) -> None:
     """c -> b -> a is c -> a, whichever model is the base: the base names the coordinates and nothing else."""
@@ -60,6 +61,7 @@ def test_maps_compose_around_every_cycle(kind: Kind, tmp_path: Path) -> None:
         assert largest_difference(once, to_a["b"].apply(there, strict=False)) <= 0.02
 
 
+@pytest.mark.slow
 def test_mean_is_nearer_to_the_truth_than_its_models(tmp_path: Path) -> None:
     """Averaging four noisy twins halves the noise; pairwise errors would add to it."""
     models = family(tmp_path, KINDS[0], noise=0.2)
@@ -72,6 +74,7 @@ def test_mean_is_nearer_to_the_truth_than_its_models(tmp_path: Path) -> None:
         assert off[-1] < 0.75 * min(off[:-1]), name
 
 
+@pytest.mark.slow
 def test_spread_falls_round_by_round(tmp_path: Path) -> None:
     """And a pair is aligned as two models are without a mean."""
     models = [checkpoint(KINDS[0], tmp_path / str(seed), seed=seed) for seed in range(3)]
@@ -84,6 +87,7 @@ def test_spread_falls_round_by_round(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [KINDS[0], ("mixtral", "untied", "rotation")], ids=lambda kind: kind[0])
 def test_moved_models_lie_around_their_mean_as_the_report_says(kind: Kind, tmp_path: Path) -> None:
     """In the base's coordinates as in those of the mean: rows of routers with the vectors that are added to them."""
@@ -99,6 +103,7 @@ def test_moved_models_lie_around_their_mean_as_the_report_says(kind: Kind, tmp_p
     assert off == pytest.approx(spread[-1], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, ("gemma2", "tied", "signed_permutation")], ids=lambda kind: kind[0])
 def test_planted_twins_through_mergekit(kind: Kind, tmp_path: Path) -> None:
     models = family(tmp_path, kind, noise=0.0, names="bc")
@@ -109,6 +114,7 @@ def test_planted_twins_through_mergekit(kind: Kind, tmp_path: Path) -> None:
     assert all("rounds" in summary for summary in whole.values())
 
 
+@pytest.mark.slow
 def test_mean_without_a_residual_group(tmp_path: Path) -> None:
     models = family(tmp_path, ("bert", "classifier", "none"), noise=0.0)
     merged(recipe(*models.values(), residual="none", anchor="mean"), tmp_path / "out")

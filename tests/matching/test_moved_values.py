@@ -33,6 +33,7 @@ def model(family: str, name: str, folder: Path, seed: int = 0) -> tuple[nn.Modul
     return module, [batch]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
 def test_moved_statistics_are_those_of_the_moved_model(case: tuple[str, str, dict[str, Any]], tmp_path: Path) -> None:
     family, name, options = case
@@ -68,6 +69,7 @@ def test_fisher_diagonals_move_with_permutations_alone(case: tuple[str, str, dic
         dict.fromkeys(turned.apply(rm.measure(donor, samples, config))[key] for key in sorted(moved.keys))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", ["none", "rotation"])
 def test_moved_statistics_weigh_like_measured_ones(residual: str, tmp_path: Path) -> None:
     (anchor, samples), (donor, _) = (model("llama", "llama", tmp_path, seed) for seed in range(2))
@@ -89,6 +91,7 @@ def test_moved_statistics_weigh_like_measured_ones(residual: str, tmp_path: Path
         alignment.apply(rm.measure(anchor, samples))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), [("llama", "llama"), ("vit", "classifier")])
 def test_statistics_of_a_folded_anchor_belong_to_its_view(family: str, name: str, tmp_path: Path) -> None:
     """Biases that softmax cannot see are the anchor's own: they take no part in what a folded anchor is known by."""
@@ -108,6 +111,7 @@ def tuned(base: nn.Module, scale: float = 0.01) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[:1] + CASES[2:4], ids=lambda case: case[0])
 def test_a_moved_delta_is_the_difference_of_the_moved_models(
     case: tuple[str, str, dict[str, Any]], tmp_path: Path

@@ -38,6 +38,7 @@ def drawn_for(model: Planted) -> Mock:
     return Mock(side_effect=drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ONE, ids=lambda case: case.family)
 def test_what_a_donor_computes_survives(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The donor is the tiny model, whose outputs are known; the anchor has other weights everywhere."""

@@ -55,6 +55,7 @@ def test_a_random_alignment_is_saved_and_inverted_like_any(
     assert difference(parent.outputs(tmp_path / "back"), parent.outputs()) <= 1e-4
 
 
+@pytest.mark.slow
 def test_alignment_brings_a_twin_back(tmp_path: Path) -> None:
     parent = checkpoint("llama", "llama", tmp_path / "parent")
     module = parent.case.model_class.from_pretrained(parent.path, dtype=torch.float64).eval()

@@ -13,6 +13,7 @@ from residual_support import checkpoint, recipe, report, twin
 import rotation_merge as rm
 
 
+@pytest.mark.slow
 def test_noise_does_not_hide_the_element(tmp_path: Path) -> None:
     """10% noise on every matrix: the merge is nearer to the anchor than the donor is."""
     anchor = checkpoint("llama", "llama", tmp_path / "anchor")
@@ -21,6 +22,7 @@ def test_noise_does_not_hide_the_element(tmp_path: Path) -> None:
     assert 0 < report(tmp_path / "out")["summary"][str(donor.path)]["relative_after"] < 0.12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", ["signed_permutation", "rotation"])
 def test_near_fine_tunes_keep_their_stream(residual: str, tmp_path: Path) -> None:
     """Turning the stream would fit noise: it stays, and no pass is spent."""
@@ -93,6 +95,7 @@ def test_rotation_of_a_tied_model_wants_untie(family: str, name: str, offered: s
     assert f"'residual: {offered}'" in message
 
 
+@pytest.mark.slow
 def test_what_all_logits_share_does_not_count(tmp_path: Path) -> None:
     """Softmax does not see a constant added to all rows of a head; nor does the map found."""
     anchor = checkpoint("llama", "llama", tmp_path / "anchor")
@@ -109,6 +112,7 @@ def test_what_all_logits_share_does_not_count(tmp_path: Path) -> None:
     torch.testing.assert_close(first, second, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_objective_never_rises(tmp_path: Path) -> None:
     anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     for residual in ("permutation", "signed_permutation", "rotation"):
@@ -122,6 +126,7 @@ def test_objective_never_rises(tmp_path: Path) -> None:
         assert history[0] <= min(starts.values()) * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_layer_norm_rotations_fix_the_all_ones_vector(tmp_path: Path) -> None:
     anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
     other = checkpoint("vit", "classifier", tmp_path / "other", seed=1)
@@ -132,6 +137,7 @@ def test_layer_norm_rotations_fix_the_all_ones_vector(tmp_path: Path) -> None:
     assert float((matrix - eye).norm()) > 1
 
 
+@pytest.mark.slow
 def test_single_layers_follow_the_stream(tmp_path: Path) -> None:
     """`layers` limits the local spaces; the stream goes through all layers."""
     anchor = checkpoint("llama", "llama", tmp_path / "anchor")
@@ -142,6 +148,7 @@ def test_single_layers_follow_the_stream(tmp_path: Path) -> None:
     assert not any("layers.0" in space for space in spaces)
 
 
+@pytest.mark.slow
 def test_shifted_slices_with_a_residual_map(tmp_path: Path) -> None:
     """The donor's layers in another order: its local spaces are matched to those they meet, in the stream's map."""
     anchor = checkpoint("llama", "llama", tmp_path / "anchor")
@@ -171,6 +178,7 @@ def test_shifted_slices_with_a_residual_map(tmp_path: Path) -> None:
     torch.testing.assert_close(result[outside], straight[outside])
 
 
+@pytest.mark.slow
 def test_stored_bytes_are_the_same_every_time(tmp_path: Path) -> None:
     anchor = checkpoint("gpt2", "untied", tmp_path / "anchor")
     donor = checkpoint("gpt2", "untied", tmp_path / "donor", seed=1)

@@ -32,6 +32,7 @@ def table(out: Path) -> str:
     return re.sub(r"\n+", "\n", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "residual", "dtype"),
     [
@@ -61,6 +62,7 @@ def test_a_merge_from_a_file_is_the_one_that_wrote_it(family: str, residual: str
     assert table(again) == table(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ONE, ids=lambda case: case.family)
 def test_every_transform_comes_back_bit_for_bit(case: Case, tmp_path: Path) -> None:
     """Whatever the layout in memory that a transform had when it was kept, and whatever it is applied to."""
@@ -73,6 +75,7 @@ def test_every_transform_comes_back_bit_for_bit(case: Case, tmp_path: Path) -> N
         assert equal(*(one.apply((donor, model.config)).state_dict() for one in (kept, loaded)))
 
 
+@pytest.mark.slow
 def test_the_file_is_that_of_align(pair: Pair, tmp_path: Path) -> None:
     recipe = recipe_for("linear", *pair, residual="rotation", save_alignment=str(tmp_path / "kept"))
     merged(recipe, tmp_path / "out")
@@ -91,6 +94,7 @@ def test_the_file_is_that_of_align(pair: Pair, tmp_path: Path) -> None:
     assert shown[0]["figures"] == pytest.approx(shown[1]["figures"])
 
 
+@pytest.mark.slow
 def test_two_donors_beside_the_model(pair: Pair, tmp_path: Path) -> None:
     other = twin(pair[0], tmp_path / "other", seed=7)
     merged(recipe_for("linear", *pair, other, save_alignment=True), tmp_path / "out")
@@ -101,6 +105,7 @@ def test_two_donors_beside_the_model(pair: Pair, tmp_path: Path) -> None:
     merged(from_file(recipe_for("linear", pair[0], other), found), tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_a_fine_tune_keeps_the_map_of_its_origin(pair: Pair, tmp_path: Path) -> None:
     tuned = write_state({n: t + 0.01 * torch.randn_like(t) for n, t in state(pair[1]).items()}, pair[0], tmp_path / "t")
     recipe = recipe_for("task_arithmetic", pair[0], tuned, save_alignment=str(tmp_path / "kept"))

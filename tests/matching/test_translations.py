@@ -59,6 +59,7 @@ MASKED = ("bert", "distilbert", "modernbert")
 """Files of models that predict masked words, and have cases with a head of its own."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss", "phi", "eurobert", *OWN, *MASKED])
 def test_shift_of_a_head_changes_logits_and_no_probability(family: str) -> None:
     if family in MASKED:
@@ -76,6 +77,7 @@ def test_shift_of_a_head_changes_logits_and_no_probability(family: str) -> None:
     assert "default.rows" not in rm.align(model.pair, donor).transforms
 
 
+@pytest.mark.slow
 def test_which_rows_only_a_softmax_sees() -> None:
     """Routers that score by a sigmoid, or by distances, keep their rows; so do heads whose logits are capped."""
     routed = {case.family for case in WORDS if shifts(laid(case), head=False)}
@@ -117,6 +119,7 @@ def test_other_routers_do_see_it(family: str, router: str) -> None:
     assert spoilt(model, router) > 1e-3
 
 
+@pytest.mark.slow
 def test_translations_in_the_coordinates_of_the_base(tmp_path: Path) -> None:
     """Of models aligned to their mean, each map leads to the base, whose stream and rows have moved meanwhile."""
     case = next(case for case in ALL if case.family == "mixtral")
@@ -138,6 +141,7 @@ def test_translations_in_the_coordinates_of_the_base(tmp_path: Path) -> None:
         assert not file.transforms["layers.0.router"].is_identity()
 
 
+@pytest.mark.slow
 def test_a_recipe_asks_for_it(tmp_path: Path) -> None:
     """A twin whose head is shifted is the anchor again where a recipe says so, and keeps its logits where not."""
     anchor = make("mistral", tmp_path / "anchor")
@@ -149,6 +153,7 @@ def test_a_recipe_asks_for_it(tmp_path: Path) -> None:
         assert off <= 1e-5 if wanted else off > limit
 
 
+@pytest.mark.slow
 def test_commands_compare_probabilities(tmp_path: Path) -> None:
     anchor, other = make("mistral", tmp_path / "anchor"), make("mistral", tmp_path / "other", seed=5)
     made = parsed("align", anchor, other, tmp_path / "out", "--shift-head", "true")

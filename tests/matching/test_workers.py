@@ -123,6 +123,7 @@ def test_workers_are_as_many_as_memory_and_threads_allow(monkeypatch: pytest.Mon
     assert workers_for(10**12) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"residual": "permutation"}], ids=["local", "residual"])
 def test_merges_are_the_same_bytes_however_many_workers(
     options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,6 +139,7 @@ def test_merges_are_the_same_bytes_however_many_workers(
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"residual": "permutation"}, {"residual": "permutation", "anchor": "mean"}], ids=" ".join
 )
@@ -167,6 +169,7 @@ def test_multi_gpu_merges_match_blocks_on_every_device_to_the_same_bytes(
     assert len({thread for part, thread in used if part == matched}) >= 2
 
 
+@pytest.mark.slow
 def test_multi_gpu_merges_wait_for_results_that_are_taken_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a busy machine, where the devices are done before the last results have left the queue."""
     anchor = make("llama", tmp_path / "anchor")

@@ -55,6 +55,7 @@ def test_it_gives_what_the_recipe_writes(delegate: str, pair: Pair, tmp_path: Pa
     assert_same(rm.average(modules, delegate, **python), written)
 
 
+@pytest.mark.slow
 def test_statistics_measured_in_memory_are_those_of_the_file(pair: Pair, tmp_path: Path) -> None:
     config = rm.MeasureConfig(kinds=("gram", "fisher"))
     files = []

@@ -59,6 +59,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_merge_of_files_is_the_merge_of_the_checkpoints(name: str, models: Path, tmp_path: Path) -> None:
     recipe = RECIPES[name] + (
@@ -94,6 +95,7 @@ def test_a_name_of_the_hub(models: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert "org/b-GGUF/gone.gguf: is neither a file nor in the hub's cache" in result.output
 
 
+@pytest.mark.slow
 def test_a_repository_of_files_says_how_to_name_one(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_repository_of_files_says_how_to_name_one(
         assert "llama, 37,792 weights" in _run("inspect", "org/b-GGUF:b-F16.gguf")
 
 
+@pytest.mark.slow
 def test_commands_take_a_file_and_write_one(models: Path, tmp_path: Path) -> None:
     assert "was read from a.gguf" in _run("inspect", models / "a.gguf")
     assert "same" in _run("verify", models / "a.gguf", models / "a")
@@ -182,6 +185,7 @@ def _lora(models: Path, base: object, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_adapter_belongs_to_its_base_by_whatever_name(models: Path, tmp_path: Path) -> None:
     """transformers reads a GGUF by its folder, which peft writes down: the file in it, and its checkpoint, are it."""
     (tmp_path / "base").mkdir()
@@ -194,6 +198,7 @@ def test_an_adapter_belongs_to_its_base_by_whatever_name(models: Path, tmp_path:
     assert "is an adapter of" in result.output
 
 
+@pytest.mark.slow
 def test_the_report_names_the_types_of_a_fine_tune_that_is_carried(models: Path, tmp_path: Path) -> None:
     tuned = shutil.copyfile(models / "a.gguf", tmp_path / "tuned.gguf")
     recipe = (
@@ -251,6 +256,7 @@ def test_a_chat_template_beside_a_files_tokenizer(models: Path, tmp_path: Path) 
         assert tokenizer(TEXT).input_ids == byte_tokenizer()(TEXT).input_ids
 
 
+@pytest.mark.slow
 def test_the_search_takes_files_and_writes_one(models: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The quick foxes are here. " * 200)
     sizes = ("--samples", "8", "--length", "16", "--budget", "1s", "--data", tmp_path / "text.txt", "--anyway")
@@ -262,6 +268,7 @@ def test_the_search_takes_files_and_writes_one(models: Path, tmp_path: Path) -> 
         torch.testing.assert_close(again[key].float(), tensor.float(), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_python_takes_files(models: Path, tmp_path: Path) -> None:
     anchor, donor = (str(models / name) for name in ("a.gguf", "alone"))
     alignment = rm.align(anchor, donor, rm.AlignConfig(heads="permutation"))

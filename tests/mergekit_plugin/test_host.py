@@ -32,6 +32,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return {name: fresh(lambda: attempt(name, *recipes, folder), start="") for name in NAMES}  # noqa: B023
 
 
+@pytest.mark.slow
 def test_mergekit_merges_on_whatever_is_missing(outcomes: Outcomes) -> None:
     assert {"_METHODS", "plan_layer", "run_merge"} <= outcomes.keys()
     for name, found in outcomes.items():
@@ -40,6 +41,7 @@ def test_mergekit_merges_on_whatever_is_missing(outcomes: Outcomes) -> None:
         assert "model.safetensors" in found["stock"]["files"], name
 
 
+@pytest.mark.slow
 def test_our_first_recipe_ends_with_one_line(outcomes: Outcomes) -> None:
     for name, found in outcomes.items():
         ours = found["ours"]
@@ -51,6 +53,7 @@ def test_our_first_recipe_ends_with_one_line(outcomes: Outcomes) -> None:
         assert not ours["files"], name
 
 
+@pytest.mark.slow
 def test_what_is_renamed_is_named(outcomes: Outcomes) -> None:
     for name in outcomes.keys() - {"callback"}:
         assert name in outcomes[name]["ours"]["output"]
@@ -106,6 +109,7 @@ def test_entry_points_lead_somewhere_and_the_finder_stands_down(monkeypatch: pyt
     assert Module.get_architecture_info is not before
 
 
+@pytest.mark.slow
 def test_the_switch_leaves_mergekit_alone(tmp_path: Path) -> None:
     recipe = {"merge_method": "rotation_merge", "base_model": "a", "models": [{"model": "a"}]}
 

@@ -40,6 +40,7 @@ def multi(documents: list[dict], folder: Path) -> Result:
     return CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_two_stages(pair: Pair, tmp_path: Path) -> None:
     """The second stage aligns what the first has made, and names it where strings and models may stand."""
     anchor, donor = pair
@@ -120,6 +121,7 @@ def test_planning_without_a_merge_is_refused(pair: Pair) -> None:
         get_architecture_info(config, MergeOptions())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [START, ""], ids=["after the .pth file", "without it"])
 def test_explicit_import_registers_once(start: str) -> None:
     """After mergekit, twice, with or without the .pth file."""
@@ -183,6 +185,7 @@ def test_install_and_uninstall_leave_nothing(tmp_path: Path) -> None:
         assert run(home / "bin" / "python", "-I", "-c", probe).splitlines() == ["[]", "gone"]
 
 
+@pytest.mark.slow
 def test_relative_paths_without_a_network(pair: Pair, tmp_path: Path) -> None:
     """mergekit's card asks the hub about `./anchor`; a merge must not end there."""
     for name, model in zip(("anchor", "donor"), pair, strict=True):

@@ -77,6 +77,7 @@ def test_delegate_does_what_mergekit_does(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_equal_models_are_merged_bit_for_bit_as_mergekit_does(tmp_path: Path) -> None:
     anchor = make("llama", tmp_path / "anchor", tie_word_embeddings=True)
     copy = make("llama", tmp_path / "copy", tie_word_embeddings=True)

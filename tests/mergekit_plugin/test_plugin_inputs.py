@@ -145,6 +145,7 @@ def test_pickles(pair: Pair, tmp_path: Path, shards: int, flags: tuple[str, ...]
     assert_same(got, state(anchor))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 3])
 def test_pickles_read_lazily(pair: Pair, tmp_path: Path, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By one thread at a time: mergekit patches torch meanwhile, and two would leave it patched. Its own unpickler for
@@ -305,6 +306,7 @@ def test_settings_by_layer(deep: Pair, tmp_path: Path, setting: dict, changed: l
         assert changed_layers(got, anchor, "v_proj") == []
 
 
+@pytest.mark.slow
 def test_settings_of_one_donor(deep: Pair, tmp_path: Path) -> None:
     anchor, donor = deep
     other = twin(anchor, tmp_path / "other", seed=5)

@@ -30,6 +30,7 @@ def recipe(models: dict[str, Path], donor: str, **parameters: str) -> dict:
     return {**made, "parameters": {"delegate": "linear", **parameters}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("donor", "found"), [("tuned", "near"), ("twin", "far")])
 def test_auto_tells_fine_tunes_from_models_in_other_coordinates(models, donor: str, found: str, tmp_path: Path):
     result = merged(recipe(models, donor, preset="auto"), tmp_path / "out")

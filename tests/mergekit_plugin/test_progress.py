@@ -23,6 +23,7 @@ def refit(tmp_path_factory: pytest.TempPathFactory) -> str:
     return yaml.safe_dump(recipe)
 
 
+@pytest.mark.slow
 def test_a_refit_tells_how_far_it_is_before_the_first_layer_and_within_layers(refit: str, tmp_path: Path) -> None:
     told: list[tuple[str, float, float]] = []
     with listening(lambda *given: told.append(given)):

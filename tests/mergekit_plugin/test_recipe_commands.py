@@ -59,6 +59,7 @@ class TestCarriedOver:
             assert done.exit_code == 2
             assert "gone: no such directory" in done.output
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("residual", ["rotation", "none"])
     def test_barrier_goes_along_the_task_vector(self, residual: str, trio: Any, tmp_path: Path) -> None:
         """Aligned, it ends in the model that the merge at weight 1 makes; plain, in the sum as it stands."""
@@ -79,6 +80,7 @@ class TestCarriedOver:
             assert aligned[2] == pytest.approx(loss(fine.path, data), abs=1e-3)
         assert found["donor"] == f"{fine.path} (carried over from {old.path})"
 
+    @pytest.mark.slow
     def test_barrier_by_an_alignment_file(self, trio: Any, tmp_path: Path) -> None:
         anchor, old, fine, data = trio
         file = tmp_path / "map.safetensors"
@@ -128,6 +130,7 @@ class TestOptionsByBlock:
         assert lines["permutation"]["count"] == len(MATCHED[kind])
         assert lines["not matched"]["count"] == 4 - len(MATCHED[kind])
 
+    @pytest.mark.slow
     def test_barrier_is_measured_on_what_is_merged(self, kind: str, deep: Any, tmp_path: Path) -> None:
         document = self.document(kind, deep)
         (found,) = parsed("barrier", write_recipe(document, tmp_path / "r.yml"), "--data", deep[2], "--points", 3)

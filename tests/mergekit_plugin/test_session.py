@@ -96,6 +96,7 @@ def test_other_threads_meet_the_real_functions() -> None:
     assert card.is_hf is real
 
 
+@pytest.mark.slow
 def test_a_fit_leaves_the_callers_random_numbers_alone() -> None:
     from plugin_support import build as model
 
@@ -109,6 +110,7 @@ def test_a_fit_leaves_the_callers_random_numbers_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_equal_results_of_equal_merges(pair: Pair, tmp_path: Path) -> None:
     for name in ("one", "two"):
         run(recipe_for("linear", *pair), tmp_path / name)

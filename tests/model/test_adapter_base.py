@@ -69,6 +69,7 @@ def test_every_place_of_a_recipe(models: Path, way: str, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_forced(models: Path, tmp_path: Path) -> None:
     """By weights matched now, by an alignment file, and by a carry."""
     recipe = recipes(models, "other")["models"]

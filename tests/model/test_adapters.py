@@ -138,6 +138,7 @@ def everything(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.stat().st_size) for p in sorted(folder.rglob("*"))}
 
 
+@pytest.mark.slow
 def test_trained_again(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     """The merge is that of today's adapter, in one process and with mergekit's cache of merged models, too."""
     anchor, donor, _ = models
@@ -193,6 +194,7 @@ def test_rounded_once(dtype: str | None, tmp_path: Path) -> None:
     assert len(adapted) == len(found) / 2
 
 
+@pytest.mark.slow
 def test_every_command_takes_it_and_none_writes_beside(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     anchor, donor, adapter = models
     both = f"{donor}+{adapter}"
@@ -222,6 +224,7 @@ def test_every_command_takes_it_and_none_writes_beside(models: tuple[Path, Path,
     assert everything(anchor.parent) == before
 
 
+@pytest.mark.slow
 def test_on_the_base_model(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     """An anchor with an adapter; its small files are those of the model."""
     anchor, donor, adapter = models

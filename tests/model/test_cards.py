@@ -81,6 +81,7 @@ def test_a_dtype_that_cannot_hold_the_values(models: tuple[Path, Path], tmp_path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["anchor", "donor"])
 @pytest.mark.parametrize(
     "tensor", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
@@ -116,6 +117,7 @@ def test_whose_nan_it_is_in_commands(which: str, models: tuple[Path, Path], tmp_
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", ["none", "permutation"])
 def test_distances_to_the_mean_are_those_of_the_transforms(residual: str, tmp_path: Path) -> None:
     """The report's distances are those between the tensors that were merged; the card says what the anchor was."""
@@ -143,6 +145,7 @@ def test_distances_to_the_mean_are_those_of_the_transforms(residual: str, tmp_pa
 NOTHING = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 
 
+@pytest.mark.slow
 def test_a_card_of_nothing_claims_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:
     for name, options in {"off": NOTHING, "excluded": {"exclude": "model,lm_head"}}.items():
         merged(recipe_for("linear", *models, **options), tmp_path / name)

@@ -86,6 +86,7 @@ def test_a_gain_too_small_for_the_storage_is_refused(gain: float, dtype: torch.d
     assert folded(where, "norm.bias", **{"norm.weight": small, "norm.bias": shift * (small > 0.1)})[1] == 0
 
 
+@pytest.mark.slow
 def test_small_gains_are_refused_or_folded_well_in_every_family() -> None:
     """bfloat16 models whose norms' shifts have readers without biases: refused where one gain is tiny."""
     found = set()
@@ -109,6 +110,7 @@ def test_small_gains_are_refused_or_folded_well_in_every_family() -> None:
     assert found >= {"gptj", "falcon"}
 
 
+@pytest.mark.slow
 def test_what_the_output_is_rounded_to_counts(tmp_path: Path) -> None:
     """A gain that folds well in float32 is refused where the recipe or the command writes fewer digits."""
     made = checkpoint("gptj", next(c.name for c in ALL if c.family == "gptj"), tmp_path / "plain")

@@ -26,6 +26,7 @@ def heads_recipe(anchor: Path, *donors: Path, **parameters: object) -> dict:
     }
 
 
+@pytest.mark.slow
 def test_classifiers_of_different_tasks_share_a_body(tmp_path: Path):
     anchor = make("roberta", tmp_path / "anchor", num_labels=2)
     donors = [make("roberta", tmp_path / str(n), seed=n, num_labels=n) for n in (3, 5)]
@@ -47,6 +48,7 @@ def test_classifiers_of_different_tasks_share_a_body(tmp_path: Path):
         assert len(json.loads((folder / "config.json").read_text())["id2label"]) == labels
 
 
+@pytest.mark.slow
 def test_a_refit_solves_the_body_that_heads_of_other_sizes_share(tmp_path: Path):
     """The merge runs under the anchor's head, as it is written; every model answers under its own, which is solved."""
     anchor, donor = (make("roberta", tmp_path / str(n), seed=n, num_labels=n) for n in (2, 3))
@@ -73,6 +75,7 @@ def test_a_refit_solves_the_body_that_heads_of_other_sizes_share(tmp_path: Path)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("--out-shard-size", "5K"), ("--no-safe-serialization",)])
 def test_bodies_in_several_files_and_in_pickles(options: tuple[str, ...], tmp_path: Path):
     """Whatever the body is written as: what stands under heads/ loads by itself, and is the body, each file its own."""
@@ -89,6 +92,7 @@ def test_bodies_in_several_files_and_in_pickles(options: tuple[str, ...], tmp_pa
     assert all(path.stat().st_nlink == 1 for path in files)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", ["rotation", "permutation"])
 def test_heads_move_with_their_donors(residual: str, tmp_path: Path):
     """A twin moved in the stream: under its head the merged body computes what the anchor does."""
@@ -99,6 +103,7 @@ def test_heads_move_with_their_donors(residual: str, tmp_path: Path):
     assert anchor.differs(tmp_path / "out" / "heads" / "twin") < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mean", [False, True])
 def test_heads_of_other_sizes_are_not_compared(mean: bool, tmp_path: Path):
     """Streams are matched on bodies: under a head of two classes more the merged one computes what the twin does."""
@@ -119,6 +124,7 @@ def test_heads_of_other_sizes_are_not_compared(mean: bool, tmp_path: Path):
     torch.testing.assert_close(found(**given).logits, wanted(**given).logits, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_heads_do_not_follow_plans_of_the_stream(tmp_path: Path):
     anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
     moved = twin(anchor, tmp_path / "twin", "none", heads="none", attention="none", ffn="permutation", scaling=False)

@@ -25,6 +25,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, bytes]:
     return anchor, donor, (folder / "map").read_bytes()
 
 
+@pytest.mark.slow
 def test_an_alignment_of_the_hub_at_its_revision(home: Hub, pair: tuple[Path, Path, bytes], tmp_path: Path) -> None:
     anchor, donor, content = pair
     first = home.commit("models/org/maps", {"sub/a.safetensors": content})

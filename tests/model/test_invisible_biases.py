@@ -134,6 +134,7 @@ def _other_donors(case: Case) -> None:
             torch.testing.assert_close(aligned[name][rows], anchor[name][rows])
 
 
+@pytest.mark.slow
 def test_a_turned_stream_takes_them_along() -> None:
     """With gains folded and writers centred, too."""
     model = planted(next(case for case in ONE if case.family == "opt")).untied
@@ -176,6 +177,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return anchor, twin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delegate", ["linear", "regmean", "refit"])
 def test_recipes_merge_twins_exactly(delegate: str, models: tuple[Path, Path], tmp_path: Path) -> None:
     anchor, twin = models
@@ -187,6 +189,7 @@ def test_recipes_merge_twins_exactly(delegate: str, models: tuple[Path, Path], t
     assert worst(found, state(anchor)) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_recipes_take_them_along_in_turned_streams(tmp_path: Path) -> None:
     """GPT-2: queries, keys and values in one tensor, stored as (in, out); gains folded, writers centred."""
     tied = checkpoint("gpt2", next(case.name for case in ONE if case.family == "gpt2"), tmp_path / "anchor")
@@ -201,6 +204,7 @@ def test_recipes_take_them_along_in_turned_streams(tmp_path: Path) -> None:
     assert worst(found, wanted) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_align_writes_the_anchors_biases(models: tuple[Path, Path], tmp_path: Path) -> None:
     anchor, twin = models
     done = run("align", anchor, twin, tmp_path / "out", "--heads", "permutation", "--alignment", tmp_path / "maps")
@@ -216,6 +220,7 @@ def test_align_writes_the_anchors_biases(models: tuple[Path, Path], tmp_path: Pa
     assert "one model in two coordinate systems" in same
 
 
+@pytest.mark.slow
 def test_a_gram_follows_the_bias_of_values(tmp_path: Path) -> None:
     """Of two models that differ elsewhere too, the merge is the same whichever twin of the donor is given."""
     anchor, donor = make("bert", tmp_path / "anchor"), save(build("bert", 1), tmp_path / "donor")

@@ -119,6 +119,7 @@ def test_push(model: Path, nobody: None, tmp_path: Path) -> None:
     assert "cannot be published: the hub does not answer" in one_error(run(*push, f"{model}=org/a@v1", "--yes").output)
 
 
+@pytest.mark.slow
 def test_what_is_in_the_cache_works(model: Path, hub: Hub, tmp_path: Path) -> None:
     """Merged, compared and inspected with a hub, then without: the same bytes."""
     hub.publish("org/anchor", model)

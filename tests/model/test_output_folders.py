@@ -140,6 +140,7 @@ def test_other_files_that_come_meanwhile_are_no_hindrance(tmp_path: Path) -> Non
     assert files(out) == {"config.json": "new", "log.txt": "written meanwhile"}
 
 
+@pytest.mark.slow
 def test_two_merges_started_together(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Of two recipes with other shards: what stands in the end is one of the two, whole, and the other said so."""
     anchor, donor = deep_pair

@@ -49,6 +49,7 @@ def sliced(plain: dict[str, Any], anchor: Checkpoint, donor: Checkpoint, at: int
     return {**{k: v for k, v in plain.items() if k != "models"}, "slices": [{"sources": piece} for piece in layers]}
 
 
+@pytest.mark.slow
 def test_what_averages_by_id_is_refused(models: tuple[Checkpoint, Checkpoint, torch.Tensor], tmp_path: Path) -> None:
     """By `check` and by every way to run a recipe; what takes no row of the donor's, or goes by tokens, is not."""
     anchor, donor, _ = models
@@ -74,6 +75,7 @@ def test_what_averages_by_id_is_refused(models: tuple[Checkpoint, Checkpoint, to
         assert WARNED not in " ".join(done.output.split())
 
 
+@pytest.mark.slow
 def test_every_other_path_warns(models: tuple[Checkpoint, Checkpoint, torch.Tensor], tmp_path: Path) -> None:
     anchor, donor, _ = models
     made, file = recipe(anchor, donor, residual="none"), tmp_path / "recipe.yml"
@@ -95,6 +97,7 @@ def test_every_other_path_warns(models: tuple[Checkpoint, Checkpoint, torch.Tens
     assert WARNED not in " ".join(run("inspect", file).output.split())
 
 
+@pytest.mark.slow
 def test_python_matches_on_the_shared_tokens_as_the_command_does(
     models: tuple[Checkpoint, Checkpoint, torch.Tensor], tmp_path: Path
 ) -> None:
@@ -123,6 +126,7 @@ def test_no_change_is_taken_from_a_model_of_other_ids(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_streams_are_matched_on_shared_tokens(
     models: tuple[Checkpoint, Checkpoint, torch.Tensor], tmp_path: Path
 ) -> None:
@@ -171,6 +175,7 @@ def test_averages_of_our_own_go_by_tokens_or_say_that_they_cannot(
     assert not (tmp_path / "refused").exists()
 
 
+@pytest.mark.slow
 def test_an_adapter_is_carried_by_its_tokens(
     models: tuple[Checkpoint, Checkpoint, torch.Tensor], tmp_path: Path
 ) -> None:

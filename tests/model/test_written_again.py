@@ -54,6 +54,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [make("llama", folder / str(seed), seed) for seed in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_a_folder_written_again_is_read_again(name: str, models: list[Path], tmp_path: Path) -> None:
     call, changing, others = CALLS[name], tmp_path / "changing", models[2:]

@@ -7,9 +7,12 @@ import importlib
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 SCRIPTS = sorted((Path(__file__).resolve().parents[2] / "benchmarks").rglob("*.py"))
 
 
+@pytest.mark.slow
 def test_benchmarks_import_what_there_is() -> None:
     missing = []
     for script in SCRIPTS:

@@ -160,6 +160,7 @@ def in_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransferConfig, "reading", few)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if has_work(page)], ids=lambda page: page.name)
 def test_page(page: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -187,6 +188,7 @@ FOLLOWED = ("add-group.md", "add-averaging.md")
 """Pages whose Python is parts of files; `test_add_group.py` and `test_add_averaging.py` follow them."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in FOLLOWED], ids=lambda page: page.name)
 def test_python_examples(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -17,6 +17,7 @@ PAGES = sorted(DOCS.glob("*.md"))
 LINK = re.compile(r"\]\(([^)#:\s]*)(#[^)\s]+)?\)")
 
 
+@pytest.mark.slow
 def test_tables_are_what_the_code_says() -> None:
     """In a process of its own, where no test has registered methods; `python docs/generate.py` mends it."""
     found = fresh(lambda: sorted(map(str, runpy.run_path(str(DOCS / "generate.py"))["stale"](keep=True))))
@@ -82,6 +83,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert [page.name for page in PAGES if f" {page.name}\n" not in navigation] == []
 
 
+@pytest.mark.slow
 def test_site_builds_offline_without_warnings(tmp_path: Path) -> None:
     """And loads nothing from other machines."""
     pytest.importorskip("material", reason="needs mkdocs-material")

@@ -74,6 +74,7 @@ def published(hub: Hub, folder: Path) -> None:
         hub.publish(f"org/{name}", place)
 
 
+@pytest.mark.slow
 def test_the_first_screen_runs_on_a_fresh_machine(environment: Path, tmp_path: Path) -> None:
     dist, python, work = tmp_path / "dist", environment / "bin" / "python", tmp_path / "work"
     work.mkdir()
@@ -114,6 +115,7 @@ def test_the_first_screen_runs_on_a_fresh_machine(environment: Path, tmp_path: P
     assert weights[0] == weights[1] == weights[2]
 
 
+@pytest.mark.slow
 def test_a_release_is_one_command(tmp_path: Path) -> None:
     """Version, date, commit and tag; refused on unfinished work, twice, and without a heading in the changelog."""
     place = tmp_path / "checkout"

@@ -135,6 +135,7 @@ def test_no_command_runs_what_comes_with_a_checkpoint(
         assert "donor" in lines[0]
 
 
+@pytest.mark.slow
 def test_only_what_the_user_said_is_handed_on() -> None:
     """`trust_remote_code` is nowhere set; where it is passed, it is mergekit's option or our argument of that name."""
     found = []
@@ -153,6 +154,7 @@ def test_only_what_the_user_said_is_handed_on() -> None:
         )
 
 
+@pytest.mark.slow
 def test_pickles_are_only_read_as_weights() -> None:
     """Every torch.load says weights_only=True, and nothing else unpickles."""
     loads = 0

@@ -136,6 +136,7 @@ def test_every_part_has_a_figure() -> None:
     assert {part for parts in ROOMS for part in parts} == {*ORDER, "__init__"}
 
 
+@pytest.mark.slow
 def test_no_circles() -> None:
     """Within a part, too, files can be read one after the other."""
     modules = {module_of(path): path for path in FILES}

@@ -199,6 +199,7 @@ def test_ctrl_c_ends_with_130_and_says_whether_the_command_goes_on(module: str, 
     assert ("run the same command to continue" in capsys.readouterr().err) == goes_on
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error():
     """`rotation-merge inspect --architectures --json | head -c 1`."""
     command = [Path(sys.executable).with_name("rotation-merge"), "inspect", "--architectures", "--json"]

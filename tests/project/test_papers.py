@@ -23,6 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("papers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_script_gives_the_rows_that_it_promises(script: ModuleType, folder: Path) -> None:
     found = apparatus.run(script.__name__, ["--quick", "--out", str(folder), "--checkpoints", "absent"])

@@ -20,7 +20,6 @@ PUBLIC = {"errors"}
 HELPERS = {
     "carry_support.py": "adapters and bases in other coordinates are made from the labels of an architecture",
     "cli_support.py": "runs the command line in this process: its entry point, its commands and the demo's data",
-    "faults_support.py": "damages folders that doctor and the check of folders must name",
     "fresh_support.py": "a fresh interpreter in which the plugin is not installed yet",
     "gguf_support.py": "writes the GGUF files that tests read",
     "hub_support.py": "publishes a folder as push does",

@@ -68,6 +68,7 @@ def test_opens_with_purpose_formula_source_and_what_to_expect(recipe: Path):
     assert [heading for heading in found if heading] == list(HEADINGS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_passes_check_and_runs(recipe: Path, models: Path, tmp_path: Path):
     local = prepared(recipe, models, tmp_path)
@@ -97,6 +98,7 @@ def test_check_says_what_became_of_a_genome():
     assert "there is no key 'genome' here; it was removed" in done.output
 
 
+@pytest.mark.slow
 def test_check_reads_hub_names_without_a_network(monkeypatch: pytest.MonkeyPatch):
     """The recipes as they are: their models are not here, which is a note and no fault."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

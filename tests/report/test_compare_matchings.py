@@ -47,6 +47,7 @@ def barriers(models: dict[str, Path], *names: str, options: tuple[object, ...] =
     return found
 
 
+@pytest.mark.slow
 def test_curves_of_one_command_are_those_of_single_ones_in_any_order(models: dict[str, Path], tmp_path: Path) -> None:
     file = tmp_path / "map.safetensors"
     flags = ("--heads", "permutation", "--residual", "rotation")
@@ -68,6 +69,7 @@ def test_curves_of_one_command_are_those_of_single_ones_in_any_order(models: dic
     assert rise(curves["residual"]) < 1e-3 < rise(curves["local"])  # what was planted
 
 
+@pytest.mark.slow
 def test_maps_chosen_on_samples(models: dict[str, Path], tmp_path: Path) -> None:
     """As a curve by name, by --match-on, and where a recipe says so; what was planted is found."""
     pair = ("anchor", "turned")
@@ -84,6 +86,7 @@ def test_maps_chosen_on_samples(models: dict[str, Path], tmp_path: Path) -> None
     assert "a recipe already gives the maps" in run(*given).output
 
 
+@pytest.mark.slow
 def test_a_recipe_with_two_donors_and_a_carried_one(models: dict[str, Path], tmp_path: Path) -> None:
     document = recipe_for("linear", models["anchor"], models["turned"], models["near"], heads="permutation")
     path = write_recipe(document, tmp_path / "r.yml")
@@ -125,6 +128,7 @@ def test_bad_input_is_one_line(models: dict[str, Path], options: tuple[str, ...]
     assert "Traceback" not in done.output
 
 
+@pytest.mark.slow
 def test_pictures_hold_every_curve(models: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     names = "neurons,rotation,paper,permutation,local,residual"

@@ -47,6 +47,7 @@ def copied(folders: dict[str, Path], tmp_path: Path) -> Copy:
     return copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_planted_faults_are_found(family: str, copied: Copy) -> None:
     """By headers and small files alone, each by its name."""
@@ -100,6 +101,7 @@ MENDED = (
 IN_TENSORS = ("a tensor left out", "a tensor that nobody reads", "a tied head stored")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_what_can_be_mended_is(family: str, copied: Copy) -> None:
     """Nothing is left to find, and what was done is said."""

@@ -41,6 +41,7 @@ def loss(path: Path, data: Path, config: Path | None = None) -> float:
     return rm.evaluate((state(path), json.loads((config / "config.json").read_text())), [batch])["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", ["none", "permutation", "rotation"])
 def test_each_end_is_the_parent_under_its_own_config(residual: str, two: tuple[Path, Path, Path]) -> None:
     anchor, donor, data = two
@@ -52,6 +53,7 @@ def test_each_end_is_the_parent_under_its_own_config(residual: str, two: tuple[P
             assert (curve["loss"][0], curve["loss"][-1]) == pytest.approx(ends, abs=1e-4), curve["name"]
 
 
+@pytest.mark.slow
 def test_it_says_how_far_all_paths_are(two: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A line now and then, which counts up to all the models that are measured; none where it is quick."""
     anchor, donor, data = two
@@ -74,6 +76,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Pa
     return models, [folder / f"{n}.npz" for n in (2, 3, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", ["none", "permutation"])
 def test_models_that_keep_heads_of_other_sizes(
     residual: str, tasks: tuple[list[Path], list[Path]], tmp_path: Path
@@ -94,6 +97,7 @@ def test_models_that_keep_heads_of_other_sizes(
         assert one["curves"][1]["loss"][1] == pytest.approx(loss(whole, data[number]), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_several_models_that_keep_their_heads(tasks: tuple[list[Path], list[Path]], tmp_path: Path) -> None:
     """Data are counted, and a path has the tasks of its ends."""
     models, data = tasks

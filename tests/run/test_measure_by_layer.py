@@ -64,6 +64,7 @@ def test_layer_by_layer_finds_what_the_whole_model_shows(case: Case, tmp_path: P
             torch.testing.assert_close(found.tensors[key].load(), wanted.load(), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
     """Two layers or eight: weights of one, sums of one."""
     peaks = []
@@ -77,6 +78,7 @@ def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
     assert 0 < peaks[1] <= 1.02 * peaks[0]
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that does not fit is run by layer: the same statistics, the same after an interruption; or one line."""
     path = make_checkpoint("llama", tmp_path / "model")

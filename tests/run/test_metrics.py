@@ -41,6 +41,7 @@ def test_figures_agree_with_scikit_learn_and_scipy():
     assert of_numbers(torch.ones(3), torch.arange(3.0)) == {"pearson": 0.0, "spearman": 0.0}
 
 
+@pytest.mark.slow
 def test_models_with_classes_and_with_one_output(tmp_path: Path):
     """A file of its own for each task; the model's own answers as labels give full marks."""
     several, one = make("bert", tmp_path / "several", num_labels=3), make("bert", tmp_path / "one", num_labels=1)

@@ -24,6 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     return {f: (make(f, folder / f / "a"), make(f, folder / f / "b", seed=1)) for f in FAMILIES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_right_work_passes(family: str, dtype: str, models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
@@ -63,6 +64,7 @@ def test_wrong_work_is_kept_aside(
     assert (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_output_that_is_no_answer_counts(tmp_path: Path) -> None:
     """CLIP's towers hand out their streams: one turned with its readers leaves the logits alone, and is found out."""
     case = next(case for case in ALL if case.class_name == "CLIPModel")

@@ -21,6 +21,7 @@ from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.proof import Proof, prove
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "bert", "vit"])
 def test_large_models_are_proven_layer_by_layer(
     family: str, models: dict[str, tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -63,6 +64,7 @@ def never(*_: Any) -> Any:
     raise AssertionError("a large model is held whole")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(case for case in ALL if case.family == "nomic_bert")
     for seed in (0, 1):
@@ -77,6 +79,7 @@ def test_what_cannot_be_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "NomicBertForMaskedLM in another form" in done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", ["none", "rotation"])
 def test_a_merge_proves_donors_moved_by_files(
     residual: str, models: dict[str, tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -68,6 +68,7 @@ def test_refit_keeps_what_models_agree_on(models) -> None:
         torch.testing.assert_close(same[name], tensor, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_polish_comes_nearer_to_its_teachers(models) -> None:
     merged = rm.average(models)
     config = rm.PolishConfig(steps=20, learning_rate=3e-3)
@@ -80,6 +81,7 @@ def test_polish_comes_nearer_to_its_teachers(models) -> None:
     )
 
 
+@pytest.mark.slow
 def test_samples_may_be_a_loader_or_a_generator(models) -> None:
     """Also where they are read more than once."""
     rows = [{"input_ids": row} for batch in SAMPLES for row in batch["input_ids"]]

@@ -147,12 +147,14 @@ def agrees(folder: Path, pairs: Path) -> float:
     return parsed("evaluate", folder, "--data", pairs)[0]["pearson"]
 
 
+@pytest.mark.slow
 def test_embeddings_are_those_of_the_modules_one_by_one(models: dict[str, Path], pairs: Path):
     """Of texts of several lengths, in one batch."""
     assert agrees(models["anchor"], pairs) == pytest.approx(1.0, abs=1e-6)
     assert agrees(models["donor"], pairs) < 0.9
 
 
+@pytest.mark.slow
 def test_the_default_prompt_stands_before_every_text(models: dict[str, Path], pairs: Path, tmp_path: Path):
     """As sentence-transformers encodes; no more tokens than the folder says."""
     path = tmp_path / "prompted"
@@ -174,6 +176,7 @@ def test_the_default_prompt_stands_before_every_text(models: dict[str, Path], pa
     assert "its pooling excludes the prompt" in one_error(run("evaluate", path, "--data", pairs).output)
 
 
+@pytest.mark.slow
 def test_align_takes_the_stream_and_the_dense_maps_along(models: dict[str, Path], tmp_path: Path):
     out = tmp_path / "out"
     assert parsed("verify", models["anchor"], models["twin"])["same"]
@@ -186,6 +189,7 @@ def test_align_takes_the_stream_and_the_dense_maps_along(models: dict[str, Path]
         torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_embedding_gemma(tmp_path: Path):
     """Gemma 3 that looks both ways, its stream read by two linear dense maps: a moved twin gives the same embeddings,
     and the anchor when merged with it."""
@@ -214,6 +218,7 @@ def test_embedding_gemma(tmp_path: Path):
         torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_merge_writes_every_module(models: dict[str, Path], tmp_path: Path):
     recipe = recipe_for("linear", models["anchor"], models["twin"], residual="permutation")
     out = tmp_path / "out"
@@ -243,6 +248,7 @@ def test_without_a_dense_map_the_stream_stays(models: dict[str, Path], tmp_path:
     assert everything(tmp_path / "out") >= everything(models["bare"])
 
 
+@pytest.mark.slow
 def test_carry_keeps_the_modules(models: dict[str, Path], tmp_path: Path):
     arguments = ("--from", models["anchor"], "--to", models["twin"], *WHOLE)
     assert parsed("carry", models["anchor"], tmp_path / "out", *arguments)
@@ -250,6 +256,7 @@ def test_carry_keeps_the_modules(models: dict[str, Path], tmp_path: Path):
     assert parsed("verify", models["anchor"], tmp_path / "out", "--tolerance", "1e-3")["same"]
 
 
+@pytest.mark.slow
 def test_measured_by_spearman_on_pairs(models: dict[str, Path], pairs: Path):
     found = parsed("evaluate", models["anchor"], models["donor"], "--data", pairs)
     assert found[0]["task"] == "similarity"
@@ -261,6 +268,7 @@ def test_measured_by_spearman_on_pairs(models: dict[str, Path], pairs: Path):
     assert aligned[1] == pytest.approx(0.0, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_python_calls_judge_embeddings_as_the_commands_do(models: dict[str, Path], pairs: Path, tmp_path: Path):
     """From folders, and from views of them; what cannot be trained is refused by both."""
     anchor, twin, donor = (models[name] for name in ("anchor", "twin", "donor"))
@@ -282,6 +290,7 @@ def test_python_calls_judge_embeddings_as_the_commands_do(models: dict[str, Path
         rm.polish(anchor, [twin], pairs)
 
 
+@pytest.mark.slow
 def test_python_writes_every_module(models: dict[str, Path], pairs: Path, tmp_path: Path):
     """Dense maps in their own folders, with the values that were computed for them."""
     anchor, donor = models["anchor"], models["donor"]
@@ -295,6 +304,7 @@ def test_python_writes_every_module(models: dict[str, Path], pairs: Path, tmp_pa
     assert agrees(tmp_path / "out", pairs) == pytest.approx(figures["pearson"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_averages_with_inputs_take_pairs_as_texts(models: dict[str, Path], pairs: Path, tmp_path: Path):
     """By regmean and refit the anchor and itself in other coordinates give the anchor back, dense maps included; what
     does not know the modules behind the transformer says so."""
@@ -318,6 +328,7 @@ def test_averages_with_inputs_take_pairs_as_texts(models: dict[str, Path], pairs
     assert "whose modules cannot be trained" in one_error(bad.output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("single", [False, True])
 def test_refit_moves_embeddings_towards_both(
     single: bool, models: dict[str, Path], pairs: Path, texts: Path, tmp_path: Path

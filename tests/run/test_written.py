@@ -17,6 +17,7 @@ from rotation_merge.run.generated_samples import self_written
 LLAMA, VIT = str(CHECKPOINTS / "llama-0"), str(CHECKPOINTS / "vit-0")
 
 
+@pytest.mark.slow
 def test_a_language_model_writes_its_own_samples():
     model = load(LLAMA)
     first, again, other = (read_batches("self", LLAMA, model, limit=3, length=40, seed=s) for s in (0, 0, 1))

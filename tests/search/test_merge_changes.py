@@ -120,6 +120,7 @@ def test_an_adapter_stands_on_its_base() -> None:
     assert "adapter" in base.why
 
 
+@pytest.mark.slow
 def test_adapters_without_their_base_are_merged_as_models(tmp_path: Path, only: Callable[..., None]) -> None:
     """Their base is the folder that their configs name, beside them, and the base of their changes."""
     only("wudi")
@@ -236,6 +237,7 @@ def test_recipes_of_changes_name_the_base_and_leave_it_out_of_the_models() -> No
         assert ("lambda" in recipe["parameters"]) == (candidate.name in CHANGES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["task_arithmetic", "dare_ties", "wudi"])
 def test_the_scale_is_searched_and_the_recipe_makes_the_merge(
     name: str, tmp_path: Path, only: Callable[..., None]
@@ -257,6 +259,7 @@ def test_the_scale_is_searched_and_the_recipe_makes_the_merge(
     assert "base's own text" in card
 
 
+@pytest.mark.slow
 def test_every_method_is_tried_before_any_scale_is_searched(tmp_path: Path, only: Callable[..., None]) -> None:
     only("plain", "wudi", "task_arithmetic")
     done = run("merge", ENGLISH, C, tmp_path / "out", *TINY, "--data", "demo:english", "--data", "demo:c", "--json")
@@ -325,6 +328,7 @@ def test_a_merge_that_forgets_more_than_it_may_does_not_win() -> None:
     assert "0.0900 nats more" in words
 
 
+@pytest.mark.slow
 def test_the_verdict_says_why_a_better_score_was_not_taken(
     tmp_path: Path, only: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,6 +358,7 @@ def test_loading_leaves_a_base_as_it_is() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
 
 
+@pytest.mark.slow
 def test_python_takes_what_the_command_takes(
     tmp_path: Path, only: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

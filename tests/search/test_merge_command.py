@@ -67,6 +67,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     return out, json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_the_best_is_written_and_its_recipe_gives_the_same_bytes(merged: tuple[Path, dict], tmp_path: Path):
     out, found = merged
     forgetful = " ".join(found["notes"])
@@ -93,6 +94,7 @@ def test_figures_are_of_samples_that_nothing_saw(merged: tuple[Path, dict]):
     assert found["worth_it"] == (found["best"]["score"] < min(parents))
 
 
+@pytest.mark.slow
 def test_one_parent_alone_is_better_and_nothing_is_written(tmp_path: Path):
     """Independent models, no alignment in the budget: the plain average is worse than either."""
     out = tmp_path / "out"
@@ -229,6 +231,7 @@ def test_an_output_that_is_there_is_kept(tmp_path: Path):
     assert "--force" in result.output
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_goes_on_and_a_failing_candidate_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -259,6 +262,7 @@ def test_an_interrupted_search_goes_on_and_a_failing_candidate_is_left_out(
     assert found["tried"]
 
 
+@pytest.mark.slow
 def test_a_candidate_too_large_for_the_gpu_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: Callable[[int], None]
 ):
@@ -288,6 +292,7 @@ def test_a_folder_that_no_search_wrote_is_refused(tmp_path: Path):
     assert [path.name for path in tmp_path.rglob("*")] == ["out.unfinished", "diary.txt"]
 
 
+@pytest.mark.slow
 def test_its_recipe_runs_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Models and files that were named from where the command was run."""
     from rotation_merge.search import run as search
@@ -303,6 +308,7 @@ def test_its_recipe_runs_from_any_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert f"{tmp_path / 'out-samples'}{os.sep}" in text
 
 
+@pytest.mark.slow
 def test_interrupted_while_it_writes_it_goes_on_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: Callable[[int], None]
 ):
@@ -396,6 +402,7 @@ def test_a_soup_keeps_what_helps(monkeypatch: pytest.MonkeyPatch):
     assert seen == ["ab", "abc", "abd", "abde"]
 
 
+@pytest.mark.slow
 def test_polish_is_a_step_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: Callable[[int], None]):
     """The merge stays as its recipe makes it; the trained model stands beside it with figures of its own."""
     from rotation_merge.averaging.polish import PolishReport

@@ -71,6 +71,7 @@ def test_the_verdict_stands_in_report_and_card(tmp_path: Path, only: Callable[..
     assert json.loads(items["rotation_merge.json"].text)["search"]["parents"][0]["name"].startswith("org/english@")
 
 
+@pytest.mark.slow
 def test_what_the_recipe_names_is_there_and_what_that_was_made_from(tmp_path: Path, only: Callable[..., None]) -> None:
     """Statistics, and the samples that they were measured on; push finds them."""
     only("regmean")
@@ -96,6 +97,7 @@ def test_what_the_recipe_names_is_there_and_what_that_was_made_from(tmp_path: Pa
     assert not [name for name, source in items.items() if isinstance(source, bytes) and str(place).encode() in source]
 
 
+@pytest.mark.slow
 def test_a_refit_names_its_samples_and_they_are_there(tmp_path: Path, only: Callable[..., None]) -> None:
     only("refit, plain")
     assert run("merge", ENGLISH, C, tmp_path / "out", *TEXTS, *TINY).exit_code == 0
@@ -107,6 +109,7 @@ def test_a_refit_names_its_samples_and_they_are_there(tmp_path: Path, only: Call
     ]
 
 
+@pytest.mark.slow
 def test_few_samples_do_at_the_default_batch_size(tmp_path: Path, only: Callable[..., None]) -> None:
     only("plain", "regmean")
     done = run("merge", ENGLISH, C, tmp_path / "out", *TEXTS, "--samples", 8, "--length", 32, "--anyway", "--json")
@@ -117,6 +120,7 @@ def test_few_samples_do_at_the_default_batch_size(tmp_path: Path, only: Callable
 # --- time -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_existing_folder_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("x")
     code = (
@@ -166,6 +170,7 @@ def slow_merge(seconds: float, only_after: int = 1) -> Callable[..., None]:
     return merging
 
 
+@pytest.mark.slow
 def test_a_budget_holds_and_no_number_is_negative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A candidate that takes longer than was thought is ended in time for the rest; what has been made is kept."""
     monkeypatch.setattr(searches, "merge_recipe", slow_merge(120))
@@ -181,6 +186,7 @@ def test_a_budget_holds_and_no_number_is_negative(tmp_path: Path, monkeypatch: p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+@pytest.mark.slow
 def test_the_one_that_always_runs_does_so_without_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = run("merge", ENGLISH, C, tmp_path / "out", *TEXTS, *TINY, "--budget", "0.1s", "--json")
     assert done.exit_code == 0, done.output
@@ -188,6 +194,7 @@ def test_the_one_that_always_runs_does_so_without_a_budget(tmp_path: Path, monke
     assert not re.search(r"-\d+(\.\d+)? s", done.stderr)
 
 
+@pytest.mark.slow
 def test_signs_of_life_come_at_least_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the work tells of nothing; with what is left of it, which is never negative."""
     monkeypatch.setattr(clocks, "EVERY", 0.3)
@@ -236,6 +243,7 @@ def test_a_clock_ends_work_that_tells_of_itself() -> None:
 # --- what is tried --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_how_models_lie_to_each_other_decides_what_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few steps apart: alignment does nothing. A planted permutation of neurons: it does, whatever the cosine says."""
     chosen: list[str] = []
@@ -286,6 +294,7 @@ def test_few_examples_prove_nothing() -> None:
     assert not cannot_win(sets, [[2.0] * 16, [7.0] * 16])
 
 
+@pytest.mark.slow
 def test_what_was_given_up_is_said_and_ranks_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Planner.candidates
 

@@ -15,6 +15,7 @@ from test_sentence import texts as texts
 from rotation_merge.search.candidates import Planner
 
 
+@pytest.mark.slow
 def test_merge_chooses_without_scores(
     models: dict[str, Path], texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -35,6 +36,7 @@ def test_merge_chooses_without_scores(
     assert "embeddings are compared within a batch" in one_error(one.output)
 
 
+@pytest.mark.slow
 def test_merge_chooses_by_it(models: dict[str, Path], pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     real = Planner.candidates
     monkeypatch.setattr(Planner, "candidates", lambda self: real(self)[:2])

@@ -78,6 +78,7 @@ def same(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return merge(ENGLISH, C, tmp_path_factory.mktemp("same") / "out", *TEXTS)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [TEXTS, ("--data", "self")])
 def test_permuted_ids_change_nothing(data: tuple[str, ...], other: Path, same: dict[str, Any], tmp_path: Path) -> None:
     """Parents, ensemble and plain merge are worth what they are worth with the same ids."""
@@ -94,6 +95,7 @@ def test_permuted_ids_change_nothing(data: tuple[str, ...], other: Path, same: d
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(text) == AutoTokenizer.from_pretrained(ENGLISH)(text)
 
 
+@pytest.mark.slow
 def test_a_copy_under_other_ids_is_its_model(other: Path, tmp_path: Path) -> None:
     found, _ = merge(C, other, tmp_path / "out", "--data", "demo:c", "--budget", "1s")
     parents = [figures["score"] for figures in found["parents"].values()]
@@ -101,6 +103,7 @@ def test_a_copy_under_other_ids_is_its_model(other: Path, tmp_path: Path) -> Non
     assert found["plain"]["score"] == pytest.approx(parents[0], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["demo:english", "self"])
 def test_models_that_divide_text_differently_are_judged_by_byte(data: str, tmp_path: Path) -> None:
     other = dividing_otherwise(C, tmp_path / "other")

@@ -142,6 +142,7 @@ def test_names_are_shown_as_they_are() -> None:
     assert prose("`a<b` and a<b, not <i> but `<i>`", ["a<b"]) == "`a<b` and a&lt;b, not &lt;i> but `<i>`"
 
 
+@pytest.mark.slow
 def test_a_recipe_does_not_end_its_own_block(tmp_path: Path) -> None:
     models = [make("llama", tmp_path / name, seed) for seed, name in enumerate("ab")]
     recipe = recipe_for("linear", *models)

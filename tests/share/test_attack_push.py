@@ -46,6 +46,7 @@ def put(folder: Path, *places: str) -> None:
         (folder / place).write_bytes(SECRET)
 
 
+@pytest.mark.slow
 def test_only_what_belongs_to_a_merge(made: tuple[Path, list[str], list[str]], out: Path, home: Hub) -> None:
     put(out, *STRAY)
     found = parsed("push", out, "me/x", *made[1])
@@ -127,6 +128,7 @@ def test_a_model_without_safetensors(made: tuple[Path, list[str], list[str]], ou
             path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_what_was_pulled_is_pushed_again(made: tuple[Path, list[str], list[str]], home: Hub, tmp_path: Path) -> None:
     """Its manifest is written anew, and named nowhere as a file that is left out."""
     assert run("push", made[0], "me/first", *made[1], "--yes").exit_code == 0

@@ -72,6 +72,7 @@ def pushed(local: tuple[Path, Path, Path, dict[str, str]], home: Hub) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_somebody_else_makes_the_same_bytes(local: Any, home: Hub, pushed: str, tmp_path: Path) -> None:
     done = run("pull", f"{REPO}@{pushed}", tmp_path / "theirs", "--no-weights")
     assert done.exit_code == 0, done.output
@@ -86,6 +87,7 @@ def test_somebody_else_makes_the_same_bytes(local: Any, home: Hub, pushed: str, 
     assert parsed("verify", tmp_path / "whole", tmp_path / "again")["same"]
 
 
+@pytest.mark.slow
 def test_what_is_published(local: Any, home: Hub, pushed: str) -> None:
     anchor, _, _, revisions = local
     files = home.files(REPO)
@@ -112,6 +114,7 @@ def test_what_is_published(local: Any, home: Hub, pushed: str) -> None:
     assert manifest["machine"]["kernels"]
 
 
+@pytest.mark.slow
 def test_weights_go_the_way_of_large_files(local: Any, home: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """In batches of git-lfs, or by Xet where huggingface_hub has it: the same commit; what fails is one line."""
     from huggingface_hub import _commit_api, constants
@@ -182,6 +185,7 @@ def test_local_names_are_refused_with_the_remedy(local: Any, home: Hub, tmp_path
         card.write_text(kept)
 
 
+@pytest.mark.slow
 def test_an_aligned_donor_is_published_as_a_fine_tune(local: Any, home: Hub, tmp_path: Path) -> None:
     assert run("align", *local[:2], tmp_path / "aligned", "--no-verify").exit_code == 0
     (tmp_path / "aligned" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(local[0])}))
@@ -195,6 +199,7 @@ def test_an_aligned_donor_is_published_as_a_fine_tune(local: Any, home: Hub, tmp
     assert run("pull", "me/aligned", tmp_path / "theirs").exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False])
 def test_what_was_polished_is_published_with_its_base(lora: bool, local: Any, home: Hub, tmp_path: Path) -> None:
     anchor, donor, _, revisions = local
@@ -219,6 +224,7 @@ def test_what_was_polished_is_published_with_its_base(lora: bool, local: Any, ho
     assert run("inspect", tmp_path / "theirs", "--report").exit_code == 0
 
 
+@pytest.mark.slow
 def test_statistics_beside_a_model_travel(
     local: Any, home: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +275,7 @@ models:
         completed("models: [{model: a, parameters: &x {weight: 1}}, {model: b, parameters: *x}]", used[:2])
 
 
+@pytest.mark.slow
 def test_samples_travel_where_that_is_said(local: Any, home: Hub, tmp_path: Path) -> None:
     from cli_support import CHECKPOINTS
 
@@ -290,6 +297,7 @@ def test_samples_travel_where_that_is_said(local: Any, home: Hub, tmp_path: Path
     assert str(tmp_path) not in found["card"]
 
 
+@pytest.mark.slow
 def test_statistics_stay_here_and_the_manifest_says_how_they_are_measured(
     local: Any, home: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +358,7 @@ def test_statistics_in_the_folder_itself_are_published_only_where_asked(local: A
         path.unlink()
 
 
+@pytest.mark.slow
 def test_models_in_the_head_of_an_alignment_have_their_names_of_the_hub(
     local: Any, home: Hub, pushed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +380,7 @@ def test_models_in_the_head_of_an_alignment_have_their_names_of_the_hub(
     assert rm.Alignment.load(copy).transforms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["tensor", "recipe", "alignment", "manifest", "missing", "outside"])
 def test_tampered_files_are_refused(what: str, local: Any, home: Hub, pushed: str, tmp_path: Path) -> None:
     repo = "me/tampered"
@@ -403,6 +413,7 @@ def test_what_is_nowhere(home: Hub, tmp_path: Path) -> None:
     assert list(tmp_path.glob("a*")) == []
 
 
+@pytest.mark.slow
 def test_the_endpoint_is_that_of_the_environment(local: Any, home: Hub, pushed: str, tmp_path: Path) -> None:
     """A process of its own finds the hub through HF_ENDPOINT, and waits for nothing that it does not need."""
     program = Path(sys.executable).with_name("rotation-merge")
