@@ -112,14 +112,15 @@ REMOVED: dict[str, str] = {
     "share": "Iso-CTS, which never won; 'iso' keeps the directions of the sum, leave it out",
     "alpha": "refit's targets from the merge's own inputs, which gained less; leave it out, or raise 'ridge'",
     "norms": "refit's solving of gains and shifts of norms, which never won; leave it out",
-    "rank": "Grams of low rank in statistics files; leave it out, and 'measure' keeps them whole",
-    "carry: activations": "maps from activations bring less than half of what a refit brings; use 'refit'",
-    "method: activations": "maps from activations bring less than half of what a refit brings; use 'refit'",
+    "measure rank": "Grams of low rank in statistics files; leave it out, and 'measure' keeps them whole",
+    "carry: activations": "maps from activations bring 18 to 22% of a change, a refit 44 to 79%; use 'refit'",
+    "method: activations": "maps from activations bring 18 to 22% of a change, a refit 44 to 79%; use 'refit'",
     "controls": "random changes are measured in the project's benchmarks; leave it out",
     "judge": "a quarter of the samples judges; leave it out, and name samples of your task as 'data'",
 }
-"""Options, recipe keys, values (`KEY: VALUE`), methods and commands that were removed before the first release, by
-name: what each of them was and what to do instead, as the rest of the sentence "'NAME' was removed: ..."."""
+"""Options (`COMMAND OPTION` where others have one of that name), recipe keys, values (`KEY: VALUE`), methods and
+commands that were removed before the first release, by name: what each of them was and what to do instead, as the rest
+of the sentence "'NAME' was removed: ..."."""
 
 
 def removed(name: str) -> str:

@@ -80,8 +80,10 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except click.UsageError as wrong:
             error = wrong
-            if isinstance(wrong, click.NoSuchOption) and (remedy := removed(wrong.option_name)):
-                error = click.UsageError(f"there is no option '{wrong.option_name}': {remedy}", wrong.ctx)
+            command = wrong.ctx.info_name if wrong.ctx is not None else ""
+            option = wrong.option_name.strip("-") if isinstance(wrong, click.NoSuchOption) else ""
+            if remedy := removed(f"{command} {option}") or removed(option):
+                error = click.UsageError(f"there is no option '--{option}': {remedy}", wrong.ctx)
             if not ctx.meta[JSON]:
                 raise error from None
             name = error.ctx.command_path if error.ctx is not None else ctx.command_path
