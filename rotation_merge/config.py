@@ -151,7 +151,7 @@ class Option:
         if self.kind is tuple and isinstance(value, tuple) and value:
             word = next(word for word in value if word not in self.choices)
             problem = f"{noun} '{name}' holds {short(repr(word))}"
-        if isinstance(word, str) and (remedy := removed(f"{name.strip('-')}: {word}")):
+        if isinstance(word, str) and (remedy := removed(f"{name}: {word}")):
             raise RecipeError(problem, remedy=remedy)
         close = nearest(word, self.literals) if isinstance(word, str) else ""
         if "did you mean" in close:

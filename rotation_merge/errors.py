@@ -93,34 +93,51 @@ def short(error: object) -> str:
     return textwrap.shorten(f"{error} is missing" if lacks else str(error), 160, placeholder=" ...")
 
 
-REMOVED: dict[str, str] = {
-    "genome": "mergekit has deprecated mergekit-evolve; align once with 'rotation-merge align', search over its models",
-    "tensor": "one tensor's way through a merge; rotation_merge.json beside the merge holds every space's figures",
-    "anchors": "barriers with each model as the anchor in turn; run 'barrier' once for each anchor, with two models",
-    "html": "the report as a page; the model card and rotation_merge.json hold it, 'barrier --plot' draws paths",
-    "report": "the report as a page; the model card and rotation_merge.json hold it, 'barrier --plot' draws paths",
-    "attention: invertible": "any invertible map in a head; use 'rotation', an orthogonal map with a scale",
-    "mend_weights": "dropping or copying tensors of a merged model; correct the recipe and merge again",
-    "subsets": "merges of some of the models; run 'merge' on those models",
-    "widths": "a base of another width brings -3 to 16% of a change; take models of equal sizes, or train anew",
-    "layers_map": "a base of another depth brings -3 to 16% of a change; take bases of equal depth, or train anew",
-    "rooted": "only the widening of models read it; leave the entry out",
-    "kfac": "K-FAC, which kept less than solving on samples (74.3 against 94.6%); use 'refit', 'regmean' or 'fisher'",
-    "kinds: kfac": "K-FAC factors; measure 'gram' for 'regmean' or 'fisher' for 'fisher', or use delegate 'refit'",
-    "kinds: moments": "means and mean squares, which no average read; 'gram' holds both",
-    "gram_norm": "other divisors of Grams, which never won; leave it out, for the norm in 'wudi' and none in 'refit'",
-    "share": "Iso-CTS, which never won; 'iso' keeps the directions of the sum, leave it out",
-    "alpha": "refit's targets from the merge's own inputs, which gained less; leave it out, or raise 'ridge'",
-    "norms": "refit's solving of gains and shifts of norms, which never won; leave it out",
-    "measure rank": "Grams of low rank in statistics files; leave it out, and 'measure' keeps them whole",
-    "carry: activations": "maps from activations bring 18 to 22% of a change, a refit 44 to 79%; use 'refit'",
-    "method: activations": "maps from activations bring 18 to 22% of a change, a refit 44 to 79%; use 'refit'",
-    "controls": "random changes are measured in the project's benchmarks; leave it out",
-    "judge": "a quarter of the samples judges; leave it out, and name samples of your task as 'data'",
+_REMOVED: dict[tuple[str, ...], str] = {
+    (
+        "genome",
+    ): "mergekit has deprecated mergekit-evolve; align once with 'rotation-merge align', search over its models",
+    (
+        "inspect tensor",
+    ): "one tensor's way through a merge; rotation_merge.json beside the merge holds its space's figures",
+    (
+        "barrier anchors",
+    ): "barriers with each model as the anchor in turn; run 'barrier' once for each, with two models",
+    ("report", "align html", "inspect html"): "the report as a page; the model card and rotation_merge.json hold it, "
+    "'barrier --plot' draws paths",
+    ("attention: invertible",): "any invertible map in a head; use 'rotation', an orthogonal map with a scale",
+    ("doctor mend_weights",): "dropping or copying tensors of a merged model; correct the recipe and merge again",
+    ("subsets", "merge subsets"): "merges of some of the models; run 'merge' on those models",
+    ("widths", "align widths", "carry widths"): "a base of another width brings -3 to 16% of a change; take models of "
+    "equal sizes, or train anew",
+    (
+        "layers_map",
+        "carry layers_map",
+    ): "a base of another depth brings -3 to 16% of a change; take bases of equal depth, or train anew",
+    ("rooted",): "only the widening of models read it; leave the entry out",
+    (
+        "kfac",
+    ): "K-FAC, which kept less than solving on samples (74.3 against 94.6%); use 'refit', 'regmean' or 'fisher'",
+    ("kinds: kfac",): "K-FAC factors; measure 'gram' for 'regmean' or 'fisher' for 'fisher', or use delegate 'refit'",
+    ("kinds: moments",): "means and mean squares, which no average read; 'gram' holds both",
+    (
+        "gram_norm",
+    ): "other divisors of Grams, which never won; leave it out, for the norm in 'wudi' and none in 'refit'",
+    ("share",): "Iso-CTS, which never won; 'iso' keeps the directions of the sum, leave it out",
+    ("alpha",): "refit's targets from the merge's own inputs, which gained less; leave it out, or raise 'ridge'",
+    ("norms",): "refit's solving of gains and shifts of norms, which never won; leave it out",
+    ("measure rank",): "Grams of low rank in statistics files; leave it out, and 'measure' keeps them whole",
+    (
+        "carry: activations",
+        "method: activations",
+    ): "maps from activations bring 18 to 22% of a change, a refit 44 to 79%; use 'refit'",
+    ("controls", "carry controls"): "random changes are measured in the project's benchmarks; leave it out",
+    ("judge", "carry judge"): "a quarter of the samples judges; leave it out, and name samples of your task as 'data'",
 }
-"""Options (`COMMAND OPTION` where others have one of that name), recipe keys, values (`KEY: VALUE`), methods and
-commands that were removed before the first release, by name: what each of them was and what to do instead, as the rest
-of the sentence "'NAME' was removed: ..."."""
+"""What was removed before the first release: what it was and what to do instead, by recipe keys, options of Python and
+methods (NAME), their values (KEY: VALUE), and options of commands (COMMAND OPTION)."""
+
+REMOVED = {name: words for names, words in _REMOVED.items() for name in names}
 
 
 def removed(name: str) -> str:

@@ -79,11 +79,7 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except click.UsageError as wrong:
-            error = wrong
-            command = wrong.ctx.info_name if wrong.ctx is not None else ""
-            option = wrong.option_name.strip("-") if isinstance(wrong, click.NoSuchOption) else ""
-            if remedy := removed(f"{command} {option}") or removed(option):
-                error = click.UsageError(f"there is no option '--{option}': {remedy}", wrong.ctx)
+            error = _instead(wrong)
             if not ctx.meta[JSON]:
                 raise error from None
             name = error.ctx.command_path if error.ctx is not None else ctx.command_path
@@ -94,6 +90,14 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+
+
+def _instead(error: click.UsageError) -> click.UsageError:
+    """The error; for an option that the command had once, one that says what to do instead."""
+    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
+        return error
+    remedy = removed(f"{error.ctx.info_name} {error.option_name.lstrip('-')}")
+    return click.UsageError(f"there is no option '{error.option_name}': {remedy}", error.ctx) if remedy else error
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
