@@ -1,9 +1,9 @@
 # `make test`, `make demo` and `make lint` first make a virtual environment and install from the lock, if need be.
 PYTHON ?= python3
 VENV ?= .venv
-# Tests run in two processes with one thread each, a file (of the laws a family) in one of them, as its tests share
-# models; `make test PYTEST="-k heads"` picks some.
-PYTEST ?= -n 2 --dist loadgroup --no-loadscope-reorder --durations 10
+# Tests run in two processes with one thread each, a file (of the laws a family) in one of them (tests/conftest.py);
+# `make test PYTEST="-k heads"` picks some.
+PYTEST ?= -n 2 --no-loadscope-reorder --durations 10
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 

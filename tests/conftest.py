@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -32,16 +32,24 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests of the hub have a stand-in
 gc.disable()
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests run in one process, as they share models; of the laws those of one family."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFamily(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, name = nodeid.partition("::")
+            family = re.match(r"test_law\[(\w+)/", name)
+            return family[1] if family else file
+
+    return ByFamily(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a GPU are there where there is one; long files come first. A file's tests run in one process, as they
-    share models; of the laws those of one family."""
+    """Tests of a GPU are there where there is one; long files come first."""
     import torch
 
-    for item in items:
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        model = getattr(parameters.get("pair"), "model", None)
-        item.add_marker(pytest.mark.xdist_group(model.partition("/")[0] if model else item.path.name))
     items.sort(key=lambda item: FIRST.index(item.path.parent.name) if item.path.parent.name in FIRST else len(FIRST))
 
     if not torch.cuda.is_available():
