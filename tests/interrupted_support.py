@@ -12,14 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import torch
 from mergekit.io.tasks import LoaderCache
+from programs import PROGRAMS
 from transformers import AutoModelForCausalLM
 
-PROGRAMS = {entry.name: entry for entry in entry_points(group="console_scripts")}
 torch.set_num_threads(1)  # a forked process has no other threads
 
 

@@ -9,7 +9,6 @@ import json
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from models import make as make
 from models import outputs as outputs
 from models import reload as reload
 from models import save as save
+from subjects import case_of
 from torch import Tensor
 
 import rotation_merge as rm
@@ -35,14 +35,10 @@ from rotation_merge.architecture.registry import shipped, tied_head
 
 @functools.cache
 def further() -> list[Case]:
-    """A case for each class that a family names and no file has: with the config of the class most like it."""
-    found = []
-    for family, spec in shipped().items():
-        known = [case for case in ALL if case.family == family]
-        for name in sorted(set(spec.classes) - {case.class_name for case in known}):
-            like = max(known, key=lambda case: SequenceMatcher(None, case.class_name, name).ratio())
-            found.append(Case(family, name, name, like.config))
-    return found
+    """A case for each class that a family names and no file has."""
+    listed = {(case.family, case.class_name) for case in ALL}
+    named = [(family, name) for family, spec in shipped().items() for name in sorted(spec.classes)]
+    return [case_of(f"{family}/{name}") for family, name in named if (family, name) not in listed]
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,6 @@ class StorageOptions:
     untie: bool = False
 
 
-STORAGE = StorageOptions()
-"""As the model is stored, in files of the usual size."""
-
-
 def write_checkpoint(
     like: Model,
     tensors: Iterable[tuple[str, Tensor]],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,44 +10,16 @@ from typing import Any
 import cli_support
 import pytest
 import safetensors.torch
-import torch
 from interrupted_support import assert_whole_or_not_at_all, equal, load
 from matching_support import save_for
 from mergekit.io.tasks import LoaderCache
 from plugin_support import make, state, twin
-from safetensors import safe_open
 from transformers import AutoConfig
 
 from rotation_merge import Alignment
 from rotation_merge.architecture import resolve
-from rotation_merge.errors import AlignmentError
 from rotation_merge.matching import alignment as file
 from rotation_merge.matching.alignment import load_alignment
-
-OLD = ("--heads", "none", "--ffn", "none", "--shard-size", "20000")
-NEW = ("--heads", "permutation", "--residual", "signed_permutation")
-
-
-def content(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors and metadata, less the seconds that matching took."""
-    with safe_open(path, "pt") as opened:
-        meta = {key: re.sub(r'"seconds": [0-9.e-]+', '"seconds": 0', value) for key, value in opened.metadata().items()}
-        return {key: opened.get_tensor(key) for key in opened.keys()}, meta  # noqa: SIM118
-
-
-def assert_whole_files(folder: Path, *known: tuple[dict[str, torch.Tensor], dict[str, str]]) -> int:
-    """Every file that is taken for an alignment is one of the known ones; returns how many there are."""
-    found = 0
-    for path in folder.glob("*map*"):
-        try:
-            Alignment.load(path)
-        except AlignmentError:
-            assert path.suffix in (".partial", ".lock"), f"{path} is left damaged under its own name"
-            continue
-        tensors, meta = content(path)
-        assert any(equal(tensors, one) and meta == facts for one, facts in known), path
-        found += 1
-    return found
 
 
 class Killed(BaseException):

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from models import difference, load
-from subjects import LISTED, MODELS, SEED, Pair, Subject, changed, distance, fresh, options, scratch, subject, tried
+from subjects import LISTED, MODELS, SEED, Pair, Subject, changed, distance, fresh, options, subject, tried
 from torch import Tensor
 
 import rotation_merge as rm
@@ -30,7 +30,8 @@ def function(subject: Subject, pair: Pair) -> float:
     assert len(moved) >= pair.moved, f"{len(moved)} tensors move"
     if model is subject.module:
         return difference(subject.outputs_of(twin.to_module()), subject.expected_of_module)
-    return max(difference(written(subject, view), subject.expected) for view in (twin, drawn.apply_anchor(model)))
+    views = (twin, drawn.apply_anchor(model))
+    return max(difference(subject.outputs_of(load(subject.case, written(view))), subject.expected) for view in views)
 
 
 def planted(subject: Subject, pair: Pair, seed: int = SEED) -> float:
@@ -48,15 +49,15 @@ def planted_again(subject: Subject, pair: Pair) -> float:
 
 def saved(subject: Subject, pair: Pair) -> float:
     """A moved checkpoint is written whole: transformers loads it without a missing or further tensor, and we do."""
-    model, folder = subject.checkpoint(pair.residual), scratch() / "written"
+    model = subject.checkpoint(pair.residual)
     _, view = subject.drawn(model, pair.residual)
     twin, _ = held(view)
     assert len(changed(model, twin)) >= pair.moved
-    worst = difference(written(subject, view), subject.expected)
+    folder = written(view)
     again = rm.average([folder]).state_dict()
     assert set(again) == set(twin)
     assert all(torch.equal(again[name], tensor) for name, tensor in twin.items())
-    return worst
+    return difference(subject.outputs_of(load(subject.case, folder)), subject.expected)
 
 
 def adapter(subject: Subject, pair: Pair) -> float:
@@ -95,11 +96,11 @@ LAWS: dict[str, Callable[[Subject, Pair], float]] = {
 }
 
 
-def written(subject: Subject, view: rm.View) -> dict[str, Tensor]:
-    """Outputs of a view that was written, as transformers loads it: without a missing or a further tensor."""
+def written(view: rm.View) -> Path:
+    """The checkpoint of a view; `load` refuses one with a missing or a further tensor."""
     folder = fresh("written")
     view.save_pretrained(folder)
-    return subject.outputs_of(load(subject.case, folder))
+    return folder
 
 
 def held(view: rm.View) -> tuple[dict[str, Tensor], dict[str, Any]]:

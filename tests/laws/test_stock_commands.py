@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner
-from mergekit.io.tasks import LoaderCache
-from mergekit.scripts.multimerge import main as mergekit_multi
-from mergekit.scripts.run_yaml import main as mergekit_yaml
+from programs import run
 from safetensors.torch import load_file
-from subjects import Pair, Subject, fresh, scratch, subject, tried
+from subjects import STILL, Pair, Subject, fresh, scratch, subject, tried
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -31,13 +28,13 @@ class Models:
     """Checkpoints in float32: an anchor, and two models near it that lie in other coordinates."""
 
     def __init__(self, subject: Subject, residual: str) -> None:
-        self.subject, self.residual = subject, residual
+        self.subject = subject
         self.groups = {**GROUPS, "residual": residual or "none"}
-        self.anchor = self.write("anchor", rm.average([(subject.state, subject.config)]), seed=0)
+        self.anchor = self.write("anchor", rm.average([subject.checkpoint("")]), seed=0)
         self.donor, self.other = (self.write(f"donor-{seed}", self.moved(seed), seed) for seed in (1, 2))
 
     def moved(self, seed: int) -> rm.View:
-        model = subject_model(self.subject)
+        model = self.subject.checkpoint("")
         return rm.Alignment.random(model, seed=seed, **self.groups).apply(model)
 
     def write(self, name: str, view: rm.View, seed: int) -> Path:
@@ -73,22 +70,17 @@ def noise(x: Tensor, generator: torch.Generator) -> Tensor:
     return x.std(correction=0) * torch.randn(x.shape, generator=generator, dtype=torch.float64)
 
 
-def subject_model(subject: Subject) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    return subject.state, subject.config
-
-
-def run(command: Any, *words: object) -> None:
+def done(program: str, *words: object) -> None:
     """One of mergekit's commands, which must succeed."""
-    LoaderCache.loaders.clear()
-    done = CliRunner().invoke(command, [*map(str, words), "--quiet"], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
+    ended = run(program, *words, "--quiet")
+    assert ended.code == 0, ended.out + ended.err
 
 
 def merged(recipe: Mapping[str, Any], *flags: str) -> dict[str, Tensor]:
     """What `mergekit-yaml` writes of a recipe."""
     out, path = fresh("out"), scratch() / "recipe.yml"
     path.write_text(yaml.safe_dump(dict(recipe), sort_keys=False))
-    run(mergekit_yaml, path, out, *flags)
+    done("mergekit-yaml", path, out, *flags)
     return tensors(out)
 
 
@@ -155,12 +147,9 @@ def multi(models: Models) -> float:
     second = {**models.recipe("first"), "parameters": {"delegate": "linear", **STILL}}
     path = scratch() / "stages.yml"
     path.write_text(yaml.safe_dump_all([first, second], sort_keys=False))
-    run(mergekit_multi, path, "--intermediate-dir", fresh("stages"), "--out-path", out)
+    done("mergekit-multi", path, "--intermediate-dir", fresh("stages"), "--out-path", out)
     expected = rm.average([models.anchor, models.average()], weights=[0.5, 0.5])
     return apart(tensors(out), expected)
-
-
-STILL = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 
 
 def shards(models: Models) -> float:

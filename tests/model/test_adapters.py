@@ -109,17 +109,6 @@ def test_stacked_experts(family: str, tmp_path: Path) -> None:
     assert len(changed) >= len(parameters) > 0
 
 
-def linear_modules(model: Any) -> list[str]:
-    """Every linear map but the heads."""
-    kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
-    named = {name for name, module in model.named_modules() if isinstance(module, kinds)}
-    if any("experts" in name for name, _ in model.named_parameters()):
-        named = {name for name in named if "mlp" not in name}  # peft turns these into parameters of all experts
-    if getattr(model.config, "model_type", "") in ("falcon_h1", "nemotron_h", "mamba", "mamba2", "falcon_mamba"):
-        named = {name for name in named if not name.endswith("out_proj")}  # peft refuses these
-    return sorted(name for name in named if "layer" in name or ".h." in name or ".block." in name)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """An anchor, a twin of it in other coordinates, and an adapter for the twin."""
