@@ -44,8 +44,8 @@ import rotation_merge as rm
 from rotation_merge.architecture import Architecture
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.transfer import transferred
-from rotation_merge.model.source import TensorSource
-from rotation_merge.model.sources import TranslatedSource
+from rotation_merge.model.forms import translated
+from rotation_merge.model.tensors import TensorSource
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.generated_samples import self_written
@@ -159,7 +159,7 @@ class Pair:
 
     def losses(self, tensors: Mapping[str, Tensor], data: Data) -> Tensor:
         """Of each sample, with some of the new base's tensors, by their names in the checkpoint, replaced."""
-        named = TranslatedSource({**self.stored, **tensors}, self.bases.architecture, architecture_of(self.model))
+        named = translated({**self.stored, **tensors}, self.bases.architecture, architecture_of(self.model))
         self.model.load_state_dict({name: named[name] for name in self.model.state_dict()})
         return losses(self.model, data)
 

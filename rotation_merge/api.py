@@ -32,15 +32,16 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.matching.teachers import AnsweredSamples, write_answers
-from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, opened_views
+from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, renamed_views
 from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.fold import unfolded_gain
 from rotation_merge.model.heads import free_name, head_names, heads_in, heads_of_teachers, under_head
+from rotation_merge.model.labels import with_classes_of
 from rotation_merge.model.lora import AdapterWeights
-from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_names, open_like, paths_of, several
 from rotation_merge.model.naming import anywhere, check_different
 from rotation_merge.model.nearness import nearness
+from rotation_merge.model.open import ModelLike, check_names, open_model, paths_of, several
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import check_same_tokens
 from rotation_merge.model.writing import StorageOptions, small_files
@@ -97,7 +98,7 @@ def align(
     """
     chosen = AlignConfig.of(config, options)
     MatchConfig.options()["untie"].check("untie", untie)
-    first, second = open_like(anchor, "anchor", untie=untie), open_like(donor, "donor", untie=untie)
+    first, second = open_model(anchor, "anchor", untie=untie), open_model(donor, "donor", untie=untie)
     match = _matcher(match_on, samples, first, second)
     pair = open_pair(first, second, chosen, untie)
     alignment, report = match_pair(pair, match=match)
@@ -147,7 +148,7 @@ def average(
     """
     for name, value, of in (("limit", limit, "samples"), ("seed", seed, "seed")):
         MeasureConfig.options()[of].check(name, value)
-    views = [model if isinstance(model, View) else as_stored(open_like(model)) for model in several(models)]
+    views = [as_stored(open_model(model)) for model in several(models)]
     if not views:
         raise RecipeError("no models are given", remedy="give one model or more")
     shares = None if weights is None else numbers_for(weights, len(views), "model")
@@ -162,10 +163,8 @@ def average(
     for view in views[1:]:
         if odd := sorted(set(views[0]) ^ set(view)):
             remedy = "average models of one class; where a stream is rotated, take apply_anchor(anchor), too"
-            raise CheckpointError(
-                f"tensor '{odd[0]}' is only in one of the models", where=view.opened.name, remedy=remedy
-            )
-    opened = opened_views(views)
+            raise CheckpointError(f"tensor '{odd[0]}' is only in one of the models", where=view.name, remedy=remedy)
+    opened = renamed_views(views)
     _check_folded(opened)
     of_model: list[dict[str, Any]] = [{} for _ in views]
     for settings, share in zip(of_model, shares or (), strict=False):
@@ -189,11 +188,11 @@ def average(
         return result
     heads: dict[str, View] = {}
     for view in views[1:]:
-        heads[free_name(os.path.basename(view.opened.name.rstrip("/")), heads)] = under_head(result, view)
+        heads[free_name(os.path.basename(view.name.rstrip("/")), heads)] = under_head(result, view)
     return result.with_heads(heads)
 
 
-def _check_folded(models: Sequence[OpenedModel]) -> None:
+def _check_folded(models: Sequence[View]) -> None:
     """Check that the norm gains that one view folds are folded in all models.
 
     Raises:
@@ -201,7 +200,7 @@ def _check_folded(models: Sequence[OpenedModel]) -> None:
     """
     for folded in models:
         for model in models:
-            gain = unfolded_gain(model.architecture, model.source, getattr(folded.source, "folded", ()))
+            gain = unfolded_gain(model.architecture, model.tensors, folded.folded)
             if gain is not None:
                 problem = f"'{gain}' is not folded into its readers, as in the view of {folded.name}"
                 remedy = "take alignment.apply_anchor(anchor) of the alignment that rotated the stream"
@@ -210,7 +209,7 @@ def _check_folded(models: Sequence[OpenedModel]) -> None:
 
 def _measured(
     views: Sequence[View],
-    models: Sequence[OpenedModel],
+    models: Sequence[View],
     method: str,
     kind: str,
     samples: Samples,
@@ -239,7 +238,7 @@ def _measured(
     opened = [part if isinstance(part, Statistics) else Statistics.open(part) for part in parts]
     for view, model, part in zip(views, models, opened, strict=True):
         known, moved = part.metadata.get("fingerprint"), view.identity()
-        fingerprint = moved if moved is not None and moved == known else model.mark.hexdigest(model.config)
+        fingerprint = moved if moved is not None and moved == known else model.fingerprint
         part.check(kind, fingerprint, model.name, "measure it: rotation_merge.measure(model, ...)")
     return opened
 
@@ -257,7 +256,7 @@ def measure(model: ModelLike, samples: Samples = SELF, config: MeasureConfig | N
     Raises:
         RotationMergeError: the model or the samples are of no use.
     """
-    opened, config = open_like(model), MeasureConfig.or_default(config)
+    opened, config = open_model(model), MeasureConfig.or_default(config)
     module = for_evaluation(opened)
     limit = config.samples or (SAMPLES if isinstance(samples, str) and samples in SOURCES else None)
     data = read_samples(opened, samples, limit, config.batch_size, config.length, config.seed, module)
@@ -274,7 +273,7 @@ def evaluate(model: ModelLike, samples: Samples, config: EvaluateConfig | None =
     Raises:
         RotationMergeError: the model or the samples are of no use, or nothing can be scored on them.
     """
-    opened, config = open_like(model), EvaluateConfig.or_default(config)
+    opened, config = open_model(model), EvaluateConfig.or_default(config)
     module = for_evaluation(opened)
     data = read_samples(opened, samples, config.limit, config.batch_size, config.length, module=module)
     scores = score(module, data)
@@ -327,21 +326,21 @@ def polish(
         RotationMergeError: models or samples are of no use.
     """
     config = PolishConfig.or_default(config)
-    opened, parents = open_like(merged), [open_like(teacher) for teacher in several(teachers)]
+    opened, parents = open_model(merged), [open_model(teacher) for teacher in several(teachers)]
     if not parents:
         raise RecipeError("no teachers are given", remedy="give the models that were merged")
     heads = _heads(merged, opened, parents)
     check_trainable(opened.name, opened.config.get(KEY) or [], config.lora if any(heads) else 0)
     students = [head or opened for head in heads]
-    if opened.checkpoint is not None:
-        check_same_tokens(opened.checkpoint, *(each.checkpoint for each in parents if each.checkpoint is not None))
+    if opened.files is not None:
+        check_same_tokens(opened, *(parent for parent in parents if parent.files is not None))
     size = max(1, min(TOGETHER // len(parents), config.samples // 4))
     with Scratch() as folder, seeded(config.seed):
         answered = []
         each = zip(students, parents, for_each(samples, len(parents)), strict=True)
         for number, (learning, teacher, source) in enumerate(each):
-            check_forward(learning.member, teacher.member)
-            module = for_evaluation(teacher.with_classes_of(learning.member))
+            check_forward(learning, teacher)
+            module = for_evaluation(with_classes_of(teacher, learning))
             path = Path(folder) / f"answers-{number}.safetensors"
             seed = config.seed + number
             data = read_samples(teacher, source, config.samples, size, config.length, seed, module)
@@ -362,27 +361,27 @@ def polish(
         result, *under_heads = (_trained(old, models[old.name]) for old in (opened, *filter(None, heads)))
     else:
         result, *under_heads = (as_stored(old) for old in (opened, *filter(None, heads)))
-    named = {os.path.basename(view.opened.name): view for view in under_heads}
+    named = {os.path.basename(view.name): view for view in under_heads}
     return result.with_heads(named).with_notes([report.verdict()])
 
 
-def _heads(merged: ModelLike, opened: OpenedModel, teachers: Sequence[OpenedModel]) -> list[OpenedModel | None]:
+def _heads(merged: ModelLike, opened: View, teachers: Sequence[View]) -> list[View | None]:
     """A merge's body under the head of each teacher, where it has that (`heads_of: each`)."""
     known: Mapping[str, ModelLike] = {}
     if isinstance(merged, View):
         known = merged.heads
-    elif opened.checkpoint is not None and opened.checkpoint.adapter is None:
-        known = heads_in(opened.checkpoint.folder)
-    references = [None if teacher.checkpoint is None else teacher.checkpoint.reference for teacher in teachers]
+    elif opened.files is not None and opened.adapter is None:
+        known = heads_in(opened.files.folder)
+    references = [None if teacher.files is None else teacher.files.reference for teacher in teachers]
     heads = heads_of_teachers(known, references, opened.name)
-    return [None if head is None else open_like(head) for head in heads]
+    return [None if head is None else open_model(head) for head in heads]
 
 
-def _trained(opened: OpenedModel, module: Any) -> View:
+def _trained(opened: View, module: Any) -> View:
     """A trained model in the dtype of the model that it was, with the small files of its folder."""
     dtypes = {tensor.dtype for tensor in as_stored(opened).to_module().parameters()}
-    result = open_like(module.to(max(dtypes, key=lambda dtype: dtype.itemsize)).eval(), opened.name)
-    beside = opened.beside if opened.checkpoint is None else small_files(opened.checkpoint.folder)
+    result = open_model(module.to(max(dtypes, key=lambda dtype: dtype.itemsize)).eval(), opened.name)
+    beside = opened.beside if opened.files is None else small_files(opened.files.folder)
     return as_stored(replace(result, beside=beside))
 
 
@@ -401,10 +400,10 @@ def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: Barri
         RotationMergeError: the models do not fit together, or the samples are of no use.
     """
     config = BarrierConfig.or_default(config)
-    first, second = open_like(anchor), open_like(donor)
-    check_pair(first.member, second.member, NOTHING, excluded=lambda _: True)
+    first, second = open_model(anchor), open_model(donor)
+    check_pair(first, second, NOTHING, excluded=lambda _: True)
     _check_folded([first, second])
-    ends = for_evaluation(first), for_evaluation(second.with_classes_of(first.member))
+    ends = for_evaluation(first), for_evaluation(with_classes_of(second, first))
     same_shapes(*ends, (first.name, second.name))
     data = read_samples(first, samples, config.limit, config.batch_size, config.length, module=ends[0])
     return path(*ends, data, config.points, "path")
@@ -455,7 +454,7 @@ def merge(
     return outcome
 
 
-def for_evaluation(opened: OpenedModel) -> Any:
+def for_evaluation(opened: View) -> Any:
     """Load a model for evaluation: in float32, with its weights rounded to storage."""
     return module_of(opened).float()
 
@@ -498,15 +497,15 @@ def transfer(
     if adapter or chosen.needs_samples or chosen.rank or chosen.alignment is not None:
         return _transferred_files(tuned, old, new, chosen)
     bases = [
-        open_like(model, name, untie=chosen.untie) for model, name in ((new, "new"), (old, "old"), (tuned, "tuned"))
+        open_model(model, name, untie=chosen.untie) for model, name in ((new, "new"), (old, "old"), (tuned, "tuned"))
     ]
     first, second, third = bases
     for model in (second, third):
-        check_pair(first.member, model.member, chosen.match, untie=chosen.untie)
+        check_pair(first, model, chosen.match, untie=chosen.untie)
         check_names(first, model)
     if _with_tokens(tuned, old, new):
         return _transferred_files(tuned, old, new, chosen)
-    near = nearness(first.architecture, first.source, second.source)
+    near = nearness(first.architecture, first.tensors, second.tensors)
     added = near.shared and chosen.match == TransferConfig().match and chosen.match_on is None
     match = NOTHING if added else chosen.match
     if samples is None and chosen.matched_on != WEIGHTS:
@@ -565,7 +564,7 @@ def _transferred_files(
         def path_of(name: str, model: ModelLike) -> str:
             if isinstance(model, str | os.PathLike):
                 return os.fspath(model)
-            as_stored(open_like(model, name)).save_pretrained(path := os.path.join(folder, name))
+            as_stored(open_model(model, name)).save_pretrained(path := os.path.join(folder, name))
             return path
 
         work, *bases = (path_of(name, model) for name, model in (("tuned", tuned), ("old", old), ("new", new)))
@@ -590,13 +589,13 @@ def _transferred_files(
             base = bases[1] if isinstance(new, str | os.PathLike) else getattr(new, "name_or_path", None) or None
             facts = {**written.config, "base_model_name_or_path": base}
             return AdapterWeights(facts, tensors, small_files(out), notes, report)
-        checkpoint = open_like(out)
-        state = {name: checkpoint.source[name].clone() for name in checkpoint.names}
-        opened = open_like((state, checkpoint.config), f"{named(work)}, carried", untie=config.untie)
+        checkpoint = open_model(out)
+        state = {name: tensor.clone() for name, tensor in checkpoint.items()}
+        opened = open_model((state, checkpoint.config), f"{named(work)}, carried", untie=config.untie)
         return as_stored(replace(opened, beside=small_files(out))).with_notes(notes, report)
 
 
-def _matcher(how: str, samples: Samples, anchor: OpenedModel, donor: OpenedModel) -> Match:
+def _matcher(how: str, samples: Samples, anchor: View, donor: View) -> Match:
     """The function that matches the donor to the anchor.
 
     Raises:
@@ -625,9 +624,9 @@ def _matcher(how: str, samples: Samples, anchor: OpenedModel, donor: OpenedModel
     return activation_matcher("samples")(how, modules[0], modules[1], plain)
 
 
-def _as_it_is(opened: OpenedModel) -> nn.Module:
+def _as_it_is(opened: View) -> nn.Module:
     """A module as the caller gave it; another model loaded for evaluation."""
-    if opened.module is None or isinstance(opened.source, View):
+    if opened.module is None or opened.compute is not None:
         module: nn.Module = for_evaluation(opened)
         return module
     return opened.module

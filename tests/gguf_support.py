@@ -11,8 +11,8 @@ from tiny_models import ALL, Case, make
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rotation_merge.model.checkpoint import open_model
 from rotation_merge.model.gguf.writer import plan_gguf
+from rotation_merge.model.open import open_model
 
 ROWS = 300
 """Of the embeddings: 256 bytes, some merges, special tokens, and rows that have no token."""

@@ -24,7 +24,8 @@ from rotation_merge.averaging.methods import BLOCK, WEIGHT, DelegateMethod, Plan
 from rotation_merge.errors import StatisticsError
 from rotation_merge.matching.activations import wanted_roles
 from rotation_merge.model.apply import placed, split_axis, transform_tensor
-from rotation_merge.model.source import TensorSource, read_tensor
+from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.tensors import TensorSource
 from rotation_merge.symmetry import SpaceTransform
 from rotation_merge.symmetry.base import act_by_matrices
 

@@ -15,11 +15,13 @@ from rotation_merge.architecture.registry import PossibleTensor
 from rotation_merge.carrying.carrier import Carrier, Change, Changes
 from rotation_merge.errors import AlignmentError, CheckpointError
 from rotation_merge.model.adapters import Adapter
+from rotation_merge.model.blocks import check_shape, read_tensor
 from rotation_merge.model.factors import LowRank, dense, factor_infos, output_axis, stacks
+from rotation_merge.model.forms import ComposedTensor, other_form, restructured
 from rotation_merge.model.labels import LabelRows, in_order
 from rotation_merge.model.lora import WHOLE, WRONG_BASE, AdapterEntry, AdapterWeights, ParsedAdapter, parse
-from rotation_merge.model.source import TensorSource, check_shape, read_tensor
-from rotation_merge.model.sources import ComposedTensor, RestructuredSource, other_form, with_rows_of
+from rotation_merge.model.rows import with_rows_of
+from rotation_merge.model.tensors import TensorSource
 
 SMALLER = f"use 'residual: permutation', or {WHOLE}"
 
@@ -87,7 +89,7 @@ def carry_adapter(
 def _with_all(carrier: Carrier, spots: Iterable[PossibleTensor]) -> Carrier:
     """Extend a carrier by the tensors that an adapter adds or names differently from the bases' files."""
     stored, extended = carrier.architecture, _extended(carrier.architecture, spots)
-    old, new = (RestructuredSource(source, stored, extended) for source in (carrier.old, carrier.new))
+    old, new = (restructured(source, stored, extended) for source in (carrier.old, carrier.new))
     return replace(carrier, architecture=extended, old=old, new=new)
 
 

@@ -16,19 +16,21 @@ from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.check_pair import check_pair
 from rotation_merge.matching.match import Match, match_model
-from rotation_merge.matching.open_pair import Pair, TiedSource, open_pair, read_file
+from rotation_merge.matching.open_pair import Pair, open_pair, read_file
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.run import AppliedAlignment, Run
 from rotation_merge.model.adapters import Adapter, is_adapter
-from rotation_merge.model.checkpoint import Model
-from rotation_merge.model.labels import label_rows
+from rotation_merge.model.blocks import with_tied
+from rotation_merge.model.forms import other_form, restructured, same_form
+from rotation_merge.model.labels import in_class_order, label_rows
 from rotation_merge.model.lora import parse
 from rotation_merge.model.nearness import Nearness, nearness
-from rotation_merge.model.paired_model import PairedModel
-from rotation_merge.model.source import Progress, TensorSource
-from rotation_merge.model.sources import ResizedVocabulary, RestructuredSource, VocabularySubset, other_form
+from rotation_merge.model.rows import resized_vocabulary, vocabulary_subset
+from rotation_merge.model.tensors import TensorSource
+from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_tuned_ids, shared_rows, vocabulary_size
 from rotation_merge.record import MergeReport
+from rotation_merge.workers.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,11 @@ class Bases:
     pair: Pair
 
     @property
-    def old(self) -> Model:
+    def old(self) -> View:
         return self.pair.donor
 
     @property
-    def new(self) -> Model:
+    def new(self) -> View:
         return self.pair.anchor
 
     @property
@@ -66,12 +68,11 @@ class Bases:
         """The nearness of the two bases by a few matrices, cached."""
         return nearness(self.architecture, *self.sources)
 
-    def _named(self, source: TensorSource, model: Model) -> TensorSource:
+    def _named(self, source: TensorSource, model: View) -> TensorSource:
         """The tensors of the old base or of its fine-tune, under the new base's names."""
-        named = RestructuredSource(source, model.architecture, self.architecture)
-        if not named.made and all(name == stored_name for name, stored_name in named.names.items()):
+        if same_form(model.architecture, self.architecture):
             return source
-        return TiedSource(named, self.architecture)
+        return with_tied(self.architecture, restructured(source, model.architecture, self.architecture))
 
     def tuned(self, path: str, length: int | None = None) -> TensorSource:
         """A fine-tune of the old base.
@@ -84,12 +85,13 @@ class Bases:
         """
         pair = open_pair(str(self.old.reference), path, NOTHING, True, self.pair.device, words=False, any_base=True)
         check_tuned_ids(pair.anchor, pair.donor)
-        pair.donor.rows = label_rows(self.new.member, pair.donor.member)
+        donor = pair.donor.as_filed
+        pair = replace(pair, donor=in_class_order(donor, label_rows(self.new, donor)))
         base, source = pair.sources
         ends = [size or 0 for size in (vocabulary_size(pair.anchor), vocabulary_size(pair.donor))]
         if (length := length or ends[0]) != ends[1]:
             absent = torch.arange(min(ends), ends[0])
-            source = ResizedVocabulary(pair.architecture, source, length, base, (absent, absent))
+            source = resized_vocabulary(pair.architecture, source, length, base, (absent, absent))
         return self._named(source, pair.donor)
 
     def match(
@@ -105,7 +107,8 @@ class Bases:
         options = check_pair(self.pair.checked.anchor, self.pair.checked.donor, options, untie=True).options
         if self.rows is not None:
             new, old = (
-                VocabularySubset(architecture, source, rows) for source, rows in zip((new, old), self.rows, strict=True)
+                vocabulary_subset(architecture, source, rows)
+                for source, rows in zip((new, old), self.rows, strict=True)
             )
         run = Run()
         alignment = match(architecture, new, old, options, progress, ledger=ledger)
@@ -156,7 +159,7 @@ def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True) -> B
     return Bases(replace(pair, checked=replace(pair.checked, donor=donor)))
 
 
-def _in_form_of(reference: Architecture, member: PairedModel) -> PairedModel:
+def _in_form_of(reference: Architecture, member: View) -> View:
     """A model with its weights in the file form of another one."""
     place = {(block.module, block.place, block.index): block for block in reference.blocks}
     blocks = []

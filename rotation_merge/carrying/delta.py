@@ -17,11 +17,11 @@ from rotation_merge.carrying.carrier import Carrier, Change, Changes, is_bias, w
 from rotation_merge.errors import AlignmentError, not_written
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model import slices
+from rotation_merge.model.blocks import read_tensor, unstack
 from rotation_merge.model.factors import LowRank, dense, stacks, transposed
-from rotation_merge.model.fold import folded_source
-from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_names, open_like
-from rotation_merge.model.source import TensorSource, read_tensor, unstack
-from rotation_merge.model.sources import ReplacedSource
+from rotation_merge.model.fold import folded_tensors
+from rotation_merge.model.open import ModelLike, check_names, open_model
+from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.view import View
 
 
@@ -44,7 +44,7 @@ class Delta:
     scale: float = 1.0
     dtype: torch.dtype | None = None
     solved: frozenset[str] | None = None
-    opened: OpenedModel | None = field(default=None, repr=False)
+    opened: View | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         base = "" if self.opened is None else f"for {self.opened.name}, "
@@ -61,22 +61,22 @@ class Delta:
         Raises:
             RotationMergeError: one cannot be opened, or a tensor is only in one of the two, or has another shape there.
         """
-        opened, fine = open_like(base, "base"), open_like(tuned, "tuned")
+        opened, fine = open_model(base, "base"), open_model(tuned, "tuned")
         check_names(opened, fine)
         for name, shape in opened.shapes.items():
             if fine.shapes.get(name, shape) != shape:
                 problem = f"'{name}' has the shape {fine.shapes[name]}, in {opened.name} {shape}"
                 remedy = "name the base that it was tuned from, of the same class"
                 raise AlignmentError(problem, where=fine.name, remedy=remedy)
-        carrier = Carrier(opened.architecture, opened.source, opened.source, Alignment({}))
-        return Delta(carrier, fine.source, opened=opened)
+        carrier = Carrier(opened.architecture, opened.tensors, opened.tensors, Alignment({}))
+        return Delta(carrier, fine.tensors, opened=opened)
 
     @staticmethod
     def from_solved(carrier: Carrier, tensors: Mapping[str, Tensor]) -> Delta:
         """The change of a carrier's new base to tensors that were solved for it, by its names."""
         new = carrier.new
         base = Carrier(carrier.architecture, new, new, Alignment({}))
-        return Delta(base, ReplacedSource(new, tensors), solved=frozenset(tensors))
+        return Delta(base, as_tensors(new).replaced(tensors), solved=frozenset(tensors))
 
     def scaled(self, factor: float) -> Delta:
         """The change times a factor."""
@@ -98,10 +98,10 @@ class Delta:
         Raises:
             AlignmentError: the alignment is of another base, or of the language half of a model.
         """
-        start, opened = self._settled(), open_like(new, "new")
+        start, opened = self._settled(), open_model(new, "new")
         base, tuned = start._as_donor(alignment, strict)
-        carrier = Carrier(opened.architecture, base.source, opened.source, alignment)
-        return replace(start, carrier=carrier, tuned=tuned.source, opened=opened)
+        carrier = Carrier(opened.architecture, base.tensors, opened.tensors, alignment)
+        return replace(start, carrier=carrier, tuned=tuned.tensors, opened=opened)
 
     def moved_by(self, alignment: Alignment, dtype: torch.dtype | None, strict: bool) -> Delta:
         """The change in the coordinates that an alignment brings its base to; see `Alignment.apply`.
@@ -112,18 +112,18 @@ class Delta:
         start, maps = self._settled(), alignment.without_biases()
         assert start.opened is not None
         base, tuned = start._as_donor(maps, strict)
-        moved = maps.apply(replace(start.opened, source=start.carrier.new), dtype, strict)
-        carrier = Carrier(base.architecture, base.source, moved, maps)
-        return replace(start, carrier=carrier, tuned=tuned.source, dtype=dtype, opened=moved.as_opened())
+        moved = maps.apply(start.opened.with_tensors(as_tensors(start.carrier.new)), dtype, strict)
+        carrier = Carrier(base.architecture, base.tensors, moved.tensors, maps)
+        return replace(start, carrier=carrier, tuned=tuned.tensors, dtype=dtype, opened=moved)
 
-    def _as_donor(self, alignment: Alignment, strict: bool) -> tuple[OpenedModel, OpenedModel]:
+    def _as_donor(self, alignment: Alignment, strict: bool) -> tuple[View, View]:
         """The base and the fine-tune in the anchor's sizes and class order; errors as for `moved_by`."""
         assert self.opened is not None
-        models = (replace(self.opened, source=source) for source in (self.carrier.new, self.tuned))
+        models = (self.opened.with_tensors(as_tensors(source)) for source in (self.carrier.new, self.tuned))
         base, tuned = (
             alignment.opened_donor(model, check) for model, check in zip(models, (strict, False), strict=True)
         )
-        if base.whole is not None:
+        if base.text is not None:
             problem = "the change of a text-only model cannot be moved as a value into a vision-language model"
             raise AlignmentError(problem, remedy="take Delta.between(alignment.apply(base), alignment.apply(tuned))")
         return base, tuned
@@ -143,8 +143,8 @@ class Delta:
         """
         assert self.opened is not None, "only of models at hand"
         left_out = self.opened.unread if self.carrier.alignment.folded else []
-        notes = [not_written(left_out)] if left_out else []
-        return View(self.opened, self.tensor, None, left_out, notes)
+        notes = (not_written(left_out),) if left_out else ()
+        return self.opened.blockwise(self.tensor, left_out=frozenset(left_out), notes=notes)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The task vector: the change of each stored tensor of the base, by name."""
@@ -275,7 +275,7 @@ class Delta:
 
     def _folded(self, source: TensorSource) -> TensorSource:
         carrier = self.carrier
-        return folded_source(carrier.architecture, source, carrier.alignment.folded, carrier.dtype)
+        return folded_tensors(carrier.architecture, source, carrier.alignment.folded, carrier.dtype)
 
     def _change(self, block: Block, info: TensorInfo) -> tuple[Tensor, float]:
         """The change of a tensor of the folded model, and the squared norm of the original tensor."""

@@ -14,10 +14,11 @@ from rotation_merge.architecture.registry import every_name
 from rotation_merge.carrying.carrier import Change, Changes, is_bias, weight_key
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, short
-from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.blocks import read_tensor, unstack
 from rotation_merge.model.factors import LowRank, dense, stacks, transposed
 from rotation_merge.model.lora import AdapterWeights
-from rotation_merge.model.source import TensorSource, read_tensor, unstack
+from rotation_merge.model.tensors import TensorSource
+from rotation_merge.model.view import View
 
 PREFIX = "base_model.model."
 
@@ -28,7 +29,7 @@ WrittenChanges = list[tuple[TensorInfo, Change]]
 """Changes of a block's tensors that an adapter holds."""
 
 
-def left_out(base: Model) -> list[str]:
+def left_out(base: View) -> list[str]:
     """Lines on changes that an adapter of this base cannot express."""
     head = base.tied_head
     return [
@@ -36,7 +37,7 @@ def left_out(base: Model) -> list[str]:
     ] * bool(head)
 
 
-def adapter_of(delta: Delta, rank: int, base: Model) -> tuple[AdapterWeights, Kept]:
+def adapter_of(delta: Delta, rank: int, base: View) -> tuple[AdapterWeights, Kept]:
     """A change as a new adapter of the base that it is for.
 
     Matrices are cut down to `rank`; biases go into peft's `lora_bias`, norms of streams that are not turned into
@@ -55,7 +56,7 @@ def adapter_of(delta: Delta, rank: int, base: Model) -> tuple[AdapterWeights, Ke
     return AdapterWeights(writing.config(rank, base.config, str(base.reference)), writing.tensors), norms
 
 
-def adapter_changes(delta: Delta, rank: int, base: Model) -> dict[str, WrittenChanges]:
+def adapter_changes(delta: Delta, rank: int, base: View) -> dict[str, WrittenChanges]:
     """The changes that `adapter_of` writes, by block, without what it leaves out."""
     _, norms, changes_by_block = _decomposed(delta, rank, base)
     return {
@@ -73,7 +74,7 @@ def dense_changes(changes: WrittenChanges) -> dict[str, Tensor]:
     return {name: x for info, change in changes for name, x in unstack(info, dense(change, info)).items()}
 
 
-def _decomposed(delta: Delta, rank: int, base: Model) -> tuple[_Writing, Kept, list[tuple[Block, Changes]]]:
+def _decomposed(delta: Delta, rank: int, base: View) -> tuple[_Writing, Kept, list[tuple[Block, Changes]]]:
     """The adapter in the making, the share of each change that it keeps, and all changes of that rank by block."""
     modules = _modules(base.config, str(base.reference))
     writing = _Writing(base.tied_head is not None)

@@ -24,8 +24,8 @@ from rotation_merge.architecture.model import Block
 from rotation_merge.averaging.refit import Answer, Refit, RefitResult, same_place
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.linalg.ridge import ridge_change
-from rotation_merge.matching.alignment import aligned_source
-from rotation_merge.model.source import TensorSource
+from rotation_merge.matching.alignment import moved_tensors
+from rotation_merge.model.tensors import TensorSource
 from rotation_merge.run.data import with_small_first_batch
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.recorder import BlockHooks
@@ -198,7 +198,7 @@ def refit_change(
         return Runner(config, source, architecture, batches, store, prefix, device=options.device, untie=untie)
 
     new = runner(carrier.new, "new", options.untie)
-    aligned = [aligned_source(architecture, source, carrier.alignment) for source in (carrier.old, tuned)]
+    aligned = [moved_tensors(architecture, source, carrier.alignment) for source in (carrier.old, tuned)]
     old, fine = (runner(source, name, True) for name, source in zip(("old", "tuned"), aligned, strict=True))
     weights = [1.0] * len(batches)
     answers = ChangedAnswers(new, old, fine, store, weights, options.scale, base_texts=len(base_texts))

@@ -30,17 +30,20 @@ from rotation_merge.carrying.refit import HEAD_RIDGE, ChangeOptions, refit_chang
 from rotation_merge.carrying.session import TransferSession
 from rotation_merge.files.ledger import Unfinished
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.model.checkpoint import Model, open_model, parse_reference
+from rotation_merge.model.blocks import read_tensor, unstack
 from rotation_merge.model.factors import dense
+from rotation_merge.model.forms import translated
+from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.model.run_keys import mark_of
-from rotation_merge.model.source import Progress, TensorSource, read_tensor, unstack
-from rotation_merge.model.sources import ReplacedSource, RoundedSource, TranslatedSource
+from rotation_merge.model.tensors import TensorSource, as_tensors
+from rotation_merge.model.view import View
 from rotation_merge.run.data import Data, data_hash, read_batches, unpadded
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import Batch, architecture_of, copy_parameters, load, local_path
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Runner
+from rotation_merge.workers.progress import Progress
 
 REFITTED = "The new base's linear maps were solved layer by layer to reproduce the change on samples."
 HOW = {
@@ -271,7 +274,7 @@ class SampledTransfer:
     def _on(self, name: str) -> Any:
         return self._loaded(name).to(self.session.execution.device)
 
-    def _config(self, base: Model, which: int) -> Any:
+    def _config(self, base: View, which: int) -> Any:
         """A base's config, with the vocabulary size including added tokens."""
         tokens, config = self.session.tokens, base.transformers_config
         if tokens is None or not tokens.rows:
@@ -336,7 +339,7 @@ class SampledTransfer:
             own_head: give a tied head a tensor of its own, although it is stored without one.
         """
         carrier, device = self.session.carrier, self.session.execution.device
-        source: TensorSource = ReplacedSource(carrier.new, tensors)
+        source: TensorSource = as_tensors(carrier.new).replaced(tensors)
         source = self._rounded(source) if rounded else source
         untie = self._untie or own_head
         model = Runner(self._model_config, source, carrier.architecture, [], untie=untie, device=device).fill_all()
@@ -348,7 +351,15 @@ class SampledTransfer:
         return self._model(tensors, not self.rank)
 
     def _rounded(self, source: TensorSource) -> TensorSource:
-        return RoundedSource(source, self.session.carrier.new, dtype_from_name(self.session.execution.storage.dtype))
+        """The tensors as they would be stored, in their own dtypes."""
+        stored, dtype = self.session.carrier.new, dtype_from_name(self.session.execution.storage.dtype)
+
+        def rounded(name: str, tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point() or (dtype is None and name not in stored):
+                return tensor
+            return tensor.to(dtype or stored[name].dtype).to(tensor.dtype)
+
+        return as_tensors(source).map(rounded)
 
     def _student(self, tensors: Mapping[str, Tensor]) -> Any:
         """The model to train: all of it, or only the factors of an adapter."""
@@ -383,7 +394,7 @@ class SampledTransfer:
         """The change from training, by the names of the carrier's architecture."""
         carrier = self.session.carrier
         model = student.merge_and_unload() if self.rank else student
-        named = TranslatedSource(model.state_dict(), architecture_of(model, self._untie), carrier.architecture)
+        named = translated(model.state_dict(), architecture_of(model, self._untie), carrier.architecture)
         tensors: dict[str, Tensor] = {}
         for info in carrier.architecture.tensors():
             before, after = read_tensor(info, carrier.new), read_tensor(info, named)

@@ -26,15 +26,17 @@ from rotation_merge.matching.options import WEIGHTS
 from rotation_merge.matching.run import Run, change_note
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.card import metadata, notes, section, with_metadata
-from rotation_merge.model.checkpoint import parse_reference
+from rotation_merge.model.checkpoint import write_checkpoint
 from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.markdown import code, prose
+from rotation_merge.model.open import parse_reference
 from rotation_merge.model.origin import origins
 from rotation_merge.model.output import staged
-from rotation_merge.model.source import Progress, TensorSource
-from rotation_merge.model.sources import vocabulary_axes
-from rotation_merge.model.writing import StorageOptions, write_checkpoint
+from rotation_merge.model.rows import vocabulary_axes
+from rotation_merge.model.tensors import TensorSource
+from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE, MergeReport, versions
+from rotation_merge.workers.progress import Progress
 
 MOVED = (
     "Nothing was trained: the change was moved by the alignment of the old base with the new one. If the new base were "

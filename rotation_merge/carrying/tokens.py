@@ -23,12 +23,14 @@ from rotation_merge.carrying.bases import Bases
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.files.durable import write_json
 from rotation_merge.model.adapters import Adapter, is_adapter
-from rotation_merge.model.checkpoint import Model, open_model
+from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.factors import dense
 from rotation_merge.model.headers import TOKENIZER, read_json
 from rotation_merge.model.lora import parse
-from rotation_merge.model.source import TensorSource, read_tensor
-from rotation_merge.model.sources import ResizedVocabulary, VocabularySubset
+from rotation_merge.model.open import open_model
+from rotation_merge.model.rows import resized_vocabulary, vocabulary_subset
+from rotation_merge.model.tensors import TensorSource
+from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import tokenizer_of, vocabulary_size
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -58,7 +60,7 @@ class AddedTokens:
     bases: Bases
     folder: str
     length: int = 0
-    model: Model | None = None
+    model: View | None = None
     rows_held: bool = True
     reason: str = ""
 
@@ -223,15 +225,15 @@ class AddedTokens:
             return carrier
         here, there = torch.tensor([*self.rows]), torch.tensor([*self.rows.values()])
         architecture, (new_length, old_length) = carrier.architecture, self.lengths
-        old = ResizedVocabulary(architecture, carrier.old, old_length, tuned, (here, here))
-        moved = _moved(carrier, VocabularySubset(architecture, old, here), len(here))
+        old = resized_vocabulary(architecture, carrier.old, old_length, tuned, (here, here))
+        moved = _moved(carrier, vocabulary_subset(architecture, old, here), len(here))
         rows = carrier.rows
         if rows is not None:
             rows = torch.cat([rows[0], there]), torch.cat([rows[1], here])
         return replace(
             carrier,
             old=old,
-            new=ResizedVocabulary(architecture, carrier.new, new_length, moved, (there, torch.arange(len(here)))),
+            new=resized_vocabulary(architecture, carrier.new, new_length, moved, (there, torch.arange(len(here)))),
             rows=rows,
         )
 
@@ -263,7 +265,7 @@ class AddedTokens:
         for name in _tokenizer_files(self.folder):
             shutil.copyfile(os.path.join(self.folder, name), os.path.join(folder, name))
 
-    def _numbers(self, model: Model, file: str) -> dict[str, Any]:
+    def _numbers(self, model: View, file: str) -> dict[str, Any]:
         """Entries of a file that name other tokens than the old base's file, with ids of the output."""
         old, tuned = _read(self.bases.old, file), _read(model, file)
         result = {}
@@ -295,7 +297,7 @@ def _tokenizer_files(folder: str) -> list[str]:
     return sorted(filter(TOKENIZER.fullmatch, os.listdir(folder)))
 
 
-def _read(model: Model, file: str) -> dict[str, Any]:
+def _read(model: View, file: str) -> dict[str, Any]:
     path = os.path.join(model.folder, file)
     return read_json(path) if os.path.exists(path) else {}
 
@@ -307,7 +309,7 @@ def _moved(carrier: Carrier, rows: TensorSource, count: int) -> dict[str, Tensor
         rows: the old base with these rows alone, its tensors under the names of the carrier's architecture.
     """
     nothing = torch.zeros(0, dtype=torch.int64)
-    new = ResizedVocabulary(carrier.architecture, carrier.new, count, rows, (nothing, nothing))
+    new = resized_vocabulary(carrier.architecture, carrier.new, count, rows, (nothing, nothing))
     small = replace(carrier, old=rows, new=new, rows=None)
     moved: dict[str, Tensor] = {}
     for block in carrier.architecture.blocks:

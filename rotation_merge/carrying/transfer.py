@@ -20,9 +20,9 @@ from rotation_merge.files.scratch import Scratch
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.adapter_base import check_base
 from rotation_merge.model.adapters import Adapter, is_adapter
-from rotation_merge.model.checkpoint import open_model
 from rotation_merge.model.gguf.loader import quantised
-from rotation_merge.model.source import Progress
+from rotation_merge.model.open import open_model
+from rotation_merge.workers.progress import Progress
 
 if TYPE_CHECKING:
     from rotation_merge.carrying.sampled import SampledTransfer
@@ -181,7 +181,7 @@ def unchanged_results(
     """
     for work in works.values():
         if is_adapter(work) and not execution.force:
-            check_base(Adapter(work), [bases.old], work, OWN_BASE)
+            check_base(Adapter(work), [bases.old], work, open_model)
     if execution.even_if_near or config.alignment is not None or any(adds_tokens(w, bases) for w in works.values()):
         return None
     lines = usable_as_it_is(works, bases)

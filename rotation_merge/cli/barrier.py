@@ -207,7 +207,7 @@ def _donors(
 def _with_heads(models: tuple[str, ...], donors: list[RecipeDonor]) -> list[RecipeDonor]:
     """Donors that keep heads of their own."""
     from rotation_merge.diagnose.donors import kept_head_names
-    from rotation_merge.model.checkpoint import open_model
+    from rotation_merge.model.open import open_model
 
     if len(models) == 1:
         raise RotationMergeError(

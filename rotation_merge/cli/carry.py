@@ -76,7 +76,7 @@ def command(
     from rotation_merge.carrying.session import Execution
     from rotation_merge.carrying.transfer import carry, check_places
     from rotation_merge.files.ledger import kept_beside
-    from rotation_merge.model.checkpoint import open_model
+    from rotation_merge.model.open import open_model
     from rotation_merge.model.run_keys import mark_of
     from rotation_merge.model.writing import StorageOptions, check_dtype, parse_size
 

@@ -38,8 +38,8 @@ def check_gguf(model: str, out: str, kind: str, *models: str) -> None:
     Raises:
         RotationMergeError: says why, and which tool can.
     """
-    from rotation_merge.model.checkpoint import open_model
     from rotation_merge.model.gguf.writer import plan_gguf
+    from rotation_merge.model.open import open_model
 
     _check_place(out, model, *models)
     plan_gguf(open_model(model), kind)
@@ -60,8 +60,8 @@ def _check_place(out: str, *models: str) -> None:
 
 def write_gguf(model: str, out: str, kind: str) -> list[str]:
     """Write a model as a GGUF; returns notes for the user."""
-    from rotation_merge.model.checkpoint import open_model
     from rotation_merge.model.gguf.writer import plan_gguf
+    from rotation_merge.model.open import open_model
 
     progress = Progress()
     plan = plan_gguf(open_model(model), kind)

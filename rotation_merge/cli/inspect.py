@@ -19,10 +19,10 @@ from rotation_merge.errors import RotationMergeError, nearest_path
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor
-from rotation_merge.model.checkpoint import parse_reference
 from rotation_merge.model.gguf.place import is_gguf
 from rotation_merge.model.hub import is_hub_name
-from rotation_merge.model.paired_model import PairedModel
+from rotation_merge.model.open import parse_reference
+from rotation_merge.model.view import View
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.estimate import AveragingCost, Estimate, averaging, carried, estimate
 from rotation_merge.report.files import described, is_own_file
@@ -176,7 +176,7 @@ class _DonorHeaders:
     """
 
     warnings: list[str]
-    anchor: PairedModel
+    anchor: View
     options: AlignConfig
 
 
@@ -205,7 +205,7 @@ def _headers(donor: RecipeDonor) -> _DonorHeaders:
         check_models(donor.matched, donor.name, NOTHING, excluded=donor.excluded, unsupported=known, any_base=True)
     pair = open_pair(donor.anchor, donor.anchor, options, donor.untie, unsupported=known)
     warnings = [*checked.warnings, *checked.notes()] if checked is not None else []
-    return _DonorHeaders(warnings, replace(pair.anchor.member, architecture=pair.architecture), pair.checked.options)
+    return _DonorHeaders(warnings, replace(pair.anchor, architecture=pair.architecture), pair.checked.options)
 
 
 def _show(donor: RecipeDonor, result: Estimate) -> None:

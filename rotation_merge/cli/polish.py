@@ -103,8 +103,8 @@ def polished(
     from rotation_merge.averaging.low_rank import with_lora
     from rotation_merge.averaging.polish import PolishOptions, SharedBody, check_trainable, polish
     from rotation_merge.files.ledger import STATE, Unfinished
-    from rotation_merge.model.checkpoint import open_model, parse_reference
     from rotation_merge.model.heads import head_names, heads_in, heads_of_teachers
+    from rotation_merge.model.open import open_model, parse_reference
     from rotation_merge.model.sentence import read_modules
     from rotation_merge.run.functions import load, local_path
 
@@ -158,7 +158,7 @@ def _teacher_answers(
         students: what learns from each teacher: its classes stand in this order.
     """
     from rotation_merge.matching.teachers import AnsweredSamples, write_answers
-    from rotation_merge.model.checkpoint import open_model
+    from rotation_merge.model.open import open_model
     from rotation_merge.model.vocabulary import check_same_tokens
     from rotation_merge.run.functions import load
 
@@ -223,7 +223,7 @@ def _record(
 ) -> MergeReport:
     """The report on a trained model: its start, teachers and samples."""
     from rotation_merge.matching.run import Run
-    from rotation_merge.model.checkpoint import parse_reference
+    from rotation_merge.model.open import parse_reference
     from rotation_merge.model.origin import origins
 
     run, weights = Run(), f"a LoRA of rank {ways.lora}" if ways.lora else "all weights"

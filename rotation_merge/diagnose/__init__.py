@@ -14,10 +14,10 @@ from rotation_merge.mergekit_plugin.recipe.document import Document, Fault, docu
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.mergekit_plugin.recipe.reading import read
 from rotation_merge.mergekit_plugin.recipe.settings import check_settings
-from rotation_merge.model.checkpoint import parse_reference
 from rotation_merge.model.gguf.place import gguf_files, in_cache, is_gguf
 from rotation_merge.model.headers import holds_model
 from rotation_merge.model.hub import is_hub_name
+from rotation_merge.model.open import parse_reference
 
 __all__ = [
     "Document",

@@ -16,11 +16,12 @@ from rotation_merge.averaging.task_vectors import RATIO, SHORTENED, TaskVectorMe
 from rotation_merge.diagnose.donors import donors_of, last_recipe
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.locks import first_missing
+from rotation_merge.mergekit_plugin.planning.opened import Models
 from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.model.checkpoint import Models, open_model
 from rotation_merge.model.gguf.place import is_absent
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness, sampled_changes
+from rotation_merge.model.open import open_model
 from rotation_merge.model.remote import RemoteModel
 from rotation_merge.report.estimate import estimate
 
@@ -185,7 +186,7 @@ def needs_of(recipe: str, models: Collection[RemoteModel], cache: str) -> Resour
     output, memory = None, None
     with suppress(RotationMergeError, ValueError):  # recipes of other methods, and such as `check` finds faults in
         for donor in donors_of(recipe):
-            anchor = open_model(donor.anchor, donor.unsupported)
+            anchor = open_model(donor.anchor, unsupported=donor.unsupported, any_base=True)
             size = ITEMSIZE.get(str(anchor.config.get("dtype") or anchor.config.get("torch_dtype")), 4)
             cost = estimate(anchor.architecture, dict(anchor.shapes), donor.options, size, size)
             output = size * sum(map(math.prod, anchor.shapes.values()))

@@ -12,14 +12,16 @@ from mergekit.options import MergeOptions
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
+from rotation_merge.mergekit_plugin.planning.opened import Models
 from rotation_merge.mergekit_plugin.planning.presets import settle_presets
 from rotation_merge.mergekit_plugin.recipe.document import Document, documents
 from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor
 from rotation_merge.mergekit_plugin.recipe.names import METHOD, OF_MODEL, OPTIONS, RELATIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.model.checkpoint import Model, Models, parse_reference
 from rotation_merge.model.heads import head_names
+from rotation_merge.model.open import parse_reference
 from rotation_merge.model.run_keys import mark_of
+from rotation_merge.model.view import View
 
 KEPT = ("exclude", "unsupported", "untie")
 """Options of the whole merge that say something about each donor."""
@@ -60,7 +62,7 @@ def donors_of(path: str) -> list[RecipeDonor]:
     return result
 
 
-def kept_head_names(models: Iterable[Model]) -> tuple[str, ...]:
+def kept_head_names(models: Iterable[View]) -> tuple[str, ...]:
     """Names of the head tensors that each of several models keeps."""
     return tuple(sorted({name for model in models for name in head_names(model.architecture)}))
 

@@ -13,8 +13,9 @@ from mergekit.options import MergeOptions
 from rotation_merge.architecture import find, resolve
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.errors import ArchitectureError, RotationMergeError
-from rotation_merge.model.checkpoint import Models
-from rotation_merge.model.source import check_shape
+from rotation_merge.model.blocks import check_shape
+from rotation_merge.model.folder import Shards, local_folder
+from rotation_merge.model.open import check_files, read_config
 
 _LAYER = re.compile(r"^(?P<path>(?:[^.]+\.)*?)(?P<index>\d+)\.(?P<rest>.+)$")
 
@@ -41,10 +42,12 @@ def draft_of(model: str) -> tuple[dict[str, Any], list[str]]:
     Raises:
         RotationMergeError: the checkpoint cannot be read, or has no layers.
     """
-    opened = Models(MergeOptions())[ModelReference.parse(model)]
-    opened.check_files()
-    content, doubts = draft_content(opened.config, opened.shapes, model)
-    fits = matching_families(opened.config, opened.shapes) if len(doubts) > len(_ALWAYS) else []
+    reference = ModelReference.parse(model)
+    check_files(reference)
+    config = read_config(reference)
+    shapes = Shards.of(local_folder(reference, MergeOptions()), model).tensors().shapes
+    content, doubts = draft_content(config, shapes, model)
+    fits = matching_families(config, shapes) if len(doubts) > len(_ALWAYS) else []
     if not fits:
         return content, doubts
     labels = {key: content[key] for key in ("family", "title", "classes", "model_types")}

@@ -137,7 +137,7 @@ def opened(donor: RecipeDonor) -> Pair:
         RotationMergeError: they do not.
     """
     options = donor.options if donor.file is None else NOTHING
-    excluded = donor.own.__contains__ if donor.own else None
+    own = donor.own
     carried = donor.origin is not None  # its adapter may be of that base
     return open_pair(
         donor.anchor,
@@ -145,7 +145,7 @@ def opened(donor: RecipeDonor) -> Pair:
         options,
         donor.untie,
         unsupported=donor.unsupported,
-        excluded=excluded,
+        excluded=lambda name: name in own,
         any_base=carried,
     )
 

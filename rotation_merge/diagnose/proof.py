@@ -23,7 +23,7 @@ from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.architecture.table import config_of
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError
 from rotation_merge.files.scratch import Scratch
-from rotation_merge.matching.alignment import Alignment, aligned_source
+from rotation_merge.matching.alignment import Alignment, moved_tensors
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.run.inputs import random_batch
@@ -164,7 +164,7 @@ class _Tiny:
         """Largest output difference under a random element of the groups; infinite if nothing moved."""
         folded = architecture.folds(dict.fromkeys(architecture.streams, options.residual))
         gauge = random_gauge(architecture, options, torch.Generator().manual_seed(5))
-        moved = aligned_source(architecture, self.state, Alignment(gauge, folded))
+        moved = moved_tensors(architecture, self.state, Alignment(gauge, folded))
         after = {name: moved[name].contiguous() for name in self.state}
         if all(torch.equal(after[name], self.state[name]) for name in after):
             return torch.inf

@@ -16,20 +16,20 @@ from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
 from rotation_merge.files.outputs import check_outputs, check_replaced
 from rotation_merge.matching.alignment import load_alignment
 from rotation_merge.matching.check_pair import check_forward
-from rotation_merge.matching.open_pair import check_together
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.mergekit_plugin.planning.files import check_pulled, recipe_inputs, recipe_outputs
+from rotation_merge.mergekit_plugin.planning.opened import Models
 from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
 from rotation_merge.mergekit_plugin.recipe.document import Document, Path
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
 from rotation_merge.mergekit_plugin.recipe.parameter_scopes import at, items, scopes
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.mergekit_plugin.recipe.settings import explain
-from rotation_merge.model.checkpoint import Model, Models
 from rotation_merge.model.gguf.place import is_absent
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.hub import HubFile
 from rotation_merge.model.labels import label_rows
+from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids
 from rotation_merge.report.integrity import check_folder
 
@@ -55,7 +55,7 @@ def check_sources(
     """
     session = None if recipe is None else Session.of(recipe, options, watched=False)
     models = session.models if session is not None else Models(options)
-    opened: dict[str, tuple[Path, Model]] = {}
+    opened: dict[str, tuple[Path, View]] = {}
     absent = False
     for path, name in references(document.value):
         if name in made_earlier or name in opened:
@@ -108,7 +108,7 @@ def _written(document: Document, recipe: Recipe, options: MergeOptions) -> None:
         document.fault(tuple(str(error.where).split(".")), error.what, error.remedy or "")
 
 
-def _read(document: Document, path: Path, name: str, anchor: Model) -> None:
+def _read(document: Document, path: Path, name: str, anchor: View) -> None:
     """Check that an alignment file fits the anchor's architecture; its weights are not compared."""
     try:
         load_alignment(name, anchor.architecture)
@@ -143,7 +143,7 @@ def files(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
                 yield (*path, name), setting
 
 
-def _open(document: Document, path: Path, name: str, models: Models) -> Model | None:
+def _open(document: Document, path: Path, name: str, models: Models) -> View | None:
     """Open a model and check its files and architecture; None if that fails."""
     try:
         reference = ModelReference.parse(name)
@@ -158,20 +158,16 @@ def _open(document: Document, path: Path, name: str, models: Models) -> Model | 
             error=False,
         )
         return None
-    model = models[reference]
     try:
-        model.check_files()
-        model.architecture  # noqa: B018  (config, names and headers are read and checked)
+        return models[reference]
     except RotationMergeError as error:
         document.raised(path, error)
-        return None
     except Exception as error:  # whatever a damaged checkpoint makes the readers raise
         document.fault(path, f"{name}: cannot be read ({error})", "download it again")
-        return None
-    return model
+    return None
 
 
-def _whole(document: Document, path: Path, model: Model) -> None:
+def _whole(document: Document, path: Path, model: View) -> None:
     """Defects in headers and small files of an input model; a wrong config is a fault, the rest are notes."""
     for defect in check_folder(model.folder):
         if defect.fatal:
@@ -180,7 +176,7 @@ def _whole(document: Document, path: Path, model: Model) -> None:
 
 
 def _compare(
-    document: Document, recipe: Recipe | None, anchor: Model, opened: dict[str, tuple[Path, Model]], models: Models
+    document: Document, recipe: Recipe | None, anchor: View, opened: dict[str, tuple[Path, View]], models: Models
 ) -> None:
     resizes = document.value.get("tokenizer") or document.value.get("tokenizer_source")
     for path, model in opened.values():
@@ -188,11 +184,11 @@ def _compare(
             continue
         each = recipe is not None and recipe.value("heads_of") == "each"
         try:
-            check_together(models, anchor.reference, [model.reference])
+            models.together(anchor.reference, [model.reference])
             if not _carried(document, path):
-                check_forward(anchor.member, models[model.reference].member)
+                check_forward(anchor, models[model.reference])
             if recipe is not None and not each:
-                label_rows(anchor.member, model.member, recipe.excluded)
+                label_rows(anchor, model, recipe.excluded)
         except RotationMergeError as error:
             document.raised(path, error)
             continue
@@ -208,7 +204,7 @@ def _compare(
     _residual(document, anchor)
 
 
-def _token_ids(document: Document, path: Path, anchor: Model, model: Model) -> None:
+def _token_ids(document: Document, path: Path, anchor: View, model: View) -> None:
     """Check that tokens have the anchor's ids; for slices, which may omit a vocabulary, the plan checks it."""
     try:
         check_token_ids(anchor, model)
@@ -222,7 +218,7 @@ def _carried(document: Document, path: Path) -> bool:
 
 
 def _shapes(
-    document: Document, path: Path, info: TensorInfo, anchor: Model, model: Model, resizes: bool, recipe: Recipe | None
+    document: Document, path: Path, info: TensorInfo, anchor: View, model: View, resizes: bool, recipe: Recipe | None
 ) -> None:
     ours, donor_shape = anchor.shapes.get(info.name), model.shapes.get(info.name)
     if (
@@ -242,7 +238,7 @@ def _shapes(
     document.fault(path, problem, remedy)
 
 
-def _residual(document: Document, anchor: Model) -> None:
+def _residual(document: Document, anchor: View) -> None:
     for path, _ in scopes(document.value):
         settings = at(document.value, path)
         group = settings.get("residual") if isinstance(settings, Mapping) else None

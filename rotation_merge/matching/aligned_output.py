@@ -16,12 +16,13 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import Pair
 from rotation_merge.matching.run import Run
 from rotation_merge.model.card import metadata, notes, section, with_metadata
+from rotation_merge.model.checkpoint import Check, write_checkpoint
 from rotation_merge.model.markdown import code, plain
-from rotation_merge.model.source import Progress
 from rotation_merge.model.view import View
-from rotation_merge.model.writing import Check, StorageOptions, stored, untied, write_checkpoint
+from rotation_merge.model.writing import StorageOptions, stored, untied
 from rotation_merge.record import MergeReport, versions
 from rotation_merge.run.functions import load
+from rotation_merge.workers.progress import Progress
 
 
 def match_pair(
@@ -58,7 +59,7 @@ def write_aligned(
     report = alignment.report or pair.report(Run())
     report = replace(report, notes=[*report.notes, *view.notes])
     text = card(pair, report, os.path.basename(out))
-    write_checkpoint(pair.donor, view.tensors(), report, text, out, storage, progress, check, view.left_out)
+    write_checkpoint(pair.donor, view.blocks(), report, text, out, storage, progress, check, view.left_out)
     return view
 
 
@@ -67,8 +68,9 @@ def aligned_model(pair: Pair, alignment: Alignment, untie: bool) -> Any:
     view, donor = pair.aligned(alignment), pair.donor
     tensors = view.state_dict()
     tensors |= {name: donor[name] for name in donor.names if name not in tensors and name not in view.left_out}
-    state = {name: stored(tensor, donor.dtypes.get(name)).clone() for name, tensor in tensors.items()}
-    changed = donor.rewritten
+    dtypes = donor.dtypes if donor.files is None else donor.files.dtypes
+    state = {name: stored(tensor, dtypes.get(name)).clone() for name, tensor in tensors.items()}
+    changed = dict(donor.changed)
     if untie:
         changed = {**changed, **{k: v for k, v in untied(donor.config).items() if v != donor.config.get(k)}}
     return load(str(donor.reference), state=state, changed=changed)

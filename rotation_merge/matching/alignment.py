@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.architecture.registry import tied_head
 from rotation_merge.config import KINDS
 from rotation_merge.errors import AlignmentError, RotationMergeError, StatisticsError, not_written, short
 from rotation_merge.files.durable import replacing
@@ -31,16 +30,17 @@ from rotation_merge.matching.moved_statistics import MovedTensors
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.serialisation import packed, unpacked
 from rotation_merge.model import slices
-from rotation_merge.model.biases import AlignedSource, holders
+from rotation_merge.model.biases import holders, in_coordinates
+from rotation_merge.model.blocks import check_shapes, read_tensor, unstack
 from rotation_merge.model.fingerprint import Fingerprint, checksum
-from rotation_merge.model.fold import folded_source
+from rotation_merge.model.fold import folded_tensors
+from rotation_merge.model.forms import names_in, translated
 from rotation_merge.model.hub import local_file
-from rotation_merge.model.labels import LabelRows
-from rotation_merge.model.model_inputs import ModelLike, OpenedModel, check_storage, open_like, stored_dtype
-from rotation_merge.model.paired_model import PairedModel
-from rotation_merge.model.source import TensorSource, check_shapes, read_tensor, unstack
-from rotation_merge.model.sources import TranslatedSource
-from rotation_merge.model.view import View
+from rotation_merge.model.labels import LabelRows, in_class_order
+from rotation_merge.model.language_half import within
+from rotation_merge.model.open import ModelLike, open_model
+from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
+from rotation_merge.model.view import View, check_storage, described, stored_dtype
 from rotation_merge.record import MergeReport
 from rotation_merge.run.statistics_file import Statistics
 from rotation_merge.symmetry import SpaceTransform, StreamTransform
@@ -62,9 +62,9 @@ class Identity:
     tensors: Mapping[str, str] = field(repr=False)
 
     @staticmethod
-    def of(opened: OpenedModel) -> Identity:
+    def of(model: View) -> Identity:
         """A model's identity; every tensor of it is read once."""
-        return Identity(opened.name, opened.mark.hexdigest(opened.config), opened.mark.sums())
+        return Identity(model.name, model.fingerprint, model.mark.sums())
 
 
 @dataclass(frozen=True)
@@ -96,26 +96,25 @@ class Basis:
         return resolve(dict(self.config), list(self.shapes), self.anchor.name, keep_unknown=True, untie=self.untie)
 
     @cached_property
-    def member(self) -> PairedModel:
-        """The anchor as `check_pair` sees it."""
-        tied = tied_head(dict(self.config), list(self.shapes), self.anchor.name)
-        return PairedModel(self.anchor.name, self.config, self.architecture, self.shapes, tied)
+    def described_anchor(self) -> View:
+        """The anchor without its tensors."""
+        return described(self.anchor.name, self.config, self.architecture, self.shapes)
 
     @staticmethod
-    def of(anchor: OpenedModel, donor: OpenedModel, folded: Sequence[str], rows: LabelRows) -> Basis:
+    def of(anchor: View, donor: View, streams: Sequence[str], rows: LabelRows) -> Basis:
         """The basis of an alignment of one model to another; both are read once, for their checksums.
 
         Args:
-            folded: the streams that the alignment folds.
+            streams: that the alignment folds.
         """
-        biases, donor_biases = (hidden_biases(anchor.architecture, model.source, folded) for model in (anchor, donor))
+        biases, donor_biases = (hidden_biases(anchor.architecture, model.tensors, streams) for model in (anchor, donor))
         identities = Identity.of(anchor), Identity.of(donor)
         return Basis(anchor.config, anchor.shapes, anchor.untie, *identities, biases, rows, donor_biases)
 
 
-def hidden_biases(architecture: Architecture, source: TensorSource, folded: Sequence[str]) -> dict[str, Tensor]:
-    """A model's biases that softmax ignores, by name, folded in folded streams."""
-    source = folded_source(architecture, source, folded)
+def hidden_biases(architecture: Architecture, source: TensorSource, streams: Sequence[str]) -> dict[str, Tensor]:
+    """A model's biases that softmax ignores, by name, with the gains of some streams folded."""
+    source = folded_tensors(architecture, source, streams)
     biases: dict[str, Tensor] = {}
     for block in architecture.blocks:
         for key in holders(block, [info.key for info in block.tensors]):
@@ -126,31 +125,26 @@ def hidden_biases(architecture: Architecture, source: TensorSource, folded: Sequ
     return biases
 
 
-class VerifiedSource:
-    """A source that compares its tensors with the checksums in an alignment.
+def verified(model: View, identity: Identity, names: Mapping[str, str]) -> Tensors:
+    """A model's tensors, each compared with its checksum in an alignment when it is read for the first time.
 
     Args:
         names: what the alignment calls tensors that have other names here.
     """
+    seen: set[str] = set()
 
-    def __init__(self, source: TensorSource, identity: Identity, name: str, names: Mapping[str, str]) -> None:
-        self.source, self.identity, self.name, self.names = source, identity, name, names
-        self._seen: set[str] = set()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.source
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        tensor = self.source[name]
-        known = self.identity.tensors.get(self.names.get(name, name))
-        if known is not None and name not in self._seen and checksum(tensor) != known:
+    def check(name: str, tensor: Tensor) -> Tensor:
+        known = identity.tensors.get(names.get(name, name))
+        if known is not None and name not in seen and checksum(tensor) != known:
             raise AlignmentError(
-                f"tensor '{name}' is not that of {self.identity.name}, which the alignment was made for",
-                where="the given model" if self.name == self.identity.name else self.name,
+                f"tensor '{name}' is not that of {identity.name}, which the alignment was made for",
+                where="the given model" if model.name == identity.name else model.name,
                 remedy="give that model, or apply(..., strict=False) to move a fine-tune of it by the same maps",
             )
-        self._seen.add(name)
+        seen.add(name)
         return tensor
+
+    return model.tensors.map(check)
 
 
 M = TypeVar("M", bound="Movable")
@@ -221,8 +215,8 @@ class Alignment:
         """
         if not KINDS[int].holds(seed):
             raise AlignmentError(f"the seed {seed!r} is no whole number", remedy="give a whole number")
-        opened = open_like(model, "model", untie=untie)
-        checked = check_pair(opened.member, opened.member, AlignConfig.of(config, options), untie=untie)
+        opened = open_model(model, "model", untie=untie)
+        checked = check_pair(opened, opened, AlignConfig.of(config, options), untie=untie)
         generator = torch.Generator().manual_seed(seed)
         transforms = random_gauge(opened.architecture, checked.options, generator)
         basis = Basis.of(opened, opened, checked.folded, {})
@@ -269,16 +263,17 @@ class Alignment:
         if isinstance(donor, Movable):
             return donor.moved_by(self, dtype, strict)
         opened = self.opened_donor(donor, strict)
-        renamed = TranslatedSource(self._known().biases, self._known().architecture, opened.architecture)
-        biases = renamed if self._known().biases else None
+        basis = self._known()
+        biases = translated(basis.biases, basis.architecture, opened.architecture) if basis.biases else None
         return self.view_of(opened, biases, dtype, self._known().donor if strict else None)
 
-    def opened_donor(self, donor: ModelLike, strict: bool) -> OpenedModel:
+    def opened_donor(self, donor: ModelLike, strict: bool) -> View:
         """The donor in the anchor's sizes, its classes in the anchor's order. Errors as for `apply`."""
         basis = self._known()
         opened = self._opened(donor, basis.donor, strict)
-        names = TranslatedSource({}, basis.architecture, opened.architecture).names
-        return opened.with_classes({name: basis.rows[known] for name, known in names.items() if known in basis.rows})
+        names = names_in(basis.architecture, opened.architecture)
+        rows = {name: basis.rows[known] for name, known in names.items() if known in basis.rows}
+        return in_class_order(opened, rows)
 
     def check_donor(self, donor: ModelLike) -> None:
         """Refuse another model than the one the alignment was made for; every tensor is read once.
@@ -287,8 +282,8 @@ class Alignment:
             AlignmentError: it is another; names a tensor.
         """
         opened = self._opened(donor, self._known().donor, strict=True)
-        for name in opened.names:
-            opened.source[name]
+        for name in opened:
+            opened[name]
 
     @overload
     def apply_anchor(self, anchor: Statistics, *, strict: bool = True) -> Statistics: ...
@@ -339,7 +334,7 @@ class Alignment:
 
     def view_of(
         self,
-        opened: OpenedModel,
+        model: View,
         biases: TensorSource | None,
         dtype: torch.dtype | None,
         identity: Identity | None = None,
@@ -352,25 +347,30 @@ class Alignment:
                 keeps its own.
             dtype: as of `apply`.
             identity: of the model that it is known to be.
-            unread: tensors that the model does not read, and that a moving stream invalidates; None: `opened.unread`.
+            unread: tensors that the model does not read, and that a moving stream invalidates; None: `model.unread`.
         """
-        mover = Mover(opened.architecture, opened.source, self, biases)
-        whole = opened.whole or opened
-        left_out = (whole.unread if unread is None else unread) if self.moves_streams(opened.architecture) else ()
-        notes = [not_written(left_out)] if left_out else []
+        mover = Mover(model.architecture, model.tensors, self, biases)
+        whole = model.text or model
+        left_out = (whole.unread if unread is None else unread) if self.moves_streams(model.architecture) else ()
+        changes = {
+            "left_out": frozenset(left_out),
+            "notes": (not_written(left_out),) if left_out else (),
+            "report": self.report,
+            "folded": self.folded,
+        }
+        if model.text is None:
 
-        def moved() -> str | None:
-            return self._moved_fingerprint(identity.fingerprint) if identity and identity.fingerprint else None
+            def moved() -> str | None:
+                return self._moved_fingerprint(identity.fingerprint) if identity and identity.fingerprint else None
 
-        if opened.whole is None:
-            return View(opened, mover.tensor, dtype, left_out, notes, self.report, moved, self.folded)
-        places = opened.architecture.places()
-        places_by_name = {own_name: places[name][:2] for name, own_name in opened.own_names.items() if name in places}
+            return model.blockwise(mover.tensor, dtype, identity=moved, **changes)
+        places = model.architecture.places()
+        by_text_name = {text_name: places[name][:2] for name, text_name in model.text_names.items() if name in places}
 
         def of_half(block: Block, info: TensorInfo, rounded: torch.dtype | None) -> Tensor | None:
-            return mover.tensor(*places_by_name[info.names[0]], rounded) if info.names[0] in places_by_name else None
+            return mover.tensor(*by_text_name[info.names[0]], rounded) if info.names[0] in by_text_name else None
 
-        return View(whole, of_half, dtype, left_out, notes, self.report, folded=self.folded)
+        return model.text.blockwise(of_half, dtype, **changes)
 
     def inverse(self) -> Alignment:
         """The alignment that moves the moved donor back, with unchanged outputs.
@@ -428,11 +428,11 @@ class Alignment:
             raise AlignmentError("the alignment has no facts on its models", remedy=remedy)
         return self.basis
 
-    def _opened(self, model: ModelLike, identity: Identity, strict: bool) -> OpenedModel:
+    def _opened(self, model: ModelLike, identity: Identity, strict: bool) -> View:
         """Open a model to move, and check its architecture; strict: also its weights."""
         basis = self._known()
-        opened = open_like(model, identity.name, untie=basis.untie)
-        opened = opened.within(basis.member) or opened
+        opened = open_model(model, identity.name, untie=basis.untie)
+        opened = within(opened, basis.described_anchor) or opened
         family = basis.architecture.family
         if opened.architecture.family != family:
             raise AlignmentError(
@@ -452,8 +452,8 @@ class Alignment:
         check_shapes(opened.architecture, opened.shapes, opened.name)
         if not (strict and identity.tensors):
             return opened
-        names = TranslatedSource({}, basis.architecture, opened.architecture).names
-        return replace(opened, source=VerifiedSource(opened.source, identity, opened.name, names))
+        names = names_in(basis.architecture, opened.architecture)
+        return opened.with_tensors(verified(opened, identity, names))
 
 
 class Mover:
@@ -472,8 +472,9 @@ class Mover:
         alignment: Alignment,
         biases: TensorSource | None = None,
     ) -> None:
-        self.architecture, self.source, self.alignment, self.biases = architecture, source, alignment, biases
-        self._whole: dict[torch.dtype | None, AlignedSource] = {}
+        self.architecture, self.source = architecture, as_tensors(source)
+        self.alignment, self.biases = alignment, biases
+        self._whole: dict[torch.dtype | None, Tensors] = {}
 
     def tensor(self, block: Block, info: TensorInfo, dtype: torch.dtype | None = None) -> Tensor | None:
         """A tensor in the anchor's coordinates, long vocabularies in slices; None if the source lacks it.
@@ -489,30 +490,30 @@ class Mover:
 
         def moved(part: slice | None) -> Tensor:
             aligned = self._aligned(dtype) if part is None else self._of(views(part)[0], None, dtype)
-            tensor = aligned.tensor(block, info)
+            tensor = read_tensor(info, aligned)
             assert tensor is not None
             return tensor
 
         return slices.in_slices(info, [stored], rounded, moved).to(rounded).contiguous()
 
-    def _aligned(self, dtype: torch.dtype | None) -> AlignedSource:
+    def _aligned(self, dtype: torch.dtype | None) -> Tensors:
         """The whole aligned source, cached for each dtype."""
         if dtype not in self._whole:
             self._whole[dtype] = self._of(self.source, self.biases, dtype)
         return self._whole[dtype]
 
-    def _of(self, source: TensorSource, biases: TensorSource | None, dtype: torch.dtype | None) -> AlignedSource:
-        folded = folded_source(self.architecture, source, self.alignment.folded, dtype)
-        return AlignedSource(self.architecture, folded, self.alignment.transforms, biases)
+    def _of(self, source: TensorSource, biases: TensorSource | None, dtype: torch.dtype | None) -> Tensors:
+        stored = folded_tensors(self.architecture, source, self.alignment.folded, dtype)
+        return in_coordinates(self.architecture, stored, self.alignment.transforms, biases)
 
 
-def aligned_source(
+def moved_tensors(
     architecture: Architecture,
     source: TensorSource,
     alignment: Alignment,
     anchor: TensorSource | None = None,
     dtype: torch.dtype | None = None,
-) -> AlignedSource:
+) -> Tensors:
     """A donor in the anchor's coordinates, folded where the alignment needs it, in float32 at least.
 
     For the anchor itself, folded where the alignment needs it, give ``Alignment({}, alignment.folded)``.
@@ -520,9 +521,9 @@ def aligned_source(
     Args:
         anchor: as it is stored: whose biases the donor is given where softmax cannot see them; None: it keeps its own.
     """
-    source = folded_source(architecture, source, alignment.folded, dtype)
-    anchor = None if anchor is None else folded_source(architecture, anchor, alignment.folded)
-    return AlignedSource(architecture, source, alignment.transforms, anchor)
+    source = folded_tensors(architecture, source, alignment.folded, dtype)
+    anchor = None if anchor is None else folded_tensors(architecture, anchor, alignment.folded)
+    return in_coordinates(architecture, source, alignment.transforms, anchor)
 
 
 FORMAT = "rotation_merge.alignment.5"

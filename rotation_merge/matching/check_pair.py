@@ -16,10 +16,11 @@ from rotation_merge.architecture.registry import shipped
 from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, short
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.remarks import remarks
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.labels import LabelRows, label_rows, rows_note
-from rotation_merge.model.paired_model import PairedModel
+from rotation_merge.model.view import View
 from rotation_merge.symmetry import SpaceTransform, StreamTransform
 from rotation_merge.symmetry.admitted import by_stream
 
@@ -42,8 +43,8 @@ class CheckedPair:
         rows: what puts the donor's classes into the anchor's order; whoever reads the donor has to apply it.
     """
 
-    anchor: PairedModel
-    donor: PairedModel
+    anchor: View
+    donor: View
     options: AlignConfig
     streams: dict[str, str]
     folded: tuple[str, ...]
@@ -53,7 +54,7 @@ class CheckedPair:
 
     def notes(self) -> list[str]:
         """Notes for the report beside the warnings."""
-        notes = list(dict.fromkeys(note for member in (self.anchor, self.donor) for note in member.notes))
+        notes = list(dict.fromkeys(note for member in (self.anchor, self.donor) for note in remarks(member)))
         notes += rows_note(self.anchor.name, self.donor.name, self.rows)
         if self.unaligned:
             names = ", ".join(self.unaligned[:6]) + (", ..." if len(self.unaligned) > 6 else "")
@@ -63,8 +64,8 @@ class CheckedPair:
 
 
 def check_pair(
-    anchor: PairedModel,
-    donor: PairedModel,
+    anchor: View,
+    donor: View,
     options: AlignConfig,
     *,
     untie: bool = False,
@@ -116,7 +117,7 @@ def check_pair(
     )
 
 
-def _streams(anchor: PairedModel, donor: PairedModel, residual: str, untie: bool) -> dict[str, str]:
+def _streams(anchor: View, donor: View, residual: str, untie: bool) -> dict[str, str]:
     """The residual group of each moving stream; both models admit it.
 
     `largest` excludes rotations if a head is tied to an embedding, because folding cannot serve both.
@@ -142,7 +143,7 @@ def residual_of(transforms: Mapping[str, SpaceTransform], folded: Collection[str
     return ",".join(f"{name}={group}" for name, group in choices.items()) or "none"
 
 
-def _words(streams: Mapping[str, str], member: PairedModel) -> str:
+def _words(streams: Mapping[str, str], member: View) -> str:
     """Groups by stream as one option."""
     groups = set(streams.values())
     if len(groups) == 1 and set(streams) == set(member.architecture.streams):
@@ -150,7 +151,7 @@ def _words(streams: Mapping[str, str], member: PairedModel) -> str:
     return ",".join(f"{name}={group}" for name, group in streams.items()) or "none"
 
 
-def _check_depth(anchor: PairedModel, donor: PairedModel) -> None:
+def _check_depth(anchor: View, donor: View) -> None:
     for module in anchor.architecture.layers_key:
         ours, donor_layers = (len(m.architecture.layers(module)) for m in (anchor, donor))
         if ours != donor_layers:
@@ -200,7 +201,7 @@ def _facts(space: Space) -> dict[str, Any]:
     return {_WORDS.get(name, name): value for name, value in {**space.sizes, **properties}.items()}
 
 
-def _check_block(anchor_block: Block, donor_block: Block, anchor: PairedModel, donor: PairedModel) -> None:
+def _check_block(anchor_block: Block, donor_block: Block, anchor: View, donor: View) -> None:
     """Check that sizes, rotary dimensions, norms and degrees of two blocks agree: they decide the groups."""
     for local, space in donor_block.spaces.items():
         anchor_space = anchor_block.spaces.get(local)
@@ -219,7 +220,7 @@ def _norm_facts(norm: Norm) -> dict[str, Any]:
     return {"kind": "layer" if norm.layer else "rms", "offset of the gain": norm.offset, "readers": norm.reads}
 
 
-def _check_sizes(anchor: PairedModel, donor: PairedModel) -> None:
+def _check_sizes(anchor: View, donor: View) -> None:
     """Check that streams, and the first local space of each name, have the same sizes in both models."""
     ours, donor_spaces = _first_spaces(anchor.architecture), _first_spaces(donor.architecture)
     for name in donor_spaces:
@@ -237,7 +238,7 @@ def _first_spaces(architecture: Architecture) -> dict[str, Space]:
 
 
 def _refuse_differing(
-    name_of_part: str, ours: Mapping[str, Any], donor_facts: Mapping[str, Any], anchor: PairedModel, donor: PairedModel
+    name_of_part: str, ours: Mapping[str, Any], donor_facts: Mapping[str, Any], anchor: View, donor: View
 ) -> None:
     differing = [name for name in donor_facts if donor_facts[name] != ours.get(name)]
     if differing:
@@ -249,7 +250,7 @@ def _refuse_differing(
         )
 
 
-def _check_tied(member: PairedModel, folded: Sequence[str], untie: bool) -> None:
+def _check_tied(member: View, folded: Sequence[str], untie: bool) -> None:
     head, stream = member.tied or ("", "")
     if stream in folded and not untie:
         smaller = [group for group in member.architecture.stream_groups[stream] if group != "rotation"]
@@ -260,7 +261,7 @@ def _check_tied(member: PairedModel, folded: Sequence[str], untie: bool) -> None
         )
 
 
-def _check_head(member: PairedModel, untie: bool) -> None:
+def _check_head(member: View, untie: bool) -> None:
     """Check that a head with shifted rows exists, and that no embedding is moved with it."""
     if member.tied is not None and not untie:
         problem, remedy = f"needs a head of its own, '{member.tied[0]}' is tied to the embedding", "set 'untie: true'"
@@ -275,8 +276,8 @@ def _check_head(member: PairedModel, untie: bool) -> None:
 class _Moving:
     """The spaces that move: streams by name, local spaces by the names in anchor and donor."""
 
-    anchor: PairedModel
-    donor: PairedModel
+    anchor: View
+    donor: View
     options: AlignConfig
     streams: Mapping[str, str]
     fold: Fold
@@ -309,11 +310,11 @@ class _Moving:
                     self._refuse(info, holder, lacking, sorted(moves)[0])
 
     @staticmethod
-    def _spare(info: TensorInfo, holder: PairedModel, lacking: PairedModel) -> bool:
+    def _spare(info: TensorInfo, holder: View, lacking: View) -> bool:
         """Whether a head is a stored copy of the embedding that both models tie it to."""
         return all(member.tied is not None and member.tied[0] == info.name for member in (holder, lacking))
 
-    def _refuse(self, info: TensorInfo, holder: PairedModel, lacking: PairedModel, space: str) -> None:
+    def _refuse(self, info: TensorInfo, holder: View, lacking: View, space: str) -> None:
         remedy = "set 'untie: true'" if info.tied else "align models with the same biases and heads"
         raise CheckpointError(
             f"tensor '{info.name}' is missing, {holder.name} has it: '{space}' would move without it",
@@ -322,9 +323,7 @@ class _Moving:
         )
 
 
-def _unaligned(
-    anchor: PairedModel, donor: PairedModel, streams: Mapping[str, str], excluded: Callable[[str], bool]
-) -> Iterator[str]:
+def _unaligned(anchor: View, donor: View, streams: Mapping[str, str], excluded: Callable[[str], bool]) -> Iterator[str]:
     """Tensors that the architecture does not describe; they are copied unchanged.
 
     Raises:
@@ -346,7 +345,7 @@ def _unaligned(
         yield from unknown
 
 
-def check_forward(anchor: PairedModel, donor: PairedModel) -> None:
+def check_forward(anchor: View, donor: View) -> None:
     """Refuse to average models of different kinds whose forward passes differ for equal weights.
 
     The merge's class would not compute what the other model's weights were trained for.
@@ -366,7 +365,7 @@ def check_forward(anchor: PairedModel, donor: PairedModel) -> None:
         raise CheckpointError(f"{words}{more}", where=donor.name, remedy=remedy)
 
 
-def _config_warnings(anchor: PairedModel, donor: PairedModel) -> list[str]:
+def _config_warnings(anchor: View, donor: View) -> list[str]:
     """Warnings for differing config entries that make a merge questionable.
 
     Raises:

@@ -17,8 +17,9 @@ from rotation_merge.architecture import Architecture
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.alignment import Transforms
 from rotation_merge.matching.mixing import Mixed, Mixing, ParentTensors
+from rotation_merge.model.blocks import unstack
 from rotation_merge.model.fold import Fold
-from rotation_merge.model.source import TensorSource, unstack
+from rotation_merge.model.tensors import TensorSource
 from rotation_merge.symmetry import SpaceTransform
 
 Batch = Mapping[str, Tensor]

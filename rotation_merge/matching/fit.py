@@ -51,8 +51,8 @@ from rotation_merge.matching.objective import (
 from rotation_merge.matching.open_pair import open_pair, write_alignment
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 from rotation_merge.matching.resume import TrainingState, fit_mark
-from rotation_merge.model.model_inputs import open_like
-from rotation_merge.model.sources import DeviceSource
+from rotation_merge.model.open import open_model
+from rotation_merge.model.tensors import as_tensors
 from rotation_merge.run.functions import architecture_of, device_of, inputs_for, take_rows, unlabelled
 from rotation_merge.symmetry import GroupElement, SpaceTransform
 from rotation_merge.symmetry.admitted import neurons
@@ -246,7 +246,7 @@ class _Fit:
         self.given = parents
         self.parents = [parent.eval() for parent in parents]
         self.architecture = architecture_of(self.parents[0], untie=True)
-        members = [open_like(parent, type(parent).__name__, untie=True).member for parent in self.parents]
+        members = [open_model(parent, type(parent).__name__, untie=True) for parent in self.parents]
         pairs = [check_pair(members[0], donor, match, untie=True) for donor in members[1:]]
         self.match, self.folded = pairs[-1].options, pairs[-1].folded
         self.rows = [checked.rows for checked in pairs]
@@ -384,7 +384,7 @@ class _Fit:
             gauge = random_gauge(self.architecture, self.match, torch.Generator().manual_seed(0))
             starts["identity"] = [identities(gauge) for _ in self.states[1:]]
         if self.options.start != "identity":
-            anchor, *moved = (DeviceSource(state, self.device) for state in self.states)
+            anchor, *moved = (as_tensors(state).to(self.device) for state in self.states)
             starts["matched"] = [
                 self._matcher(donor)(self.architecture, anchor, state, self.match, None).transforms
                 for donor, state in zip(self.parents[1:], moved, strict=True)
@@ -435,7 +435,7 @@ class _Fit:
         """The facts on one donor and the anchor for the alignment."""
         untie = bool(self.folded) and any(info.tied for info in self.architecture.tensors())
         anchor, donor = (
-            open_like(model, name, untie=untie)
+            open_model(model, name, untie=untie)
             for model, name in ((self.given[0], "anchor"), (self.given[number], f"donor {number}"))
         )
         return Basis.of(anchor, donor, self.folded, self.rows[number - 1])

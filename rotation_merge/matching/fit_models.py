@@ -17,7 +17,8 @@ from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.match_on import activation_matcher
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.model.model_inputs import ModelLike, OpenedModel, open_like
+from rotation_merge.model.open import ModelLike, open_model
+from rotation_merge.model.view import View
 from rotation_merge.run.data import Samples, data_in_memory, listed, read_samples
 from rotation_merge.run.functions import Batch, module_of
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
@@ -57,7 +58,7 @@ def fit(
     if shares is not None and len(shares) != len(given):
         problem = f"{len(shares)} 'coefficients' for {len(given)} models"
         raise RecipeError(problem, remedy="give one share for each model, the anchor first")
-    opened = [open_like(model, f"donor {number}" if number else "anchor") for number, model in enumerate(given)]
+    opened = [open_model(model, f"donor {number}" if number else "anchor") for number, model in enumerate(given)]
     modules = [
         model if isinstance(model, nn.Module) else module_of(each) for model, each in zip(given, opened, strict=True)
     ]
@@ -75,12 +76,12 @@ def fit(
 def _as_list(donors: Any) -> list[ModelLike]:
     """The donors; a pair of a state dict and its config is one."""
     is_state = isinstance(donors, tuple) and len(donors) == 2 and isinstance(donors[0], Mapping)
-    if isinstance(donors, list | tuple) and not (is_state and not hasattr(donors[0], "as_opened")):
+    if isinstance(donors, list | tuple) and not (is_state and not isinstance(donors[0], View)):
         return list(donors)
     return [donors]
 
 
-def _samples(batches: Samples, anchor: OpenedModel, modules: Sequence[nn.Module]) -> list[Batch]:
+def _samples(batches: Samples, anchor: View, modules: Sequence[nn.Module]) -> list[Batch]:
     """Batches that all models can run on.
 
     Raises:
@@ -95,12 +96,12 @@ def _samples(batches: Samples, anchor: OpenedModel, modules: Sequence[nn.Module]
     return [dict(batch) for batch in batches]
 
 
-def _of_checkpoints(result: FitResult, opened: Sequence[OpenedModel]) -> FitResult:
+def _of_checkpoints(result: FitResult, opened: Sequence[View]) -> FitResult:
     """A fit's alignments for the models as they are stored, instead of for the modules that were loaded."""
     alignments, architecture = [], result.architecture
     for donor, alignment in zip(opened[1:], result.alignments, strict=True):
         untie = alignment.basis is not None and alignment.basis.untie
-        first, second = (replace(model, untie=untie) for model in (opened[0], donor))
+        first, second = (open_model(model, untie=untie) for model in (opened[0], donor))
         pair = open_pair(first, second, result.match, untie)
         transforms = renamed(alignment.transforms, result.architecture, pair.architecture)
         basis = pair.basis(alignment.folded)

@@ -12,8 +12,9 @@ from rotation_merge.matching.model_pair import ModelPair, Transforms
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.passes import Walk, match_streams
 from rotation_merge.matching.stream import residual_groups
-from rotation_merge.model.source import Progress, TensorSource
+from rotation_merge.model.tensors import TensorSource
 from rotation_merge.workers.pieces import HERE, PieceExecutor
+from rotation_merge.workers.progress import Progress
 
 
 class Match(Protocol):

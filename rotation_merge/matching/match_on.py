@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, TensorInfo, stem_of
@@ -32,15 +31,17 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, AlignConfig
 from rotation_merge.matching.report_rows import recorded
 from rotation_merge.matching.stream import StreamStatistics, residual_groups
-from rotation_merge.model.checkpoint import Models, parse_reference
-from rotation_merge.model.fold import folded_source
-from rotation_merge.model.source import Progress, TensorSource, read_tensor
+from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.fold import folded_tensors
+from rotation_merge.model.open import open_model
+from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.vocabulary import moved_tokens, shared_rows
 from rotation_merge.run.data import SAMPLES, Data, read_batches, unpadded
 from rotation_merge.run.functions import Batch, architecture_of, load, local_path, unlabelled
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import LinearMap, linear_map
 from rotation_merge.symmetry import SpaceTransform
+from rotation_merge.workers.progress import Progress
 
 WHITENING = 0.25
 """The exponent p, of streams."""
@@ -80,7 +81,7 @@ def match_on_activations(
     """
     streams = residual_groups(architecture, options.residual)
     folded = architecture.folds(streams)
-    plain = [folded_source(architecture, source, folded) for source in (anchor, donor)]
+    plain = [folded_tensors(architecture, source, folded) for source in (anchor, donor)]
     activation_tensors = _ActivationTensors(*activations, *plain)
     blocks = [
         activation_tensors.block(block, bool(options.at(architecture, block).scaling)) for block in architecture.blocks
@@ -88,7 +89,10 @@ def match_on_activations(
     rows = max((len(x) for x, _ in activation_tensors.tensors.values()), default=0)
     if not rows:
         raise DataError("the samples reach no linear map that can be matched", remedy="match on weights")
-    first, second = (_WithActivations(source, activation_tensors.tensors, which) for which, source in enumerate(plain))
+    first, second = (
+        as_tensors(source).replaced({name: pair[which] for name, pair in activation_tensors.tensors.items()})
+        for which, source in enumerate(plain)
+    )
     start = {
         ACTIVATIONS: _start(
             architecture, streams, [(b, activation_infos) for b, _, activation_infos in blocks], first, second
@@ -175,8 +179,7 @@ class SampleMatcher:
         return unpadded(data.batches if self.data == SELF else self.part(data).batches, self.data)
 
     def _check_vocabularies(self) -> None:
-        models = Models(MergeOptions())
-        a, d = (models[parse_reference(name)] for name in (self.anchor, self.donor))
+        a, d = (open_model(name, any_base=True) for name in (self.anchor, self.donor))
         if shared_rows([a, d]) is not None or moved_tokens(a, d)[0]:
             problem = f"its vocabulary differs from that of {self.anchor}, so samples cannot be shared"
             raise DataError(problem, where=self.donor, remedy="match on weights (leave out 'match_on')")
@@ -238,21 +241,6 @@ def _notes(architecture: Architecture, moved: Iterable[str], rows: int, how: str
         consequence = "the rest is arbitrary" if how == ACTIVATIONS else "weights decide the rest"
         notes.append(f"{rows} rows do not span the {widest} coordinates of a stream: {consequence}. Give more samples.")
     return tuple(notes)
-
-
-@dataclass(frozen=True)
-class _WithActivations:
-    """A model's tensors together with its activations."""
-
-    source: TensorSource
-    activation_pairs: dict[str, tuple[Tensor, Tensor]]
-    which: int
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.activation_pairs or name in self.source
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        return self.activation_pairs[name][self.which] if name in self.activation_pairs else self.source[name]
 
 
 class _ActivationTensors:

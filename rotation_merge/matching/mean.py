@@ -19,12 +19,13 @@ from rotation_merge.matching.block import SpaceMatch, described, named, squared_
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.biases import AlignedSource, BiasFreeSource
-from rotation_merge.model.fold import folded_source
-from rotation_merge.model.source import CachedSource, Progress, TensorSource, read_block
-from rotation_merge.model.sources import MeanSource
+from rotation_merge.model.biases import in_coordinates, without_biases
+from rotation_merge.model.blocks import read_block
+from rotation_merge.model.fold import folded_tensors
+from rotation_merge.model.tensors import TensorSource, mean_of
 from rotation_merge.symmetry import TranslationTransform
 from rotation_merge.workers.pieces import HERE, PieceExecutor
+from rotation_merge.workers.progress import Progress
 
 MOST_ROUNDS = 10
 LEAST_GAIN = 1e-2
@@ -63,7 +64,7 @@ def match_to_mean(
     folded = next((a.folded for a in alignments.values()), ())
     matched = {s.name for b in architecture.blocks for s in wanted_spaces(b, options.at(architecture, b))}
     renamed_sources: dict[str, TensorSource] = {
-        name: CachedSource(BiasFreeSource(architecture, folded_source(architecture, source, folded), matched))
+        name: without_biases(architecture, folded_tensors(architecture, source, folded), matched).cached()
         for name, source in sources.items()
     }
     frames: dict[str, Transforms] = {base: {}, **{name: a.transforms for name, a in alignments.items()}}
@@ -71,14 +72,14 @@ def match_to_mean(
     for turn in range(MOST_ROUNDS if len(sources) > 2 else 0):
         proposed = dict(frames)
         for name in sources:
-            mean_of: list[TensorSource] = [
-                AlignedSource(architecture, renamed_sources[name_of_other], proposed[name_of_other])
+            others: list[TensorSource] = [
+                in_coordinates(architecture, renamed_sources[name_of_other], proposed[name_of_other])
                 for name_of_other in sources
                 if name_of_other != name
             ]
             match = partial(match_model, over=over, ledger=ledger.under(f"round {turn}/{name}"))
             proposed[name] = _towards(
-                architecture, MeanSource(mean_of), renamed_sources[name], options, proposed[name], progress, match
+                architecture, mean_of(others), renamed_sources[name], options, proposed[name], progress, match
             )
         now = _spread(architecture, renamed_sources, proposed)
         if now < spread[-1]:
@@ -154,8 +155,8 @@ def _records(
 
 def _spread(architecture: Architecture, sources: Mapping[str, TensorSource], frames: Mapping[str, Transforms]) -> float:
     """Sum over models of the squared distance from their mean."""
-    moved = [AlignedSource(architecture, source, frames[name]) for name, source in sources.items()]
-    mean = MeanSource(moved)
+    moved = [in_coordinates(architecture, source, frames[name]) for name, source in sources.items()]
+    mean = mean_of(moved)
     total = 0.0
     for name in architecture.named():
         if all(name in source for source in moved):

@@ -21,8 +21,9 @@ from torch.utils import _pytree
 from rotation_merge.architecture.model import Axis, Block, TensorInfo
 from rotation_merge.model.apply import transform_axis, transform_tensor
 from rotation_merge.model.biases import inputs, with_biases
+from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.fold import Fold
-from rotation_merge.model.source import TensorSource, read_tensor
+from rotation_merge.model.tensors import TensorSource
 from rotation_merge.symmetry import Monomial, Permutation, SpaceTransform, TranslationTransform
 
 Make = Callable[[], Tensor]

@@ -21,9 +21,9 @@ from rotation_merge.matching.stream_products import TensorMeasurement, measured
 from rotation_merge.model import slices
 from rotation_merge.model.apply import at_least_float32, transform_tensor
 from rotation_merge.model.biases import without_hidden_biases
-from rotation_merge.model.fold import FoldedSource
-from rotation_merge.model.source import CachedSource, TensorSource, read_block, read_tensor
-from rotation_merge.model.sources import DeviceSource
+from rotation_merge.model.blocks import read_block, read_tensor
+from rotation_merge.model.fold import folded_tensors
+from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.symmetry import HeadTransform, SpaceTransform
 from rotation_merge.workers.threads import BYTES_A_WEIGHT, workers_for
 
@@ -112,10 +112,10 @@ class ModelPair:
 
     def _source(self, source: TensorSource) -> TensorSource:
         if self.device is not None:
-            source = DeviceSource(source, torch.device(self.device))
+            source = as_tensors(source).to(self.device)
         if self.folded:
-            source = FoldedSource(self.architecture, source, self.folded)
-        return CachedSource(source) if self.cached else source
+            source = folded_tensors(self.architecture, source, self.folded)
+        return as_tensors(source).cached() if self.cached else source
 
     @cached_property
     def _ready(self) -> dict[str, dict[str, Tensor]]:
@@ -209,7 +209,7 @@ class ModelPair:
             if rows is not None:
                 sources = [slices.narrow_vocabulary(names, source, rows) for source in stored]
             if self.folded:
-                sources = [FoldedSource(self.architecture, source, self.folded) for source in sources]
+                sources = [folded_tensors(self.architecture, source, self.folded) for source in sources]
             anchor, donor = (read_block(part, source) for source in sources)
             check_finite(part, anchor, "anchor")
             check_finite(part, donor, "donor")
@@ -217,9 +217,7 @@ class ModelPair:
 
     def _stored(self, block: Block, source: TensorSource) -> dict[str, Tensor]:
         """A block's stored tensors by name."""
-        return slices.stored_tensors(
-            block, source if self.device is None else DeviceSource(source, torch.device(self.device))
-        )
+        return slices.stored_tensors(block, source if self.device is None else as_tensors(source).to(self.device))
 
 
 def _long(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> list[slice]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from mergekit.common import ModelReference
-from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architecture import Architecture, resolve
+from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.architecture.registry import find
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.alignment import (
@@ -30,99 +30,20 @@ from rotation_merge.matching.check_pair import CheckedPair, check_pair, residual
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.report_rows import recorded
 from rotation_merge.matching.run import Run
-from rotation_merge.model.adapter_base import check_own_base
-from rotation_merge.model.checkpoint import Model, Models, parse_reference, whole_path
+from rotation_merge.model.blocks import with_tied
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.model.fold import folded_source
+from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.gguf.place import is_absent
-from rotation_merge.model.held_model import HeldModel
 from rotation_merge.model.hub import local_file
-from rotation_merge.model.language_half import language_half
-from rotation_merge.model.model_inputs import OpenedModel, check_names
+from rotation_merge.model.labels import in_class_order, watched
+from rotation_merge.model.language_half import within
+from rotation_merge.model.open import ModelLike, as_reference, check_files, check_names, open_model, parse_reference
 from rotation_merge.model.origin import origins
-from rotation_merge.model.source import TensorSource
-from rotation_merge.model.sources import DeviceSource, VocabularySubset
+from rotation_merge.model.rows import vocabulary_subset
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import matched_on, other_order, shared_rows
 from rotation_merge.record import MergeReport, figures, versions
-
-
-class TiedSource:
-    """A source that also returns a tied tensor under its second name."""
-
-    def __init__(self, source: TensorSource, architecture: Architecture) -> None:
-        self.source = source
-        self.tied = {name: info.tied for info in architecture.tensors() for name in info.names if info.tied}
-
-    def __contains__(self, name: object) -> bool:
-        return self._stored(str(name)) in self.source
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        return self.source[self._stored(name)]
-
-    def _stored(self, name: str) -> str:
-        if name in self.source:
-            return name
-        return next((tied_name for tied_name in self.tied.get(name, ()) if tied_name in self.source), name)
-
-
-@dataclass(frozen=True)
-class PairArguments:
-    """The arguments of `open_pair`, so that another process can open the pair again."""
-
-    anchor: str
-    donor: str
-    options: AlignConfig
-    untie: bool
-    unsupported: str
-    words: bool
-
-    def for_other_process(self) -> PairArguments:
-        """Return an opening for a process with another working directory, with the same tensors.
-
-        Of the options, only those of streams are kept.
-        """
-        options = NOTHING.with_residual(self.options.residual)
-        return replace(self, anchor=whole_path(self.anchor), donor=whole_path(self.donor), options=options)
-
-    def open(self) -> Pair:
-        return open_pair(**{name.name: getattr(self, name.name) for name in fields(self)})
-
-
-class ReopenedSource:
-    """One source of a pair for matching; after unpickling it opens the pair again on first access.
-
-    Attributes:
-        which: 0 the anchor's, 1 the donor's.
-    """
-
-    def __init__(self, opening: PairArguments, which: int, source: TensorSource | None = None) -> None:
-        self.opening, self.which, self._source = opening, which, source
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReopenedSource, (self.opening.for_other_process(), self.which)
-
-    @property
-    def source(self) -> TensorSource:
-        if self._source is None:
-            self._source = _open_once(self.opening).matched[self.which]
-        return self._source
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.source
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        return self.source[name]
-
-
-_LATEST: list[tuple[PairArguments, Pair]] = []
-
-
-def _open_once(opening: PairArguments) -> Pair:
-    """Open a pair, with a cache for the latest one: both of its sources need it."""
-    if not _LATEST or _LATEST[0][0] != opening:
-        _LATEST[:] = [(opening, opening.open())]
-    return _LATEST[0][1]
 
 
 @dataclass(frozen=True)
@@ -130,29 +51,28 @@ class Pair:
     """Two models of one architecture, read lazily.
 
     Attributes:
-        opening: how they were opened; None: another process cannot do that.
         untie: whether heads that share an embedding's tensor are given one of their own.
         device: where their tensors are put as they are read.
         marks: what is known of their fingerprints; every tensor read leaves its mark.
         checked: what may be done to the donor.
     """
 
-    anchor: Model
-    donor: Model
+    anchor: View
+    donor: View
     architecture: Architecture
     checked: CheckedPair
     device: str = "cpu"
     marks: tuple[Fingerprint, Fingerprint] = field(default_factory=lambda: (Fingerprint(), Fingerprint()))
-    opening: PairArguments | None = None
     untie: bool = False
 
     @property
-    def sources(self) -> tuple[TensorSource, TensorSource]:
+    def sources(self) -> tuple[Tensors, Tensors]:
+        """The tensors of both models by the anchor's names; what is read counts for the fingerprints."""
         return self._source(self.anchor, self.marks[0]), self._source(self.donor, self.marks[1])
 
-    def _source(self, model: Model, mark: Fingerprint) -> TensorSource:
-        source = TiedSource(model.watched(mark), self.architecture)
-        return source if self.device == "cpu" else DeviceSource(source, torch.device(self.device))
+    def _source(self, model: View, mark: Fingerprint) -> Tensors:
+        tensors = with_tied(self.architecture, watched(model, mark))
+        return tensors if self.device == "cpu" else tensors.to(self.device)
 
     @cached_property
     def shared(self) -> tuple[Tensor, Tensor] | None:
@@ -166,16 +86,14 @@ class Pair:
         return None if rows is None else (rows[0], rows[1])
 
     @property
-    def matched(self) -> tuple[TensorSource, TensorSource]:
+    def matched(self) -> tuple[Tensors, Tensors]:
         """The tensors of both models to compare: rows of shared tokens in embeddings and heads."""
         anchor, donor = self.sources
-        if self.shared is not None:
-            anchor, donor = (
-                VocabularySubset(self.architecture, *pair) for pair in zip(self.sources, self.shared, strict=True)
-            )
-        if self.opening is not None:
-            return ReopenedSource(self.opening, 0, anchor), ReopenedSource(self.opening, 1, donor)
-        return anchor, donor
+        if self.shared is None:
+            return anchor, donor
+        subsets = zip((anchor, donor), self.shared, strict=True)
+        first, second = (vocabulary_subset(self.architecture, source, rows) for source, rows in subsets)
+        return first, second
 
     def aligned(self, alignment: Alignment, dtype: torch.dtype | None = None) -> View:
         """The donor in the anchor's coordinates, as from `Alignment.apply`, without another check.
@@ -183,14 +101,10 @@ class Pair:
         Args:
             dtype: of its tensors; None: as the donor's.
         """
-        model, (anchor, donor) = self.donor, self.sources
-        opened = OpenedModel(
-            *(str(model.reference), model.config, donor, tuple(model.names), model.shapes, self.untie),
-            checkpoint=model,
-            layout=self.architecture,
-        )
-        biases = folded_source(self.architecture, anchor, alignment.folded)
-        return alignment.view_of(opened, biases, dtype, unread=model.ignored)
+        anchor, donor = self.sources
+        biases = folded_tensors(self.architecture, anchor, alignment.folded)
+        view = self.donor.with_tensors(donor, architecture=self.architecture, untie=self.untie)
+        return alignment.view_of(view, biases, dtype, unread=self.donor.ignored)
 
     def notes(self) -> list[str]:
         """Notes for the report beside the warnings."""
@@ -201,14 +115,15 @@ class Pair:
     def fingerprints(self) -> tuple[str, str]:
         """Fingerprints of anchor and donor; reads only tensors not read yet."""
         for model, mark in zip((self.anchor, self.donor), self.marks, strict=True):
-            mark.complete(model.architecture.named(), model.stored)
-        return self.marks[0].hexdigest(self.anchor.config), self.marks[1].hexdigest(self.donor.config)
+            mark.complete(model.architecture.named(), model.as_filed.tensors)
+        anchor, donor = self.anchor.as_filed, self.donor.as_filed
+        return self.marks[0].hexdigest(anchor.config), self.marks[1].hexdigest(donor.config)
 
-    def basis(self, folded: Sequence[str]) -> Basis:
+    def basis(self, streams: Sequence[str]) -> Basis:
         """Return the facts on both models that an alignment stores. Biases of folded streams are folded."""
         marks = zip((self.anchor, self.donor), self.fingerprints(), self.marks, strict=True)
-        anchor, donor = (Identity(str(model.reference), mark, known.sums()) for model, mark, known in marks)
-        biases, donor_biases = (hidden_biases(self.architecture, source, folded) for source in self.sources)
+        anchor, donor = (Identity(model.name, mark, known.sums()) for model, mark, known in marks)
+        biases, donor_biases = (hidden_biases(self.architecture, source, streams) for source in self.sources)
         config, shapes = self.anchor.config, self.anchor.shapes
         return Basis(config, shapes, self.untie, anchor, donor, biases, self.checked.rows, donor_biases)
 
@@ -218,45 +133,55 @@ class Pair:
         marks = dict(zip(names, self.fingerprints(), strict=True))
         for note in (*self.checked.warnings, *self.notes()):
             run.note(note)
-        models = origins(model.reference for model in (self.anchor, self.donor) if model.has_files)
+        models = origins(model.reference for model in (self.anchor, self.donor) if model.files)
         return run.report(self.anchor.reference, "none", recipe, marks, models, "finetune", base or names[1])
 
 
-def check_together(models: Models, anchor: ModelReference, donors: Iterable[ModelReference]) -> None:
-    """Check that all models exist, are complete, and have the anchor's architecture and sizes.
+def open_together(
+    models: Sequence[ModelLike], untie: bool = False, unsupported: str = "error", any_base: bool = False
+) -> list[View]:
+    """Open models that are to be merged, the anchor first, and check that they have its architecture and sizes.
 
-    The meaning of their heads is checked elsewhere, when it is known which heads are merged.
+    All must be there before any is read. The meaning of their heads is checked elsewhere, when it is known which heads
+    are merged.
 
     Raises:
         CheckpointError, ArchitectureError: name the model and what differs.
     """
-    references = [anchor, *(reference for reference in donors if reference != anchor)]
+    references = [model if isinstance(model, View) else as_reference(model) for model in models]
     for reference in references:
-        models[reference].check_files()
-    for reference in references:
-        models[reference].config  # noqa: B018  (loads and checks)
-    for reference in references[1:]:
-        first, model = models[anchor], models[reference]
-        if find(model.config) and (half := language_half(first, model)):
-            models[reference] = model.within(first, half)
-        check_pair(models[anchor].member, models[reference].member, NOTHING, layers={}, excluded=lambda _: True)
+        if isinstance(reference, ModelReference):
+            check_files(reference)
+    views = [open_model(model, untie=untie, unsupported=unsupported, any_base=any_base) for model in references]
+    return [views[0], *(as_donor(views[0], view) for view in views[1:])]
+
+
+def as_donor(anchor: View, donor: View) -> View:
+    """A model checked against its anchor; a text-only one as the language half of the anchor's class.
+
+    Raises:
+        CheckpointError, ArchitectureError: name the model and what differs.
+    """
+    half = within(donor, anchor, complete=True) if find(donor.config) else None
+    donor = half or donor
+    check_pair(anchor, donor, NOTHING, layers={}, excluded=lambda _: True)
+    return donor
 
 
 def open_pair(
-    anchor: str | OpenedModel,
-    donor: str | OpenedModel,
+    anchor: ModelLike,
+    donor: ModelLike,
     options: AlignConfig,
     untie: bool = False,
     device: str = "cpu",
     words: bool = True,
     unsupported: str = "error",
-    excluded: Callable[[str], bool] | None = None,
+    excluded: Callable[[str], bool] = lambda _: False,
     any_base: bool = False,
 ) -> Pair:
     """Open two models and check that they fit together under these options.
 
     Args:
-        anchor, donor: names of checkpoints; or both models, open.
         any_base: take adapters of other bases: the caller has checked them, or was told to.
         words: whether their vocabularies must be of one size, too, and a warning tells of tokens at other ids.
         unsupported: as in a recipe: `error` refuses unknown tensors, `merge` keeps them.
@@ -265,52 +190,34 @@ def open_pair(
     Raises:
         RotationMergeError: one is missing, damaged or not supported, or they do not fit together.
     """
-    opening = None
-    if isinstance(anchor, str) and isinstance(donor, str) and excluded is None and not any_base:
-        opening = PairArguments(anchor, donor, options, untie, unsupported, words)
-    excluded = excluded or (lambda _: False)
-    models = Models(MergeOptions(), unsupported)
-    first, second = (_reference(models, model) for model in (anchor, donor))
-    check_together(models, first, [second])
-    for model in (a := models[first], d := models[second]):
-        if not any_base:
-            check_own_base(model)
-    architecture = a.architecture if not untie else resolve(a.config, a.names, str(first), untie=True)
-    checked = check_pair(
-        replace(a.member, architecture=architecture), d.member, options, untie=untie, excluded=excluded
-    )
-    checked = replace(checked, warnings=(*checked.warnings, *other_order(a, d))) if words else checked
-    d.rows = checked.rows
+    first, second = open_together([anchor, donor], unsupported=unsupported, any_base=any_base)
+    architecture = resolve(dict(first.config), first.names, first.name, untie=True) if untie else first.architecture
+    described_anchor = replace(first, architecture=architecture)
+    checked = check_pair(described_anchor, second, options, untie=untie, excluded=excluded)
+    checked = replace(checked, warnings=(*checked.warnings, *other_order(first, second))) if words else checked
+    _check_shapes(first, second, architecture, lambda info: excluded(info.name) or _spared(info, words))
+    if first.files is None and second.files is None:
+        check_names(first, second)
+    donor_in_order = in_class_order(second, checked.rows)
+    return Pair(first, donor_in_order, architecture, checked, device, untie=untie)
+
+
+def _spared(info: TensorInfo, words: bool) -> bool:
+    """Whether a tensor may have another number of rows: the words of a vocabulary."""
+    return not words and info.vocabulary_axis is not None
+
+
+def _check_shapes(anchor: View, donor: View, architecture: Architecture, spared: Callable[[TensorInfo], bool]) -> None:
+    """Refuse models whose tensors differ in shape."""
     for info in architecture.tensors():
-        ours, donor_shape = a.shapes.get(info.name), d.shapes.get(info.name)
-        if (
-            ours is None
-            or donor_shape is None
-            or excluded(info.name)
-            or (not words and info.vocabulary_axis is not None)
-        ):
-            continue
-        if ours != donor_shape:
+        shape, donor_shape = anchor.shapes.get(info.name), donor.shapes.get(info.name)
+        if shape is not None and donor_shape is not None and shape != donor_shape and not spared(info):
             raise CheckpointError(
-                f"tensor '{info.name}' is {list(donor_shape)}, in {first} it is {list(ours)}",
-                where=str(second),
+                f"tensor '{info.name}' is {list(donor_shape)}, in {anchor.name} it is {list(shape)}",
+                where=donor.name,
                 remedy="merge them with 'tokenizer', 'heads_of: each' or 'exclude' in a recipe; measure them with "
                 "'evaluate' or 'barrier --heads-of each'",
             )
-    if isinstance(a, HeldModel) and isinstance(d, HeldModel):
-        check_names(a.opened, d.opened)
-    return Pair(a, d, architecture, checked, device, opening=opening, untie=untie)
-
-
-def _reference(models: Models, model: str | OpenedModel) -> ModelReference:
-    """The name of a model among these, or the loaded model itself."""
-    if isinstance(model, str):
-        return parse_reference(model)
-    model_in_memory = HeldModel(model)
-    if model_in_memory.reference in models and model.source is not model.checkpoint:  # two views of one model
-        model_in_memory = HeldModel(replace(model, name=f"{model.name} (donor)"))
-    models[model_in_memory.reference] = model_in_memory
-    return model_in_memory.reference
 
 
 def check_models(
@@ -339,12 +246,8 @@ def check_models(
     first, second = parse_reference(anchor), parse_reference(donor)
     if is_absent(first) or is_absent(second):
         return None
-    models = Models(MergeOptions(), unsupported)
-    check_together(models, first, [second])
-    for model in (a := models[first], d := models[second]):
-        if not any_base:
-            check_own_base(model)
-    checked = check_pair(a.member, d.member, options, untie=untie, excluded=excluded)
+    a, d = open_together([first, second], unsupported=unsupported, any_base=any_base)
+    checked = check_pair(a, d, options, untie=untie, excluded=excluded)
     return replace(checked, warnings=(*checked.warnings, *other_order(a, d))) if words else checked
 
 

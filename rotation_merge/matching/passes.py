@@ -37,9 +37,9 @@ from rotation_merge.matching.model_pair import (
 )
 from rotation_merge.matching.serialisation import entry_of, match_of, packed, unpacked
 from rotation_merge.matching.stream import FLOOR, StreamStatistics
-from rotation_merge.model.source import Progress
 from rotation_merge.symmetry import HeadTransform
 from rotation_merge.workers.pieces import PieceExecutor
+from rotation_merge.workers.progress import Progress
 
 SAMPLE = 4
 """Layers that starts are compared on in deep models."""

@@ -8,8 +8,9 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import SpaceMatch, described, squared_distances
 from rotation_merge.model.biases import without_hidden_biases
-from rotation_merge.model.fold import FoldedSource
-from rotation_merge.model.source import TensorSource, read_block
+from rotation_merge.model.blocks import read_block
+from rotation_merge.model.fold import folded_tensors
+from rotation_merge.model.tensors import TensorSource
 from rotation_merge.symmetry import SpaceTransform
 
 
@@ -19,7 +20,7 @@ def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSour
     Each record has the distance over the space before and after, with the other transforms applied.
     """
     if alignment.folded:
-        anchor, donor = (FoldedSource(architecture, source, alignment.folded) for source in (anchor, donor))
+        anchor, donor = (folded_tensors(architecture, source, alignment.folded) for source in (anchor, donor))
     transforms, records = alignment.transforms, []
     sums = {name: [0.0, 0.0, 0.0] for name in architecture.streams if name in transforms}
     for block in architecture.blocks:

@@ -31,7 +31,7 @@ from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.mergekit_plugin.recipe.settings import check_value
 from rotation_merge.model.adapter_files import PEFT, SUFFIX, AdapterFactors, LowRankFactors, read_adapter, write_adapter
-from rotation_merge.model.model_inputs import paths_of
+from rotation_merge.model.open import paths_of
 
 LINEAR = "linear"
 SPARE = 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mergekit.architecture.base import ModelArchitecture, ModuleArchitecture, ModuleDefinition, WeightInfo
@@ -11,11 +12,11 @@ from transformers import PretrainedConfig
 
 from rotation_merge.architecture import Architecture, find
 from rotation_merge.errors import CheckpointError
-from rotation_merge.matching.open_pair import check_together
+from rotation_merge.mergekit_plugin.planning.opened import Models
 from rotation_merge.mergekit_plugin.planning.session import session_of, settle_heads
 from rotation_merge.mergekit_plugin.recipe.donor import carried_donors
 from rotation_merge.mergekit_plugin.recipe.settings import check_filters, check_words
-from rotation_merge.model.checkpoint import Models
+from rotation_merge.model.view import View
 
 
 class AlignedModule(ModuleArchitecture):
@@ -63,7 +64,7 @@ def architecture_info(config: MergeConfiguration, options: MergeOptions) -> Mode
     """
     session = session_of(config)
     recipe, models = session.recipe, session.models
-    check_together(models, recipe.base, config.referenced_models())
+    models.together(recipe.base, config.referenced_models())
     settle_heads(session, config.referenced_models())
     anchor = models[recipe.base]
     check_filters(recipe.document, (block.name for block in anchor.architecture.blocks))
@@ -74,8 +75,38 @@ def architecture_info(config: MergeConfiguration, options: MergeOptions) -> Mode
     resized = bool(config.tokenizer or config.tokenizer_source or options.unsafe_truncate_embeddings)
     carried = carried_donors(config)
     for reference in config.referenced_models():
-        anchor.check_shapes(models[reference], recipe.excluded, resized or reference in carried)
+        check_shapes(anchor, models[reference], recipe.excluded, resized or reference in carried)
     return describe(anchor.architecture, anchor.config)
+
+
+def check_shapes(model: View, anchor: View, excluded: Callable[[str], bool], resized: bool) -> None:
+    """Refuse models whose corresponding tensors differ in shape.
+
+    Args:
+        excluded: says which tensors are not merged.
+        resized: whether vocabularies are brought together.
+
+    Raises:
+        CheckpointError: names the first tensor that differs.
+    """
+    infos = {(b.index, info.key): info for b in model.architecture.blocks for info in b.tensors}
+    for block in anchor.architecture.blocks:
+        for info in block.tensors:
+            same = infos.get((block.index, info.key))
+            shape, anchor_shape = (model.shapes.get(same.name) if same else None), anchor.shapes.get(info.name)
+            if shape is None or anchor_shape is None or excluded(info.name):
+                continue
+            axis, most = info.vocabulary_axis, max(len(shape), len(anchor_shape))
+            differing = [d for d in range(most) if shape[d : d + 1] != anchor_shape[d : d + 1]]
+            if not differing or (differing == [axis] and resized):
+                continue
+            raise CheckpointError(
+                f"tensor '{info.name}' is {list(anchor_shape)}, in {model.name} {list(shape)}",
+                where=anchor.name,
+                remedy="add 'tokenizer: {source: base}' so that the vocabularies are brought together"
+                if differing == [axis]
+                else "only equal shapes can be merged; name it under 'exclude' to copy it from base_model",
+            )
 
 
 def _check_depths(config: MergeConfiguration, models: Models) -> None:
@@ -92,7 +123,7 @@ def _check_depths(config: MergeConfiguration, models: Models) -> None:
                 )
 
 
-def describe(architecture: Architecture, config: dict[str, Any]) -> ModelArchitecture:
+def describe(architecture: Architecture, config: Mapping[str, Any]) -> ModelArchitecture:
     """An architecture as mergekit's `ModelArchitecture`."""
     spec = find(config)
     return ModelArchitecture(

@@ -62,15 +62,14 @@ def extend_common(module: Any) -> None:
             return lazy_loader(self, cache_dir, *args, **kwargs)
         from mergekit.options import MergeOptions
 
-        from rotation_merge.model.checkpoint import Model
+        from rotation_merge.mergekit_plugin.planning.opened import Loader
         from rotation_merge.model.gguf.loader import GgufLoader
+        from rotation_merge.model.open import open_model
 
         with one_line():
             if self.lora is None:
                 return GgufLoader(folder.model.path)
-            adapted = Model(self, MergeOptions(transformers_cache=cache_dir))
-            adapted.architecture  # noqa: B018  (finds what the adapter changes, and checks it)
-            return adapted.loader
+            return Loader(open_model(self, options=MergeOptions(transformers_cache=cache_dir), any_base=True))
 
     reference.config, reference.local_path, reference.lazy_loader = of_config, of_path, of_loader
     reference.merged = of_merged

@@ -29,6 +29,7 @@ from rotation_merge.errors import RecipeError, RotationMergeError, nearest
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.definitions import architecture_info
+from rotation_merge.mergekit_plugin.planning.opened import Loader, Models
 from rotation_merge.mergekit_plugin.planning.planner import RotationMergePlanner
 from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
 from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
@@ -36,9 +37,6 @@ from rotation_merge.mergekit_plugin.recipe import delegates
 from rotation_merge.mergekit_plugin.recipe.document import Document
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, METHOD, OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.model.checkpoint import Models
-from rotation_merge.model.held_model import HeldModel
-from rotation_merge.model.model_inputs import OpenedModel
 from rotation_merge.model.view import View
 
 MERGING = ("exclude", "heads_of", "targets", "start", "spill")
@@ -53,11 +51,11 @@ class PlannedMerge:
 
     Args:
         tasks: of all output tensors.
-        models: in memory; of checkpoints mergekit's own loaders read.
+        models: in memory.
         seed: of what delegates draw; each tensor draws its own numbers, in whatever order tensors are asked for.
     """
 
-    def __init__(self, tasks: Sequence[ReturnTensor], models: Sequence[HeldModel], seed: int = 0) -> None:
+    def __init__(self, tasks: Sequence[ReturnTensor], models: Sequence[View], seed: int = 0) -> None:
         self.tasks = {task.weight_info.name: task for task in tasks}
         self.models, self.seed = models, seed
         self._whole: dict[Task[Any], Any] = {}
@@ -91,7 +89,7 @@ class PlannedMerge:
     def _loaders(self) -> Iterator[None]:
         """Within the block, mergekit's tasks read these models; afterwards its cache is restored."""
         before = {model.reference: LoaderCache.loaders.get(model.reference) for model in self.models}
-        LoaderCache.loaders.update({model.reference: model.loader for model in self.models})
+        LoaderCache.loaders.update({model.reference: Loader(model, wide=True) for model in self.models})
         try:
             yield
         finally:
@@ -108,23 +106,21 @@ def _block_label(name: str) -> str:
     return match[0] if match else name
 
 
-def opened_views(views: Sequence[View]) -> list[OpenedModel]:
-    """Views as models with distinct names, without the marks of revisions and adapters."""
+def renamed_views(views: Sequence[View]) -> list[View]:
+    """The same with distinct names, without the marks of revisions and adapters."""
     names: list[str] = []
-    models = []
     for view in views:
-        plain = re.sub(r"[+@]", " with ", view.opened.name)
-        if view.opened.checkpoint is None:  # whose name is not to be looked for on the hub
+        plain = re.sub(r"[+@]", " with ", view.name)
+        if view.files is None:  # whose name is not to be looked for on the hub
             plain += " (in memory)"
         number = sum(name == plain or name.startswith(f"{plain} (") for name in names)
         names.append(f"{plain} ({number + 1})" if number else plain)
-        models.append(replace(view.as_opened(), name=names[-1]))
-    return models
+    return [replace(view, name=name) for view, name in zip(views, names, strict=True)]
 
 
 def merge_views(
     views: Sequence[View],
-    opened: Sequence[OpenedModel],
+    named: Sequence[View],
     method: str,
     parameters: Mapping[str, Any] | None,
     of_model: Sequence[Mapping[str, Any]],
@@ -136,7 +132,7 @@ def merge_views(
 
     Args:
         views: the first is the base.
-        opened: the same ones as `opened_views` gives them.
+        named: the same ones as `renamed_views` gives them.
         method: of mergekit, or our own.
         parameters: of the delegate; a name that is a keyword of Python may end in an underscore.
         of_model: parameters of single models.
@@ -146,15 +142,14 @@ def merge_views(
         RotationMergeError: there is no such delegate or parameter, or the models do not fit together.
     """
     delegate = delegate_of(method)
-    names = [model.name for model in opened]
+    names = [model.name for model in named]
     models = Models(MergeOptions(quiet=True, random_seed=seed))
-    held_models = []
-    for i, held_model in enumerate(opened):
-        model = HeldModel(held_model)
-        model.statistics = statistics[i] if statistics else None
-        model.samples = samples[i] if samples else None
-        models[model.reference] = model
-        held_models.append(model)
+    for i, model in enumerate(named):
+        reference = models.hold(model)
+        if statistics:
+            models.statistics[reference] = statistics[i]
+        if samples:
+            models.samples[reference] = samples[i]
     for name in parameters or {}:
         if name in BY_NAME and name not in MERGING and name not in [p.name for p in delegate.spec.parameters]:
             raise _misplaced(name)
@@ -167,11 +162,11 @@ def merge_views(
         ],
         "parameters": {**_needed(delegate, shared), **STILL, **shared, "delegate": method},
     }
-    planned, notes = _plan(Document(value), models, held_models)
+    planned, notes = _plan(Document(value), models, named)
     first = views[0]
 
     def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
-        stored = [first.opened.dtypes.get(name) for name in info.names]
+        stored = [first.dtypes.get(name) for name in info.names]
         pieces = []
         for name, stored_dtype in zip(info.names, stored, strict=True):
             if stored_dtype is not None and not stored_dtype.is_floating_point:
@@ -184,7 +179,7 @@ def merge_views(
         result_dtype = dtype or first.dtype or stored[0]
         return tensor.to(result_dtype) if tensor.is_floating_point() and result_dtype is not None else tensor
 
-    return View(first.opened, compute, first.dtype, first.left_out, (*first.notes, *notes))
+    return first.blockwise(compute, first.dtype, left_out=first.left_out, notes=(*first.notes, *notes))
 
 
 def _misplaced(name: str) -> RecipeError:
@@ -214,7 +209,7 @@ def _needed(delegate: MergeMethod, parameters: Mapping[str, Any]) -> dict[str, A
     return {"weight": 1.0} if specs and specs[0].required and "weight" not in parameters else {}
 
 
-def _plan(document: Document, models: Models, held_models: Sequence[HeldModel]) -> tuple[PlannedMerge, list[str]]:
+def _plan(document: Document, models: Models, held: Sequence[View]) -> tuple[PlannedMerge, list[str]]:
     """The tasks of a merge of models in memory, and its notes.
 
     Raises:
@@ -223,27 +218,27 @@ def _plan(document: Document, models: Models, held_models: Sequence[HeldModel]) 
     try:
         recipe = Recipe.of(document)
         session = Session(recipe, models, Run(watched=False))
-        session.recipe = replace(recipe, config=_in_slices(recipe.config, held_models))
+        session.recipe = replace(recipe, config=_in_slices(recipe.config, held))
         config = SessionConfiguration.of(session)
         options = models.options
         planner = RotationMergePlanner(config, architecture_info(config, options), options, SimpleNamespace())
-        return PlannedMerge(planner.plan_in_memory(), held_models, options.random_seed or 0), session.run.notes
+        return PlannedMerge(planner.plan_in_memory(), held, options.random_seed or 0), session.run.notes
     except RotationMergeError as error:
         place = re.sub(r"\bparameters\b\.?", "", error.where or "").rstrip(".") or None
         raise type(error)(error.what, where=place, remedy=error.remedy) from None
 
 
-def _in_slices(config: MergeConfiguration, held_models: Sequence[HeldModel]) -> MergeConfiguration:
+def _in_slices(config: MergeConfiguration, held: Sequence[View]) -> MergeConfiguration:
     """The recipe with all layers of all models as slices, for which mergekit needs no files."""
     modules = {}
-    for module in held_models[0].architecture.layers_key:
+    for module in held[0].architecture.layers_key:
         sources = [
             InputSliceDefinition(
                 model=entry.model,
                 layer_range=(0, len(model.architecture.layers(module))),
                 parameters=entry.parameters,
             )
-            for entry, model in zip(config.models or [], held_models, strict=True)
+            for entry, model in zip(config.models or [], held, strict=True)
         ]
         modules[module] = OutputModuleDefinition(slices=[OutputSliceDefinition(sources=sources)])
     return config.model_copy(update={"models": None, "modules": modules})

@@ -14,7 +14,7 @@ from torch import Tensor
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.mergekit_plugin import state
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.model.checkpoint import close_files
+from rotation_merge.model.folder import close_files
 
 
 def merged_state(text: str) -> dict[str, Tensor]:

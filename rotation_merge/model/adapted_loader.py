@@ -7,9 +7,8 @@ values (or queries, keys and values) apart or one after the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,10 +18,11 @@ from rotation_merge.architecture.model import Architecture, TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name, other_names
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.adapters import Adapter
+from rotation_merge.model.blocks import Shapes
 from rotation_merge.model.factors import stacks
-from rotation_merge.model.headers import Shapes
+from rotation_merge.model.forms import ComposedTensor, TensorSlice, other_form
 from rotation_merge.model.lora import AdapterEntry, entry_of, sizes
-from rotation_merge.model.sources import ComposedTensor, TensorSlice, other_form
+from rotation_merge.model.tensors import Tensors
 
 READS = {"read", "o", "out"}
 """Roles of the axes that a linear map reads; in (out, in) they stand last."""
@@ -42,40 +42,24 @@ class WholeTensorChange:
         return adapter.apply(self.name, tensor, self.transposed)
 
 
-class AdaptedLoader:
-    """Reads like mergekit's `LazyTensorLoader`; the adapter's changes come in float32 at least."""
+def adapted(tensors: Tensors, adapter: Adapter, places: ChangePlaces) -> Tensors:
+    """A model's tensors with an adapter merged in; those that it changes come in float32 at least.
 
-    def __init__(self, base: Any, adapter: Adapter, places: Callable[[], ChangePlaces]) -> None:
-        """Wrap the base model's loader.
+    Args:
+        places: result of `find_places`.
+    """
 
-        Args:
-            base: mergekit's loader of the base model.
-            places: returns the result of `find_places`; called when the first tensor is read.
-        """
-        self.base, self.adapter, self._find = base, adapter, places
-        self.index = base.index
-
-    @cached_property
-    def places(self) -> ChangePlaces:
-        return self._find()
-
-    def get_tensor(
-        self, key: str, device: str = "cpu", aliases: Collection[str] | None = None, raise_on_missing: bool = True
-    ) -> Tensor | None:
-        if key not in self.index.tensor_paths:
-            key = next((alias for alias in aliases or () if alias in self.index.tensor_paths), key)
-        tensor: Tensor | None = self.base.get_tensor(key, device, None, raise_on_missing)
-        return None if tensor is None else self._changed(tensor, self.places.get(key, ()))
-
-    def _changed(self, tensor: Tensor, places: Iterable[WholeTensorChange | ChangePart]) -> Tensor:
-        if any(isinstance(place, ChangePart) for place in places):
+    def change(name: str, tensor: Tensor) -> Tensor:
+        changes = places.get(name, ())
+        if any(isinstance(place, ChangePart) for place in changes):
             tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
-        for place in places:
-            tensor = place.apply(self.adapter, tensor)
+        for place in changes:
+            tensor = place.apply(adapter, tensor)
         return tensor
 
-    def flush(self) -> None:
-        self.base.flush()
+    wide = {name: torch.promote_types(dtype, torch.float32) for name, dtype in tensors.dtypes.items() if name in places}
+    merged = tensors.map(change)
+    return Tensors(tensors.shapes, {**tensors.dtypes, **wide}, merged.read, merged.stack)
 
 
 def find_places(

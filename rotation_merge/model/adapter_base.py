@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.adapters import Adapter
-from rotation_merge.model.checkpoint import Model, open_model
 from rotation_merge.model.gguf.place import in_cache, is_folder, is_gguf
 from rotation_merge.model.headers import ADAPTER_CONFIG, read_json
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.nearness import Nearness, nearness
+from rotation_merge.model.view import View
 from rotation_merge.record import REPORT_FILE
+
+Open = Callable[[str], View]
+"""Opens a stored model by its name."""
 
 SAME = 0.9999
 """Least cosine of two copies of one model, in whatever types they are stored."""
@@ -21,26 +24,15 @@ SAME = 0.9999
 OWN_BASE = "put it on its own base; if this is a copy of it, correct 'base_model_name_or_path' in adapter_config.json"
 
 
-def check_own_base(model: Model, further_bases: Iterable[Model] = (), remedy: str = OWN_BASE) -> None:
-    """Refuse a model with an adapter that was trained on another base, unless mergekit runs with --allow-crimes.
-
-    Args:
-        further_bases: bases that it may have been trained on as well.
-
-    Raises:
-        CheckpointError: names its base and the model that it stands on.
-    """
-    if model.adapter is None or model.options.allow_crimes:
-        return
-    plain = Model(model.reference.model_copy(update={"lora": None}), model.options, model.unsupported)
-    check_base(model.adapter, [*further_bases, plain], str(model.reference), remedy)
-
-
-def check_base(adapter: Adapter, bases: Iterable[Model], label: str, remedy: str) -> None:
+def check_base(adapter: Adapter, bases: Iterable[View], label: str, open_model: Open, remedy: str = OWN_BASE) -> None:
     """Refuse an adapter that was trained on none of some bases.
 
     The criterion is the report beside it (if it was carried), else the weights of the base in its config, else that
     base's name.
+
+    Args:
+        label: the adapter's name in errors.
+        open_model: opens the base that the adapter's config names, where it is at hand.
 
     Raises:
         CheckpointError: names its base and the others.
@@ -51,11 +43,11 @@ def check_base(adapter: Adapter, bases: Iterable[Model], label: str, remedy: str
     beside = os.path.join(adapter.path, REPORT_FILE)
     marks = read_json(beside).get("fingerprints") if os.path.isfile(beside) else None
     mark = marks.get(name) if isinstance(marks, dict) else None
-    base_names = " or ".join(str(base.reference) for base in bases)
+    base_names = " or ".join(base.name for base in bases)
     if mark is not None and mark not in (base.fingerprint for base in bases):
         problem = f"was carried to {name}, whose weights were not those of {base_names}"
         raise CheckpointError(problem, where=label, remedy=remedy)
-    if mark is None and not any(_is_called(base, str(name)) for base in bases):
+    if mark is None and not any(_is_called(base, str(name), open_model) for base in bases):
         raise CheckpointError(f"is an adapter of {name}, not of {base_names}", where=label, remedy=remedy)
 
 
@@ -86,7 +78,7 @@ def on_base(name: str, base: str | None = None) -> str:
     raise CheckpointError(problem, where=name, remedy=remedy)
 
 
-def _is_called(base: Model, name: str) -> bool:
+def _is_called(base: View, name: str, open_model: Open) -> bool:
     """Whether a base is the model of this name: the same folder, the same weights, or a folder of the same name."""
     path = str(base.reference.model.path)
     if os.path.realpath(name) == os.path.realpath(path) or name == path:
@@ -94,5 +86,5 @@ def _is_called(base: Model, name: str) -> bool:
     near = Nearness({})
     with suppress(RotationMergeError):  # such as a folder without weights
         place = name if is_folder(name) or is_gguf(name) else in_cache(name, None) if is_hub_name(name) else None
-        near = near if place is None else nearness(base.architecture, base, open_model(place))
+        near = near if place is None else nearness(base.architecture, base.tensors, open_model(place).tensors)
     return near.least >= SAME if near.cosines else os.path.basename(name) == os.path.basename(path)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, Part, Space, TensorInfo
 from rotation_merge.model.apply import at_least_float32, join_axis, split_axis, transform_tensor
+from rotation_merge.model.blocks import blockwise, reader
 from rotation_merge.model.fold import Get
-from rotation_merge.model.source import TensorSource, read_tensor
+from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.symmetry import SpaceTransform
 
 ROLES = {"q", "k", "v", "o"}
@@ -193,82 +194,49 @@ def along(hidden: HiddenBiases, info: TensorInfo, dim: int, shift: Tensor) -> Te
     return join_axis(pieces, 0, axis)
 
 
-class _BlockSource:
-    """A source computed from another one tensor by tensor, where a tensor may need others of its block."""
-
-    def __init__(self, architecture: Architecture, source: TensorSource) -> None:
-        self.source = source
-        self.places = architecture.places()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.source
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        tensor = None
-        if name in self.places:
-            block, info, piece = self.places[name]
-            tensor = self.tensor(block, info)
-        if tensor is None:
-            return self.source[name]
-        return tensor[piece] if info.stacked else tensor
-
-    def tensor(self, block: Block, info: TensorInfo) -> Tensor | None:
-        """A tensor of the architecture (stacked, if stored in pieces), None where the source lacks it."""
-        raise NotImplementedError
-
-
-class AlignedSource(_BlockSource):
-    """A source in the anchor's coordinates, with the anchor's unseen biases, in float32 at least.
+def in_coordinates(
+    architecture: Architecture,
+    source: TensorSource,
+    transforms: Mapping[str, SpaceTransform],
+    anchor: TensorSource | None = None,
+) -> Tensors:
+    """A model in the anchor's coordinates, with the anchor's unseen biases, in float32 at least where it moves.
 
     Args:
         source, anchor: by the architecture's names, both folded or neither; without an anchor biases stay the donor's.
     """
+    stored = as_tensors(source)
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        source: TensorSource,
-        transforms: Mapping[str, SpaceTransform],
-        anchor: TensorSource | None = None,
-    ) -> None:
-        super().__init__(architecture, source)
-        self.transforms, self.anchor = transforms, anchor
+    def compute(block: Block, info: TensorInfo) -> Tensor | None:
+        read = reader(block, stored)
 
-    def tensor(self, block: Block, info: TensorInfo) -> Tensor | None:
         def moved(key: str) -> Tensor | None:
-            donor_info = block.tensor(key)
-            stored = None if donor_info is None else read_tensor(donor_info, self.source)
-            return (
-                None if donor_info is None or stored is None else transform_tensor(stored, donor_info, self.transforms)
-            )
+            tensor, described = read(key), block.tensor(key)
+            return None if tensor is None or described is None else transform_tensor(tensor, described, transforms)
 
-        def given(key: str) -> Tensor | None:
-            anchor_info = block.tensor(key)
-            return None if anchor_info is None or self.anchor is None else read_tensor(anchor_info, self.anchor)
+        if anchor is None:
+            return moved(info.key)
+        return with_biases(block, info, moved, reader(block, anchor), transforms)
 
-        return moved(info.key) if self.anchor is None else with_biases(block, info, moved, given, self.transforms)
+    return blockwise(architecture, stored, compute)
 
 
-class BiasFreeSource(_BlockSource):
-    """A source without hidden biases (see `without_hidden_biases`).
+def without_biases(architecture: Architecture, source: TensorSource, spaces: Collection[str]) -> Tensors:
+    """A model without hidden biases (see `without_hidden_biases`).
 
     Args:
         spaces: names of those that are matched.
     """
+    stored = as_tensors(source)
 
-    def __init__(self, architecture: Architecture, source: TensorSource, spaces: Collection[str]) -> None:
-        super().__init__(architecture, source)
-        self.spaces = spaces
-
-    def tensor(self, block: Block, info: TensorInfo) -> Tensor | None:
+    def compute(block: Block, info: TensorInfo) -> Tensor | None:
         if len(info.axes) != 1:
-            return read_tensor(info, self.source)
-        keys = [info.key, *inputs(block, info)]
-        stored = {
-            key: read_tensor(block_info, self.source) for key in keys if (block_info := block.tensor(key)) is not None
-        }
-        tensors = {key: tensor for key, tensor in stored.items() if tensor is not None}
-        return without_hidden_biases(block, tensors, self.spaces).get(info.key)
+            return None
+        read = reader(block, stored)
+        tensors = {key: tensor for key in (info.key, *inputs(block, info)) if (tensor := read(key)) is not None}
+        return without_hidden_biases(block, tensors, spaces).get(info.key)
+
+    return blockwise(architecture, stored, compute)
 
 
 def _with_piece(tensor: Tensor, info: TensorInfo, space: Space, role: str, replacement: Tensor) -> Tensor:

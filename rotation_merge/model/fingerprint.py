@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Architecture
-from rotation_merge.model.source import TensorSource
+from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 
 _CONFIG_NOISE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
 
@@ -64,6 +63,15 @@ class Fingerprint:
             if name not in self._tensors and name in source:
                 self.add(name, source[name])
 
+    def watching(self, source: TensorSource) -> Tensors:
+        """The same tensors; each that is read is added."""
+
+        def add(name: str, tensor: Tensor) -> Tensor:
+            self.add(name, tensor)
+            return tensor
+
+        return as_tensors(source).map(add)
+
     def hexdigest(self, config: Mapping[str, Any]) -> str:
         """The digest of the config and the tensors so far, 40 characters."""
         digest = hashlib.blake2b(digest_size=20)
@@ -71,25 +79,3 @@ class Fingerprint:
         for name in sorted(self._tensors):
             digest.update(f"\n{name} {self._tensors[name]}".encode())
         return digest.hexdigest()
-
-
-class FingerprintedSource:
-    """A source that adds each tensor to a fingerprint when it is read."""
-
-    def __init__(self, source: TensorSource, mark: Fingerprint) -> None:
-        self.source, self.mark = source, mark
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.source
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        tensor = self.source[name]
-        self.mark.add(name, tensor)
-        return tensor
-
-
-def fingerprint(architecture: Architecture, source: TensorSource, config: Mapping[str, Any]) -> str:
-    """The fingerprint of a model's config and of every tensor of its architecture."""
-    mark = Fingerprint()
-    mark.complete(architecture.named(), source)
-    return mark.hexdigest(config)

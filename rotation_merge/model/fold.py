@@ -17,7 +17,8 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, Block, Norm, TensorInfo, stem_of
 from rotation_merge.errors import AlignmentError
 from rotation_merge.model.apply import at_least_float32, join_axis, placed, split_axis
-from rotation_merge.model.source import TensorSource, read_tensor
+from rotation_merge.model.blocks import blockwise, read_tensor, reader
+from rotation_merge.model.tensors import TensorSource, as_tensors
 
 Get = Callable[[str], Tensor | None]
 """Gives a tensor of the block by key, or None where the model has none."""
@@ -330,40 +331,20 @@ class Fold:
         return {i.key: self.tensor(block, i, tensors.get) for i in block.tensors if i.key in tensors}
 
 
-def folded_source(
+def folded_tensors(
     architecture: Architecture, source: TensorSource, streams: Collection[str], dtype: torch.dtype | None = None
 ) -> TensorSource:
-    """A source with its norms folded, where any stream is; see `FoldedSource`."""
-    return FoldedSource(architecture, source, streams, dtype) if streams else source
+    """Tensors with folded norms and centred writers, in float32 at least where folding changes them.
 
+    Args:
+        streams: that are folded; without any the source itself is returned.
+        dtype: that the results are going to be rounded to, if another than their own.
+    """
+    if not streams:
+        return source
+    fold, tensors = Fold(architecture, streams, dtype), as_tensors(source)
 
-class FoldedSource:
-    """A source with folded norms and centred writers, computed tensor by tensor."""
+    def compute(block: Block, info: TensorInfo) -> Tensor:
+        return fold.tensor(block, info, reader(block, tensors))
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        source: TensorSource,
-        streams: Iterable[str],
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.source, self.fold = source, Fold(architecture, streams, dtype)
-        self.places = architecture.places()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.source or (name in self.places and self._tied(str(name)) is not None)
-
-    def _tied(self, name: str) -> str | None:
-        return next((tied_name for tied_name in self.places[name][1].tied if tied_name in self.source), None)
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        if name not in self.places:
-            return self.source[name]
-        block, info, piece = self.places[name]
-
-        def get(key: str) -> Tensor | None:
-            info_here = block.tensor(key)
-            return read_tensor(info_here, self.source) if info_here is not None else None
-
-        folded = self.fold.tensor(block, info, get)
-        return folded[piece] if info.stacked else folded
+    return blockwise(architecture, tensors, compute)

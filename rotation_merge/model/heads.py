@@ -14,13 +14,13 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.checkpoint import Model
-from rotation_merge.model.fold import folded_source
+from rotation_merge.model.blocks import read_tensor, unstack
+from rotation_merge.model.checkpoint import write_checkpoint
+from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.folder_exchange import HEADS
 from rotation_merge.model.markdown import code
-from rotation_merge.model.source import TensorSource, read_tensor, unstack
 from rotation_merge.model.view import View
-from rotation_merge.model.writing import StorageOptions, write_checkpoint
+from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import MergeReport
 from rotation_merge.symmetry import SpaceTransform
 
@@ -38,8 +38,8 @@ def head_names(architecture: Architecture) -> set[str]:
 
 
 def compared(
-    base: Model,
-    models: Iterable[Model],
+    base: View,
+    models: Iterable[View],
     head_tensors: Collection[str],
     excluded: Callable[[str], bool] = lambda _: False,
 ) -> Architecture:
@@ -59,19 +59,19 @@ def compared(
 
 
 def moved_head(
-    model: Model, folded: Sequence[str], transforms: Mapping[str, SpaceTransform]
+    model: View, streams: Sequence[str], transforms: Mapping[str, SpaceTransform]
 ) -> Iterator[tuple[str, Tensor]]:
     """A donor's head in the anchor's coordinates.
 
     Args:
-        folded: streams whose gains the merge folds.
+        streams: whose gains the merge folds.
         transforms: of the streams.
 
     Raises:
         CheckpointError: the head has spaces of its own, which were not matched.
     """
     architecture = model.architecture
-    source: TensorSource = folded_source(architecture, model, folded)
+    source = folded_tensors(architecture, model.tensors, streams)
     for block in architecture.blocks:
         for info in block.tensors:
             tensor = read_tensor(info, source) if is_head(block, info) else None
@@ -88,9 +88,9 @@ def moved_head(
 
 def write_heads(
     merged: str,
-    anchor: Model,
-    donors: Mapping[ModelReference, tuple[Model, Mapping[str, SpaceTransform]]],
-    folded: Sequence[str],
+    anchor: View,
+    donors: Mapping[ModelReference, tuple[View, Mapping[str, SpaceTransform]]],
+    streams: Sequence[str],
     report: MergeReport,
     solved: Mapping[str, Mapping[str, Tensor]],
 ) -> list[str]:
@@ -118,7 +118,7 @@ def write_heads(
         shared = (merged, body_names) if body.index.is_safetensors else None
 
         def tensors(
-            model: Model = model,
+            model: View = model,
             transforms: Mapping[str, SpaceTransform] = transforms,
             read: list[str] = [] if shared else body_names,
             dtype: torch.dtype = dtype,
@@ -126,7 +126,7 @@ def write_heads(
         ) -> Iterator[tuple[str, Tensor]]:
             for key in read:
                 yield key, body.get_tensor(key)
-            for key, tensor in moved_head(model, folded, transforms):
+            for key, tensor in moved_head(model, streams, transforms):
                 yield key, solved_tensors.get(key, tensor).to(dtype).contiguous()
 
         text = (
@@ -140,14 +140,14 @@ def write_heads(
 
 def under_head(body: View, model: View) -> View:
     """A merged body under the head of one of the models, both in the same coordinates."""
-    dtypes = {dtype for dtype in body.opened.dtypes.values() if dtype.is_floating_point}
+    dtypes = {dtype for dtype in body.dtypes.values() if dtype.is_floating_point}
     stored = body.dtype or max(dtypes, key=lambda dtype: dtype.itemsize)
 
     def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
         tensor = (model if is_head(block, info) else body).tensor(block, info)
         return tensor if tensor is None or not tensor.is_floating_point() else tensor.to(dtype)
 
-    return View(model.opened, compute, stored, model.left_out)
+    return (model.origin or model).blockwise(compute, stored, left_out=model.left_out)
 
 
 def heads_in(merged: str) -> dict[str, str]:

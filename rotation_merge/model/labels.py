@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, short
-from rotation_merge.model.paired_model import PairedModel
+from rotation_merge.model.fingerprint import Fingerprint
+from rotation_merge.model.tensors import Tensors
+from rotation_merge.model.view import View
 
 _NAMELESS = re.compile(r"LABEL_\d+")
 
@@ -36,7 +38,7 @@ def named_rows(names: tuple[str, ...]) -> dict[str, Any]:
     return {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
 
 
-def label_rows(anchor: PairedModel, donor: PairedModel, excluded: Callable[[str], bool] = lambda _: False) -> LabelRows:
+def label_rows(anchor: View, donor: View, excluded: Callable[[str], bool] = lambda _: False) -> LabelRows:
     """The permutation of a donor's head rows into the anchor's order, by tensor name; empty if they agree.
 
     Args:
@@ -76,12 +78,42 @@ def rows_note(anchor: str, donor: str, rows: LabelRows) -> list[str]:
     ]
 
 
+def in_class_order(view: View, rows: LabelRows) -> View:
+    """A model with its classes in another order, in its config, too.
+
+    Args:
+        rows: of the tensors that are reordered; empty: the model itself is returned.
+    """
+    if not rows:
+        return view
+    names, (_, order) = labels(view.config), next(iter(rows.values()))
+    changed = named_rows(tuple(names[i] for i in order))
+    tensors = view.tensors.map(lambda name, tensor: in_order(tensor, rows.get(name)))
+    changes = {"config": {**view.config, **changed}, "changed": {**view.changed, **changed}}
+    before = {name: view.rows.get(name, (dim, tuple(range(len(places))))) for name, (dim, places) in rows.items()}
+    whole = {name: (dim, tuple(before[name][1][i] for i in places)) for name, (dim, places) in rows.items()}
+    return view.with_tensors(tensors, rows=whole, filed=view.as_filed, **changes)
+
+
+def watched(view: View, mark: Fingerprint) -> Tensors:
+    """A model's tensors; each that is read is added to the fingerprint of its files."""
+    stored = mark.watching(view.as_filed.tensors)
+    return stored.map(lambda name, tensor: in_order(tensor, view.rows.get(name))) if view.rows else stored
+
+
+def with_classes_of(view: View, anchor: View) -> View:
+    """A model with its classes in the anchor's order, if both name the same ones."""
+    if sorted(labels(view.config)) != sorted(labels(anchor.config)):
+        return view
+    return in_class_order(view, label_rows(anchor, view))
+
+
 def in_order(tensor: Tensor, rows: tuple[int, tuple[int, ...]] | None) -> Tensor:
     """A tensor with its classes in another order (None: unchanged)."""
     return tensor if rows is None else tensor.index_select(rows[0], torch.tensor(rows[1], device=tensor.device))
 
 
-def _heads(member: PairedModel, count: int) -> dict[str, int]:
+def _heads(member: View, count: int) -> dict[str, int]:
     """Names of the tensors with so many classes, and along which dimension."""
     return {
         info.name: dim
@@ -91,7 +123,7 @@ def _heads(member: PairedModel, count: int) -> dict[str, int]:
     }
 
 
-def _classifies(member: PairedModel) -> bool:
+def _classifies(member: View) -> bool:
     """Whether the model is, or may be, a classifier."""
     classes = member.config.get("architectures") or []
     return not classes or any("Classification" in str(name) for name in classes)

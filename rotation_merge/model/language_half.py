@@ -8,13 +8,13 @@ anchor's, so that these stay unchanged.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
-from torch import Tensor
-
+from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.architecture.registry import find
+from rotation_merge.model.view import View
 
 NOTE = "is text only. It is read as the language half of {anchor}; all other tensors stay as they are"
 
@@ -39,26 +39,8 @@ class LanguageHalf:
         top = {k: text_config[k] for k in ("tie_word_embeddings",) if k in anchor and k in text_config}
         return {**anchor, **top, self.part: text}
 
-    def all_of(self, text: Mapping[str, Any], anchor: Mapping[str, Any]) -> dict[str, Any]:
-        """Facts of both halves' tensors, by the wrapper's names."""
-        return {
-            **{name: text[text_name] for name, text_name in self.names.items() if text_name in text},
-            **{name: anchor[name] for name in self.remaining if name in anchor},
-        }
 
-
-class ModelFacts(Protocol):
-    """A model's config, architecture and shapes (`checkpoint.Model`, `paired_model.PairedModel`)."""
-
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-    @property
-    def architecture(self) -> Architecture: ...
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-
-def language_half(wrapper: ModelFacts, text_model: ModelFacts) -> LanguageHalf | None:
+def language_half(wrapper: View, text_model: View) -> LanguageHalf | None:
     """The language part of a multimodal model that another model matches; None if it matches none."""
     spec, anchor, donor = find(wrapper.config), wrapper.architecture, text_model.architecture
     if spec is None or anchor.family == donor.family or len(donor.layers_key) != 1:
@@ -95,23 +77,24 @@ def _names(anchor: Architecture, module: str, donor: Architecture) -> dict[str, 
     return names
 
 
-class HalfLoader:
-    """Reads like mergekit's `LazyTensorLoader`: the language half from one checkpoint, the rest from another."""
+def within(view: View, anchor: View, complete: bool = False) -> View | None:
+    """A text-only model as the language half of one of the anchor's class; None if it matches none.
 
-    def __init__(self, text: Any, anchor: Any, half: LanguageHalf) -> None:
-        self.text, self.anchor, self.half = text, anchor, half
-        paths = half.all_of(text.index.tensor_paths, anchor.index.tensor_paths)
-        self.index = dataclasses.replace(anchor.index, tensor_paths=paths)
-
-    def get_tensor(
-        self, key: str, device: str = "cpu", aliases: Collection[str] | None = None, raise_on_missing: bool = True
-    ) -> Tensor | None:
-        if key not in self.index.tensor_paths:
-            key = next((alias for alias in aliases or () if alias in self.index.tensor_paths), key)
-        text_name = self.half.names.get(key)
-        source, name = (self.text, text_name) if text_name is not None else (self.anchor, key)
-        tensor: Tensor | None = source.get_tensor(name, device, None, raise_on_missing)
-        return tensor
-
-    def flush(self) -> None:
-        self.text.flush()
+    Args:
+        complete: give it the anchor's other tensors as well.
+    """
+    half = language_half(anchor, view)
+    if half is None:
+        return None
+    names = {name: text_name for name, text_name in half.names.items() if text_name in view.tensors}
+    tensors = view.tensors.renamed(names).only(names)
+    config = half.config(anchor.config, view.config)
+    if complete:
+        stored = anchor.as_filed.tensors
+        tensors = tensors.replaced(stored.only(half.remaining))
+        remarks = (*view.remarks, f"`{view.name}` {NOTE.format(anchor=f'`{anchor.name}`')}.")
+        architecture = resolve(config, list(tensors), view.name, keep_unknown=True, untie=view.untie)
+        return view.with_tensors(tensors, config=config, architecture=architecture, remarks=remarks)
+    absent = {info.name for info in anchor.architecture.tensors() if info.names[0] not in names}
+    architecture = anchor.architecture.without(absent)  # which no file describes by itself
+    return view.with_tensors(tensors, config=config, architecture=architecture, text=view, text_names=names)

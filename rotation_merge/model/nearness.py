@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from rotation_merge.architecture.model import Architecture, TensorInfo
-from rotation_merge.model.checkpoint import Model
-from rotation_merge.model.source import TensorSource
+from rotation_merge.model.tensors import TensorSource
+from rotation_merge.model.view import View
 
 RELATED = 0.5
 """Cosine of the angle between matrices of two models from which they count as near: fine-tunes of one base are
@@ -79,7 +79,7 @@ def _spread(architecture: Architecture, first: TensorSource, second: TensorSourc
     return [layers[round(number * (len(layers) - 1) / last)].name for number, layers in enumerate(kinds.values())]
 
 
-def likeness(anchor: Model, donor: Model) -> float:
+def likeness(anchor: View, donor: View) -> float:
     """Mean cosine of the angle between matrices of the same name; 1 where no two can be compared."""
     return nearness(anchor.architecture, anchor, donor).mean
 
@@ -103,7 +103,7 @@ class SampledChanges:
         return max(lengths) / min(lengths) if lengths else 1.0
 
 
-def sampled_changes(base: Model, models: Mapping[str, Model]) -> SampledChanges:
+def sampled_changes(base: View, models: Mapping[str, View]) -> SampledChanges:
     """Changes of the matrices that `nearness` looks at."""
     squares, cosines = dict.fromkeys(models, 0.0), []
     for name in _spread(base.architecture, base, next(iter(models.values()))):

@@ -11,15 +11,17 @@ from typing import Any
 from mergekit.common import ModelReference
 
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.checkpoint import READ, Model
-from rotation_merge.model.gguf.place import is_folder, weight_files
-from rotation_merge.model.language_half import HalfLoader
+from rotation_merge.model.gguf.place import weight_files
+from rotation_merge.model.view import View
 from rotation_merge.record import versions
+
+READ = (".safetensors", ".bin", ".index.json", "config.json")
+"""Endings of the files that a model's weights are read by."""
 
 ENDINGS = (".safetensors", ".bin", ".json")
 
 
-def mark_of(models: Iterable[Model], beside_models: Iterable[str] = (), **options: Any) -> str:
+def mark_of(models: Iterable[View], beside_models: Iterable[str] = (), **options: Any) -> str:
     """A stable key of all inputs and options of a run, the same in every process.
 
     Args:
@@ -64,10 +66,7 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def _folders(model: Model) -> list[str]:
-    """Folders of a model's own files, without those of an anchor that completes it."""
-    path, loader = model.reference.model.path, None
-    if not is_folder(path):
-        loader = model.loader.text if isinstance(model.loader, HalfLoader) else model.loader
-    folder = path if loader is None else str(loader.index.base_path)
-    return [folder, model.adapter.path] if model.adapter else [folder]
+def _folders(model: View) -> list[str]:
+    """Folders of a model's own files."""
+    assert model.files is not None
+    return [model.files.folder, model.adapter.path] if model.adapter else [model.files.folder]

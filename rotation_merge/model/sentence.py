@@ -6,11 +6,10 @@ alignment, merge and carrying treat it as any other part of the model.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,28 +121,9 @@ def reading(folder: str) -> tuple[str, int | None]:
     return prompt, most if isinstance(most, int) and most > 0 else None
 
 
-class SentenceLoader:
-    """Reads like mergekit's `LazyTensorLoader`: the transformer's tensors, and those of the dense modules."""
-
-    def __init__(self, base: Any, folder: str, modules: list[dict[str, Any]]) -> None:
-        self.base = base
-        self.prefixes = {_weights(folder, module["path"]): f"{module['path']}." for module in dense(modules)}
-        self.tensors = module_tensors(folder, modules)
-        module_paths = {
-            name: file for file, prefix in self.prefixes.items() for name in self.tensors if name.startswith(prefix)
-        }
-        self.index = dataclasses.replace(base.index, tensor_paths={**base.index.tensor_paths, **module_paths})
-
-    def get_tensor(
-        self, key: str, device: str = "cpu", aliases: Collection[str] | None = None, raise_on_missing: bool = True
-    ) -> Tensor | None:
-        if key in self.tensors:
-            return self.tensors[key].to(device)
-        tensor: Tensor | None = self.base.get_tensor(key, device, aliases, raise_on_missing)
-        return tensor
-
-    def flush(self) -> None:
-        self.base.flush()
+def module_files(folder: str, modules: list[dict[str, Any]]) -> dict[str, str]:
+    """Weight files of the dense modules, from the folder, and what their tensors' names begin with in the model."""
+    return {_weights(folder, module["path"]): f"{module['path']}." for module in dense(modules)}
 
 
 def module_tensors(folder: str, modules: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -186,7 +166,7 @@ def write_modules(source: str, out: str, tensors: Mapping[str, Tensor]) -> None:
     """Write the modules after a transformer: settings as in `source`, dense maps as given.
 
     Args:
-        tensors: of the dense modules, as `SentenceLoader` names them; none: as in `source`.
+        tensors: of the dense modules, as the whole model names them; none: as in `source`.
     """
     modules = read_modules(source)
     if not modules:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.model.source import TensorSource
+from rotation_merge.model.tensors import TensorSource
 
 LONG = 1 << 25
 """Entries that are looked at in one piece."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +12,8 @@ from rotation_merge.errors import CheckpointError
 KEPT = 1 << 26
 """Bytes of a model that stay in memory where it is read again and again."""
 
-Value = TypeVar("Value")
+TensorSource = Mapping[str, Tensor]
+"""Tensors by name: lazy ones, a view, a state dict."""
 
 
 class Tensors(Mapping[str, Tensor]):
@@ -23,6 +23,7 @@ class Tensors(Mapping[str, Tensor]):
         shapes: of every tensor, by name.
         dtypes: that they are stored in; a computed tensor may come in a wider one.
         read: gives one tensor; called each time that one is asked for.
+        stack: gives several tensors of one shape as one, along a new first dimension: experts that are stored apart.
     """
 
     def __init__(
@@ -30,8 +31,13 @@ class Tensors(Mapping[str, Tensor]):
         shapes: Mapping[str, tuple[int, ...]],
         dtypes: Mapping[str, torch.dtype],
         read: Callable[[str], Tensor],
+        stack: Callable[[Sequence[str]], Tensor] | None = None,
     ) -> None:
         self.shapes, self.dtypes, self.read = shapes, dtypes, read
+        self.stack = stack or self._stacked
+
+    def _stacked(self, names: Sequence[str]) -> Tensor:
+        return torch.stack([self[name] for name in names])
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.shapes:
@@ -51,65 +57,163 @@ class Tensors(Mapping[str, Tensor]):
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> Tensors:
         """The same with every tensor changed when it is read; `change` takes its name and the tensor."""
-        return Tensors(self.shapes, self.dtypes, lambda name: change(name, self.read(name)))
 
-    def renamed(self, names: Mapping[str, str]) -> Tensors:
-        """Tensors under other names.
+        def stack(names: Sequence[str]) -> Tensor:
+            stored = self.stack(names)
+            changed = [change(name, tensor) for name, tensor in zip(names, stored, strict=True)]
+            unchanged = all(a.data_ptr() == b.data_ptr() for a, b in zip(changed, stored, strict=True))
+            return stored if unchanged else torch.stack(changed)
 
-        Args:
-            names: by new name the present one; tensors that it does not list are left out, as are absent ones.
-        """
-        present = {new: old for new, old in names.items() if old in self.shapes}
+        return Tensors(self.shapes, self.dtypes, lambda name: change(name, self.read(name)), stack)
+
+    def to(self, device: torch.device | str) -> Tensors:
+        """The same with tensors brought to a device when they are read."""
         return Tensors(
-            {new: self.shapes[old] for new, old in present.items()},
-            {new: self.dtypes[old] for new, old in present.items()},
-            lambda name: self.read(present[name]),
+            self.shapes,
+            self.dtypes,
+            lambda name: self.read(name).to(device),
+            lambda names: self.stack(names).to(device),
         )
 
-    def only(self, names: Collection[str]) -> Tensors:
-        """Those of some names, in this order."""
-        return self.renamed({name: name for name in names})
+    def renamed(self, names: Mapping[str, str]) -> Tensors:
+        """The same under other names as well.
+
+        Args:
+            names: by new name the present one; all other tensors keep theirs.
+        """
+        present = {new: old for new, old in names.items() if old in self.shapes}
+        present |= {name: name for name in self.shapes if name not in names}
+        return self._picked(present)
+
+    def only(self, names: Iterable[str]) -> Tensors:
+        """Those of some names, in this order; names that are not here are left out."""
+        return self._picked({name: name for name in names if name in self.shapes})
+
+    def _picked(self, present: Mapping[str, str]) -> Tensors:
+        return Tensors(
+            {new: self.shapes[old] for new, old in present.items()},
+            {new: self.dtypes[old] for new, old in present.items() if old in self.dtypes},
+            lambda name: self.read(present[name]),
+            lambda names: self.stack([present[name] for name in names]),
+        )
 
     def replaced(self, others: Mapping[str, Tensor]) -> Tensors:
         """The same with some tensors replaced, or added."""
-        further = others if isinstance(others, Tensors) else in_memory(others)
-        return Tensors(
-            {**self.shapes, **further.shapes},
-            {**self.dtypes, **further.dtypes},
-            lambda name: further.read(name) if name in further else self.read(name),
-        )
+        further = as_tensors(others)
+
+        def stack(names: Sequence[str]) -> Tensor:
+            if all(name in further for name in names):
+                return further.stack(names)
+            return (
+                torch.stack([read(name) for name in names]) if any(n in further for n in names) else self.stack(names)
+            )
+
+        def read(name: str) -> Tensor:
+            return further.read(name) if name in further else self.read(name)
+
+        return Tensors({**self.shapes, **further.shapes}, {**self.dtypes, **further.dtypes}, read, stack)
 
     def cached(self, room: int = KEPT) -> Tensors:
         """The same with the tensors that were read kept in memory, up to a limit in bytes."""
-        kept: dict[str, Tensor] = {}
+        known: dict[str, Tensor] = {}
         free = [room]
 
         def read(name: str) -> Tensor:
-            if name in kept:
-                return kept[name]
+            if name in known:
+                return known[name]
             tensor = self.read(name)
             size = tensor.untyped_storage().nbytes()  # of all experts, where it is one of them
             if size <= free[0]:
                 free[0] -= size
-                kept[name] = tensor
+                known[name] = tensor
             return tensor
 
         return Tensors(self.shapes, self.dtypes, read)
 
 
-def in_memory(state: Mapping[str, Tensor], model: str = "") -> Tensors:
-    """Tensors of a state dict.
+def as_tensors(source: Mapping[str, Tensor], model: str = "") -> Tensors:
+    """Any mapping of tensors as lazy ones: themselves, those of a view, or of a state dict.
 
     Args:
-        model: its name, for the error of a tensor without numbers (device 'meta').
+        model: name of the state dict's model, for the error of a tensor without numbers (device 'meta').
     """
+    if isinstance(source, Tensors):
+        return source
+    if isinstance(tensors := getattr(source, "tensors", None), Tensors):  # a view
+        return tensors
 
     def read(name: str) -> Tensor:
-        tensor = state[name]
+        tensor = source[name]
         if tensor.is_meta and type(tensor) in (Tensor, torch.nn.Parameter):  # a subclass may hold its numbers elsewhere
             problem, remedy = f"tensor '{name}' has no numbers (device 'meta')", "load its weights, or give its folder"
             raise CheckpointError(problem, where=model or None, remedy=remedy)
         return tensor
 
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    return Tensors(shapes, {name: tensor.dtype for name, tensor in state.items()}, read)
+    shapes = {name: tuple(tensor.shape) for name, tensor in source.items()}
+    return Tensors(shapes, {name: tensor.dtype for name, tensor in source.items()}, read)
+
+
+def combined(sources: Sequence[Mapping[str, Tensor]], compute: Callable[[Sequence[Tensor]], Tensor]) -> Tensors:
+    """Tensors computed from those of one name in several sources; only names that all of them have."""
+    every = [as_tensors(source) for source in sources]
+    first = every[0].only(name for name in every[0] if all(name in tensors for tensors in every))
+    return Tensors(
+        first.shapes,
+        first.dtypes,
+        lambda name: compute([tensors.read(name) for tensors in every]),
+        lambda names: compute([tensors.stack(names) for tensors in every]),
+    )
+
+
+def mean_of(sources: Sequence[Mapping[str, Tensor]]) -> Tensors:
+    """The mean of several sources, in float32."""
+
+    def mean(tensors: Sequence[Tensor]) -> Tensor:
+        total = tensors[0].to(torch.float32)
+        for tensor in tensors[1:]:
+            total = total + tensor.to(torch.float32)
+        return total / len(tensors)
+
+    return combined(sources, mean)
+
+
+def weighted_mean(sources: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> Tensors:
+    """The weighted mean of several sources, in float32 at least; equal sources give the same, bit for bit.
+
+    Args:
+        shares: of the sources; their sum is one.
+    """
+
+    def mean(tensors: Sequence[Tensor]) -> Tensor:
+        first = tensors[0]
+        if not first.is_floating_point():
+            return first
+        start = first.to(torch.promote_types(first.dtype, torch.float32))
+        total, apart = start.clone(), torch.empty_like(start)
+        for tensor, share in zip(tensors[1:], shares[1:], strict=True):
+            total.add_(torch.sub(tensor.to(start), start, out=apart), alpha=share)
+        return total
+
+    return combined(sources, mean)
+
+
+def extrapolated(source: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float) -> Tensors:
+    """A source moved along its difference to a reference r: ``r + scale (source - r)``, in float32 at least."""
+
+    def along(tensors: Sequence[Tensor]) -> Tensor:
+        tensor, start = tensors
+        if not tensor.is_floating_point():
+            return tensor
+        work = torch.promote_types(tensor.dtype, torch.float32)
+        return torch.lerp(start.to(tensor.device, work), tensor.to(work), scale)
+
+    return combined([source, reference], along)
+
+
+def selected(source: Mapping[str, Tensor], alternative: Mapping[str, Tensor], chosen: Callable[[str], bool]) -> Tensors:
+    """A source that takes the tensors chosen by name from another source."""
+    further = as_tensors(alternative)
+    tensors = as_tensors(source)
+    return tensors.only(name for name in tensors if not chosen(name)).replaced(
+        further.only(name for name in further if chosen(name))
+    )

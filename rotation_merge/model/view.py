@@ -1,25 +1,33 @@
-"""A transformed model: its tensors by name, computed on demand."""
+"""A model as a value: config, architecture and lazy tensors. Whatever is done to a model gives another view."""
 
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
+from mergekit.common import ModelPath, ModelReference
 from mergekit.io.tensor_writer import TensorWriter
+from mergekit.options import MergeOptions
 from torch import Tensor, nn
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.errors import CheckpointError
+from rotation_merge.architecture.registry import tied_head, unread
+from rotation_merge.architecture.sentence import KEY as SENTENCE
+from rotation_merge.config import DTYPES
+from rotation_merge.errors import CheckpointError, short
+from rotation_merge.files.durable import write_json
+from rotation_merge.model.adapters import Adapter
+from rotation_merge.model.blocks import Shapes, blockwise, read_tensor, unstack, with_tied
+from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.folder_exchange import HEADS
-from rotation_merge.model.model_inputs import OpenedModel, check_storage, stored_dtype
 from rotation_merge.model.output import new_folder, write_files
 from rotation_merge.model.sentence import module_of, write_modules
-from rotation_merge.model.source import read_tensor, unstack
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.writing import StorageOptions, parse_size, untied, write_beside
 from rotation_merge.record import MergeReport
 
@@ -28,118 +36,239 @@ TensorOf = Callable[[Block, TensorInfo, torch.dtype | None], Tensor | None]
 is stored in); None where the model has none."""
 
 
-class View(Mapping[str, Tensor]):
-    """A lazy mapping from names to tensors of a model, computed on demand.
-
-    Every tensor is computed anew each time, in float32 at least, and rounded once to its storage dtype.
+@dataclass(frozen=True)
+class Files:
+    """Where a model is stored.
 
     Attributes:
-        opened: the model that it is a view of.
-        dtype: of its floating tensors; None: each has that of the model's tensor.
+        reference: its name, with revision and adapter, as recipes have it.
+        folder: that holds config, weights and tokenizer.
+        dtypes: of the stored tensors, by name, before an adapter changes them.
+        options: of mergekit: caches, and what it may run.
+        adapter: that is merged into its weights.
+    """
+
+    reference: ModelReference
+    folder: str
+    dtypes: Mapping[str, torch.dtype] = field(repr=False)
+    options: MergeOptions = field(repr=False)
+    adapter: Adapter | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class View(Mapping[str, Tensor]):
+    """A model: a lazy, read-only mapping from names to tensors, with config and architecture.
+
+    Nothing is read before it is asked for. Functions such as `Alignment.apply` give another view; a tensor of it is
+    computed each time that it is asked for, in float32 at least, and rounded once to its storage dtype.
+
+    Attributes:
+        name: in messages and reports.
+        config: as in config.json; of a module with its class under `architectures`.
+        architecture: names the tensors, and the space that each of their axes lives in.
+        tensors: by name, nothing read.
+        files: where the model is stored; None: in memory.
+        module: where the model is one.
+        untie: whether a head that shares the embedding's tensor is given one of its own.
+        changed: entries of the config that are not those of its files.
+        beside: small files that belong to a model in memory (a tokenizer), by name.
+        remarks: on the model itself, for the report of what is done with it.
+        rows: what puts the classes of its files into another order (`model/labels.py`).
+        filed: the model with its classes in the order of its files, where that is another: whose identity it has.
+        text: of the language half of a multimodal model the text-only model that it was made of.
+        text_names: of such a half, its names of the tensors, and the text-only model's.
+        compute: computes the tensors of the architecture; None: they are read.
+        origin: the view that they are computed from.
+        dtype: of floating tensors; None: each has that of the model's tensor.
         left_out: names of the model's tensors that it does not hold.
-        notes: notes for the reader of a report.
-        report: of the matching that it comes from, if any.
+        notes: for the reader of a report.
+        report: of the matching that it comes from.
         identity: gives the fingerprint that statistics have which were moved as it was; None: there are none.
         folded: streams whose norm gains it folds into their readers.
         heads: the same body under other heads, by name; written beside it in `heads`.
     """
 
-    def __init__(
-        self,
-        opened: OpenedModel,
-        compute: TensorOf,
-        dtype: torch.dtype | None = None,
-        left_out: Collection[str] = (),
-        notes: Sequence[str] = (),
-        report: MergeReport | None = None,
-        identity: Callable[[], str | None] = lambda: None,
-        folded: Collection[str] = (),
-    ) -> None:
-        self.opened, self.dtype, self.left_out = opened, dtype, frozenset(left_out)
-        self.notes, self.report, self.identity, self.folded = tuple(notes), report, identity, folded
-        self.heads: Mapping[str, View] = {}
-        self._compute, self._places = compute, self.architecture.places()
-        self._names = self._all_names()
+    name: str
+    config: Mapping[str, Any]
+    architecture: Architecture
+    tensors: Tensors
+    files: Files | None = None
+    module: nn.Module | None = None
+    untie: bool = False
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    rows: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    filed: View | None = None
+    text: View | None = None
+    text_names: Mapping[str, str] = field(default_factory=dict)
+    compute: TensorOf | None = None
+    origin: View | None = None
+    dtype: torch.dtype | None = None
+    left_out: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+    report: MergeReport | None = None
+    identity: Callable[[], str | None] = lambda: None
+    folded: tuple[str, ...] = ()
+    heads: Mapping[str, View] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         stored = "" if self.dtype is None else f", {self.dtype}"
-        return f"View({self.opened.name}, {len(self)} tensors{stored})"
+        return f"View({self.name}, {len(self)} tensors{stored})"
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # a mapping would compare all tensors
 
-    def _all_names(self) -> tuple[str, ...]:
-        known: dict[str, None] = {}
-        for info in self.architecture.tensors():
-            if any(name in self.opened.source for name in (info.names[0], *info.tied)):
-                known.update(dict.fromkeys(info.names))
+    @property
+    def as_filed(self) -> View:
+        """The same model with its classes in the order of its files."""
+        return self.filed or self
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self.tensors)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of all tensors, by name."""
+        return self.tensors.shapes
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Storage dtypes of all tensors, by name."""
+        return self.tensors.dtypes
+
+    @property
+    def reference(self) -> ModelReference:
+        """The model's name as mergekit has it."""
+        if self.files is not None and str(self.files.reference) == self.name:
+            return self.files.reference
+        return ModelReference(model=ModelPath(path=self.name))
+
+    @property
+    def options(self) -> MergeOptions:
+        """mergekit's options that it was opened with."""
+        return MergeOptions() if self.files is None else self.files.options
+
+    @property
+    def folder(self) -> str:
+        """The folder of its files.
+
+        Raises:
+            CheckpointError: it is in memory.
+        """
+        if self.files is None:
+            raise CheckpointError("is in memory", where=self.name, remedy="give its folder")
+        return self.files.folder
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that is merged into its weights."""
+        return None if self.files is None else self.files.adapter
+
+    @property
+    def modules(self) -> list[dict[str, Any]]:
+        """The modules after the transformer of a folder of sentence-transformers."""
+        return [] if self.files is None else list(self.config.get(SENTENCE) or [])
+
+    @cached_property
+    def tied(self) -> tuple[str, str] | None:
+        """A head that shares an embedding's tensor once the model is loaded, and the stream it reads."""
+        return tied_head(dict(self.config), self.names, self.name, None if self.untie else self.architecture)
+
+    @property
+    def tied_head(self) -> str | None:
+        """Name of that head."""
+        return self.tied[0] if self.tied else None
+
+    @cached_property
+    def unread(self) -> list[str]:
+        """Stored tensors that the model does not read: layers that predict tokens further ahead (MTP)."""
+        return unread(dict(self.config), self.names)
+
+    @cached_property
+    def ignored(self) -> list[str]:
+        """Stored tensors that are neither loaded nor written: position ids, rotary tables, MTP layers."""
+        known = self.architecture.named()
         tied = {name for info in self.architecture.tensors() for name in info.tied}
-        unplaced = (name for name in self.opened.names if name not in self._places and name not in tied)
-        return tuple(name for name in (*known, *unplaced) if name not in self.left_out)
+        return [name for name in self.names if name not in known and name not in tied]
+
+    @cached_property
+    def transformers_config(self) -> Any:
+        """Its config as transformers has it.
+
+        Raises:
+            CheckpointError: transformers has no class for it.
+        """
+        return self.model_class.config_class.from_dict(dict(self.config))
 
     @property
-    def architecture(self) -> Architecture:
-        """The architecture that names its tensors."""
-        return self.opened.architecture
+    def model_class(self) -> Any:
+        """The class of transformers that its config names.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        import transformers
+
+        names = self.config.get("architectures") or ["none"]
+        kind = getattr(transformers, str(names[0]), None)
+        if kind is None:
+            problem = f"transformers has no class '{names[0]}'"
+            raise CheckpointError(problem, where=self.name, remedy="update transformers, or take its state_dict()")
+        return kind
+
+    @cached_property
+    def mark(self) -> Fingerprint:
+        """Checksums of all tensors as they are stored; reads them, once."""
+        stored = self.as_filed
+        mark = Fingerprint()
+        mark.complete(stored.architecture.named(), stored.tensors)
+        return mark
 
     @property
-    def config(self) -> dict[str, Any]:
-        """The config of the viewed model, with the view's changes."""
-        config = untied(self.opened.config) if self.opened.untie else dict(self.opened.config)
-        if self.dtype is not None:
-            config["dtype"] = str(self.dtype).removeprefix("torch.")
-        return config
+    def fingerprint(self) -> str:
+        """The fingerprint of its config and tensors as they are stored; reads them, once."""
+        return self.mark.hexdigest(self.as_filed.config)
 
-    def __len__(self) -> int:
-        return len(self._names)
+    def with_tensors(self, tensors: Tensors, **changes: Any) -> View:
+        """The same model with other tensors, and other values of further attributes."""
+        return replace(self, tensors=tensors, **changes)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+    def blockwise(self, compute: TensorOf, dtype: torch.dtype | None = None, **changes: Any) -> View:
+        """The same model with the tensors of its architecture computed, each when it is asked for.
 
-    def __contains__(self, name: object) -> bool:
-        return (name in self._places and str(name) not in self.left_out) or name in self._names
+        Args:
+            dtype: of the floating tensors; None: each has that of the model's tensor.
+            changes: of further attributes; `left_out` names tensors that the result does not hold.
+        """
+        stored = as_stored(self, changes.get("left_out", self.left_out))
+        dtypes = {
+            name: dtype if dtype is not None and known.is_floating_point else known
+            for name, known in stored.tensors.dtypes.items()
+        }
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._places:
-            if name not in self._names:
-                raise KeyError(name)
-            tensor = self.opened.source[name]
-            return tensor.to(stored_dtype(tensor, self.dtype))
-        block, info, piece = self._places[name]
-        computed = self.tensor(block, info)
-        if computed is None:
-            raise KeyError(name)
-        return computed[piece] if info.stacked else computed
+        def outside(name: str, tensor: Tensor) -> Tensor:
+            return tensor.to(stored_dtype(tensor, dtype))
 
-    def tensor(self, block: Block, info: TensorInfo) -> Tensor | None:
-        """One tensor of the architecture (stacked, if it is stored in pieces); None where the model has none."""
-        return self._compute(block, info, self.dtype)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors by name, those that are stored in pieces computed once; the memory of one block."""
-        for block in self.architecture.blocks:
-            for info in block.tensors:
-                if info.names[0] in self.left_out or info.names[0] not in self:
-                    continue
-                computed = self.tensor(block, info)
-                if computed is not None:
-                    yield from unstack(info, computed.contiguous()).items()
-        for name in self._names:
-            if name not in self._places:
-                yield name, self[name]
-
-    def as_opened(self) -> OpenedModel:
-        """The view as a model that can be transformed, averaged or written."""
-        shapes = dict(self.opened.shapes)
-        for info in self.architecture.tensors():
-            tied = next((name for name in info.tied if name in shapes), None)
-            if tied is not None:
-                shapes.setdefault(info.names[0], shapes[tied])
-        known = {name: shapes[name] for name in self}
-        return replace(self.opened, source=self, config=self.config, names=tuple(self), shapes=known)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """All tensors, in memory, none of them shared with the model."""
-        return {name: tensor.clone() for name, tensor in self.tensors()}
+        rounded = stored.tensors.map(outside)
+        computed = blockwise(self.architecture, rounded, lambda block, info: compute(block, info, dtype))
+        tensors = Tensors(computed.shapes, dtypes, computed.read, computed.stack)
+        config = stored.config if dtype is None else {**stored.config, "dtype": str(dtype).removeprefix("torch.")}
+        origin = self.origin or self
+        return replace(stored, tensors=tensors, config=config, compute=compute, origin=origin, dtype=dtype, **changes)
 
     def to(self, dtype: torch.dtype) -> View:
         """The same with floating tensors of another dtype, each rounded once.
@@ -148,21 +277,43 @@ class View(Mapping[str, Tensor]):
             CheckpointError: weights cannot be stored in it.
         """
         check_storage(dtype)
-        changed = copy.copy(self)
-        changed.dtype, changed.heads = dtype, {name: view.to(dtype) for name, view in self.heads.items()}
-        return changed
+        heads = {name: view.to(dtype) for name, view in self.heads.items()}
+        source = self.origin or self
+        changed = source.blockwise(self.compute or source.stored_tensor, dtype, left_out=self.left_out)
+        config = {**self.config, "dtype": str(dtype).removeprefix("torch.")}
+        return replace(self, tensors=changed.tensors, config=config, origin=source, dtype=dtype, heads=heads)
+
+    def stored_tensor(self, block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
+        """One tensor of the architecture as it is, in another dtype; None where the model has none."""
+        tensor = read_tensor(info, self.tensors)
+        return None if tensor is None else tensor.to(stored_dtype(tensor, dtype))
+
+    def tensor(self, block: Block, info: TensorInfo) -> Tensor | None:
+        """One tensor of the architecture (stacked, if it is stored in pieces); None where the model has none."""
+        return read_tensor(info, self.tensors)
+
+    def blocks(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors by name, block by block, those that are stored in pieces computed once."""
+        places = self.architecture.places()
+        for block in self.architecture.blocks:
+            for info in block.tensors:
+                if info.names[0] in self.tensors and (tensor := read_tensor(info, self.tensors)) is not None:
+                    yield from unstack(info, tensor.contiguous()).items()
+        for name in self.tensors:
+            if name not in places:
+                yield name, self[name]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All tensors, in memory, none of them shared with the model."""
+        return {name: tensor.clone() for name, tensor in self.blocks()}
 
     def with_heads(self, heads: Mapping[str, View]) -> View:
         """The same with views of its body under other heads."""
-        changed = copy.copy(self)
-        changed.heads = dict(heads)
-        return changed
+        return replace(self, heads=dict(heads))
 
     def with_notes(self, notes: Sequence[str], report: MergeReport | None = None) -> View:
         """The same with other notes and another report."""
-        changed = copy.copy(self)
-        changed.notes, changed.report = tuple(dict.fromkeys(notes)), report
-        return changed
+        return replace(self, notes=tuple(dict.fromkeys(notes)), report=report)
 
     def to_module(self) -> nn.Module:
         """The model in memory, in evaluation mode: of a module a copy, else of the class that the config names.
@@ -170,34 +321,32 @@ class View(Mapping[str, Tensor]):
         Raises:
             CheckpointError: transformers has no class for it, or a weight is missing.
         """
-        if self.opened.module is not None and not self.opened.untie and not self.opened.changed:
-            state = dict(self.tensors())  # copied into the module's own
-            module = copy.deepcopy(self.opened.module)
-            if "quantization_config" not in self.config:  # of what was read from GGUF, which transformers saves then
-                vars(module).pop("hf_quantizer", None)
-                vars(module.config).pop("quantization_config", None)
-            if self.dtype is not None:
-                module = module.to(self.dtype)
-            for name, parameter in module.named_parameters():  # a view of the view may have another dtype
-                parameter.data = parameter.data.to(state[name].dtype if name in state else parameter.dtype)
-            module.load_state_dict(state, strict=not self.left_out)
-            return module.eval()
-        import transformers
-
-        names = self.config.get("architectures") or ["none"]
-        kind = getattr(transformers, str(names[0]), None)
-        if kind is None:
-            remedy = "take its state_dict()"
-            raise CheckpointError(f"transformers has no class '{names[0]}'", where=self.opened.name, remedy=remedy)
-        config = kind.config_class.from_dict(self.config)
-        state = self.state_dict()
+        if self.module is not None and not self.untie and not self.changed:
+            return self._filled_copy(self.module)
+        kind, state = self.model_class, self.state_dict()
         dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-        module, info = kind.from_pretrained(
-            None, config=config, state_dict=state, dtype=max(dtypes, key=lambda d: d.itemsize), output_loading_info=True
-        )
+        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+        config = kind.config_class.from_dict(dict(self.config))
+        options = {"config": config, "state_dict": state, "dtype": widest, "output_loading_info": True}
+        module, info = kind.from_pretrained(None, **options)
         if missing := sorted(map(str, info.get("missing_keys") or [])):
             remedy = "the state dict is incomplete, or its config belongs to another model"
-            raise CheckpointError(f"weight '{missing[0]}' is missing", where=self.opened.name, remedy=remedy)
+            raise CheckpointError(f"weight '{missing[0]}' is missing", where=self.name, remedy=remedy)
+        evaluated: nn.Module = module.eval()
+        return evaluated
+
+    def _filled_copy(self, original: nn.Module) -> nn.Module:
+        """A copy of a module with the view's tensors."""
+        state = dict(self.blocks())  # copied into the module's own
+        module = copy.deepcopy(original)
+        if "quantization_config" not in self.config:  # of what was read from GGUF, which transformers saves then
+            vars(module).pop("hf_quantizer", None)
+            vars(module.config).pop("quantization_config", None)
+        if self.dtype is not None:
+            module = module.to(self.dtype)
+        for name, parameter in module.named_parameters():  # a view of the view may have another dtype
+            parameter.data = parameter.data.to(state[name].dtype if name in state else parameter.dtype)
+        module.load_state_dict(state, strict=not self.left_out)
         return module.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: str = "5B") -> None:
@@ -220,40 +369,62 @@ class View(Mapping[str, Tensor]):
                 view._write(os.path.join(staging, HEADS, head), size)
 
     def _write(self, folder: str, size: int) -> None:
+        """Write weights, config and small files into a folder."""
         os.makedirs(folder, exist_ok=True)
         writer = TensorWriter(folder, max_shard_size=size)
-        modules = [] if self.opened.checkpoint is None else self.opened.checkpoint.modules
         apart: dict[str, Tensor] = {}  # tensors of sentence-transformers modules, which have folders of their own
-        for name, tensor in self.tensors():
-            if module_of(name, modules) is not None:
+        for name, tensor in self.blocks():
+            if module_of(name, self.modules) is not None:
                 apart[name] = tensor.detach().cpu()
             else:
                 writer.save_tensor(name, tensor.detach().cpu(), clone=True)
         writer.finalize()
-        self._write_beside(folder)
-        if self.opened.checkpoint is not None and modules:
-            write_modules(self.opened.checkpoint.folder, folder, apart)
-
-    def _write_beside(self, staging: str) -> None:
-        if self.opened.checkpoint is not None:
+        if self.files is not None:
             dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
-            storage = StorageOptions(dtype=dtype, untie=self.opened.untie)
-            write_beside(self.opened.checkpoint, staging, storage, self.opened.changed)
+            write_beside(self.files.folder, folder, StorageOptions(dtype=dtype, untie=self.untie), self.changed)
+            write_modules(self.files.folder, folder, apart)
             return
-        with open(os.path.join(staging, "config.json"), "w", encoding="utf-8") as file:
-            json.dump(self.config, file, indent=2, default=str)
-            file.write("\n")
-        write_files(staging, self.opened.beside)
-        generation = getattr(self.opened.module, "generation_config", None)
+        write_json(os.path.join(folder, "config.json"), self.config)
+        write_files(folder, self.beside)
+        generation = getattr(self.module, "generation_config", None)
         if generation is not None:
-            generation.save_pretrained(staging)
+            generation.save_pretrained(folder)
 
 
-def as_stored(opened: OpenedModel) -> View:
-    """The unchanged model as a view."""
+def as_stored(view: View, left_out: Collection[str] = ()) -> View:
+    """The model as it is written: a tied tensor once, under its first name, and a config that says what is untied."""
+    known: dict[str, None] = {}
+    for info in view.architecture.tensors():
+        if any(name in view.tensors for name in (info.names[0], *info.tied)):
+            known.update(dict.fromkeys(info.names))
+    tied = {name for info in view.architecture.tensors() for name in info.tied}
+    places = view.architecture.places()
+    known.update((name, None) for name in view.tensors if name not in places and name not in tied)
+    tensors = with_tied(view.architecture, view.tensors).only(name for name in known if name not in left_out)
+    config = untied(view.config) if view.untie else view.config
+    return replace(view, tensors=tensors, config=config, left_out=frozenset(left_out))
 
-    def read(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
-        tensor = read_tensor(info, opened.source)
-        return None if tensor is None else tensor.to(stored_dtype(tensor, dtype))
 
-    return View(opened, read)
+def described(name: str, config: Mapping[str, Any], architecture: Architecture, shapes: Shapes) -> View:
+    """A model of which only the description is known; its tensors cannot be read."""
+
+    def read(tensor: str) -> Tensor:
+        raise CheckpointError(f"tensor '{tensor}' is not at hand", where=name, remedy="give the model itself")
+
+    return View(name, config, architecture, Tensors(shapes, {}, read))
+
+
+def check_storage(dtype: Any) -> None:
+    """Refuse what is no dtype that weights can be stored in.
+
+    Raises:
+        CheckpointError: names those that there are.
+    """
+    if dtype is not None and dtype not in [getattr(torch, name) for name in DTYPES]:
+        remedy = f"it must be one of: {', '.join(f'torch.{name}' for name in DTYPES)}"
+        raise CheckpointError(f"'dtype' is {short(repr(dtype))}", remedy=remedy)
+
+
+def stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype to store a tensor in: the requested one for floating tensors, else its own."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

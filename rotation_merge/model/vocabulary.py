@@ -16,15 +16,15 @@ from mergekit.common import ModelReference
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, RotationMergeError
-from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.gguf.place import in_cache, is_folder
 from rotation_merge.model.headers import TOKENIZER, read_json
+from rotation_merge.model.view import View
 
 LEAST_SHARED = 32
 """Least number of common tokens that tells the relation of two models."""
 
 
-def shared_rows(models: Sequence[Model]) -> list[Tensor] | None:
+def shared_rows(models: Sequence[View]) -> list[Tensor] | None:
     """Rows of the tokens that all models have, in one order.
 
     Returns:
@@ -37,9 +37,7 @@ def shared_rows(models: Sequence[Model]) -> list[Tensor] | None:
     sizes = [vocabulary_size(model) for model in models]
     if any(size is None for size in sizes):
         return None
-    tokens = [
-        _tokens(model.reference, model.options.trust_remote_code) if model.has_files else None for model in models
-    ]
+    tokens = [_tokens(model.reference, model.options.trust_remote_code) if model.files else None for model in models]
     lacking = next((m for m, t in zip(models, tokens, strict=True) if t is None), None)
     if lacking is not None:
         if len(set(sizes)) == 1:
@@ -65,13 +63,13 @@ def shared_rows(models: Sequence[Model]) -> list[Tensor] | None:
     return [torch.tensor([t[token] for token in common]) for t in known]
 
 
-def matched_on(anchor: Model, donor: Model, count: int) -> str:
+def matched_on(anchor: View, donor: View, count: int) -> str:
     """A note on models whose vocabularies differ."""
     names = f"`{donor.reference}` and `{anchor.reference}`"
     return f"{names} share {count} tokens: embeddings and heads were matched on them."
 
 
-def other_order(anchor: Model, donor: Model) -> list[str]:
+def other_order(anchor: View, donor: View) -> list[str]:
     """A note if tokens of two local models have different ids; for vocabularies of one size."""
     moved, whole = moved_tokens(anchor, donor)
     return [f"{donor.reference}: {_other_ids(anchor, moved, whole)}; a merge needs '{TOGETHER}'."] if moved else []
@@ -81,7 +79,7 @@ TOGETHER = "tokenizer: {source: base}"
 """Recipe setting for models whose token ids differ."""
 
 
-def token_ids_differ(anchor: Model, donor: Model) -> bool:
+def token_ids_differ(anchor: View, donor: View) -> bool:
     """Whether a merge of two models has to match their vocabularies by token.
 
     Their sizes differ, or an id stands for different tokens. False if a model has no tokenizer.
@@ -89,7 +87,7 @@ def token_ids_differ(anchor: Model, donor: Model) -> bool:
     return vocabulary_size(anchor) != vocabulary_size(donor) or moved_tokens(anchor, donor)[0] > 0
 
 
-def check_token_ids(anchor: Model, donor: Model) -> None:
+def check_token_ids(anchor: View, donor: View) -> None:
     """Refuse to average rows of the vocabularies by id if ids stand for different tokens.
 
     Raises:
@@ -101,15 +99,13 @@ def check_token_ids(anchor: Model, donor: Model) -> None:
         raise CheckpointError(problem, where=str(donor.reference), remedy=f"add '{TOGETHER}' to the recipe")
 
 
-def check_same_tokens(merged: Model, *teachers: Model) -> None:
+def check_same_tokens(merged: View, *teachers: View) -> None:
     """Check that teachers' outputs mean the same for the merge that learns from them.
 
     Raises:
         RotationMergeError: one is not there, or has another vocabulary.
     """
-    merged.check_files()
     for teacher in teachers:
-        teacher.check_files()
         if shared_rows([merged, teacher]) is not None or moved_tokens(merged, teacher)[0]:
             problem, remedy = (
                 f"its tokens are not those of {merged.reference}",
@@ -118,7 +114,7 @@ def check_same_tokens(merged: Model, *teachers: Model) -> None:
             raise RotationMergeError(problem, where=str(teacher.reference), remedy=remedy)
 
 
-def check_tuned_ids(origin: Model, tuned: Model) -> None:
+def check_tuned_ids(origin: View, tuned: View) -> None:
     """Refuse the difference of two models whose common tokens have different ids.
 
     Raises:
@@ -130,11 +126,11 @@ def check_tuned_ids(origin: Model, tuned: Model) -> None:
         raise CheckpointError(problem, where=str(tuned.reference), remedy="name the model that it was tuned from")
 
 
-def _other_ids(anchor: Model, moved: int, whole: int) -> str:
+def _other_ids(anchor: View, moved: int, whole: int) -> str:
     return f"{moved} of {whole} tokens have other ids than in {anchor.reference}"
 
 
-def moved_tokens(anchor: Model, donor: Model, both: bool = False) -> tuple[int, int]:
+def moved_tokens(anchor: View, donor: View, both: bool = False) -> tuple[int, int]:
     """Count the anchor's tokens that have other ids in the donor, or whose ids are other tokens there, and all tokens.
 
     0 of 0 if the vocabularies differ in size or a tokenizer is missing.
@@ -146,7 +142,7 @@ def moved_tokens(anchor: Model, donor: Model, both: bool = False) -> tuple[int, 
     if (
         anchor is donor
         or (not both and vocabulary_size(anchor) != vocabulary_size(donor))
-        or not all(m.has_files and _has_tokenizer(m.reference) for m in models)
+        or not all(m.files and _has_tokenizer(m.reference) for m in models)
     ):
         return 0, 0
     if len({_tokenizer(m.reference, m.options.trust_remote_code) for m in models}) == 1:
@@ -175,7 +171,7 @@ def _held(tokens: Mapping[str, int], token: str, size: int | None) -> bool:
     return token in tokens and tokens[token] < (size or 0)
 
 
-def vocabulary_size(model: Model) -> int | None:
+def vocabulary_size(model: View) -> int | None:
     """Rows of the vocabulary's tensors; None without a vocabulary."""
     for info in model.architecture.tensors():
         if info.vocabulary_axis is not None and info.name in model.shapes:

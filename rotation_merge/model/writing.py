@@ -1,31 +1,24 @@
-"""Checkpoints written whole or not at all: tensors in shards, config, tokenizer, report and card."""
+"""What is written beside the tensors of a model: config, tokenizer and other small files; sizes and storage types."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import shutil
 import struct
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 import torch
-from mergekit.common import dtype_from_name, parse_kmb
-from mergekit.io.tensor_writer import TensorWriter
+from mergekit.common import parse_kmb
 from safetensors.torch import save
 from torch import Tensor
 
-from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
+from rotation_merge.errors import RotationMergeError, nearest
 from rotation_merge.files.durable import write_json
-from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.headers import safetensors_entries, safetensors_in
-from rotation_merge.model.output import free_name, staged, write_files
-from rotation_merge.model.run_keys import unchanged
-from rotation_merge.model.sentence import module_of, write_modules
-from rotation_merge.model.source import Progress
-from rotation_merge.record import MergeReport
+from rotation_merge.model.output import write_files
 
 KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
 """Endings of a checkpoint's small files that are taken along (tokenizer, preprocessor, generation settings)."""
@@ -35,9 +28,6 @@ TEMPLATES = "additional_chat_templates"
 
 OWN = ("config.json", "adapter_config.json", "rotation_merge.json")
 
-Check = Callable[[str], tuple[bool, str]]
-"""Checks a written checkpoint: whether to keep it, and the finding in words."""
-
 
 @dataclass(frozen=True)
 class StorageOptions:
@@ -46,70 +36,6 @@ class StorageOptions:
     shard_size: int = 5_000_000_000
     dtype: str | None = None
     untie: bool = False
-
-
-def write_checkpoint(
-    like: Model,
-    tensors: Iterable[tuple[str, Tensor]],
-    report: MergeReport,
-    text: str | Callable[[], str],
-    out: str,
-    storage: StorageOptions,
-    progress: Progress | None = None,
-    check: Check | None = None,
-    left_out: Collection[str] = (),
-    body: tuple[str, Collection[str]] | None = None,
-    beside: Callable[[str], None] = lambda _: None,
-) -> None:
-    """A model as a normal checkpoint, whole or not at all.
-
-    Args:
-        like: whose config and tokenizer it has, and those of its tensors that `tensors` leaves out.
-        text: the model card, or a function that returns it once all tensors are written.
-        check: checks the written files before they take their place.
-        left_out: those of its tensors that are not written at all.
-        body: a folder in safetensors, and which of its tensors are taken as they stand, in files of the same names.
-        beside: changes the small files in the folder that it is told, once these have been copied.
-
-    Raises:
-        CheckpointError: it has not passed; it is kept as OUT.rejected.
-    """
-    dtype, written = dtype_from_name(storage.dtype), set(body[1] if body else ())
-    apart: dict[str, Tensor] = {}
-    with staged(out) as staging:
-        os.makedirs(staging, exist_ok=True)
-        writer = SplicedWriter(*body, staging) if body else TensorWriter(staging, max_shard_size=storage.shard_size)
-
-        def save(name: str, tensor: Tensor) -> None:
-            storable = stored(tensor, dtype or like.dtypes.get(name))
-            if module_of(name, like.modules) is None:
-                writer.save_tensor(name, storable, clone=True)
-            else:
-                apart[name] = storable.clone()
-            written.add(name)
-
-        with unchanged([like.reference]):
-            for name, tensor in tensors:
-                if progress is not None:
-                    progress("writing", len(written), len(like.names))
-                save(name, tensor)
-            for name in like.names:
-                if name not in written and name not in left_out:
-                    save(name, like[name])
-        writer.finalize()
-        write_modules(like.folder, staging, apart)
-        report.write(os.path.join(staging, "rotation_merge.json"))
-        write_beside(like, staging, storage)
-        beside(staging)
-        passed, words = check(staging) if check is not None else (True, "")
-        if not passed:
-            rejected = free_name(f"{out.rstrip(os.sep)}.rejected")
-            shutil.move(staging, rejected)
-            problem = f"does not compute what {like.reference} computes ({words})"
-            raise CheckpointError(problem, where=rejected, remedy="nothing else was written; please report it")
-        text = text if isinstance(text, str) else text()
-        with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
-            file.write(f"{text}\n{words[:1].upper()}{words[1:]}.\n" if words else text)
 
 
 def parse_size(text: str) -> int:
@@ -177,16 +103,16 @@ def small_files(folder: str) -> dict[str, bytes]:
     return contents
 
 
-def write_beside(like: Model, out: str, storage: StorageOptions, changed: Mapping[str, Any] | None = None) -> None:
+def write_beside(source: str, out: str, storage: StorageOptions, changed: Mapping[str, Any] | None = None) -> None:
     """Config, tokenizer and other small files of a checkpoint, copied to where its weights have been written.
 
     Args:
+        source: the checkpoint's folder.
         changed: entries of its config that are others.
     """
-    source = like.loader.index.base_path
     write_files(out, small_files(source))
     with open(os.path.join(source, "config.json"), encoding="utf-8") as file:
-        config = {**json.load(file), **like.rewritten, **(changed or {})}
+        config = {**json.load(file), **(changed or {})}
     if storage.dtype is not None:
         config["dtype" if "dtype" in config else "torch_dtype"] = storage.dtype
     if storage.untie:

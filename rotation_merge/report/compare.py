@@ -11,9 +11,10 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.model.biases import AlignedSource
-from rotation_merge.model.fold import FoldedSource
-from rotation_merge.model.source import TensorSource, read_block
+from rotation_merge.model.biases import in_coordinates
+from rotation_merge.model.blocks import read_block, read_tensor
+from rotation_merge.model.fold import folded_tensors
+from rotation_merge.model.tensors import TensorSource
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,13 @@ def gaps(architecture: Architecture, anchor: TensorSource, donor: TensorSource, 
     Where the alignment folds norm gains, both models are looked at folded, before and after.
     """
     if alignment.folded:
-        anchor = FoldedSource(architecture, anchor, alignment.folded)
-        donor = FoldedSource(architecture, donor, alignment.folded)
-    aligned = AlignedSource(architecture, donor, alignment.transforms, anchor)
+        anchor = folded_tensors(architecture, anchor, alignment.folded)
+        donor = folded_tensors(architecture, donor, alignment.folded)
+    aligned = in_coordinates(architecture, donor, alignment.transforms, anchor)
     whole = _Sums()
     for block in architecture.blocks:
         a, b = read_block(block, anchor), read_block(block, donor)
-        sums = {i.key: _sums(a[i.key], b[i.key], aligned.tensor(block, i)) for i in _shared(block, a, b)}
+        sums = {i.key: _sums(a[i.key], b[i.key], read_tensor(i, aligned)) for i in _shared(block, a, b)}
         for space in block.spaces.values():
             transform = alignment.transforms.get(space.name)
             if transform is None and space.kind == "translation":

@@ -20,13 +20,13 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.passes import PARTS, SAMPLE
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.model.slices import LONG
-from rotation_merge.model.source import KEPT
+from rotation_merge.model.tensors import KEPT
 from rotation_merge.run.maps import linear_map
 from rotation_merge.symmetry.admitted import admitted, heads
 from rotation_merge.symmetry.space import MatchingCost
 from rotation_merge.workers.threads import BYTES_A_WEIGHT, KEPT_FREED, workers_for
 
-Shapes = dict[str, tuple[int, ...]]
+Shapes = Mapping[str, tuple[int, ...]]
 
 PAIR_SECONDS = 4.8e-8
 """Of one pair of neurons, one core: the best scale between the two, and its share of the assignment."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rotation_merge.errors import DataError
-from rotation_merge.model.model_inputs import OpenedModel
+from rotation_merge.model.view import View
 from rotation_merge.run.arrays import ExampleBatches, one_by_one, word_mask
 from rotation_merge.run.data_checks import (
     check_decoder,
@@ -413,7 +413,7 @@ def _joined(rows: list[Batch], size: int) -> list[Batch]:
 
 
 def read_samples(
-    opened: OpenedModel,
+    opened: View,
     samples: Samples,
     limit: int | None,
     batch_size: int = 16,
@@ -437,9 +437,9 @@ def read_samples(
     kind = module or opened.module or empty_model(opened.transformers_config)
     if not named:
         return data_in_memory(samples, kind)
-    source, checkpoint = str(samples), opened.checkpoint
-    path = "" if checkpoint is None else local_path(str(checkpoint.reference.model.path))
-    if checkpoint is None and source not in SOURCES and getattr(kind, "main_input_name", "") == "input_ids":
+    source, files = str(samples), opened.files
+    path = "" if files is None else local_path(str(files.reference.model.path))
+    if files is None and source not in SOURCES and getattr(kind, "main_input_name", "") == "input_ids":
         problem = "is in memory without a tokenizer"
         raise DataError(problem, where=opened.name, remedy="give batches of input_ids, or the model's folder")
     return read_batches(source, path, kind, limit, batch_size, length, seed)

@@ -10,7 +10,8 @@ import torch
 from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.sentence import KEY as MODULES
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.source import TensorSource, read_tensor, unstack
+from rotation_merge.model.blocks import read_tensor, unstack
+from rotation_merge.model.tensors import TensorSource
 from rotation_merge.run.functions import disable_extra_outputs, model_class
 from rotation_merge.run.sentence import with_empty_modules, with_modules
 

@@ -16,15 +16,12 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import stores_codes
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.errors import CheckpointError, DataError, short
-from rotation_merge.model.adapter_base import check_own_base
-from rotation_merge.model.checkpoint import adapted_state, open_model, parse_reference
-from rotation_merge.model.gguf.place import downloaded
+from rotation_merge.model.gguf.place import downloaded, gguf_files
 from rotation_merge.model.headers import check_config, check_folder, check_local, read_json
 from rotation_merge.model.labels import LabelRows, in_order, label_rows, labels
-from rotation_merge.model.model_inputs import OpenedModel
-from rotation_merge.model.paired_model import PairedModel
+from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.model.sentence import module_tensors, read_modules
-from rotation_merge.model.view import as_stored
+from rotation_merge.model.view import View, as_stored, described
 from rotation_merge.run.sentence import is_sentence_model, with_modules
 
 Batch = dict[str, Tensor]
@@ -98,8 +95,9 @@ def load(
     if not stores_codes(read_config(directory)):
         check_folder(directory)
     options = {"dtype": dtype, "output_loading_info": True, "attn_implementation": "eager"}
-    check_own_base(open_model(path))
-    state = adapted_state(path) if state is None else state
+    if state is None and (parse_reference(path).lora is not None or gguf_files(directory)):
+        view = open_model(path, unsupported="merge")
+        state = {name: tensor.clone() for name, tensor in view.items()}  # what the files stay mapped to is not
     try:
         if state is None:
             model, info = kind.from_pretrained(directory, local_files_only=True, **options)
@@ -110,7 +108,7 @@ def load(
             model, info = kind.from_pretrained(None, config=settings, state_dict=state, **options)
     except Exception as error:
         if "ignore_mismatched_sizes" in str(error):
-            open_model(path).architecture  # noqa: B018  (names the tensor)
+            open_model(path)  # names the tensor
         raise CheckpointError(f"cannot be loaded ({short(error)})", where=path, remedy="download it again") from error
     for failure in ("missing_keys", "mismatched_keys"):
         if wrong := sorted(map(str, info.get(failure) or [])):
@@ -128,7 +126,7 @@ def load(
     return model.eval()
 
 
-def module_of(opened: OpenedModel) -> Any:
+def module_of(opened: View) -> Any:
     """An open model in memory, in evaluation mode; of sentence-transformers with its modules, as `load` gives it."""
     view = as_stored(opened)
     module, modules = view.to_module(), view.config.get(KEY)
@@ -149,8 +147,8 @@ def _relabel(model: nn.Module, config: dict[str, Any], name: str) -> None:
     ours, own_labels = labels(config), labels(own_config)
     if ours != own_labels and sorted(ours) == sorted(own_labels):
         shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-        member = PairedModel(type(model).__name__, own_config, architecture_of(model), shapes)
-        take_rows(model, label_rows(replace(member, name=name, config=config), member))
+        own = described(type(model).__name__, own_config, architecture_of(model), shapes)
+        take_rows(model, label_rows(replace(own, name=name, config=config), own))
 
 
 @torch.no_grad()

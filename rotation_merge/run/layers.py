@@ -15,7 +15,7 @@ from torch.utils import _pytree
 
 from rotation_merge.architecture.model import Block
 from rotation_merge.errors import StatisticsError
-from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.view import View
 from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import linear_maps
@@ -29,7 +29,7 @@ from rotation_merge.run.sums import Collector, finished
 from rotation_merge.workers.memory import give_back
 
 
-def in_layers(checkpoint: Model, options: MeasureConfig, data: str, device: str) -> Any:
+def in_layers(checkpoint: View, options: MeasureConfig, data: str, device: str) -> Any:
     """A model that does not fit in memory, to look at, or to write its samples.
 
     It has no weights at all where it is only to be looked at; where it is to write text, its layers read their weights

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.model.adapter_base import check_own_base
-from rotation_merge.model.checkpoint import open_model, weights_of
-from rotation_merge.model.labels import label_rows, labels
+from rotation_merge.model.labels import with_classes_of
+from rotation_merge.model.open import open_model, weights_of
 from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.functions import Batch, floating_outputs, kind_at, load, outputs
 from rotation_merge.run.runner import Fill, Runner
@@ -64,11 +63,8 @@ class LayerwiseModel:
     def __init__(self, path: str, dtype: torch.dtype, like: str | None) -> None:
         self.path, self.dtype = path, dtype
         self.files = open_model(path)
-        check_own_base(self.files)
         if like is not None:
-            reference = open_model(like)
-            if sorted(labels(reference.config)) == sorted(labels(self.files.config)):
-                self.files.rows = label_rows(reference.member, self.files.member)
+            self.files = with_classes_of(self.files, open_model(like))
 
     @cached_property
     def kind(self) -> Any:
@@ -102,7 +98,9 @@ class LayerwiseModel:
 
     def _run(self, inputs: Sequence[Batch], fill: Fill) -> list[Batch]:
         architecture = self.files.architecture
-        run = Runner(self.config, self.files, architecture, inputs, dtype=self.dtype, fill=fill, layered=self.path)
+        run = Runner(
+            self.config, self.files.tensors, architecture, inputs, dtype=self.dtype, fill=fill, layered=self.path
+        )
         run.run_through()
         return [floating_outputs(run.model, run.answer(batch)) for batch in range(len(inputs))]
 

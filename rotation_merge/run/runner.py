@@ -24,8 +24,9 @@ from torch.utils import _pytree
 from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.source import TensorSource, read_tensor, unstack
-from rotation_merge.model.sources import RestructuredSource, TranslatedSource
+from rotation_merge.model.blocks import read_tensor, unstack
+from rotation_merge.model.forms import restructured, translated
+from rotation_merge.model.tensors import TensorSource
 from rotation_merge.run.empty_models import empty_model, whole_model
 from rotation_merge.run.functions import Batch, architecture_of, unlabelled
 from rotation_merge.run.store import Arguments, LayerArguments, Place, SharedKVCache, Store
@@ -92,7 +93,7 @@ class Runner:
         self.store = Store() if store is None else store
         self.model = empty_model(config, untie)
         self.architecture = architecture_of(self.model, untie)
-        named = TranslatedSource if layered is None else RestructuredSource
+        named = translated if layered is None else restructured
         self.stored, self.source = source, named(source, stored, self.architecture)
         self.whole = not self._covers()
         if self.whole and layered is not None:

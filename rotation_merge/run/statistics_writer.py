@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from mergekit.common import ModelReference
-from mergekit.options import MergeOptions
 from torch import Tensor, nn
 
 from rotation_merge.architecture import resolve
@@ -22,9 +21,9 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.durable import write_text
 from rotation_merge.model.card import MEASURED, kept_figures
-from rotation_merge.model.checkpoint import Model, Models, parse_reference
-from rotation_merge.model.model_inputs import OpenedModel
+from rotation_merge.model.open import open_model
 from rotation_merge.model.origin import origins
+from rotation_merge.model.view import View
 from rotation_merge.record import versions
 from rotation_merge.run.data import Data, described, unpadded, with_small_first_batch
 from rotation_merge.run.functions import architecture_of
@@ -37,15 +36,13 @@ from rotation_merge.run.statistics_file import NAME, SPACE, DeferredTensor, Stat
 from rotation_merge.run.store import Store
 
 
-def checkpoint_of(name: str) -> Model:
+def checkpoint_of(name: str) -> View:
     """A model as a user names it, its files looked at.
 
     Raises:
         CheckpointError: it is not there, or not whole.
     """
-    model = Models(MergeOptions())[parse_reference(name)]
-    model.check_files()
-    return model
+    return open_model(name, any_base=True)
 
 
 def default_statistics_path(reference: ModelReference) -> Path:
@@ -55,7 +52,7 @@ def default_statistics_path(reference: ModelReference) -> Path:
 
 
 def record(
-    checkpoint: Model,
+    checkpoint: View,
     model: nn.Module | None,
     data: Data,
     source: str,
@@ -92,7 +89,7 @@ def record(
     return metadata
 
 
-def measured_in_memory(model: nn.Module, opened: OpenedModel, data: Data, options: MeasureConfig) -> Statistics:
+def measured_in_memory(model: nn.Module, opened: View, data: Data, options: MeasureConfig) -> Statistics:
     """Measure a model that is in memory.
 
     Args:
@@ -105,7 +102,7 @@ def measured_in_memory(model: nn.Module, opened: OpenedModel, data: Data, option
     batches = unpadded(data.batches, data.source)
     metadata: dict[str, Any] = {
         "model": opened.name,
-        "fingerprint": opened.mark.hexdigest(opened.config),
+        "fingerprint": opened.fingerprint,
         "family": opened.architecture.family,
         **_of_samples(data, data.source, batches, options),
     }
@@ -145,7 +142,7 @@ def _head(
 
 
 def _measured(
-    checkpoint: Model,
+    checkpoint: View,
     model: nn.Module | None,
     batches: Sequence[dict[str, Tensor]],
     task: str,
@@ -160,7 +157,9 @@ def _measured(
         return measurement.run(options, state, progress), measurement.architecture
     states = Store(str(state.path), SPACE)
     config = checkpoint.transformers_config
-    runner = Runner(config, checkpoint, checkpoint.architecture, with_small_first_batch(batches), states, device=device)
+    runner = Runner(
+        config, checkpoint.tensors, checkpoint.architecture, with_small_first_batch(batches), states, device=device
+    )
     try:
         return LayerwiseMeasurement(runner, state, progress).run(), runner.architecture
     finally:

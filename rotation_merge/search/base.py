@@ -11,12 +11,13 @@ from rotation_merge.matching.check_pair import check_forward
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.model.card import front_matter
-from rotation_merge.model.checkpoint import Model, parse_reference
 from rotation_merge.model.gguf.file import split_files
 from rotation_merge.model.gguf.place import in_cache, is_absent, is_gguf
 from rotation_merge.model.headers import read_json
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.nearness import RELATED, SampledChanges, likeness, sampled_changes
+from rotation_merge.model.open import parse_reference
+from rotation_merge.model.view import View
 from rotation_merge.run.statistics_writer import checkpoint_of
 
 UNRELATED = 0.35
@@ -63,7 +64,7 @@ def find_base(models: Sequence[str], base_name: str | None = None) -> TaskVector
     return _nearest(models, opened)
 
 
-def _opened(name: str, why: str, models: Mapping[str, Model]) -> TaskVectorBase:
+def _opened(name: str, why: str, models: Mapping[str, View]) -> TaskVectorBase:
     """Open the base and check that the models were tuned from it.
 
     Raises:
@@ -84,14 +85,14 @@ def _opened(name: str, why: str, models: Mapping[str, Model]) -> TaskVectorBase:
     return TaskVectorBase(name, why, sampled_changes(base, tuned_models))
 
 
-def _tried(name: str, why: str, models: Mapping[str, Model]) -> TaskVectorBase | None:
+def _tried(name: str, why: str, models: Mapping[str, View]) -> TaskVectorBase | None:
     try:
         return _opened(name, why, models)
     except RotationMergeError:
         return None
 
 
-def _named(models: Sequence[str], opened: Mapping[str, Model]) -> Iterator[tuple[str, str]]:
+def _named(models: Sequence[str], opened: Mapping[str, View]) -> Iterator[tuple[str, str]]:
     """The base that adapters and cards name, if it is stored locally."""
     for name in models:
         reference = parse_reference(name)
@@ -122,7 +123,7 @@ def _stated(folder: str) -> str:
     return str(names[0]) if len(names) == 1 else ""
 
 
-def _nearest(models: Sequence[str], opened: Mapping[str, Model]) -> TaskVectorBase | None:
+def _nearest(models: Sequence[str], opened: Mapping[str, View]) -> TaskVectorBase | None:
     """The model that all others differ from independently: one of them, or beside them, or named by their configs."""
     if len(models) < 2:
         return None
@@ -148,7 +149,7 @@ def _holds_model(place: str) -> bool:
     return os.path.isfile(os.path.join(place, "config.json")) and not merged
 
 
-def _began_as(models: Iterable[Model]) -> list[str]:
+def _began_as(models: Iterable[View]) -> list[str]:
     """Stored models that configs name as those which were loaded before training (`_name_or_path`)."""
     stated = [(model, read_json(os.path.join(model.folder, "config.json")).get("_name_or_path")) for model in models]
     return [place for model, name in stated for place in _places(str(name or ""), model.folder)]

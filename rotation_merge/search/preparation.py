@@ -19,9 +19,10 @@ from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.check_pair import check_forward
 from rotation_merge.matching.open_pair import Pair, open_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.model.checkpoint import Model, close_files
+from rotation_merge.model.folder import close_files
 from rotation_merge.model.naming import shortened
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness
+from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import token_ids_differ
 from rotation_merge.record import SMALL_GAIN
 from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches
@@ -172,7 +173,7 @@ class Preparation:
             self.notes,
         )
 
-    def _relations(self, anchor: Model) -> dict[str, float]:
+    def _relations(self, anchor: View) -> dict[str, float]:
         """Cosine of every other model to the first one. Sets `other_ids`."""
         models = self.config.models
         pairs = {model: open_pair(models[0], model, NOTHING) for model in models[1:]}

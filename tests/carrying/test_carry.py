@@ -18,8 +18,8 @@ from rotation_merge.matching.engine import untie_heads
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.moved_statistics import carried_fisher, carried_gram, feeding
 from rotation_merge.mergekit_plugin.planning.delegate import AuxiliaryInput, merge_tensor
-from rotation_merge.model.fold import Fold, FoldedSource
-from rotation_merge.model.source import read_block, transform_state
+from rotation_merge.model.blocks import read_block, transform_state
+from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.maps import LinearMap, linear_map
 from rotation_merge.run.measure import MeasuredStatistics, ModelMeasurement
@@ -54,7 +54,7 @@ def pair(case: Case, options: AlignConfig, untie: bool = True):
         architecture = architecture_of(model, untie=True)
     streams = architecture.folds(dict.fromkeys(architecture.streams, options.residual))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    seen = FoldedSource(architecture, state, streams)
+    seen = folded_tensors(architecture, state, streams)
     folded = {name: seen[name] if name in architecture.named() else state[name] for name in state}
     gauge = random_gauge(architecture, options, torch.Generator().manual_seed(3))
     moved = transform_state(architecture, folded, gauge)

@@ -23,10 +23,10 @@ from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.mean import _relative
-from rotation_merge.model.biases import AlignedSource
+from rotation_merge.model.biases import in_coordinates
+from rotation_merge.model.blocks import transform_state
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.model.source import transform_state
-from rotation_merge.model.sources import MeanSource
+from rotation_merge.model.tensors import mean_of
 from rotation_merge.symmetry import DirectSum, Orthogonal, Planar, Scaling
 from rotation_merge.symmetry.planar import PlanarGroup
 from rotation_merge.symmetry.scaled import OrthogonalGroup
@@ -56,11 +56,11 @@ def test_relative_frames_undo_the_base_after_the_other(family: str) -> None:
 def test_sources_of_sources() -> None:
     architecture = table.sample(shipped()["llama"])
     state, name = weights(architecture, 3), "lm_head.weight"
-    middle = MeanSource([state, {name: 3 * state[name]}])
+    middle = mean_of([state, {name: 3 * state[name]}])
     torch.testing.assert_close(middle[name], 2 * state[name])
     assert name in middle
     assert "model.norm.weight" not in middle
-    moved = AlignedSource(architecture, {**state, "extra": torch.ones(2)}, {})
+    moved = in_coordinates(architecture, {**state, "extra": torch.ones(2)}, {})
     assert moved[name] is state[name]
     assert "extra" in moved
     assert torch.equal(moved["extra"], torch.ones(2))

@@ -18,7 +18,7 @@ from rotation_merge.matching.engine import checkpointed, renamed
 from rotation_merge.matching.fit import LearnedTransforms, identities
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.objective import mix
-from rotation_merge.model.source import transform_state
+from rotation_merge.model.blocks import transform_state
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.symmetry import Monomial, NeuronTransform
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Axis, Block, Norm, Part, Scale, Space, TensorInfo
 from rotation_merge.errors import AlignmentError
-from rotation_merge.model.fold import Fold, FoldedSource, fold_inputs, fold_tensor
+from rotation_merge.model.fold import Fold, fold_inputs, fold_tensor, folded_tensors
 
 STREAM = Space("s", "stream", {"size": 3})
 WIDE = Space("n", "ffn", {"size": 2})
@@ -99,7 +99,7 @@ def test_small_gains_are_refused_or_folded_well_in_every_family() -> None:
                 continue
             state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state.items()}
             state[gain.name][0], state[shift.name][0] = 1e-4, 0.5
-            source = FoldedSource(model.architecture, state, model.rotatable)
+            source = folded_tensors(model.architecture, state, model.rotatable)
             folded_well = False
             with contextlib.suppress(AlignmentError):
                 folded_well = float(source[shift.name].abs().max()) < 100  # into a bias, where nothing is divided
@@ -150,7 +150,7 @@ def test_half_precision_is_widened_before_folding(tmp_path: Path) -> None:
     """Rounding happens once, at the end: what is folded from half precision is float32."""
     anchor = checkpoint("llama", "llama", tmp_path)
     half = {name: x.half() for name, x in anchor.state.items()}
-    seen = FoldedSource(anchor.architecture, half, ("residual",))
+    seen = folded_tensors(anchor.architecture, half, ("residual",))
     name = "model.layers.0.mlp.up_proj.weight"
     gain = half["model.layers.0.post_attention_layernorm.weight"].float()
     torch.testing.assert_close(seen[name], half[name].float() * gain, rtol=0, atol=0)

@@ -25,7 +25,7 @@ from rotation_merge.matching.alignment import load_alignment
 from rotation_merge.matching.fit import LearnedTransforms
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match import match_model
-from rotation_merge.model.source import transform_state
+from rotation_merge.model.blocks import transform_state
 from rotation_merge.report.estimate import estimate
 from rotation_merge.symmetry import KINDS
 from rotation_merge.symmetry.admitted import QUERIES

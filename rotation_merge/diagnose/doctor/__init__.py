@@ -11,7 +11,7 @@ from rotation_merge.diagnose.doctor.pairs import of_pairs
 from rotation_merge.diagnose.doctor.span import SPOILS, of_span
 from rotation_merge.diagnose.doctor.weights import of_activations, of_weights
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.model.source import Progress
+from rotation_merge.workers.progress import Progress
 
 __all__ = ["Case", "Cause", "diagnose", "open_case"]
 
@@ -25,10 +25,9 @@ def diagnose(case: Case, progress: Progress | None = None) -> list[Cause]:
     causes = list(of_integrity(case))
     if any(cause.name in UNREADABLE for cause in causes):
         return sorted(causes, key=lambda cause: -cause.likelihood)
-    if case.merged_model is not None:
+    if case.merged is not None:
         try:
-            case.merged_model.check_files()
-            case.merged_model.architecture  # noqa: B018  (names, shapes and config are read and checked)
+            case.merged_model  # noqa: B018  (names, shapes and config are read and checked)
         except RotationMergeError as error:
             damaged = Cause("damaged", 0.97, error.what, error.where or case.name, error.remedy or "merge again")
             return causes if any(cause.likelihood >= CERTAIN for cause in causes) else [damaged, *causes]

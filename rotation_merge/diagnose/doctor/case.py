@@ -20,14 +20,15 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.mergekit_plugin.recipe.settings import MULTI_KEYS, explain
-from rotation_merge.model.checkpoint import Model, open_model, parse_reference, whole_path
 from rotation_merge.model.gguf.place import in_cache, is_absent, is_folder, is_gguf
 from rotation_merge.model.headers import holds_model
 from rotation_merge.model.hub import is_hub_name
-from rotation_merge.model.source import Progress
+from rotation_merge.model.open import check_files, open_model, parse_reference, whole_path
+from rotation_merge.model.view import View
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.files import read_report
 from rotation_merge.report.integrity import Defect, check_folder
+from rotation_merge.workers.progress import Progress
 
 RECIPES = ("mergekit_config.yml", "recipe.yml")
 """Names of recipes beside a merged model."""
@@ -65,14 +66,14 @@ class Case:
         return self.matched[key]
 
     @cached_property
-    def merged_model(self) -> Model | None:
+    def merged_model(self) -> View | None:
         """The merged model, opened."""
-        return None if self.merged is None else open_model(self.merged, "merge")
+        return None if self.merged is None else open_model(self.merged, unsupported="merge")
 
     @cached_property
-    def models(self) -> dict[str, Model]:
+    def models(self) -> dict[str, View]:
         """The parents, opened."""
-        return {name: open_model(name, "merge") for name in self.parents}
+        return {name: open_model(name, unsupported="merge", any_base=True) for name in self.parents}
 
     @property
     def folders(self) -> list[str]:
@@ -121,7 +122,7 @@ def open_case(name: str, parents: Sequence[str] = ()) -> Case:
         remedy = nearest_path(name, "give a recipe or a merged model", os.path.exists)
         raise CheckpointError("no such file or directory", where=name, remedy=remedy)
     if not os.path.isdir(name) or not (holds_model(name) or os.path.exists(os.path.join(name, "config.json"))):
-        open_model(name).check_files()
+        check_files(parse_reference(name))
     path = next((os.path.join(name, file) for file in RECIPES if os.path.isfile(os.path.join(name, file))), None)
     if path is not None:
         return _of_recipe(path, name, parents)

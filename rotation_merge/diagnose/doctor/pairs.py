@@ -11,12 +11,12 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.open_pair import check_models, open_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
-from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness
-from rotation_merge.model.source import Progress
+from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import moved_tokens
 from rotation_merge.record import RELATED as NEAR
 from rotation_merge.report.estimate import estimate
+from rotation_merge.workers.progress import Progress
 
 LONGEST = 120.0
 """Seconds that matching two models may take, as estimated, to tell other coordinates from separate training."""
@@ -67,7 +67,7 @@ def _shape_mismatch(case: Case, name: str) -> Cause | None:
     return None
 
 
-def _vocabulary(case: Case, anchor: Model, donor: Model) -> Iterator[Cause]:
+def _vocabulary(case: Case, anchor: View, donor: View) -> Iterator[Cause]:
     if case.tokenizer:
         return
     remedy = "add 'tokenizer: {source: base}' to the recipe"
@@ -90,7 +90,7 @@ def _vocabulary(case: Case, anchor: Model, donor: Model) -> Iterator[Cause]:
         )
 
 
-def _config(anchor: Model, donor: Model) -> Iterator[Cause]:
+def _config(anchor: View, donor: View) -> Iterator[Cause]:
     for difference in differences(anchor.config, donor.config):
         if difference.name.endswith("eos_token_id"):
             continue  # see `_vocabulary`
@@ -106,7 +106,7 @@ def _config(anchor: Model, donor: Model) -> Iterator[Cause]:
         yield Cause(name, likelihood, f"{difference}: {difference.field.why}", str(donor.reference), remedy)
 
 
-def _tied(anchor: Model, donor: Model) -> Iterator[Cause]:
+def _tied(anchor: View, donor: View) -> Iterator[Cause]:
     heads = [model.tied_head for model in (anchor, donor)]
     if (heads[0] is None) == (heads[1] is None):
         return
@@ -118,7 +118,7 @@ def _tied(anchor: Model, donor: Model) -> Iterator[Cause]:
     )
 
 
-def _coordinates(case: Case, anchor: Model, donor: Model, progress: Progress | None) -> Iterator[Cause]:
+def _coordinates(case: Case, anchor: View, donor: View, progress: Progress | None) -> Iterator[Cause]:
     """Whether the two share their coordinates; where not, whether an alignment brings them together."""
     name, known = str(donor.reference), case.donors.get(str(donor.reference))
     cosine = likeness(anchor, donor)

@@ -19,15 +19,16 @@ from rotation_merge.diagnose.doctor.case import Case
 from rotation_merge.diagnose.donors import RecipeDonor
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.linalg.assignment import assign
-from rotation_merge.matching.alignment import Alignment, aligned_source
+from rotation_merge.matching.alignment import Alignment, moved_tensors
 from rotation_merge.matching.open_pair import Pair, open_pair, read_alignment
 from rotation_merge.matching.options import NOTHING, WEIGHTS
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.model.apply import split_axis
-from rotation_merge.model.biases import AlignedSource
-from rotation_merge.model.checkpoint import parse_reference
-from rotation_merge.model.source import Progress, TensorSource, read_tensor
+from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.open import parse_reference
+from rotation_merge.model.tensors import TensorSource
 from rotation_merge.report.estimate import estimate
+from rotation_merge.workers.progress import Progress
 
 LONGEST = 120.0
 """Seconds that matching a parent once more may take, as estimated."""
@@ -64,11 +65,7 @@ class Parent:
         parent_info = None if parent_block is None else parent_block.tensor(info.key)
         if parent_block is None or parent_info is None:
             return None
-        return (
-            self.source.tensor(parent_block, parent_info)
-            if isinstance(self.source, AlignedSource)
-            else read_tensor(parent_info, self.source)
-        )
+        return read_tensor(parent_info, self.source)
 
 
 @dataclass(frozen=True)
@@ -136,13 +133,13 @@ def _moved(case: Case, progress: Progress | None) -> ParentSpan:
         return ParentSpan([Parent(anchor.architecture, anchor)], complete)
     folded = next((alignment.folded for _, _, alignment in pairs if alignment.folded), ())
     layout = pairs[0][1].architecture
-    members = [Parent(layout, aligned_source(layout, pairs[0][1].sources[0], Alignment({}, folded)))]
+    members = [Parent(layout, moved_tensors(layout, pairs[0][1].sources[0], Alignment({}, folded)))]
     for donor, pair, alignment in pairs:
         sources = [pair.sources[1]]
         if donor.origin is not None:  # whose change was carried: the fine-tune moves as its base does
             sources.append(open_pair(donor.origin, donor.name, NOTHING, donor.untie, any_base=True).sources[1])
         whole = Alignment(alignment.transforms, folded)
-        members += [Parent(pair.architecture, aligned_source(pair.architecture, s, whole)) for s in sources]
+        members += [Parent(pair.architecture, moved_tensors(pair.architecture, s, whole)) for s in sources]
     return ParentSpan(members, complete)
 
 

@@ -15,12 +15,13 @@ from rotation_merge.architecture.registry import find
 from rotation_merge.diagnose.doctor.case import Case
 from rotation_merge.diagnose.doctor.cause import Cause
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.model.checkpoint import Model, weights_of
-from rotation_merge.model.source import Progress
+from rotation_merge.model.open import weights_of
+from rotation_merge.model.view import View
 from rotation_merge.run.functions import architecture_of, load
 from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.model_outputs import LARGEST
 from rotation_merge.run.store import hooked
+from rotation_merge.workers.progress import Progress
 
 HALF = torch.finfo(torch.float16).max
 SHRUNK, GROWN = 0.8, 1.25
@@ -46,7 +47,7 @@ def of_weights(case: Case, progress: Progress | None = None, norms: bool = True)
         yield from _norms(case)
 
 
-def _values(case: Case, name: str, model: Model, progress: Progress | None) -> Iterator[Cause]:
+def _values(case: Case, name: str, model: View, progress: Progress | None) -> Iterator[Cause]:
     """NaN, infinity, and numbers that float16 does not hold."""
     for number, tensor_name in enumerate(model.names):
         if progress is not None:
@@ -77,7 +78,7 @@ def _zero_before(case: Case, name: str) -> bool:
     return not parents or any(not bool(model[name].any()) for model in parents)
 
 
-def _own_head(patient: Model) -> Iterator[Cause]:
+def _own_head(patient: View) -> Iterator[Cause]:
     """A stored head that differs from the embeddings and is ignored by the config."""
     if find(patient.config) is None:
         return
@@ -93,7 +94,7 @@ def _own_head(patient: Model) -> Iterator[Cause]:
         )
 
 
-def _embeddings(patient: Model, head: str) -> set[str]:
+def _embeddings(patient: View, head: str) -> set[str]:
     """Names of the tensors of the head's shape that are rows of words."""
     known = patient.architecture.tensors()
     shape = patient.shapes[head]
@@ -146,7 +147,7 @@ def _comparable(case: Case) -> bool:
     return case.method == "linear"
 
 
-def _by_layer(model: Model) -> dict[str, list[str]]:
+def _by_layer(model: View) -> dict[str, list[str]]:
     layers: dict[str, list[str]] = {}
     for block in model.architecture.blocks:
         names = [name for info in block.tensors for name in info.names if len(model.shapes.get(name, ())) == 2]

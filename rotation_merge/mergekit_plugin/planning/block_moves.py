@@ -20,7 +20,6 @@ from rotation_merge.mergekit_plugin.planning.donors import Donor, Donors
 from rotation_merge.mergekit_plugin.planning.tasks import CarriedTensor, LabelledLoad, Loads, MatchBlock, MoveTensor
 from rotation_merge.mergekit_plugin.recipe.donor import title
 from rotation_merge.model.biases import holders, inputs
-from rotation_merge.model.held_model import HeldModel
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class BlockMoves:
     def storage(self, source: BlockPart, info: TensorInfo) -> torch.dtype | None:
         """Dtype in which a source's tensor would be written: the recipe's, else that of its file; None: in memory."""
         model = self.donors.models[source.model]
-        if self.donors.recipe.dtype is not None or isinstance(model, HeldModel):
+        if self.donors.recipe.dtype is not None or source.model in self.donors.models.held:
             return self.donors.recipe.dtype
         model_info = source.block.tensor(info.key) or info
         return next((model.dtypes[n] for n in (*model_info.names, *model_info.tied) if n in model.dtypes), None)

@@ -8,8 +8,8 @@ from mergekit.common import ModelReference
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError
+from rotation_merge.mergekit_plugin.planning.opened import Models
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.model.checkpoint import Models
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,13 @@ from rotation_merge.mergekit_plugin.planning.whole_model_tasks import WholeModel
 from rotation_merge.mergekit_plugin.recipe.donor import title
 from rotation_merge.mergekit_plugin.recipe.names import OF_MODEL, OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.model.adapter_base import OWN_BASE, check_own_base
-from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.adapter_base import OWN_BASE
+from rotation_merge.model.folder import local_folder
+from rotation_merge.model.forms import translated
 from rotation_merge.model.gguf.loader import quantised
 from rotation_merge.model.nearness import nearness
-from rotation_merge.model.sources import TranslatedSource
+from rotation_merge.model.open import check_own_base
+from rotation_merge.model.view import View
 
 ASKS = (*OPTIONS, "preset", "match_on", "carry", "carry_scale", "data")
 """Parameters with which a recipe asks for matching, or lets samples judge."""
@@ -94,7 +96,7 @@ def carried(
             return CarryPlan()
         remedy = "name the model that it was tuned from ('finetuned_from')"
         raise RecipeError(f"'carry: {config.method}' applies to fine-tunes only", where=str(model), remedy=remedy)
-    if types := quantised(Model(model, options).folder):
+    if types := quantised(local_folder(model, options)):
         run.note(f"`{model}` {types}.")
     if not config.needs_samples:
         note = "the effect of the carried change is not measured; 'carry_scale: auto' measures it on samples"
@@ -125,7 +127,7 @@ def carried(
     return CarryPlan(carrying=task)
 
 
-def check_adapter(model: Model, origin: Model | None = None) -> None:
+def check_adapter(model: View, origin: View | None = None) -> None:
     """Refuse a model with an adapter that was trained neither on this model nor on its base.
 
     Raises:
@@ -138,12 +140,12 @@ def check_adapter(model: Model, origin: Model | None = None) -> None:
         check_own_base(model, [origin], "name its own base ('finetuned_from'), or run mergekit with --allow-crimes")
 
 
-def added_as_it_is(reader: ConfigReader, model: ModelReference, base: Model, origin: Model) -> tuple[bool, str]:
+def added_as_it_is(reader: ConfigReader, model: ModelReference, base: View, origin: View) -> tuple[bool, str]:
     """Whether a donor's change is added without alignment, and a note on it.
 
     This holds if its base and the anchor share their coordinates and the recipe asks for no matching.
     """
-    near = nearness(base.architecture, base, TranslatedSource(origin, origin.architecture, base.architecture))
+    near = nearness(base.architecture, base.tensors, translated(origin, origin.architecture, base.architecture))
     if not near.shared:
         return False, ""
     words = f"`{model}`: {origin.reference} and {base.reference} share their coordinates ({near.words})"

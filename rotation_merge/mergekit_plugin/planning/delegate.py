@@ -19,7 +19,7 @@ from rotation_merge.errors import StatisticsError
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.output_tensor import OutputTensor
 from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
-from rotation_merge.model.source import TensorSource
+from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.run.maps import linear_map
 
 
@@ -127,8 +127,15 @@ class OutputPlanner:
         return DelegateTask(key=key, label=request.label, work=merge, needs={"tensors": request.gather, **needs})
 
 
-class MergedSource:
-    """Models merged by a delegate of our own, as a source of tensors.
+def merged_tensors(
+    method: DelegateMethod,
+    architecture: Architecture,
+    sources: Sequence[tuple[ModelReference, TensorSource]],
+    weights: Sequence[float],
+    parameters: Mapping[str, Any],
+    tied: bool = False,
+) -> Tensors:
+    """Models merged by a delegate of our own.
 
     Args:
         sources: of the models that count, the anchor's first, all in its coordinates and by its names.
@@ -136,38 +143,26 @@ class MergedSource:
         parameters: of the delegate; its defaults where none is given.
         tied: whether the embedding is the head, too.
     """
+    by_model = {model: as_tensors(source) for model, source in sources}
+    first, log = by_model[sources[0][0]], MergeLog(str(sources[0][0]))
+    parts = [(model, weight, AuxiliaryInput()) for (model, _), weight in zip(sources, weights, strict=True)]
+    values = {spec.name: spec.default for spec in method.spec.parameters} | dict(parameters)
+    places = architecture.places()
 
-    def __init__(
-        self,
-        method: DelegateMethod,
-        architecture: Architecture,
-        sources: Sequence[tuple[ModelReference, TensorSource]],
-        weights: Sequence[float],
-        parameters: Mapping[str, Any],
-        tied: bool = False,
-    ) -> None:
-        self.tied = tied
-        self.method, self.sources, self.log = method, dict(sources), MergeLog(str(sources[0][0]))
-        self.parts = [(model, weight, AuxiliaryInput()) for (model, _), weight in zip(sources, weights, strict=True)]
-        self.parameters = {spec.name: spec.default for spec in method.spec.parameters} | dict(parameters)
-        self._infos = {
-            name: (block, info) for block in architecture.blocks for info in block.tensors for name in info.names
-        }
-
-    def __contains__(self, name: object) -> bool:
-        return all(name in source for source in self.sources.values())
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        first = self.sources[self.parts[0][0]][name]
-        if not first.is_floating_point() or name not in self._infos:
-            return first
-        work = torch.promote_types(first.dtype, torch.float32)
-        tensors = {model: source[name] for model, source in self.sources.items()}
-        block, info = self._infos[name]
-        linear = linear_map(block, info, self.tied)
-        target = Target(info, linear is not None, None, self.log)
+    def read(name: str) -> Tensor:
+        stored = first[name]
+        if not stored.is_floating_point() or name not in places:
+            return stored
+        work = torch.promote_types(stored.dtype, torch.float32)
+        block, info, _ = places[name]
+        linear = linear_map(block, info, tied)
+        target = Target(info, linear is not None, None, log)
         flipped = linear is not None and linear.reads < linear.gives
-        return merge_tensor(self.method, target, self.parts, self.parameters, flipped, name, work, tensors)
+        tensors = {model: source[name] for model, source in by_model.items()}
+        return merge_tensor(method, target, parts, values, flipped, name, work, tensors)
+
+    common = first.only(name for name in first if all(name in source for source in by_model.values()))
+    return Tensors(common.shapes, common.dtypes, read)
 
 
 def merge_tensor(

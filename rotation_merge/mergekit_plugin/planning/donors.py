@@ -19,7 +19,6 @@ from rotation_merge.matching.alignment import check_fingerprints, load_alignment
 from rotation_merge.matching.check_pair import CheckedPair, check_forward, check_pair, residual_of
 from rotation_merge.matching.layer_spans import matched_spans
 from rotation_merge.matching.match import Match, match_model
-from rotation_merge.matching.open_pair import check_together
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.run import AppliedAlignment, Run
 from rotation_merge.mergekit_plugin.planning.carrying import (
@@ -28,6 +27,7 @@ from rotation_merge.mergekit_plugin.planning.carrying import (
     carried,
     check_adapter,
 )
+from rotation_merge.mergekit_plugin.planning.opened import Models
 from rotation_merge.mergekit_plugin.planning.prefetch import PrefetchScheduler
 from rotation_merge.mergekit_plugin.planning.presets import settle_presets
 from rotation_merge.mergekit_plugin.planning.whole_model_tasks import (
@@ -40,13 +40,14 @@ from rotation_merge.mergekit_plugin.planning.whole_model_tasks import (
 from rotation_merge.mergekit_plugin.recipe.donor import title
 from rotation_merge.mergekit_plugin.recipe.names import UNMOVED
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.model.checkpoint import Model, Models
 from rotation_merge.model.fold import Fold
+from rotation_merge.model.forms import translated
 from rotation_merge.model.heads import compared
 from rotation_merge.model.hub import local_file
-from rotation_merge.model.labels import label_rows, rows_note
-from rotation_merge.model.source import TensorSource
-from rotation_merge.model.sources import TranslatedSource, VocabularySubset
+from rotation_merge.model.labels import in_class_order, label_rows, rows_note
+from rotation_merge.model.rows import vocabulary_subset
+from rotation_merge.model.tensors import TensorSource
+from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_tuned_ids, matched_on, shared_rows
 from rotation_merge.record import rows_in
 
@@ -148,7 +149,7 @@ class Donors:
         return None if self.recipe.untie else self._base.tied_head
 
     @property
-    def _base(self) -> Model:
+    def _base(self) -> View:
         return self.models[self.recipe.base]
 
     @property
@@ -170,7 +171,7 @@ class Donors:
         varying = self.recipe.varying(reader, model) if path is None else NOTHING
         checked = self._check(origin or model, model, varying)
         if origin is None:
-            check_forward(self._base.member, self.models[model].member)
+            check_forward(self._base, self.models[model])
         if words and path is None:
             self.run.note(words)
             checked = replace(checked, warnings=(*checked.warnings, words))
@@ -185,9 +186,9 @@ class Donors:
         if by_block and match is match_model and plan_of(self.recipe.delegate).unit != MODEL:
             return Donor(origin, None, rows, checked)
         self._fold(checked.folded)
-        sources: list[TensorSource] = [self._base, self.source(origin or model)]
+        sources: list[TensorSource] = [self._base.tensors, self.source(origin or model)]
         if rows is not None:
-            sources = [VocabularySubset(self._architecture, s, r) for s, r in zip(sources, rows, strict=True)]
+            sources = [vocabulary_subset(self._architecture, s, r) for s, r in zip(sources, rows, strict=True)]
         task = MatchWhole(
             key=f"whole:{model}",
             label="",
@@ -266,7 +267,7 @@ class Donors:
                 )
             check_adapter(self.models[model])
             checked = self._check(model, model, self.recipe.varying(reader, model), whole=True)
-            check_forward(self._base.member, self.models[model].member)
+            check_forward(self._base, self.models[model])
             settled[model], model_options = checked, checked.options
             if options is not None and self._by_block(model_options) != self._by_block(options):
                 raise RecipeError(
@@ -278,7 +279,7 @@ class Donors:
             self._fold(checked.folded)
         if options is None:
             return
-        sources: dict[str, TensorSource] = {str(self.recipe.base): self._base}
+        sources: dict[str, TensorSource] = {str(self.recipe.base): self._base.tensors}
         sources.update({str(model): self.source(model) for model in readers})
         rows = (
             shared_rows([self._base, *(self.models[model] for model in readers)])
@@ -287,7 +288,7 @@ class Donors:
         )
         if rows is not None:
             names = zip(sources, rows, strict=True)
-            sources = {name: VocabularySubset(self._architecture, sources[name], row) for name, row in names}
+            sources = {name: vocabulary_subset(self._architecture, sources[name], row) for name, row in names}
         everything = MatchMean(
             key="mean",
             label="",
@@ -314,9 +315,8 @@ class Donors:
         if path is None:
             return None
         origin = ModelReference.model_validate(path)
-        check_together(self.models, self.recipe.base, [origin])
+        self.models.together(self.recipe.base, [origin])
         check_tuned_ids(self.models[origin], self.models[model])
-        check_together(self.models, self.recipe.base, [origin])
         check_adapter(self.models[origin])
         return origin
 
@@ -345,15 +345,16 @@ class Donors:
     ) -> CheckedPair:
         """Check that the model can be moved under these options; doubts become notes."""
         checked = check_pair(
-            self._base.member,
-            self.models[matched].member,
+            self._base,
+            self.models[matched].as_filed,
             options,
             untie=self.recipe.untie,
             layers=None if whole else self.layers.get(model, {}),
             excluded=self.recipe.excluded,
         )
-        rows = label_rows(self._base.member, self.models[model].member, self.recipe.excluded)
-        self.models[matched].rows, self.models[model].rows = checked.rows, rows
+        rows = label_rows(self._base, self.models[model].as_filed, self.recipe.excluded)
+        self.models[matched] = in_class_order(self.models[matched].as_filed, checked.rows)
+        self.models[model] = in_class_order(self.models[model].as_filed, rows)
         for note in (*checked.warnings, *checked.notes(), *rows_note(str(self.recipe.base), str(model), rows)):
             self.run.note(note)
         return checked
@@ -376,4 +377,4 @@ class Donors:
                     where=str(model),
                     remedy="whole models can only be aligned layer by layer; use 'residual: none' with slices",
                 )
-        return TranslatedSource(read or donor, donor.architecture, self._architecture)
+        return translated(read or donor.tensors, donor.architecture, self._architecture)

@@ -183,7 +183,7 @@ def _read_once(teachers: Sequence[Teacher], donors: Donors, seed: int) -> list[T
 
 
 def _read(teacher: Teacher, donors: Donors, seed: int) -> Teacher:
-    if (known := donors.models[teacher.model].samples) is not None:
+    if (known := donors.models.samples.get(teacher.model)) is not None:
         return replace(teacher, batches=batched_by_length(unpadded(known, teacher.data), AT_ONCE * LENGTH))
     if teacher.data == SELF:
         return teacher

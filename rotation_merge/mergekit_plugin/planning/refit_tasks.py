@@ -7,7 +7,7 @@ of them at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 from tempfile import gettempdir
 from types import SimpleNamespace
@@ -22,24 +22,24 @@ from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.refit import Refit, RefitResult, Teachers
 from rotation_merge.averaging.task_vectors import TASK_VECTORS
 from rotation_merge.errors import DataError
-from rotation_merge.matching.alignment import Alignment, aligned_source
-from rotation_merge.matching.open_pair import TiedSource
-from rotation_merge.mergekit_plugin.planning.delegate import DelegateTask, MergedSource
+from rotation_merge.matching.alignment import Alignment, moved_tensors
+from rotation_merge.mergekit_plugin.planning.delegate import DelegateTask, merged_tensors
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.refit import AT_ONCE, LENGTH, RefitPlan, Teacher, read_lesson
 from rotation_merge.mergekit_plugin.planning.whole_model_tasks import progress_bar
+from rotation_merge.model.blocks import read_tensor, unstack, with_tied
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.model.fold import folded_source
+from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.heads import head_names, is_head
-from rotation_merge.model.held_model import HeldModel
-from rotation_merge.model.source import Progress, TensorSource, read_tensor, unstack
-from rotation_merge.model.sources import AverageSource, ExtrapolatedSource, SelectedSource
+from rotation_merge.model.labels import watched
+from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors, extrapolated, selected, weighted_mean
 from rotation_merge.run.data import Data, read_batches, with_small_first_batch
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch, local_path
 from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Fill, Runner, filled_model
 from rotation_merge.run.store import Store
+from rotation_merge.workers.progress import Progress
 
 ELSEWHERE = "free some space, or name a folder that has more in TMPDIR (in a recipe: 'spill')"
 """Remedy for a full disk."""
@@ -112,7 +112,7 @@ class _RefitRun:
         self.recipe = self.donors.recipe
         self.base = self.donors.models[self.recipe.base]
         self.states = Store(self.lesson.spill)
-        beside_states = self.lesson.spill or isinstance(self.base, HeldModel)
+        beside_states = self.lesson.spill or self.recipe.base in self.donors.models.held
         self.results = Store(self.lesson.spill) if beside_states else Store(gettempdir(), ELSEWHERE)
         self.donors.run.endings.append(self.results.close)
         self.sources = [self._source(t, alignments.get(str(t.model))) for t in self.lesson.teachers]
@@ -120,9 +120,7 @@ class _RefitRun:
         shares = [t.share for t in self.lesson.teachers]
         self.anchor = anchor
         start = (
-            anchor
-            if self.lesson.start == "anchor"
-            else SelectedSource(self._merged(shares), anchor, self.recipe.excluded)
+            anchor if self.lesson.start == "anchor" else selected(self._merged(shares), anchor, self.recipe.excluded)
         )
         self.start: TensorSource = start  # the merge runs as it is written
         self.written: set[str] = set()
@@ -168,18 +166,18 @@ class _RefitRun:
         """The start of the refit, if it is not the anchor."""
         lesson = self.lesson
         if lesson.start == "average":
-            average = AverageSource(self.sources, shares)
-            return average if lesson.scale == 1.0 else ExtrapolatedSource(average, self.anchor, lesson.scale)
+            average = weighted_mean(self.sources, shares)
+            return average if lesson.scale == 1.0 else extrapolated(average, self.anchor, lesson.scale)
         tuned = [(t, s) for t, s in zip(lesson.teachers, self.sources, strict=True) if t.model != self.recipe.base]
         total = sum(teacher.share for teacher, _ in tuned)
         weights = [1.0, *(teacher.share / total * len(tuned) for teacher, _ in tuned)]
         if lesson.start == "task_arithmetic":
-            mean = AverageSource([source for _, source in tuned], [teacher.share / total for teacher, _ in tuned])
-            return ExtrapolatedSource(mean, self.anchor, lesson.scale * len(tuned))
+            mean = weighted_mean([source for _, source in tuned], [teacher.share / total for teacher, _ in tuned])
+            return extrapolated(mean, self.anchor, lesson.scale * len(tuned))
         method = next(method for method in TASK_VECTORS if method.spec.name == lesson.start)
         named = [(self.recipe.base, self.anchor), *((teacher.model, source) for teacher, source in tuned)]
         tied = self.donors.tied_head is not None
-        return MergedSource(method, self.base.architecture, named, weights, {"lambda": lesson.scale}, tied)
+        return merged_tensors(method, self.base.architecture, named, weights, {"lambda": lesson.scale}, tied)
 
     def _losses(self, judged: Sequence[tuple[float, Data]], first: int) -> tuple[float, float] | None:
         """Losses of the start and the refitted merge on held-out samples, weighted by the models' shares.
@@ -225,7 +223,7 @@ class _RefitRun:
             return
         architecture, run, exclude = self.base.architecture, self.donors.run, self.recipe.exclude
         heads, first = head_names(architecture), 0
-        body = SelectedSource(self.anchor, _StoreSource(self.results), self.written.__contains__)
+        body = self._solved(self.anchor)
 
         def skip(name: str) -> bool:
             return name not in heads or any(part in name for part in exclude)
@@ -239,7 +237,7 @@ class _RefitRun:
                 return solved[name].to(tensor)
 
             if teacher.model != self.recipe.base and not all(map(skip, heads)):
-                merge = self._runner("", config, SelectedSource(body, source, heads.__contains__), runner.batches)
+                merge = self._runner("", config, selected(body, source, heads.__contains__), runner.batches)
                 merge.follow(self.merge, first, is_head)
                 teacher_run = self._runner("", config, source, runner.batches)
                 teacher_run.follow(runner, 0, is_head)
@@ -257,12 +255,23 @@ class _RefitRun:
         """A model in the anchor's coordinates, by the anchor's names."""
         model, architecture = self.donors.models[teacher.model], self.base.architecture
         mark = self.donors.run.marks.setdefault(str(teacher.model), Fingerprint())
-        source: TensorSource = TiedSource(self.donors.source(teacher.model, model.watched(mark)), architecture)
+        source: TensorSource = with_tied(architecture, self.donors.source(teacher.model, watched(model, mark)))
         folded = self.donors.folded
         if alignment is None:
-            return folded_source(architecture, source, folded, self.donors.dtype)
+            return folded_tensors(architecture, source, folded, self.donors.dtype)
         alignment = replace(alignment, folded=folded)
-        return aligned_source(architecture, source, alignment, TiedSource(self.base, architecture), self.donors.dtype)
+        return moved_tensors(
+            architecture, source, alignment, with_tied(architecture, self.base.tensors), self.donors.dtype
+        )
+
+    def _solved(self, source: TensorSource) -> TensorSource:
+        """The tensors that were written so far, all others from a source."""
+        tensors = as_tensors(source)
+
+        def read(name: str) -> Tensor:
+            return self.results.get(name)[0] if name in self.written else tensors[name]
+
+        return Tensors(tensors.shapes, tensors.dtypes, read)
 
     def _samples(self, number: int) -> list[Batch]:
         """The samples that a teacher brings."""
@@ -271,7 +280,7 @@ class _RefitRun:
             return teacher.batches
         model = self.donors.models[teacher.model]
         config = self.donors.models[teacher.model].transformers_config
-        writer = filled_model(config, model, model.architecture, self.exact, self.device)
+        writer = filled_model(config, model.tensors, model.architecture, self.exact, self.device)
         path = local_path(model.reference.model.path)
         return read_batches(
             teacher.data, path, writer, teacher.samples, AT_ONCE, LENGTH, self.lesson.seed + number
@@ -326,16 +335,3 @@ class LayerwiseAnswers:
         answer = self.runner.answer(self._next)
         self._next += 1
         return SimpleNamespace(logits=answer.logits.cpu())
-
-
-@dataclass(frozen=True)
-class _StoreSource:
-    """A store of single tensors as a source."""
-
-    store: Store
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.store
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        return self.store.get(name)[0]

@@ -17,7 +17,7 @@ from rotation_merge.mergekit_plugin.planning.files import ALIGNMENT, KEPT_BY, nu
 from rotation_merge.mergekit_plugin.planning.session import Session
 from rotation_merge.mergekit_plugin.recipe.donor import title
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.model.sources import TranslatedSource
+from rotation_merge.model.forms import translated
 from rotation_merge.record import figures
 
 LOG = logging.getLogger(__name__)
@@ -81,10 +81,10 @@ def keep_alignments(session: Session, folder: str) -> list[str]:
             session.recipe.untie,
             _identity(session, base.reference),
             _identity(session, matched),
-            hidden_biases(architecture, base.stored, folded),
+            hidden_biases(architecture, base.as_filed.tensors, folded),
             rows_of_classes,
             donor_biases=hidden_biases(
-                architecture, TranslatedSource(source.stored, source.architecture, architecture), folded
+                architecture, translated(source.as_filed.tensors, source.architecture, architecture), folded
             ),
         )
         Alignment(transforms[name], folded, basis=basis).save(files[-1], {**metadata, KEPT_BY: "save_alignment"})
@@ -96,5 +96,5 @@ def _identity(session: Session, reference: ModelReference) -> Identity:
     """Identity of a model. Tensors that the merge did not read are read now."""
     model = session.models[reference]
     mark = session.run.marks.setdefault(str(reference), Fingerprint())
-    mark.complete(model.architecture.named(), model.stored)
-    return Identity(str(reference), mark.hexdigest(model.config), mark.sums())
+    mark.complete(model.architecture.named(), model.as_filed.tensors)
+    return Identity(str(reference), mark.hexdigest(model.as_filed.config), mark.sums())

@@ -14,8 +14,8 @@ from pydantic import PrivateAttr
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.planning.donors import Donors
+from rotation_merge.mergekit_plugin.planning.opened import Models
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.model.checkpoint import Models
 from rotation_merge.model.heads import head_names
 
 
@@ -36,7 +36,9 @@ class Session:
     @classmethod
     def of(cls, recipe: Recipe, options: MergeOptions, watched: bool = True) -> Session:
         run = Run(watched=watched, kept_transforms={} if recipe.value("save_alignment") else None)
-        return cls(recipe, Models(options, recipe.unsupported, recipe.untie), run)
+        models = Models(options, recipe.unsupported, recipe.untie)
+        run.endings.append(models.close)
+        return cls(recipe, models, run)
 
 
 def settle_heads(session: Session, models: Iterable[ModelReference]) -> None:

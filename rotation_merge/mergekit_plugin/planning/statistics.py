@@ -28,13 +28,14 @@ from rotation_merge.mergekit_plugin.planning.block_moves import BlockMoves, Move
 from rotation_merge.mergekit_plugin.planning.blocks import same_block
 from rotation_merge.mergekit_plugin.planning.delegate import AuxiliaryInput, DelegateTask
 from rotation_merge.mergekit_plugin.planning.donors import Donors
+from rotation_merge.mergekit_plugin.planning.opened import Models
 from rotation_merge.mergekit_plugin.planning.output_tensor import OutputTensor
 from rotation_merge.mergekit_plugin.planning.tasks import Loads, load_arguments, loaded, map_arguments
 from rotation_merge.model.biases import read_by
-from rotation_merge.model.checkpoint import Model, Models
 from rotation_merge.model.fold import Fold, Get
 from rotation_merge.model.hub import HubFile, local_file
 from rotation_merge.model.labels import in_order
+from rotation_merge.model.view import View
 from rotation_merge.run.maps import LinearMap, linear_map
 from rotation_merge.run.statistics_file import NAME, Statistics
 from rotation_merge.symmetry import SpaceTransform
@@ -59,11 +60,11 @@ class StatisticsFiles:
             StatisticsError: none exist, they belong to other weights, or lack an entry that the delegate needs.
         """
         if model not in self.opened:
-            statistics = self.models[model].statistics
+            statistics = self.models.statistics.get(model)
             self.opened[model] = self._open(self.models[model], setting) if statistics is None else statistics
         return self.opened[model]
 
-    def _open(self, model: Model, setting: str | None) -> Statistics:
+    def _open(self, model: View, setting: str | None) -> Statistics:
         path = self._place(model, setting)
         model_name, command = str(model.reference), self._command(model, setting, path is not None)
         if path is None:
@@ -74,16 +75,16 @@ class StatisticsFiles:
         return statistics
 
     @staticmethod
-    def _place(model: Model, setting: str | None) -> str | None:
+    def _place(model: View, setting: str | None) -> str | None:
         reference = model.reference
         folder = reference.lora.path if reference.lora is not None else reference.model.path
-        beside = folder if os.path.isdir(folder) else str(model.loader.index.base_path)
+        beside = folder if model.files is None or os.path.isdir(folder) else model.files.folder
         places = [os.path.join(beside, NAME)] if setting is None else [setting, os.path.join(beside, setting)]
         if setting is not None and HubFile.of(setting) is not None and not os.path.isfile(places[1]):
             return local_file(setting, model.options.transformers_cache)
         return next((place for place in places if os.path.isfile(place)), None)
 
-    def _command(self, model: Model, setting: str | None, exists: bool) -> str:
+    def _command(self, model: View, setting: str | None, exists: bool) -> str:
         """The commands that make a model's statistics where the recipe finds them."""
         kinds = "" if self.plan.statistics == "gram" else f" --kinds {self.plan.statistics}"
         out = f" --out {setting}" if setting and not exists else ""

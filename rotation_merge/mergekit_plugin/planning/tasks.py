@@ -26,10 +26,10 @@ from rotation_merge.mergekit_plugin.planning.prefetch import PrefetchScheduler
 from rotation_merge.model import slices
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import with_biases
+from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.labels import in_order
-from rotation_merge.model.source import read_tensor
-from rotation_merge.model.sources import with_rows_of
+from rotation_merge.model.rows import with_rows_of
 from rotation_merge.symmetry import SpaceTransform
 
 

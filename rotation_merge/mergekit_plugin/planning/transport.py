@@ -33,12 +33,11 @@ from rotation_merge.mergekit_plugin.planning.donor_checks import check_pool
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.output_tensor import OutputTensor
 from rotation_merge.mergekit_plugin.planning.tasks import Loads, load_arguments, loaded, map_arguments
-from rotation_merge.model.biases import AlignedSource
-from rotation_merge.model.checkpoint import Model
-from rotation_merge.model.fold import Fold, FoldedSource
-from rotation_merge.model.held_model import HeldModel
-from rotation_merge.model.source import TensorSource
-from rotation_merge.model.sources import VocabularySubset
+from rotation_merge.model.biases import in_coordinates
+from rotation_merge.model.fold import Fold, folded_tensors
+from rotation_merge.model.rows import vocabulary_subset
+from rotation_merge.model.tensors import TensorSource
+from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import shared_rows
 from rotation_merge.run.data import read_batches, unpadded
 from rotation_merge.run.functions import Batch, architecture_of, load, local_path, module_of
@@ -48,17 +47,17 @@ SAMPLES = 200
 """Samples that activations are taken on."""
 
 
-def pool(anchor: Model, data: str, seed: int) -> list[Batch]:
+def pool(anchor: View, samples: list[Batch] | None, data: str, seed: int) -> list[Batch]:
     """The samples of all models, which the anchor reads, or writes."""
-    if anchor.samples is not None:
-        return unpadded(anchor.samples, data)
+    if samples is not None:
+        return unpadded(samples, data)
     name = str(anchor.reference)
     return unpadded(read_batches(data, local_path(name), load(name), SAMPLES, seed=seed).batches, data)
 
 
-def watch(model: Model, batches: list[Batch]) -> Activations:
+def watch(model: View, batches: list[Batch]) -> Activations:
     """A model's activations on samples."""
-    module = module_of(model.opened) if isinstance(model, HeldModel) else load(str(model.reference))
+    module = load(model.name) if model.files is not None else module_of(model)
     return Activations.of(module, architecture_of(module), batches)
 
 
@@ -91,8 +90,8 @@ class PlanStreams:
                 return anchor_points, stream_points(self.architecture, stream, donor, transforms)
             sources = [self.anchor, self.donor]
             if self.folded:
-                sources = [FoldedSource(self.architecture, source, self.folded) for source in sources]
-            moved = AlignedSource(self.architecture, sources[1], transforms)
+                sources = [folded_tensors(self.architecture, source, self.folded) for source in sources]
+            moved = in_coordinates(self.architecture, sources[1], transforms)
             return stream_ends(self.architecture, stream, sources[0], moved)
 
         return stream_plans(self.architecture, points, self.how)
@@ -212,7 +211,12 @@ class Transport:
         if self.data is None:
             return {}
         base, seed = self.models[self.recipe.base], self.donors.options.random_seed or 0
-        samples = DelegateTask(key="pool", label="", work=partial(pool, base, self.data, seed), first=True)
+        samples = DelegateTask(
+            key="pool",
+            label="",
+            work=partial(pool, base, self.models.samples.get(self.recipe.base), self.data, seed),
+            first=True,
+        )
         return {
             side: DelegateTask(
                 key=f"watch:{watched.reference}",
@@ -227,10 +231,10 @@ class Transport:
     def _streams(self, model: ModelReference, parameters: Mapping[str, Any]) -> DelegateTask:
         if model not in self.streams:
             donor, base = self.donors.found[model], self.models[self.recipe.base]
-            sources: list[TensorSource] = [base, self.donors.source(model)]
+            sources: list[TensorSource] = [base.tensors, self.donors.source(model)]
             if (rows := shared_rows([base, self.models[model]])) is not None:
                 sources = [
-                    VocabularySubset(base.architecture, source, model_rows)
+                    vocabulary_subset(base.architecture, source, model_rows)
                     for source, model_rows in zip(sources, rows, strict=True)
                 ]
             self.streams[model] = DelegateTask(

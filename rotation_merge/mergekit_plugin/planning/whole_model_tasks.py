@@ -27,10 +27,9 @@ from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
-from rotation_merge.model.source import Progress, TensorSource
-from rotation_merge.model.sources import DeviceSource
+from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.workers.pieces import HERE, Devices
-from rotation_merge.workers.progress import listener, listening
+from rotation_merge.workers.progress import Progress, listener, listening
 
 CPU = torch.device("cpu")
 
@@ -154,7 +153,7 @@ class MeanAlignment(WholeModelTask):
 def _on(source: object, device: str) -> TensorSource:
     """A task's source with its tensors moved to a device on access."""
     tensors = cast(TensorSource, source)
-    return tensors if device == "cpu" else DeviceSource(tensors, torch.device(device))
+    return tensors if device == "cpu" else as_tensors(tensors).to(device)
 
 
 @contextmanager

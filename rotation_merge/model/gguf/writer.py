@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rotation_merge.errors import CheckpointError
 from rotation_merge.files.durable import replacing
-from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.gguf.config import family_of, read_config, write_metadata
 from rotation_merge.model.gguf.file import Entry, GgufFile, open_gguf
 from rotation_merge.model.gguf.layout import CONVERTER, Family, Place, families, write_layout
@@ -36,6 +35,7 @@ from rotation_merge.model.gguf.tokenizer import (
     written_templates,
 )
 from rotation_merge.model.run_keys import unchanged
+from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import has_only_special_tokens
 from rotation_merge.workers.progress import Progress
 
@@ -116,7 +116,7 @@ class GgufPlan:
         notes: notes for the user.
     """
 
-    model: Model
+    model: View
     config: Mapping[str, Any]
     metadata: Mapping[str, Any]
     tensors: tuple[PlannedTensor, ...]
@@ -168,7 +168,7 @@ class GgufPlan:
         return whole
 
 
-def plan_gguf(model: Model, kind: str = "f16") -> GgufPlan:
+def plan_gguf(model: View, kind: str = "f16") -> GgufPlan:
     """Plan a checkpoint's GGUF; reads no weights.
 
     Args:
@@ -206,7 +206,7 @@ def _name(folder: str) -> str:
     return os.path.basename(folder.rstrip(os.sep))
 
 
-def _config(model: Model) -> dict[str, Any]:
+def _config(model: View) -> dict[str, Any]:
     """The config of a checkpoint, also by names of entries that its class has for others."""
     known = model.transformers_config
     entries = {entry for family in families() for entry in family.config}
@@ -260,7 +260,7 @@ def _order(name: str) -> tuple[int, int, str]:
     return (1, int(words[1]), name) if words[0] == "blk" else (2 if words[0].startswith("output") else 0, 0, name)
 
 
-def _vocabulary(model: Model, rows: int, family: Family, label: str) -> tuple[dict[str, Any], list[str]]:
+def _vocabulary(model: View, rows: int, family: Family, label: str) -> tuple[dict[str, Any], list[str]]:
     """Metadata of the tokenizer beside a model, and a note if there is none."""
     from transformers import AutoTokenizer
 
@@ -277,7 +277,7 @@ def _vocabulary(model: Model, rows: int, family: Family, label: str) -> tuple[di
     return metadata, notes if metadata.get("tokenizer.ggml.merges") == [] else []
 
 
-def _check_config(family: Family, gguf: GgufFile, model: Model) -> None:
+def _check_config(family: Family, gguf: GgufFile, model: View) -> None:
     """Check that a config read back from the GGUF describes the same computation.
 
     Raises:

@@ -1,13 +1,13 @@
-"""A model of a pair as its check sees it: config, its flags of biases, architecture and shapes, no weights."""
+"""Biases that a config promises and that no file holds."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.architecture.registry import find
+from rotation_merge.model.view import View
 
 FLAGS = {
     "attention_bias": ("attention",),
@@ -53,29 +53,7 @@ def _parts(block: Block, kinds: Collection[str]) -> set[str]:
 NEW_BIASES = "transformers makes new ones (set it to false in config.json if the model has none)"
 
 
-@dataclass(frozen=True)
-class PairedModel:
-    """One model of a pair, before its weights are read.
-
-    Attributes:
-        name: its name in messages.
-        config: as in config.json, defaults filled in; empty where nothing is known of it.
-        architecture: resolved for its own tensor names.
-        shapes: of every tensor that it stores, by name.
-        tied: a head that shares an embedding's tensor, and the stream it reads (`registry.tied_head`).
-        note: note for the report.
-    """
-
-    name: str
-    config: Mapping[str, Any]
-    architecture: Architecture
-    shapes: Mapping[str, tuple[int, ...]]
-
-    tied: tuple[str, str] | None = None
-    note: str = ""
-
-    @property
-    def notes(self) -> list[str]:
-        """Notes on the model for the report, one line each."""
-        missing = missing_biases(self.config, self.architecture, self.shapes)
-        return [*([self.note] if self.note else []), *(f"`{self.name}`: {words}; {NEW_BIASES}." for words in missing)]
+def remarks(view: View) -> list[str]:
+    """Notes on a model for the report, one line each."""
+    missing = missing_biases(view.config, view.architecture, view.shapes)
+    return [*view.remarks, *(f"`{view.name}`: {words}; {NEW_BIASES}." for words in missing)]

@@ -1,9 +1,8 @@
-"""Sources of tensors: reading blocks, transforming a state dict."""
+"""Blocks of a model: their tensors read and computed, those that are stored in pieces as one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,41 +10,12 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.apply import transform_tensor
+from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.symmetry import SpaceTransform
 from rotation_merge.workers.progress import Progress as Progress
 
-
-class TensorSource(Protocol):
-    """Anything that gives a tensor by its checkpoint name: a state dict, a lazily read set of shards."""
-
-    def __contains__(self, name: object) -> bool: ...
-
-    def __getitem__(self, name: str, /) -> Tensor: ...
-
-
-KEPT = 1 << 26
-"""Bytes of a model that stay in memory where it is read again and again."""
-
-
-class CachedSource:
-    """A source that caches the tensors it has read, up to a limit in bytes."""
-
-    def __init__(self, source: TensorSource, room: int = KEPT) -> None:
-        self.source, self.room = source, room
-        self._kept: dict[str, Tensor] = {}
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._kept or name in self.source
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        if name in self._kept:
-            return self._kept[name]
-        tensor = self.source[name]
-        size = tensor.untyped_storage().nbytes()  # of all experts, where it is one of them
-        if size <= self.room:
-            self.room -= size
-            self._kept[name] = tensor
-        return tensor
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of tensors by name."""
 
 
 def read_tensor(info: TensorInfo, source: TensorSource) -> Tensor | None:
@@ -59,7 +29,10 @@ def read_tensor(info: TensorInfo, source: TensorSource) -> Tensor | None:
         names = next(((tied,) for tied in info.tied if tied in source), ())
     if not names:
         return None
-    tensor = torch.stack([source[name] for name in names]) if info.stacked else source[names[0]]
+    if not info.stacked:
+        tensor = source[names[0]]
+    else:
+        tensor = source.stack(names) if isinstance(source, Tensors) else torch.stack([source[name] for name in names])
     check_shape(info, tuple(tensor.shape))
     return tensor
 
@@ -91,6 +64,57 @@ def read_block(block: Block, source: TensorSource) -> dict[str, Tensor]:
     """The tensors of a block by key."""
     tensors = ((info.key, read_tensor(info, source)) for info in block.tensors)
     return {key: tensor for key, tensor in tensors if tensor is not None}
+
+
+BlockTensor = Callable[[Block, TensorInfo], Tensor | None]
+"""Computes one tensor of an architecture (stacked, if it is stored in pieces); None where the model has none."""
+
+
+def reader(block: Block, source: TensorSource) -> Callable[[str], Tensor | None]:
+    """Gives the tensors of a block by key, None where the model has none."""
+
+    def get(key: str) -> Tensor | None:
+        info = block.tensor(key)
+        return None if info is None else read_tensor(info, source)
+
+    return get
+
+
+def blockwise(architecture: Architecture, source: TensorSource, compute: BlockTensor) -> Tensors:
+    """Tensors of the same names and shapes, each computed when it is asked for; None: taken as it stands.
+
+    Tensors outside the architecture are passed on. A tensor that is tied to another stands under both names.
+    """
+    tensors, places = as_tensors(source), architecture.places()
+    aliases = {
+        name: next((tied for tied in info.tied if tied in tensors), name)
+        for info in architecture.tensors()
+        if info.tied
+        for name in info.names
+        if name not in tensors
+    }
+    stored = tensors.renamed(aliases)
+
+    def read(name: str) -> Tensor:
+        if name not in places:
+            return stored.read(name)
+        block, info, piece = places[name]
+        computed = compute(block, info)
+        if computed is None:
+            return stored.read(name)
+        return computed[piece] if info.stacked else computed
+
+    def stack(names: Sequence[str]) -> Tensor:
+        block, info, _ = places[names[0]]
+        computed = compute(block, info) if tuple(names) == tuple(info.names) else None
+        return torch.stack([read(name) for name in names]) if computed is None else computed
+
+    return Tensors(stored.shapes, stored.dtypes, read, stack)
+
+
+def with_tied(architecture: Architecture, source: TensorSource) -> Tensors:
+    """The same, with a tied tensor also under its second name."""
+    return blockwise(architecture, source, lambda block, info: None)
 
 
 def unstack(info: TensorInfo, tensor: Tensor) -> dict[str, Tensor]:

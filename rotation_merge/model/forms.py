@@ -1,0 +1,167 @@
+"""Forms of one model: other spellings of its names, experts apart or in one tensor, projections apart or fused.
+
+Corresponding tensors are found by the spaces of their axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo, factors_of
+from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
+
+
+def names_in(stored: Architecture, named: Architecture) -> dict[str, str]:
+    """By the names of one model's tensors those of another model of the family (a bare model, one with a head)."""
+    by_place = {
+        (block.module, block.place, block.index, info.key): info for block in stored.blocks for info in block.tensors
+    }
+    names: dict[str, str] = {}
+    for block in named.blocks:
+        for info in block.tensors:
+            info_stored = by_place.get((block.module, block.place, block.index, info.key))
+            if info_stored is not None:
+                names.update(zip(info.names, info_stored.names, strict=True))
+    return names
+
+
+def same_form(stored: Architecture, named: Architecture) -> bool:
+    """Whether two models' tensors have the same names, and neither is composed of parts of the other's."""
+    place = {(block.module, block.place, block.index): block for block in stored.blocks}
+    pairs = ((place.get((block.module, block.place, block.index)), block) for block in named.blocks)
+    composed = any(other_form(stored_block, block) for stored_block, block in pairs if stored_block is not None)
+    return not composed and all(name == stored_name for name, stored_name in names_in(stored, named).items())
+
+
+def translated(source: TensorSource, stored: Architecture, named: Architecture) -> Tensors:
+    """A model's tensors also under the names of another model of the same family."""
+    tensors = as_tensors(source)
+    return tensors if stored is named else tensors.renamed(names_in(stored, named))
+
+
+def restructured(source: TensorSource, stored: Architecture, named: Architecture) -> Tensors:
+    """A model's tensors under the names of another form of it.
+
+    Experts are separate or stacked; gates and values (or queries, keys and values) separate or fused.
+    """
+    tensors = as_tensors(source)
+    place = {(block.module, block.place, block.index): block for block in stored.blocks}
+    entries: dict[str, tuple[ComposedTensor, TensorInfo]] = {}
+    for block in named.blocks:
+        stored_block = place.get((block.module, block.place, block.index))
+        for key, composed in other_form(stored_block, block).items() if stored_block is not None else ():
+            info = block.tensor(key)
+            assert info is not None
+            if all(cut.info.names[0] in tensors for cut in composed.cuts):
+                entries.update(dict.fromkeys(info.names, (composed, info)))
+    translation = translated(tensors, stored, named)
+    latest: list[tuple[ComposedTensor, Tensor]] = []  # all entries of one are asked for one after the other
+
+    def read(name: str) -> Tensor:
+        composed, info = entries[name]
+        if not info.stacked:
+            return composed.read(tensors)
+        if not latest or latest[0][0] is not composed:
+            latest[:] = [(composed, composed.read(tensors))]
+        return latest[0][1][info.names.index(name)]
+
+    def stack(names: Sequence[str]) -> Tensor:
+        composed, info = entries[names[0]]
+        return composed.read(tensors) if tuple(names) == info.names else torch.stack([read(name) for name in names])
+
+    shapes = {name: composed.shape(tensors, info) for name, (composed, info) in entries.items()}
+    dtypes = {name: tensors.dtypes[composed.cuts[0].info.names[0]] for name, (composed, _) in entries.items()}
+    return translation.replaced(Tensors(shapes, dtypes, read, stack))
+
+
+Lives = tuple[tuple[tuple[str, str], ...], ...]
+"""Spaces and roles of the axes of a tensor that has one piece along each."""
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """A slice of a tensor's entries along a dimension."""
+
+    info: TensorInfo
+    dim: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class ComposedTensor:
+    """A tensor as cuts of others, one after the other along a dimension."""
+
+    dim: int
+    cuts: tuple[TensorSlice, ...]
+
+    def read(self, tensors: TensorSource) -> Tensor:
+        """The composed tensor (stacked, if it is stored in pieces)."""
+        stored = [(cut, read_tensor(cut.info, tensors)) for cut in self.cuts]
+        parts = [tensor.narrow(cut.dim, cut.start, cut.length) for cut, tensor in stored if tensor is not None]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def shape(self, tensors: Tensors, info: TensorInfo) -> tuple[int, ...]:
+        """Shape of the composed tensor, or of each of the pieces that `info` is stored in."""
+        first = self.cuts[0]
+        shape = list(tensors.shapes[first.info.names[0]])
+        if first.info.stacked:
+            shape.insert(0, len(first.info.names))
+        shape[first.dim] = first.length
+        if len(self.cuts) > 1:
+            shape[self.dim] = sum(cut.length if cut.dim == self.dim else shape[self.dim] for cut in self.cuts)
+        return tuple(shape[int(info.stacked) :])
+
+
+def other_form(stored: Block, named: Block) -> dict[str, ComposedTensor]:
+    """Compositions that build a block's tensors from another block's form of storage, by key.
+
+    Args:
+        stored: the block that has the other form.
+        named: the same block of a model of the same family.
+    """
+    cuts = _cuts(stored)
+    composed = {info.key: _made(info, cuts) for info in named.tensors if stored.tensor(info.key) is None}
+    return {key: entry for key, entry in composed.items() if entry is not None}
+
+
+def _lives(info: TensorInfo) -> Lives:
+    return tuple(tuple((part.space.name, part.role) for part in axis.parts) for axis in info.axes)
+
+
+def _pieces(info: TensorInfo) -> Iterator[tuple[Lives, TensorSlice]]:
+    """The consecutive pieces of a tensor, and the spaces of their axes."""
+    whole = _lives(info)
+    for dim, axis in enumerate(info.axes):
+        start = 0
+        for piece in axis.pieces if len(axis.pieces) > 1 and axis.depth == 0 else ():
+            living = tuple((part.space.name, part.role) for part in piece if part.space.kind != "fixed")
+            length = math.prod(factors_of(piece))
+            yield (*whole[:dim], living, *whole[dim + 1 :]), TensorSlice(info, dim, start, length)
+            start += length
+
+
+def _cuts(block: Block) -> dict[Lives, TensorSlice]:
+    """A block's tensors and their pieces, those that are one of a kind."""
+    by_axes: dict[Lives, list[TensorSlice]] = {}
+    for info in block.tensors:
+        if info.axes and info.axes[0].size is not None:
+            by_axes.setdefault(_lives(info), []).append(TensorSlice(info, 0, 0, info.axes[0].size))
+        for living, cut in _pieces(info):
+            by_axes.setdefault(living, []).append(cut)
+    return {living: cuts[0] for living, cuts in by_axes.items() if any(living) and len(cuts) == 1}
+
+
+def _made(info: TensorInfo, cuts: Mapping[Lives, TensorSlice]) -> ComposedTensor | None:
+    """The cuts that a tensor is composed of; None if they are not all there."""
+    if (same := cuts.get(_lives(info))) is not None:
+        return ComposedTensor(0, (same,))
+    pieces = list(_pieces(info))
+    matching = [cuts[living] for living, _ in pieces if living in cuts]
+    return ComposedTensor(pieces[0][1].dim, tuple(matching)) if pieces and len(matching) == len(pieces) else None

@@ -1,0 +1,323 @@
+"""The gate: every model becomes a `View` here, checked once, whatever form it is given in."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mergekit.common import ModelPath, ModelReference
+from mergekit.options import MergeOptions
+from torch import Tensor, nn
+
+from rotation_merge.architecture import Architecture, resolve
+from rotation_merge.architecture.registry import find, stores_codes, tied_head, unaligned
+from rotation_merge.architecture.sentence import KEY as SENTENCE
+from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, nearest_path, short
+from rotation_merge.model.adapted_loader import adapted, find_places
+from rotation_merge.model.adapter_base import OWN_BASE, check_base
+from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
+from rotation_merge.model.blocks import Shapes, check_shapes
+from rotation_merge.model.folder import Shards, local_folder
+from rotation_merge.model.gguf.loader import quantised
+from rotation_merge.model.gguf.place import downloaded, gguf_files, in_cache, is_folder, is_gguf
+from rotation_merge.model.headers import check_codes, check_config, check_local, codes, file_codes
+from rotation_merge.model.hub import check_available, is_hub_name
+from rotation_merge.model.sentence import read_modules
+from rotation_merge.model.tensors import as_tensors
+from rotation_merge.model.view import Files, View
+
+LOG = logging.getLogger(__name__)
+
+ModelLike = Any
+"""A folder, a name of the hub (also with a revision or an adapter, as in recipes), a GGUF, a module, a pair of a state
+dict and its config (a transformers config, or the dictionary in config.json), or a view."""
+
+NO_BASE = "the adapter does not say which base it was trained on"
+
+WITHOUT_CONFIG = "give a folder, a name of the hub, a module, or a pair (state dict, config)"
+
+
+def open_model(
+    model: ModelLike,
+    name: str = "",
+    *,
+    untie: bool = False,
+    unsupported: str = "error",
+    options: MergeOptions | None = None,
+    any_base: bool = False,
+) -> View:
+    """Open a model and check it; of a stored model config and headers are read, no tensor.
+
+    Args:
+        model: see `ModelLike`; or a reference of mergekit.
+        name: of a model in memory, for messages; of a stored one its path is taken.
+        untie: give a head that shares the embedding's tensor one of its own.
+        unsupported: `error` refuses an unknown architecture and unknown tensors, `merge` leaves them where they are.
+        options: of mergekit, for caches and what it may run.
+        any_base: take an adapter of another base: the caller checks it, or was told to.
+
+    Raises:
+        CheckpointError: it is no model, or cannot be read, or is damaged; names its type.
+        ArchitectureError: no architecture file describes it.
+    """
+    if isinstance(model, View):
+        return model if model.untie == untie else _untied(model, untie)
+    model = as_reference(model)
+    if isinstance(model, ModelReference):
+        return _open_files(model, options or MergeOptions(), untie, unsupported, any_base)
+    if isinstance(model, nn.Module):
+        if hasattr(model, "merge_and_unload"):
+            remedy = "give model.merge_and_unload(), or the folders as 'base+adapter'"
+            raise CheckpointError(
+                "is a model of peft, with an adapter beside its weights", where=name or None, remedy=remedy
+            )
+        values = {**_values(getattr(model, "config", None), name), "architectures": [type(model).__name__]}
+        return _in_memory(name or type(model).__name__, model.state_dict(), values, untie, model)
+    if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], Mapping):
+        return _in_memory(name or "the state dict", model[0], _values(model[1], name), untie)
+    problem = (
+        "is a state dict without its config" if isinstance(model, Mapping) else f"is of type {type(model).__name__}"
+    )
+    raise CheckpointError(f"{problem}, which is not a model", where=name or None, remedy=WITHOUT_CONFIG)
+
+
+def _untied(view: View, untie: bool) -> View:
+    """The same model with its head tied or not."""
+    architecture = resolve(dict(view.config), view.names, view.name, untie=untie)
+    return view.with_tensors(view.tensors, architecture=architecture, untie=untie)
+
+
+def _in_memory(
+    name: str, state: Mapping[str, Tensor], config: dict[str, Any], untie: bool, module: nn.Module | None = None
+) -> View:
+    state = dict(state)
+    if odd := next((key for key, tensor in state.items() if not isinstance(tensor, Tensor)), None):
+        problem = f"entry '{odd}' of its state dict is of type {type(state[odd]).__name__}"
+        raise CheckpointError(problem, where=name, remedy="give a pair (state dict, config), with tensors of torch")
+    tensors = as_tensors(state, name)
+    if not stores_codes(config):
+        kinds = {key: (str(dtype), tensors.shapes[key]) for key, dtype in tensors.dtypes.items()}
+        check_codes(codes(kinds), tensors, name)
+    architecture = resolve(config, list(tensors), name, untie=untie)
+    return View(name, config, architecture, tensors, module=module, untie=untie)
+
+
+def _values(config: Any, name: str) -> dict[str, Any]:
+    """A config as the dictionary that config.json would hold.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        remedy = "give a transformers config, or the dictionary in config.json"
+        raise CheckpointError(f"its config is of type {type(config).__name__}", where=name or None, remedy=remedy)
+    values = dict(config if isinstance(config, Mapping) else config.to_dict())
+    if not stores_codes(values):
+        values.pop("quantization_config", None)
+    return values
+
+
+def _open_files(
+    reference: ModelReference, options: MergeOptions, untie: bool, unsupported: str, any_base: bool
+) -> View:
+    """Open a stored model: a folder, one of the hub, a GGUF, with its adapter."""
+    adapter = check_files(reference, options)
+    config = read_config(reference, options)
+    name, folder = str(reference), local_folder(reference, options)
+    shards = Shards.of(folder, name, options.lazy_unpickle)
+    tensors = shards.tensors()
+    if not stores_codes(config):  # with which the architecture refuses it
+        check_codes(shards.facts(file_codes), tensors, name)
+    architecture = _architecture(name, config, tensors.shapes, untie, unsupported)
+    files = Files(reference, folder, tensors.dtypes, options, adapter)
+    if adapter is not None:
+        tied = tied_head(config, list(tensors), name, None if untie else architecture)
+        places = find_places(adapter, architecture, dict(tensors.shapes), config, tied[0] if tied else None, name)
+        tensors = adapted(tensors, adapter, places)
+    view = View(name, config, architecture, tensors, files, untie=untie, remarks=_remarks(name, folder, adapter))
+    if adapter is not None and not (any_base or options.allow_crimes):
+        check_own_base(view)
+    return view
+
+
+def check_files(reference: ModelReference, options: MergeOptions | None = None) -> Adapter | None:
+    """Refuse a missing directory or missing weight files; returns the model's adapter, if it has one.
+
+    Raises:
+        CheckpointError: names the directory and the missing file.
+    """
+    options = options or MergeOptions()
+    path, revision, cache = reference.model.path, reference.model.revision, options.transformers_cache
+    lora = reference.lora
+    adapter = None if lora is None else Adapter(downloaded(lora.path, lora.revision, cache, ADAPTER_FILES))
+    if is_gguf(path):
+        downloaded(path, revision, cache, [])
+    elif not os.path.exists(path):
+        if not is_hub_name(path):
+            raise CheckpointError("no such directory", where=path, remedy=nearest_path(path))
+        check_available(path, revision, cache)
+    elif not os.path.isdir(path):
+        raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model, or a GGUF")
+    else:
+        check_local(path)
+    return adapter
+
+
+def read_config(reference: ModelReference, options: MergeOptions | None = None) -> dict[str, Any]:
+    """A stored model's config with transformers' defaults; of sentence-transformers with the modules behind the model.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    options, path = options or MergeOptions(), reference.model.path
+    if is_folder(path):
+        check_config(path)
+    try:
+        if not is_folder(path):
+            folder = downloaded(path, reference.model.revision, None, ["config.json"])
+            check_config(folder)
+            reference = ModelReference(model=ModelPath(path=folder)) if gguf_files(folder) else reference
+        config: dict[str, Any] = reference.config(trust_remote_code=options.trust_remote_code).to_dict()
+    except CheckpointError:
+        raise
+    except Exception as error:  # transformers raises errors of many classes here
+        remedy = "correct config.json" if is_folder(path) else "check the repository's name"
+        raise CheckpointError(
+            f"its config cannot be loaded ({short(error)})",
+            where=path,
+            remedy="download it again" if is_gguf(path) else remedy,
+        ) from error
+    folder_here = _local(reference, options)
+    modules = [] if folder_here is None else read_modules(folder_here)
+    return {**config, SENTENCE: modules} if modules else config
+
+
+def _local(reference: ModelReference, options: MergeOptions) -> str | None:
+    """A model's folder, of a GGUF the one made from it; None if the model has not been downloaded."""
+    path = reference.model.path
+    return path if is_folder(path) else in_cache(path, reference.model.revision, options.transformers_cache)
+
+
+def _architecture(name: str, config: dict[str, Any], shapes: Shapes, untie: bool, unsupported: str) -> Architecture:
+    """The architecture of a stored model, its shapes compared with the config's.
+
+    Raises:
+        ArchitectureError: no architecture file describes it.
+        CheckpointError: a tensor has another shape.
+    """
+    merge_anyway = unsupported == "merge"
+    if merge_anyway and find(config) is None:
+        return unaligned(list(shapes), config)
+    try:
+        architecture = resolve(config, list(shapes), name, keep_unknown=merge_anyway, untie=untie)
+    except ArchitectureError as error:
+        if error.where == name:
+            raise
+        raise ArchitectureError(error.what, where=f"{name}, {error.where}", remedy=error.remedy) from error
+    check_shapes(architecture, shapes, name)
+    streams = ", ".join(f"{stream} up to {groups[-1]}" for stream, groups in architecture.stream_groups.items())
+    LOG.info("%s: %s, %d blocks; %s", name, architecture.family, len(architecture.blocks), streams or "no stream")
+    LOG.debug("%s: tensors are named with base %r and %s", name, architecture.base, architecture.spelling)
+    return architecture
+
+
+def _remarks(name: str, folder: str, adapter: Adapter | None) -> tuple[str, ...]:
+    """Notes on a stored model for reports."""
+    codes_read = quantised(folder)
+    remarks = [f"`{name}` {codes_read}."] if codes_read else []
+    if adapter is not None and not adapter.config.get("base_model_name_or_path"):
+        remarks.append(f"`{name}`: {NO_BASE}.")
+    return tuple(remarks)
+
+
+def check_own_base(view: View, further_bases: Iterable[View] = (), remedy: str = OWN_BASE) -> None:
+    """Refuse a model with an adapter that was trained on another base.
+
+    Args:
+        further_bases: bases that it may have been trained on as well.
+
+    Raises:
+        CheckpointError: names its base and the model that it stands on.
+    """
+    if view.files is None or view.adapter is None or view.files.options.allow_crimes:
+        return
+    plain = view.files.reference.model_copy(update={"lora": None})
+    base = open_model(plain, unsupported="merge", options=view.files.options)
+    check_base(view.adapter, [*further_bases, base], view.name, open_model, remedy)
+
+
+def several(models: Any, of: str = "models", single: tuple[type, ...] = ()) -> list[Any]:
+    """Models (or what else `of` says) as a list; `single`: further types that are one of them.
+
+    Raises:
+        RecipeError: they are one of them, or none.
+    """
+    if isinstance(models, (str, os.PathLike, nn.Module, Mapping, *single)) or not isinstance(models, Iterable):
+        raise RecipeError(f"one {type(models).__name__} stands where {of} belong", remedy=f"give a list of {of}")
+    return list(models)
+
+
+def paths_of(models: Any, of: str = "model") -> list[str]:
+    """Files, folders or names of the hub as text.
+
+    Raises:
+        RecipeError: they are one, or none, or one of them is in memory.
+    """
+    values = several(models, f"{of}s")
+    for value in values:
+        if not isinstance(value, str | os.PathLike):
+            problem = f"one {of} is of type {type(value).__name__}"
+            raise RecipeError(problem, remedy="give names, of folders, of files, or on the hub")
+    return [os.fspath(value) for value in values]
+
+
+def parse_reference(path: str) -> ModelReference:
+    """A model as a user names it: a directory, org/name, either with a revision or an adapter.
+
+    Raises:
+        CheckpointError: it names none.
+    """
+    try:
+        return ModelReference(model=ModelPath(path=path)) if os.path.exists(path) else ModelReference.parse(path)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"'{path}' names no model ({error})", remedy="write a directory, or org/name") from error
+
+
+def as_reference(model: ModelLike) -> ModelLike:
+    """The name of a stored model as mergekit has it; any other model unchanged."""
+    return parse_reference(os.fspath(model)) if isinstance(model, str | os.PathLike) else model
+
+
+def whole_path(name: str) -> str:
+    """A model's name with absolute local paths, for a process in another folder."""
+    reference = parse_reference(name)
+    parts = {"model": reference.model} if reference.lora is None else {"model": reference.model, "lora": reference.lora}
+    local_parts = {key: part for key, part in parts.items() if os.path.exists(part.path)}
+    whole = {key: part.model_copy(update={"path": os.path.abspath(part.path)}) for key, part in local_parts.items()}
+    return str(reference.model_copy(update=whole))
+
+
+def weights_of(path: str) -> int:
+    """The number of weights in a model, from its files' headers.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    reference, options = parse_reference(path), MergeOptions()
+    check_files(reference, options)
+    shards = Shards.of(local_folder(reference, options), path)
+    return sum(math.prod(shape) for shape in shards.tensors().shapes.values())
+
+
+def check_names(first: View, second: View) -> None:
+    """Check that both models have the same tensors, except unread ones and tied heads."""
+    spare = {*first.unread, *second.unread}
+    if first.tied is not None and first.tied == second.tied:
+        spare.add(first.tied[0])  # a second copy of the embedding
+    if odd := sorted((set(first.names) ^ set(second.names)) - spare):
+        problem = f"tensor '{odd[0]}' is only in one of {first.name} and {second.name}"
+        remedy = "give models of one class, both as folders or both as modules"
+        raise CheckpointError(problem, where=second.name, remedy=remedy)
