@@ -100,7 +100,8 @@ def align(
     MatchConfig.options()["untie"].check("untie", untie)
     first, second = open_model(anchor, "anchor", untie=untie), open_model(donor, "donor", untie=untie)
     match = _matcher(match_on, samples, first, second)
-    pair = open_pair(first, second, chosen, untie)
+    stored = first.files is not None and second.files is not None
+    pair = open_pair(first, second, chosen, untie, watched=not stored)
     alignment, report = match_pair(pair, match=match)
     if second.unread and alignment.moves_streams(pair.architecture):
         further = not_written(second.unread)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from apparatus import Given
 from corpora import training_tokens
-from rotation_merge.model.source import read_block, unstack
+from rotation_merge.model.blocks import read_block, unstack
 from shipped import digits, load, next_token, windows
 from torch import Tensor
 from train_checkpoints import CONTEXT, fit, image_batches, save, warm_cosine

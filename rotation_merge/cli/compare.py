@@ -33,7 +33,7 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     from rotation_merge.report.compare import APART, coordinates_verdict, gaps
 
     options = config_of(AlignConfig, values)
-    pair = open_pair(anchor, donor, options, untie)
+    pair = open_pair(anchor, donor, options, untie, watched=False)
     progress = Progress()
     alignment, _ = match_pair(pair, progress)
     measured_gaps = list(gaps(pair.architecture, *pair.matched, alignment))

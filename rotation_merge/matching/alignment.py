@@ -39,6 +39,7 @@ from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import LabelRows, in_class_order
 from rotation_merge.model.language_half import within
 from rotation_merge.model.open import ModelLike, open_model
+from rotation_merge.model.run_keys import stamps_of
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import View, check_storage, described, stored_dtype
 from rotation_merge.record import MergeReport
@@ -47,24 +48,60 @@ from rotation_merge.symmetry import SpaceTransform, StreamTransform
 from rotation_merge.symmetry.admitted import WIDEST, admitted
 
 
-@dataclass(frozen=True)
 class Identity:
-    """The models that an alignment was made for.
+    """The model that an alignment was made for: its fingerprint, and a checksum of every tensor.
 
-    Attributes:
-        name: as it was called.
-        fingerprint: of config and weights.
+    Those of a stored model are taken from its files when they are asked for.
+
+    Args:
+        name: as the model was called.
+        fingerprint: of config and weights; empty: any model.
         tensors: by name, dtype, shape and checksum of each.
+        view: the stored model, where the others are still to be taken.
     """
 
-    name: str
-    fingerprint: str
-    tensors: Mapping[str, str] = field(repr=False)
+    def __init__(
+        self, name: str, fingerprint: str = "", tensors: Mapping[str, str] | None = None, view: View | None = None
+    ) -> None:
+        self.name, self._marks, self._view = name, (fingerprint, tensors or {}), view
+        self._stamps = None if view is None else stamps_of(view)
 
     @staticmethod
     def of(model: View) -> Identity:
-        """A model's identity; every tensor of it is read once."""
-        return Identity(model.name, model.fingerprint, model.mark.sums())
+        """A model's identity; one in memory is read once."""
+        if model.files is None:
+            return Identity(model.name, model.fingerprint, model.mark.sums())
+        return Identity(model.name, view=model)
+
+    def is_view(self, model: View) -> bool:
+        """Whether a stored model is surely this one: read from the same files, which have not changed."""
+        return self._view is not None and model.files is not None and stamps_of(model) == self._stamps
+
+    @property
+    def fingerprint(self) -> str:
+        """Of config and weights."""
+        return self._taken()[0]
+
+    @property
+    def tensors(self) -> Mapping[str, str]:
+        """Dtype, shape and checksum of every tensor, by name."""
+        return self._taken()[1]
+
+    @property
+    def any_model(self) -> bool:
+        """Whether nothing is known of the model but its name."""
+        return self._view is None and not self._marks[1]
+
+    def _taken(self) -> tuple[str, Mapping[str, str]]:
+        if self._view is not None:
+            if stamps_of(self._view) != self._stamps:
+                problem = "was changed after it was aligned"
+                raise AlignmentError(problem, where=self.name, remedy="align it again")
+            self._marks, self._view = (self._view.fingerprint, self._view.mark.sums()), None
+        return self._marks
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "_marks": self._taken(), "_view": None, "_stamps": None}
 
 
 @dataclass(frozen=True)
@@ -318,7 +355,7 @@ class Alignment:
         biases, rows = (basis.biases, basis.donor_biases), basis.rows if self.transforms else {}
         tensors = MovedTensors(statistics, basis.architecture, self.transforms, self.folded, biases, rows)
         metadata = {**statistics.metadata, "fingerprint": self._moved_fingerprint(str(fingerprint))}
-        return replace(statistics, metadata=metadata, _file=tensors)
+        return replace(statistics, metadata=metadata, read=tensors.tensor)
 
     def _moved_fingerprint(self, fingerprint: str) -> str:
         """Fingerprint of a moved model, derived from the model's fingerprint.
@@ -361,7 +398,8 @@ class Alignment:
         if model.text is None:
 
             def moved() -> str | None:
-                return self._moved_fingerprint(identity.fingerprint) if identity and identity.fingerprint else None
+                mark = identity.fingerprint if identity else ""
+                return self._moved_fingerprint(mark) if mark else None
 
             return model.blockwise(mover.tensor, dtype, identity=moved, **changes)
         places = model.architecture.places()
@@ -384,7 +422,7 @@ class Alignment:
             name: (dim, tuple(sorted(range(len(order)), key=order.__getitem__)))
             for name, (dim, order) in basis.rows.items()
         }
-        unknown = Identity(basis.donor.name, "", {})
+        unknown = Identity(basis.donor.name)
         back = replace(basis, donor=unknown, anchor=unknown, biases={}, donor_biases={}, rows=orders)
         return Alignment(turned, self.folded, notes=tuple(self.irreversible_notes()), basis=back)
 
@@ -450,7 +488,7 @@ class Alignment:
                     remedy=f"give {identity.name}, which it was made for",
                 )
         check_shapes(opened.architecture, opened.shapes, opened.name)
-        if not (strict and identity.tensors):
+        if not strict or identity.any_model or identity.is_view(opened):
             return opened
         names = names_in(basis.architecture, opened.architecture)
         return opened.with_tensors(verified(opened, identity, names))

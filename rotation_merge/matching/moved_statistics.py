@@ -230,7 +230,8 @@ class MovedTensors:
                     remedy="measure the moved model: rotation_merge.measure(alignment.apply(donor), ...)",
                 )
 
-    def get_tensor(self, key: str) -> Tensor:
+    def tensor(self, key: str) -> Tensor:
+        """One tensor of the moved donor's statistics."""
         name, _, kind = key.rpartition(".")
         moved = self._fisher(name) if kind == "fisher" else self._of_map(self.maps[name], name, kind)
         return moved.to(self.statistics[key].dtype)

@@ -53,7 +53,8 @@ class Pair:
     Attributes:
         untie: whether heads that share an embedding's tensor are given one of their own.
         device: where their tensors are put as they are read.
-        marks: what is known of their fingerprints; every tensor read leaves its mark.
+        watched: whether every tensor that is read counts for their fingerprints, which a report or a file will hold.
+        marks: what is known of the fingerprints.
         checked: what may be done to the donor.
     """
 
@@ -64,6 +65,7 @@ class Pair:
     device: str = "cpu"
     marks: tuple[Fingerprint, Fingerprint] = field(default_factory=lambda: (Fingerprint(), Fingerprint()))
     untie: bool = False
+    watched: bool = True
 
     @property
     def sources(self) -> tuple[Tensors, Tensors]:
@@ -71,7 +73,7 @@ class Pair:
         return self._source(self.anchor, self.marks[0]), self._source(self.donor, self.marks[1])
 
     def _source(self, model: View, mark: Fingerprint) -> Tensors:
-        tensors = with_tied(self.architecture, watched(model, mark))
+        tensors = with_tied(self.architecture, watched(model, mark) if self.watched else model.tensors)
         return tensors if self.device == "cpu" else tensors.to(self.device)
 
     @cached_property
@@ -121,8 +123,11 @@ class Pair:
 
     def basis(self, streams: Sequence[str]) -> Basis:
         """Return the facts on both models that an alignment stores. Biases of folded streams are folded."""
-        marks = zip((self.anchor, self.donor), self.fingerprints(), self.marks, strict=True)
-        anchor, donor = (Identity(model.name, mark, known.sums()) for model, mark, known in marks)
+        if self.watched:
+            marks = zip((self.anchor, self.donor), self.fingerprints(), self.marks, strict=True)
+            anchor, donor = (Identity(model.name, mark, known.sums()) for model, mark, known in marks)
+        else:
+            anchor, donor = Identity.of(self.anchor), Identity.of(self.donor)
         biases, donor_biases = (hidden_biases(self.architecture, source, streams) for source in self.sources)
         config, shapes = self.anchor.config, self.anchor.shapes
         return Basis(config, shapes, self.untie, anchor, donor, biases, self.checked.rows, donor_biases)
@@ -130,7 +135,7 @@ class Pair:
     def report(self, run: Run, recipe: str = "", base: str | None = None) -> MergeReport:
         """The report on the donor's alignment; the output counts as a fine-tune of the donor, or of `base`."""
         names = str(self.anchor.reference), str(self.donor.reference)
-        marks = dict(zip(names, self.fingerprints(), strict=True))
+        marks = dict(zip(names, self.fingerprints(), strict=True)) if self.watched else {}
         for note in (*self.checked.warnings, *self.notes()):
             run.note(note)
         models = origins(model.reference for model in (self.anchor, self.donor) if model.files)
@@ -178,6 +183,7 @@ def open_pair(
     unsupported: str = "error",
     excluded: Callable[[str], bool] = lambda _: False,
     any_base: bool = False,
+    watched: bool = True,
 ) -> Pair:
     """Open two models and check that they fit together under these options.
 
@@ -186,6 +192,7 @@ def open_pair(
         words: whether their vocabularies must be of one size, too, and a warning tells of tokens at other ids.
         unsupported: as in a recipe: `error` refuses unknown tensors, `merge` keeps them.
         excluded: says of a tensor that it need not fit.
+        watched: take fingerprints while tensors are read; they are read again where they are needed later.
 
     Raises:
         RotationMergeError: one is missing, damaged or not supported, or they do not fit together.
@@ -199,7 +206,7 @@ def open_pair(
     if first.files is None and second.files is None:
         check_names(first, second)
     donor_in_order = in_class_order(second, checked.rows)
-    return Pair(first, donor_in_order, architecture, checked, device, untie=untie)
+    return Pair(first, donor_in_order, architecture, checked, device, untie=untie, watched=watched)
 
 
 def _spared(info: TensorInfo, words: bool) -> bool:

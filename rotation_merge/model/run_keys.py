@@ -66,6 +66,13 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
+def stamps_of(model: View) -> dict[str, tuple[int, int, int] | None]:
+    """Size, time and inode of each file that a stored model is read from, by real path."""
+    folders = _folders(model)
+    paths = [os.path.join(folder, name) for folder in folders for name in os.listdir(folder) if name.endswith(READ)]
+    return {os.path.realpath(path): _stamp(path) for path in paths}
+
+
 def _folders(model: View) -> list[str]:
     """Folders of a model's own files."""
     assert model.files is not None

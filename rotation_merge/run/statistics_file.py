@@ -56,6 +56,7 @@ class Statistics:
         inputs: by tensor name, the name that the Gram of its inputs is stored under.
         split: names of Grams of norms' normalised inputs.
         uncalled: maps that never ran on the samples.
+        read: gives one stored tensor.
     """
 
     path: str
@@ -64,7 +65,7 @@ class Statistics:
     split: frozenset[str]
     uncalled: frozenset[str]
     keys: frozenset[str]
-    _file: Any = field(default=None, repr=False)
+    read: Callable[[str], Tensor] = field(repr=False)
 
     @classmethod
     def open(cls, path: Path | str) -> Statistics:
@@ -86,7 +87,7 @@ class Statistics:
             split, uncalled = (frozenset(json.loads(meta[name])) for name in ("split", "uncalled"))
         except (KeyError, ValueError) as error:
             raise StatisticsError(f"its header is damaged ({short(error)})", where=str(path), remedy=ANEW) from error
-        return cls(str(path), metadata, inputs, split, uncalled, keys, file)
+        return cls(str(path), metadata, inputs, split, uncalled, keys, file.get_tensor)
 
     @classmethod
     def held(cls, tensors: Mapping[str, DeferredTensor], meta: Mapping[str, str], name: str) -> Statistics:
@@ -98,7 +99,8 @@ class Statistics:
         """
         split, uncalled = (frozenset(json.loads(meta[part])) for part in ("split", "uncalled"))
         metadata, inputs = json.loads(meta["made"]), json.loads(meta["inputs"])
-        return cls(name, metadata, inputs, split, uncalled, frozenset(tensors), InMemoryTensors(tensors))
+        keys = frozenset(tensors)
+        return cls(name, metadata, inputs, split, uncalled, keys, lambda key: tensors[key].load())
 
     def check(self, kind: str, fingerprint: str, model: str, remedy: str) -> None:
         """Refuse statistics of other weights, or without a kind of numbers.
@@ -154,7 +156,7 @@ class Statistics:
             StatisticsError: it holds NaN or infinity, or cannot be read.
         """
         try:
-            tensor: Tensor = self._file.get_tensor(key)
+            tensor = self.read(key)
         except (OSError, SafetensorError) as error:
             raise StatisticsError(f"'{key}' cannot be read ({short(error)})", where=self.path, remedy=ANEW) from error
         if not all_finite([tensor]):
@@ -188,16 +190,6 @@ class DeferredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class InMemoryTensors:
-    """Tensors in memory, read as those of a file are."""
-
-    tensors: Mapping[str, DeferredTensor]
-
-    def get_tensor(self, key: str) -> Tensor:
-        return self.tensors[key].load()
 
 
 def write_statistics(

@@ -13,7 +13,7 @@ from tiny_models import make, save
 
 from rotation_merge import AlignConfig
 from rotation_merge.matching import model_pair
-from rotation_merge.matching.alignment import aligned_source
+from rotation_merge.matching.alignment import moved_tensors
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.model_pair import MatchingPass, ModelPair
 from rotation_merge.matching.passes import Walk
@@ -90,7 +90,7 @@ def test_deep_models_compare_starts_on_a_sample_of_layers(tmp_path: Path) -> Non
     assert seen["residual, from identity"] == 4
     assert seen["residual, pass 1"] == 10
     assert seen["matching"] == 10 + 2
-    after = aligned_source(anchor.architecture, donor.state, found)
+    after = moved_tensors(anchor.architecture, donor.state, found)
     expected = anchor.folded()
     assert max(float((after[n] - expected[n]).norm() / expected[n].norm()) for n in expected) <= 1e-4
 
