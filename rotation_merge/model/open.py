@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
+import torch
 from mergekit.common import ModelPath, ModelReference
 from mergekit.options import MergeOptions
 from torch import Tensor, nn
 
 from rotation_merge.architecture import Architecture, resolve
-from rotation_merge.architecture.registry import find, stores_codes, tied_head, unaligned
+from rotation_merge.architecture.registry import families, find, stores_codes, tied_head, unaligned
 from rotation_merge.architecture.sentence import KEY as SENTENCE
 from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, nearest_path, short
 from rotation_merge.model.adapted_loader import adapted, find_places
@@ -77,7 +79,8 @@ def open_model(
         values = {**_values(getattr(model, "config", None), name), "architectures": [type(model).__name__]}
         return _in_memory(name or type(model).__name__, model.state_dict(), values, untie, model)
     if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], Mapping):
-        return _in_memory(name or "the state dict", model[0], _values(model[1], name), untie)
+        label = name or "the state dict"
+        return _in_memory(label, model[0], _with_class(_values(model[1], name), model[0], label), untie)
     problem = (
         "is a state dict without its config" if isinstance(model, Mapping) else f"is of type {type(model).__name__}"
     )
@@ -118,6 +121,44 @@ def _values(config: Any, name: str) -> dict[str, Any]:
     if not stores_codes(values):
         values.pop("quantization_config", None)
     return values
+
+
+def _with_class(config: dict[str, Any], names: Collection[str], label: str) -> dict[str, Any]:
+    """A config with the class of transformers that the tensors show, where it names none.
+
+    Raises:
+        CheckpointError: they show none.
+    """
+    specs = [spec for spec in families().values() if config.get("model_type") in spec.model_types]
+    if config.get("architectures") or not specs:
+        return config
+    candidates: list[tuple[int, dict[str, Any]]] = []
+    for kind in dict.fromkeys(kind for spec in specs for kind in spec.classes):
+        named = {**config, "architectures": [kind]}
+        with suppress(ArchitectureError, CheckpointError):
+            resolve(named, list(names), label)
+            candidates.append((len(_keys_of(kind, named) ^ set(names)), named))
+    if not candidates:
+        example = next(kind for spec in specs for kind in spec.classes)
+        problem = f"its config names no 'architectures', and its tensors are those of no {config['model_type']} model"
+        raise CheckpointError(problem, where=label, remedy=f"name its class, such as '{example}', and give all tensors")
+    return min(candidates, key=lambda candidate: candidate[0])[1]
+
+
+def _keys_of(kind: str, config: Mapping[str, Any]) -> set[str]:
+    """Names of the tensors of a new model of a class of transformers; none where there is no such class."""
+    import transformers
+
+    model_class = getattr(transformers, kind, None)
+    if model_class is None or model_class.config_class.model_type != config["model_type"]:
+        return set()
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # classes say how they are meant to be used
+    try:
+        with torch.device("meta"):
+            return set(model_class(model_class.config_class.from_dict(dict(config))).state_dict())
+    finally:
+        transformers.logging.set_verbosity(verbosity)
 
 
 def _open_files(

@@ -1,0 +1,79 @@
+"""The gate: what a model in memory is taken for, and which tensors of two shards are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from rotation_merge.errors import CheckpointError
+from rotation_merge.model.open import open_model
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+}
+BERT = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+T5 = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "d_kv": 8, "vocab_size": 50}
+VIT = {**BERT, "image_size": 32, "patch_size": 8}
+CLASSES = {
+    "Llama": (LLAMA, ("Model", "ForCausalLM", "ForSequenceClassification")),
+    "Bert": (BERT, ("Model", "ForMaskedLM", "ForSequenceClassification")),
+    "T5": (T5, ("Model", "ForConditionalGeneration", "EncoderModel")),
+    "ViT": (VIT, ("Model", "ForImageClassification")),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("family", "kind"), [(family, kind) for family, (_, kinds) in CLASSES.items() for kind in kinds]
+)
+def test_a_state_dict_shows_its_class(family: str, kind: str, tied: bool) -> None:
+    settings = {key: value for key, value in CLASSES[family][0].items() if key != "vocab_size" or family != "ViT"}
+    config = getattr(transformers, f"{family}Config")(**settings, tie_word_embeddings=tied)
+    model = getattr(transformers, f"{family}{kind}")(config)
+    config.architectures = None
+    view = open_model((model.state_dict(), config))
+    assert view.config["architectures"] == [f"{family}{kind}"]
+    assert set(view) == set(model.state_dict())
+
+
+def test_tensors_of_no_class_are_said() -> None:
+    config = transformers.LlamaConfig(**LLAMA)
+    state = transformers.LlamaForCausalLM(config).state_dict()
+    config.architectures = None
+    del state["model.norm.weight"]
+    with pytest.raises(CheckpointError, match="names no 'architectures'"):
+        open_model((state, config))
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_tensor_in_two_shards(last: bool, tmp_path: Path) -> None:
+    """transformers reads the last shard's, mergekit the index's: only where both are one it is clear which is meant."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    first, *_, final = sorted(set(content["weight_map"].values()))
+    name = "model.norm.weight"
+    holder = content["weight_map"][name]
+    for shard in {first, final} - {holder}:
+        tensors = load_file(tmp_path / shard)
+        save_file({**tensors, name: torch.full((32,), 7.0)}, tmp_path / shard, {"format": "pt"})
+    content["weight_map"][name] = final if last else first
+    index.write_text(json.dumps(content))
+    if last:
+        loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        assert torch.equal(open_model(tmp_path)[name], loaded.state_dict()[name])
+    else:
+        with pytest.raises(CheckpointError, match="more than one set of weights"):
+            open_model(tmp_path)
