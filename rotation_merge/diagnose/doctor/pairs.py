@@ -45,10 +45,10 @@ def of_pairs(case: Case, progress: Progress | None) -> Iterator[Cause]:
             "a stacked model needs training before it is of use; average models of one size instead",
         )
     for name in case.parents[1:]:
-        anchor, donor = case.models[case.parents[0]], case.models[name]
         if (misfit := _shape_mismatch(case, name)) is not None:
             yield misfit
             continue
+        anchor, donor = case.models[case.parents[0]], case.models[name]
         yield from _vocabulary(case, anchor, donor)
         yield from _config(anchor, donor)
         yield from _tied(anchor, donor)
