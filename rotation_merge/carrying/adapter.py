@@ -14,10 +14,11 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor
 from rotation_merge.carrying.carrier import Carrier, Change, Changes
 from rotation_merge.errors import AlignmentError, CheckpointError
+from rotation_merge.model.adapter_entries import WHOLE, WRONG_BASE, AdapterEntry, ParsedAdapter, parse
+from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapters import Adapter
-from rotation_merge.model.factors import LowRank, dense, factor_infos, output_axis, stacks
 from rotation_merge.model.labels import LabelRows, in_order
-from rotation_merge.model.lora import WHOLE, WRONG_BASE, AdapterEntry, AdapterWeights, ParsedAdapter, parse
+from rotation_merge.model.low_rank import LowRank, dense, factor_infos, output_axis, stacks
 from rotation_merge.model.source import TensorSource, check_shape, read_tensor
 from rotation_merge.model.sources import ComposedTensor, RestructuredSource, other_form, with_rows_of
 

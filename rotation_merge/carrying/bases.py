@@ -19,10 +19,10 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import Pair, TiedSource, open_pair, read_file
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.run import AppliedAlignment, Run
+from rotation_merge.model.adapter_entries import parse
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.labels import label_rows
-from rotation_merge.model.lora import parse
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.model.source import Progress, TensorSource

@@ -31,7 +31,7 @@ from rotation_merge.carrying.session import TransferSession
 from rotation_merge.files.ledger import Unfinished
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.checkpoint import Model, open_model, parse_reference
-from rotation_merge.model.factors import dense
+from rotation_merge.model.low_rank import dense
 from rotation_merge.model.run_keys import mark_of
 from rotation_merge.model.source import Progress, TensorSource, read_tensor, unstack
 from rotation_merge.model.sources import ReplacedSource, RoundedSource, TranslatedSource

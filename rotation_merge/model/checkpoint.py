@@ -20,7 +20,8 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import find, stores_codes, tied_head, unaligned
 from rotation_merge.architecture.sentence import KEY as SENTENCE
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, nearest_path, short
-from rotation_merge.model.adapted_loader import AdaptedLoader, ChangePlaces, find_places
+from rotation_merge.model.adapted import adapted
+from rotation_merge.model.adapted_loader import AdaptedLoader
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.fingerprint import Fingerprint, FingerprintedSource, fingerprint
 from rotation_merge.model.gguf.loader import GgufLoader, quantised
@@ -42,6 +43,7 @@ from rotation_merge.model.paired_model import PairedModel
 from rotation_merge.model.sentence import SentenceLoader, read_modules
 from rotation_merge.model.source import TensorSource, check_shapes
 from rotation_merge.model.sources import ReorderedClasses
+from rotation_merge.model.tensors import Tensors
 
 _UNPICKLING = Lock()
 """Held by whoever unpickles lazily: mergekit has all of torch read otherwise meanwhile, and two threads at once would
@@ -203,7 +205,7 @@ class Model:
             LoaderCache.loaders[plain] = loader = SentenceLoader(loader, str(loader.index.base_path), self.modules)
         loader.stamps = stamps
         if self.adapter is not None:
-            LoaderCache.loaders[self.reference] = loader = AdaptedLoader(loader, self.adapter, self._places)
+            LoaderCache.loaders[self.reference] = loader = AdaptedLoader(loader, self._adapted)
         return loader
 
     def _local(self) -> str | None:
@@ -278,15 +280,13 @@ class Model:
     def architecture(self) -> Architecture:
         """Resolved from config and tensor names, shapes checked, an adapter's too."""
         if isinstance(self.loader, AdaptedLoader):
-            self.loader.places  # noqa: B018  (finds and checks them)
+            self.loader.tensors  # noqa: B018  (finds and checks its changes)
         return self._layout
 
-    def _places(self) -> ChangePlaces:
+    def _adapted(self) -> Tensors:
         assert self.adapter is not None
-        name = str(self.reference)
-        return find_places(
-            self.adapter, self._layout, self.shapes, self.config, self.tied[0] if self.tied else None, name
-        )
+        tensors = Tensors(self.shapes, self.dtypes, self.loader.base.get_tensor)
+        return adapted(tensors, self.adapter, self._layout, self.config, self.tied_head, str(self.reference))
 
     @cached_property
     def _layout(self) -> Architecture:

@@ -45,7 +45,7 @@ from rotation_merge.matching.match import match_model
 from rotation_merge.mergekit_plugin.planning import tasks
 from rotation_merge.model import biases, slices
 from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.factors import dense
+from rotation_merge.model.low_rank import dense
 from rotation_merge.model.source import read_tensor
 from rotation_merge.run.data import Data
 
