@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.adapters import Adapter, Change
+from rotation_merge.model.adapters import Adapter, Change, lora_scale
 from rotation_merge.model.low_rank import stacks, transposed
 
 WHOLE = "merge the adapter into its base and carry the whole model"
@@ -27,7 +27,6 @@ class AdapterEntry:
     Attributes:
         module: the module's path, as the adapter's names have it.
         change: names of the factors, of a magnitude.
-        bias: name of the bias that peft's `lora_bias` changes.
         scale: factor of the product.
         spot: the tensor that is changed; expert: which one, where the base stores experts apart.
         transposed: it is [in, out] to the adapter, whose factors are A (rank, in) and B (out, rank).
@@ -35,7 +34,6 @@ class AdapterEntry:
 
     module: str
     change: Change
-    bias: str | None
     scale: float
     spot: PossibleTensor
     expert: int | None = None
@@ -50,14 +48,15 @@ class AdapterEntry:
         return str(self.change.b)
 
     @property
-    def bias_key(self) -> str:
-        """peft's name for a bias of this module."""
+    def bias(self) -> str:
+        """peft's name for a bias of this module (`lora_bias`), which the adapter may have."""
         return self.b.removesuffix("weight") + "bias"
 
     @property
-    def fused(self) -> bool:
-        """Whether its factors are those of all experts."""
-        return bool(stacks(self.spot.info)) and self.expert is None
+    def experts(self) -> int:
+        """Number of experts whose factors stand in one; 0: they are of one map."""
+        info = self.spot.info
+        return (info.axes[0].size or 1) if stacks(info) and self.expert is None else 0
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,6 @@ def entry_of(adapter: Adapter, name: str, names: Mapping[str, PossibleTensor]) -
     """
     change = adapter.changes[name]
     module, plain = name.removesuffix(".weight"), name.replace(".base_layer", "")
-    bias = adapter.changes.get(f"{module}.bias", Change()).shift
     parameter = plain if plain in names else _parameter(adapter, plain.removesuffix(".weight"), change, names)
     if parameter is None:
         return None
@@ -117,10 +115,10 @@ def entry_of(adapter: Adapter, name: str, names: Mapping[str, PossibleTensor]) -
     info = spot.info
     if info.stacked or (parameter == plain and not stacks(info)):
         expert = info.names.index(plain) if info.stacked else None
-        return AdapterEntry(module, change, bias, change.scale, spot, expert, transposed(info))
-    count = (info.axes[0].size or 1) if stacks(info) else 1  # ranks of all experts stand in one factor
-    scale = adapter.scale(parameter, adapter.shapes[str(change.b)][1] // count)
-    return AdapterEntry(module, change, bias, scale, spot, transposed=_reads_first(adapter, change, info))
+        return AdapterEntry(module, change, change.scale, spot, expert, transposed(info))
+    entry = AdapterEntry(module, change, change.scale, spot, transposed=_reads_first(adapter, change, info))
+    rank = adapter.shapes[entry.b][1] // max(entry.experts, 1)
+    return replace(entry, scale=lora_scale(adapter.config, parameter, rank, adapter.path))
 
 
 def _parameter(adapter: Adapter, module: str, change: Change, names: Mapping[str, PossibleTensor]) -> str | None:

@@ -42,16 +42,8 @@ SHIFTS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin (`init_lora_weights`) that also change the base weights, which the adapter alone does not tell."""
 
 _FACTOR = re.compile(
-    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
-    r"(?:\.(?P<leaf>weight|bias))?"
+    r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<part>A|B|magnitude)(?:_vector)?(?:\.(?P<leaf>weight|bias))?"
 )
-_PARTS = {
-    "lora_A": "a",
-    "lora_B": "b",
-    "lora_embedding_A": "a",
-    "lora_embedding_B": "b",
-    "lora_magnitude_vector": "magnitude",
-}
 
 
 def is_adapter(path: str) -> bool:
@@ -110,8 +102,7 @@ class Adapter:
         self.config: dict[str, Any] = read_json(os.path.join(path, ADAPTER_CONFIG))
         self._check_config()
         self.shapes: Shapes = file_shapes(self._file)
-        self.changes = {name: self._scaled(name, change) for name, change in self._read_names().items()}
-        self._check_changes()
+        self.changes = self._read_names()
 
     @property
     def rank(self) -> int:
@@ -135,10 +126,6 @@ class Adapter:
         if not all_finite([tensor]):
             raise damaged(f"'{key}' holds NaN or infinity", self.path)
         return tensor
-
-    def scale(self, module: str, rank: int) -> float:
-        """Factor of the product of a module's (or parameter's) factors."""
-        return lora_scale(self.config, module, rank, self.path)
 
     def refusal(self, problem: str) -> CheckpointError:
         return CheckpointError(
@@ -168,46 +155,38 @@ class Adapter:
             raise self.refusal(f"it starts from '{begun}', which changes the base weights")
 
     def _read_names(self) -> dict[str, Change]:
-        changes: dict[str, Change] = {}
+        parts: dict[str, dict[str, Any]] = {}
         for key in sorted(self.shapes):
             stem = key.removeprefix("base_model.model.")
             match = _FACTOR.fullmatch(stem)
             if match is None:
                 if "lora_" in stem or ".token_adapter." in stem:
                     raise self.refusal(f"tensor '{key}' is not part of W + s B A")
-                name, part = re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", stem), "value"
+                parts.setdefault(re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", stem), {})["value"] = key
             elif match["leaf"] == "bias":
-                name, part = f"{match['module']}.bias", "shift"
+                parts.setdefault(f"{match['module']}.bias", {})["shift"] = key
             else:
-                name, part = f"{match['module']}.weight", _PARTS[match["part"]]
-            change = changes.get(name, Change())
-            embedding = change.embedding or (match is not None and "embedding" in match["part"])
-            parts: dict[str, Any] = {part: key, "embedding": embedding}
-            changes[name] = replace(change, **parts)
-        return changes
+                change = parts.setdefault(f"{match['module']}.weight", {})
+                change[match["part"].lower()] = key
+                change["embedding"] = bool(match["embedding"]) or change.get("embedding", False)
+        if not parts:
+            raise damaged("it holds no tensors", self.path)
+        return {name: self._scaled(name, Change(**change)) for name, change in parts.items()}
 
     def _scaled(self, name: str, change: Change) -> Change:
-        """Return the change with its scale s, which may differ between modules."""
-        module = name.rpartition(".")[0]
+        """The change with its scale s, which may differ between modules; its factors are checked."""
+        if (change.a is None) != (change.b is None) or (change.magnitude and change.a is None):
+            raise damaged(f"'{name}' has one factor without the other", self.path)
         key = change.b or change.shift
         if key is None:
             return change
-        factor = change.b or str(change.shift).removesuffix("bias") + "weight"
+        factor = change.b or key.removesuffix("bias") + "weight"
         if factor not in self.shapes:
             raise damaged(f"'{key}' has no matching '{factor}'", self.path)
-        return replace(change, scale=self.scale(module, (*self.shapes[factor], 0, 0)[1]))
-
-    def _check_changes(self) -> None:
-        if not self.changes:
-            raise damaged("it holds no tensors", self.path)
-        for name, change in self.changes.items():
-            if (change.a is None) != (change.b is None) or (change.magnitude and change.a is None):
-                raise damaged(f"'{name}' has one factor without the other", self.path)
-            if change.a is None or change.b is None:
-                continue
-            a, b = self.shapes[change.a], self.shapes[change.b]
-            if len(a) < 2 or len(b) < 2 or a[0] != b[1] or any(n != 1 for n in b[2:]):
-                raise damaged(f"the factors of '{name}' are {list(a)} and {list(b)}", self.path)
+        a, b = self.shapes.get(str(change.a)), self.shapes[factor]
+        if len(b) < 2 or (a is not None and (len(a) < 2 or a[0] != b[1] or any(n != 1 for n in b[2:]))):
+            raise damaged(f"the factors of '{name}' are {list(a or ())} and {list(b)}", self.path)
+        return replace(change, scale=lora_scale(self.config, name.rpartition(".")[0], b[1], self.path))
 
 
 def lora_scale(config: Mapping[str, Any], module: str, rank: int, path: str) -> float:
@@ -216,22 +195,18 @@ def lora_scale(config: Mapping[str, Any], module: str, rank: int, path: str) -> 
     Raises:
         CheckpointError: the config of the adapter at `path` gives none.
     """
-    alpha = _alpha_of_pattern(config, module, config.get("lora_alpha"), path)
-    number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
-    if not number or rank < 1:
-        raise damaged(f"lora_alpha of '{module}' is {alpha!r}", path)
-    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
-
-
-def _alpha_of_pattern(config: Mapping[str, Any], module: str, otherwise: Any, path: str) -> Any:
-    """The value of the first pattern that a module's name ends with."""
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise damaged("'alpha_pattern' is not a mapping", path)
     try:
-        return next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", module)), otherwise)
+        special = [alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)]
     except re.error as error:
         raise damaged(f"'alpha_pattern' holds a pattern that cannot be read ({error})", path) from error
+    alpha = [*special, config.get("lora_alpha")][0]
+    number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
+    if not number or rank < 1:
+        raise damaged(f"lora_alpha of '{module}' is {alpha!r}", path)
+    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
 
 
 def damaged(problem: str, path: str) -> CheckpointError:

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rotation_merge.errors import CheckpointError
@@ -34,33 +33,28 @@ def dora(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
         layer.weight = nn.Parameter(weight, requires_grad=False)
     a, b = ("lora_embedding_A", "lora_embedding_B") if change.embedding else ("lora_A.weight", "lora_B.weight")
     factors = {a: change.a, b: change.b, "lora_magnitude_vector": magnitude}
-    rank = len(change.a)
-    return _merged(layer, factors, r=rank, lora_alpha=change.scale * rank, target_modules=["layer"], use_dora=True)
+    alpha = change.scale * change.rank
+    config = {"r": change.rank, "lora_alpha": alpha, "target_modules": ["layer"], "use_dora": True}
+    return _merged(layer, factors, config)
 
 
-def fused_experts(change: LowRank, count: int, dtype: torch.dtype) -> Tensor:
-    """The change of all experts of a parameter, (experts, in, out).
+def fused_experts(change: LowRank, count: int) -> Tensor:
+    """The change of all experts of a parameter, (experts, in, out), in the dtype of the factors.
 
     Args:
         change: A and B of all experts as peft stores them, with the scale of one expert's product.
         count: of experts.
     """
+    a, b = change.a, change.b
     layer = nn.Module()
-    layer.weight = nn.Parameter(torch.zeros(count, change.a.shape[1], len(change.b), dtype=dtype), requires_grad=False)
+    layer.weight = nn.Parameter(a.new_zeros(count, a.shape[1], len(b)), requires_grad=False)
     layer.is_transposed = True  # so that every peft takes it for (experts, in, out)
-    rank = len(change.a) // count
-    factors = {"lora_A.weight": change.a.to(dtype), "lora_B.weight": change.b.to(dtype)}
-    return _merged(
-        layer,
-        factors,
-        r=rank,
-        lora_alpha=change.scale * rank,
-        target_modules=[],
-        target_parameters=["layer.weight"],
-    )
+    rank, parameters = len(a) // count, ["layer.weight"]
+    config = {"r": rank, "lora_alpha": change.scale * rank, "target_modules": [], "target_parameters": parameters}
+    return _merged(layer, {"lora_A.weight": a, "lora_B.weight": b}, config)
 
 
-def _merged(layer: nn.Module, factors: Mapping[str, Tensor], **config: Any) -> Tensor:
+def _merged(layer: nn.Module, factors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
     """The weight of a layer with an adapter merged by peft.
 
     Args:
