@@ -34,11 +34,11 @@ from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, Match
 from rotation_merge.matching.teachers import AnsweredSamples, write_answers
 from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, renamed_views
 from rotation_merge.model.adapter_base import on_base
+from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.fold import unfolded_gain
 from rotation_merge.model.heads import free_name, head_names, heads_in, heads_of_teachers, under_head
 from rotation_merge.model.labels import with_classes_of
-from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.naming import anywhere, check_different
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.open import ModelLike, check_names, open_model, paths_of, several

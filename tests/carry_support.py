@@ -15,7 +15,7 @@ from torch import Tensor
 import rotation_merge as rm
 from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.model.factors import stacks, transposed
+from rotation_merge.model.low_rank import stacks, transposed
 
 RANK, ALPHA = 2, 3.0
 PREFIX = "base_model.model."

@@ -14,12 +14,13 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor
 from rotation_merge.carrying.carrier import Carrier, Change, Changes
 from rotation_merge.errors import AlignmentError, CheckpointError
+from rotation_merge.model.adapter_entries import WHOLE, WRONG_BASE, AdapterEntry, ParsedAdapter, parse
+from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.blocks import check_shape, read_tensor
-from rotation_merge.model.factors import LowRank, dense, factor_infos, output_axis, stacks
 from rotation_merge.model.forms import ComposedTensor, other_form, restructured
 from rotation_merge.model.labels import LabelRows, in_order
-from rotation_merge.model.lora import WHOLE, WRONG_BASE, AdapterEntry, AdapterWeights, ParsedAdapter, parse
+from rotation_merge.model.low_rank import LowRank, dense, factor_infos, output_axis, stacks
 from rotation_merge.model.rows import with_rows_of
 from rotation_merge.model.tensors import TensorSource
 
@@ -188,7 +189,7 @@ class _BlockOfAdapter:
     def _factors(self, entry: AdapterEntry, info: TensorInfo) -> tuple[Tensor, Tensor]:
         """Both factors in float64; a bias (`lora_bias`) is one more column of b and a zero row of a."""
         a, b = (self.adapter.tensor(key).double() for key in (entry.a, entry.b))
-        if entry.bias is not None:
+        if entry.bias in self.adapter.shapes:
             bias = self.adapter.tensor(entry.bias).double()
             a = torch.cat([a, a.new_zeros(1, *a.shape[1:])])
             b = torch.cat([b, bias.reshape(-1, *[1] * (b.ndim - 1))], 1)
@@ -220,7 +221,7 @@ class _BlockOfAdapter:
         first, info = entries[0], self._info(entries[0].spot.info.key)
         self.result.add_norm(info, before, read_tensor(info, self.carrier.old))
         a, b = moved.a, moved.b
-        if first.bias is not None:
+        if first.bias in self.adapter.shapes:
             self._put(first.bias, b[:, -1].reshape(-1))
             a, b = a[:-1], b[:, :-1]
         if first.expert is None and stacks(info):
@@ -239,9 +240,9 @@ class _BlockOfAdapter:
                 f"the shift of a norm adds a constant to '{entry.module}', which cannot hold it", SMALLER
             )
         tensors = self.result.adapter.tensors
-        bias, added = tensors.get(entry.bias_key), constant / entry.scale
+        bias, added = tensors.get(entry.bias), constant / entry.scale
         added = added if bias is None else bias.double() + added
-        tensors[entry.bias_key] = added.to(tensors[entry.b].dtype)
+        tensors[entry.bias] = added.to(tensors[entry.b].dtype)
         self.result.constants.append(entry.module)
 
     def _write_magnitude(self, entry: AdapterEntry, before: Change, moved: Change, constant: Tensor | None) -> None:
@@ -316,8 +317,8 @@ def _give_biases(adapter: Adapter, entries: Iterable[AdapterEntry], result: Carr
                 where=adapter.path,
                 remedy=SMALLER,
             )
-        if entry.bias_key not in tensors:
-            tensors[entry.bias_key] = tensors[entry.b].new_zeros(tensors[entry.b].shape[0])
+        if entry.bias not in tensors:
+            tensors[entry.bias] = tensors[entry.b].new_zeros(tensors[entry.b].shape[0])
     result.adapter.config.update(lora_bias=True, init_lora_weights=True)
 
 
@@ -349,7 +350,7 @@ def separated_adapter(
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for entry, apart in zip(parsed.entries, forms, strict=True):
-        module_keys = [key for key in (entry.a, entry.b, entry.bias_key, entry.change.magnitude) if key in tensors]
+        module_keys = [key for key in (entry.a, entry.b, entry.bias, entry.change.magnitude) if key in tensors]
         parts = {str(key): tensors.pop(str(key)) for key in module_keys}
         rank = parts[entry.a].shape[0]
         for module, start, length in _places(entry, apart, stored):

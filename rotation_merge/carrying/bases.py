@@ -19,11 +19,11 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import Pair, open_pair, read_file
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.run import AppliedAlignment, Run
+from rotation_merge.model.adapter_entries import parse
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.blocks import with_tied
 from rotation_merge.model.forms import other_form, restructured, same_form
 from rotation_merge.model.labels import in_class_order, label_rows
-from rotation_merge.model.lora import parse
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.rows import resized_vocabulary, vocabulary_subset
 from rotation_merge.model.tensors import TensorSource

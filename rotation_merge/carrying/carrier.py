@@ -19,8 +19,8 @@ from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.blocks import read_tensor
-from rotation_merge.model.factors import LowRank, dense, factor_infos
 from rotation_merge.model.fold import Fold, unfold_change, weight_key
+from rotation_merge.model.low_rank import LowRank, dense, factor_infos
 from rotation_merge.model.tensors import TensorSource
 
 Change = LowRank | Tensor

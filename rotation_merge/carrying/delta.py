@@ -18,8 +18,8 @@ from rotation_merge.errors import AlignmentError, not_written
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model import slices
 from rotation_merge.model.blocks import read_tensor, unstack
-from rotation_merge.model.factors import LowRank, dense, stacks, transposed
 from rotation_merge.model.fold import folded_tensors
+from rotation_merge.model.low_rank import LowRank, dense, stacks, transposed
 from rotation_merge.model.open import ModelLike, check_names, open_model
 from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.view import View
@@ -302,12 +302,13 @@ NOTHING_LEFT = 1e-4
 def of_low_rank(change: Tensor, info: TensorInfo, rank: int, trimmed: bool = False) -> Change:
     """The nearest change of this rank (Eckart and Young), with equally large factors.
 
-    Tables of positions and tokens that belong to no layer (1, n, width) have no place in an adapter and stay whole.
+    Tables of positions and tokens that belong to no layer (1, n, width) and convolutions of single channels
+    (channels, 1, kernel) have no place in an adapter and stay whole.
 
     Args:
         trimmed: of the rank that the change has, where that is less.
     """
-    if transposed(info) and change.ndim > 2 and not stacks(info):
+    if change.ndim > 2 and not stacks(info) and (transposed(info) or (change.shape[1] == 1 and change.ndim == 3)):
         return change
     matrix = change.mT if transposed(info) else change
     shape = matrix.shape

@@ -26,7 +26,7 @@ from rotation_merge.files.ledger import Unfinished
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.matching.objective import is_distribution, main_output
 from rotation_merge.matching.teachers import AnsweredSamples, write_answers
-from rotation_merge.model.lora import AdapterWeights
+from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import Batch, inputs_for

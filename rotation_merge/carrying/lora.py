@@ -14,9 +14,9 @@ from rotation_merge.architecture.registry import every_name
 from rotation_merge.carrying.carrier import Change, Changes, is_bias, weight_key
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, short
+from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.blocks import read_tensor, unstack
-from rotation_merge.model.factors import LowRank, dense, stacks, transposed
-from rotation_merge.model.lora import AdapterWeights
+from rotation_merge.model.low_rank import LowRank, dense, stacks, transposed
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.view import View
 

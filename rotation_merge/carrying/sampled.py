@@ -31,8 +31,8 @@ from rotation_merge.carrying.session import TransferSession
 from rotation_merge.files.ledger import Unfinished
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.blocks import read_tensor, unstack
-from rotation_merge.model.factors import dense
 from rotation_merge.model.forms import translated
+from rotation_merge.model.low_rank import dense
 from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.model.run_keys import mark_of
 from rotation_merge.model.tensors import TensorSource, as_tensors

@@ -24,10 +24,10 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import WEIGHTS
 from rotation_merge.matching.run import Run, change_note
+from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.card import metadata, notes, section, with_metadata
 from rotation_merge.model.checkpoint import write_checkpoint
-from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.markdown import code, prose
 from rotation_merge.model.open import parse_reference
 from rotation_merge.model.origin import origins

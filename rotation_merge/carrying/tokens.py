@@ -22,11 +22,11 @@ from torch import Tensor
 from rotation_merge.carrying.bases import Bases
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.files.durable import write_json
+from rotation_merge.model.adapter_entries import parse
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.blocks import read_tensor
-from rotation_merge.model.factors import dense
 from rotation_merge.model.headers import TOKENIZER, read_json
-from rotation_merge.model.lora import parse
+from rotation_merge.model.low_rank import dense
 from rotation_merge.model.open import open_model
 from rotation_merge.model.rows import resized_vocabulary, vocabulary_subset
 from rotation_merge.model.tensors import TensorSource

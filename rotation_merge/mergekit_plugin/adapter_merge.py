@@ -30,7 +30,8 @@ from rotation_merge.files.outputs import FILE, FOLDER, Input, Output, check_outp
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.mergekit_plugin.recipe.settings import check_value
-from rotation_merge.model.adapter_files import PEFT, SUFFIX, AdapterFactors, LowRankFactors, read_adapter, write_adapter
+from rotation_merge.model.adapter_files import PEFT, SUFFIX, AdapterFactors, read_adapter, write_adapter
+from rotation_merge.model.low_rank import LowRank
 from rotation_merge.model.open import paths_of
 
 LINEAR = "linear"
@@ -148,7 +149,7 @@ def merge_adapters(
     rule = _rule(method, dict(parameters or {}))
     shares = _weights(weights, len(read))
     _check_rank(chosen.rank, read)
-    maps: dict[str, LowRankFactors] = {}
+    maps: dict[str, LowRank] = {}
     maps_by_module: dict[str, MergedMap] = {}
     with seeded(chosen.seed):
         for module in sorted({module for adapter in read for module in adapter.maps}):
@@ -159,11 +160,11 @@ def merge_adapters(
 
 
 def _merged(
-    parts: Sequence[LowRankFactors | None],
+    parts: Sequence[LowRank | None],
     weights: Sequence[float],
     rule: _Rule,
     config: AdapterMergeConfig,
-) -> tuple[LowRankFactors, MergedMap]:
+) -> tuple[LowRank, MergedMap]:
     """One map of the new adapter; None if the adapter leaves the map unchanged."""
     present = [part for part in parts if part is not None]
     like, most = present[0], sum(part.rank for part in present)

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ from torch import Tensor
 from rotation_merge.errors import CheckpointError
 from rotation_merge.files.durable import replacing
 from rotation_merge.linalg.finite import all_finite
-from rotation_merge.model.adapters import ADAPTER_FILES, Adapter, damaged, lora_scale
+from rotation_merge.model.adapters import ADAPTER_FILES, WEIGHTS, Adapter, damaged, lora_scale
+from rotation_merge.model.headers import ADAPTER_CONFIG
 from rotation_merge.model.hub import downloaded, is_hub_name
-from rotation_merge.model.lora import AdapterWeights
-from rotation_merge.model.output import staged
+from rotation_merge.model.low_rank import LowRank
+from rotation_merge.model.output import new_folder, staged, write_files
+from rotation_merge.record import MergeReport
 
 DIFFUSERS = "diffusers"
 FILE_FORMS = {"kohya": ("lora_down.weight", "lora_up.weight"), DIFFUSERS: ("lora_A.weight", "lora_B.weight")}
@@ -44,44 +46,46 @@ _OTHER_KINDS = re.compile(r"\.(hada_w\w+|lokr_w\w+|lora_mid\.weight|dora_scale|o
 
 
 @dataclass(frozen=True)
-class LowRankFactors:
-    """The low-rank change of one map, ``s B A``.
+class AdapterWeights:
+    """An adapter in memory: its config, tensors by peft's names, and other files by name.
 
     Attributes:
-        a: (rank, inputs), or a convolution's (rank, channels, ...).
-        b: (outputs, rank), with ones behind for a convolution.
-        embedding: whether the map is an embedding, whose weight is the transpose.
+        notes: of the transfer that made it.
+        report: of that transfer.
     """
 
-    a: Tensor
-    b: Tensor
-    scale: float = 1.0
-    embedding: bool = False
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    report: MergeReport | None = field(default=None, repr=False)
 
-    @property
-    def rank(self) -> int:
-        return len(self.a)
+    def __repr__(self) -> str:
+        facts = self.config
+        rank, base = facts.get("r"), facts.get("base_model_name_or_path")
+        return f"AdapterWeights({len(self.tensors)} tensors, rank {rank}, for {base})"
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(outputs, inputs) of the change."""
-        return len(self.b), self.a[0].numel()
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the adapter atomically: the two files that peft reads, and the files beside them.
 
-    def flat(self) -> tuple[Tensor, Tensor]:
-        """A (rank, inputs) and s B (outputs, rank), float64."""
-        return self.a.double().flatten(1), self.scale * self.b.double().flatten(1)
+        Args:
+            folder: new, or empty.
 
-    def of_rank(self, rank: int) -> LowRankFactors:
-        """The same change with factors of a larger rank, filled with zeros."""
-        more = rank - self.rank
-        a = torch.cat([self.a, self.a.new_zeros(more, *self.a.shape[1:])])
-        b = torch.cat([self.b, self.b.new_zeros(len(self.b), more, *self.b.shape[2:])], 1)
-        return replace(self, a=a, b=b)
+        Raises:
+            CheckpointError: the folder holds something, or is a file.
+        """
+        with new_folder(os.fspath(folder)) as staging:
+            self.write(staging)
 
-    def with_flat(self, a: Tensor, b: Tensor) -> LowRankFactors:
-        """Other factors of the same map, in this one's shapes and types, with the scale 1."""
-        a_shape, b_shape = (len(a), *self.a.shape[1:]), (len(b), len(a), *self.b.shape[2:])
-        return replace(self, a=a.reshape(a_shape).to(self.a.dtype), b=b.reshape(b_shape).to(self.b.dtype), scale=1.0)
+    def write(self, folder: str) -> None:
+        """Write the files into a folder that the caller puts into its place."""
+        os.makedirs(folder, exist_ok=True)
+        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
+        save_file(tensors, os.path.join(folder, WEIGHTS[0]), {"format": "pt"})
+        with open(os.path.join(folder, ADAPTER_CONFIG), "w", encoding="utf-8") as file:
+            json.dump(self.config, file, indent=2, sort_keys=True)
+            file.write("\n")
+        write_files(folder, self.beside)
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class AdapterFactors:
 
     path: str
     form: str
-    maps: Mapping[str, LowRankFactors]
+    maps: Mapping[str, LowRank]
     config: Mapping[str, Any] = field(default_factory=dict)
     base_weights: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -131,9 +135,9 @@ def _read_folder(path: str) -> AdapterFactors:
             raise CheckpointError(f"{kind} '{name}', which has no factors", where=path, remedy=IN_BASE)
         if change.value is not None:
             base_weights[change.value] = adapter.tensor(change.value)
-        factors = adapter.factors(name)
+        factors = adapter.low_rank(name)
         assert factors is not None
-        maps[name.removesuffix(".weight")] = LowRankFactors(*factors, embedding=change.embedding)
+        maps[name.removesuffix(".weight")] = factors
     return AdapterFactors(path, PEFT, maps, adapter.config, base_weights)
 
 
@@ -153,7 +157,7 @@ def _read_file(path: str) -> AdapterFactors:
     if form is None:
         raise CheckpointError("holds no factors of a LoRA", where=path, remedy="name an adapter, not a model")
     down, up = FILE_FORMS[form]
-    maps: dict[str, LowRankFactors] = {}
+    maps: dict[str, LowRank] = {}
     for name in sorted(tensors):
         module = name.removesuffix(f".{down}")
         if module != name:
@@ -178,7 +182,7 @@ def _stored_config(metadata: Mapping[str, str], path: str) -> dict[str, Any]:
 
 def _factors_of(
     module: str, tensors: Mapping[str, Tensor], names: tuple[str, str], config: Mapping[str, Any], path: str
-) -> LowRankFactors:
+) -> LowRank:
     """The factors of one module in a single file.
 
     Args:
@@ -193,10 +197,10 @@ def _factors_of(
     if not all_finite([a, b, alpha]):
         raise CheckpointError(f"'{module}' holds NaN or infinity", where=path, remedy="download it again")
     if f"{module}.alpha" in tensors:
-        return LowRankFactors(a, b, float(alpha) / len(a))
+        return LowRank(a, b, float(alpha) / len(a))
     prefix = module.partition(".")[0] + "."
     of_part = {key.removeprefix(prefix): value for key, value in config.items() if key.startswith(prefix)} or config
-    return LowRankFactors(a, b, lora_scale(of_part, module, len(a), path) if "lora_alpha" in of_part else 1.0)
+    return LowRank(a, b, lora_scale(of_part, module, len(a), path) if "lora_alpha" in of_part else 1.0)
 
 
 def write_adapter(adapter: AdapterFactors, out: str) -> None:

@@ -2,7 +2,7 @@
 
 A weight W becomes W + s B A with s = alpha / r (Hu and others, 2021), s = alpha / sqrt(r) (rsLoRA: Kalajdzievski,
 2023), or m (W + s B A) / |W + s B A| row by row (DoRA: Liu and others, 2024, equation 5). Names and shapes are those of
-the peft library. Everything is read when it is asked for, and nothing is kept on disk.
+the peft library. Tensors are read when they are asked for, and nothing is kept.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.model.headers import ADAPTER_CONFIG, Shapes, check_local, file_shapes, holds_model, read_json
+from rotation_merge.model.low_rank import LowRank
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_FILES = [ADAPTER_CONFIG, *WEIGHTS]
@@ -41,20 +41,9 @@ BEYOND = {
 SHIFTS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin (`init_lora_weights`) that also change the base weights, which the adapter alone does not tell."""
 
-KEPT = 4
-"""Factors that are kept: those of two weights, which experts have side by side."""
-
 _FACTOR = re.compile(
-    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
-    r"(?:\.(?P<leaf>weight|bias))?"
+    r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<part>A|B|magnitude)(?:_vector)?(?:\.(?P<leaf>weight|bias))?"
 )
-_PARTS = {
-    "lora_A": "a",
-    "lora_B": "b",
-    "lora_embedding_A": "a",
-    "lora_embedding_B": "b",
-    "lora_magnitude_vector": "magnitude",
-}
 
 
 def is_adapter(path: str) -> bool:
@@ -94,6 +83,7 @@ class Adapter:
     """A LoRA adapter in a directory.
 
     Attributes:
+        shapes: of the tensors in its file.
         changes: by the name of the parameter (`model.layers.0.self_attn.q_proj.weight`), as the model's class has it.
     """
 
@@ -112,55 +102,35 @@ class Adapter:
         self.config: dict[str, Any] = read_json(os.path.join(path, ADAPTER_CONFIG))
         self._check_config()
         self.shapes: Shapes = file_shapes(self._file)
-        self._kept: dict[str, Tensor] = {}
-        self.changes = {name: self._scaled(name, change) for name, change in self._read_names().items()}
-        self._check_changes()
+        self.changes = self._read_names()
 
     @property
     def rank(self) -> int:
         """The largest rank of its factors, which the carried adapter may have everywhere; one if it has none."""
         return max((self.shapes[c.a][0] for c in self.changes.values() if c.a is not None), default=1)
 
-    def factors(self, name: str) -> tuple[Tensor, Tensor, float] | None:
-        """A (r, in), B (out, r) as they are stored and s, so that the parameter gains s B A; None: it has none."""
+    def low_rank(self, name: str) -> LowRank | None:
+        """The low-rank change of a parameter, the factors as they are stored; None: it has none."""
         change = self.changes[name]
         if change.a is None or change.b is None:
             return None
-        return self.tensor(change.a), self.tensor(change.b), change.scale
+        return LowRank(self.tensor(change.a), self.tensor(change.b), change.scale, change.embedding)
 
-    def apply(self, name: str, weight: Tensor, transposed: bool = False) -> Tensor:
-        """A parameter with the adapter merged in, in float32 at least.
+    def tensor(self, key: str) -> Tensor:
+        """One tensor of the file.
 
-        Args:
-            weight: of the base model, (out, in) or a convolution's (out, in, ...).
-            transposed: it is stored as (in, out).
+        Raises:
+            CheckpointError: it holds NaN or infinity.
         """
-        change = self.changes[name]
-        work = torch.promote_types(weight.dtype, torch.float32)
-        result = weight.to(work)
-        if change.value is not None:
-            result = self.tensor(change.value).to(work)
-        if change.shift is not None:
-            result = result + change.scale * self.tensor(change.shift).to(work)
-        factors = self.factors(name)
-        if factors is not None:
-            a, b, scale = factors
-            delta = scale * (b.to(work).flatten(1) @ a.to(work).flatten(1))
-            flipped = transposed or change.embedding
-            result = result + (delta.T if flipped else delta.reshape(result.shape))
-            if change.magnitude is not None:
-                rows = (result.T if flipped else result).norm(dim=1)
-                factor = (self.tensor(change.magnitude).to(work).flatten() / rows)[:, None]
-                result = result * (factor.T if flipped else factor)
-        return result
+        tensor: Tensor = self._loader.get_tensor(key)
+        if not all_finite([tensor]):
+            raise damaged(f"'{key}' holds NaN or infinity", self.path)
+        return tensor
 
-    def shape(self, name: str) -> tuple[int, int] | None:
-        """Shape (out, in) of the change of a parameter; None without a low-rank change."""
-        change = self.changes[name]
-        if change.a is None or change.b is None:
-            return None
-        a, b = self.shapes[change.a], self.shapes[change.b]
-        return b[0], int(torch.Size(a[1:]).numel())
+    def refusal(self, problem: str) -> CheckpointError:
+        return CheckpointError(
+            problem, where=self.path, remedy="merge it into its base model with peft, and name the result"
+        )
 
     @cached_property
     def _file(self) -> str:
@@ -173,25 +143,6 @@ class Adapter:
     def _loader(self) -> LazyTensorLoader:
         return LazyTensorLoader(ShardedTensorIndex.from_file(self._file), lazy_unpickle=False)
 
-    def tensor(self, key: str) -> Tensor:
-        """One tensor of the file.
-
-        Raises:
-            CheckpointError: it holds NaN or infinity.
-        """
-        tensor: Tensor = self._loader.get_tensor(key)
-        if not all_finite([tensor]):
-            raise self._damaged(f"'{key}' holds NaN or infinity")
-        return tensor
-
-    def factor(self, key: str) -> Tensor:
-        """A factor that holds all experts' factors, cached; not to be modified."""
-        if key not in self._kept:
-            if len(self._kept) == KEPT:
-                del self._kept[next(iter(self._kept))]
-            self._kept[key] = self.tensor(key)
-        return self._kept[key]
-
     def _check_config(self) -> None:
         kind = self.config.get("peft_type")
         if kind != "LORA":
@@ -203,62 +154,39 @@ class Adapter:
         if isinstance(begun, str) and begun.lower().startswith(SHIFTS_BASE):
             raise self.refusal(f"it starts from '{begun}', which changes the base weights")
 
-    def refusal(self, problem: str) -> CheckpointError:
-        return CheckpointError(
-            problem, where=self.path, remedy="merge it into its base model with peft, and name the result"
-        )
-
     def _read_names(self) -> dict[str, Change]:
-        changes: dict[str, Change] = {}
+        parts: dict[str, dict[str, Any]] = {}
         for key in sorted(self.shapes):
             stem = key.removeprefix("base_model.model.")
             match = _FACTOR.fullmatch(stem)
             if match is None:
                 if "lora_" in stem or ".token_adapter." in stem:
                     raise self.refusal(f"tensor '{key}' is not part of W + s B A")
-                name = re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", stem)
-                changes[name] = replace(changes.get(name, Change()), value=key)
+                parts.setdefault(re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", stem), {})["value"] = key
             elif match["leaf"] == "bias":
-                name = f"{match['module']}.bias"
-                changes[name] = replace(changes.get(name, Change()), shift=key)
+                parts.setdefault(f"{match['module']}.bias", {})["shift"] = key
             else:
-                name = f"{match['module']}.weight"
-                part: dict[str, Any] = {_PARTS[match["part"]]: key}
-                change = replace(changes.get(name, Change()), **part)
-                changes[name] = replace(change, embedding=change.embedding or "embedding" in match["part"])
-        return changes
+                change = parts.setdefault(f"{match['module']}.weight", {})
+                change[match["part"].lower()] = key
+                change["embedding"] = bool(match["embedding"]) or change.get("embedding", False)
+        if not parts:
+            raise damaged("it holds no tensors", self.path)
+        return {name: self._scaled(name, Change(**change)) for name, change in parts.items()}
 
     def _scaled(self, name: str, change: Change) -> Change:
-        """Return the change with its scale s, which may differ between modules."""
-        module = name.rpartition(".")[0]
+        """The change with its scale s, which may differ between modules; its factors are checked."""
+        if (change.a is None) != (change.b is None) or (change.magnitude and change.a is None):
+            raise damaged(f"'{name}' has one factor without the other", self.path)
         key = change.b or change.shift
         if key is None:
             return change
-        factor = change.b or str(change.shift).removesuffix("bias") + "weight"
+        factor = change.b or key.removesuffix("bias") + "weight"
         if factor not in self.shapes:
-            raise self._damaged(f"'{key}' has no matching '{factor}'")
-        return replace(change, scale=self.scale(module, (*self.shapes[factor], 0, 0)[1]))
-
-    def scale(self, module: str, rank: int) -> float:
-        """Factor of the product of a module's (or parameter's) factors."""
-        return lora_scale(self.config, module, rank, self.path)
-
-    def _check_changes(self) -> None:
-        if not self.changes:
-            raise self._damaged("it holds no tensors")
-        for name, change in self.changes.items():
-            if (change.a is None) != (change.b is None) or (change.magnitude and change.a is None):
-                raise self._damaged(f"'{name}' has one factor without the other")
-            if change.a is None or change.b is None:
-                continue
-            a, b = self.shapes[change.a], self.shapes[change.b]
-            if len(a) < 2 or len(b) < 2 or a[0] != b[1] or any(n != 1 for n in b[2:]):
-                raise self._damaged(f"the factors of '{name}' are {list(a)} and {list(b)}")
-            if change.magnitude is not None and (change.embedding or len(a) > 2):
-                raise self.refusal(f"'{name}': DoRA of an embedding or a convolution")
-
-    def _damaged(self, problem: str) -> CheckpointError:
-        return damaged(problem, self.path)
+            raise damaged(f"'{key}' has no matching '{factor}'", self.path)
+        a, b = self.shapes.get(str(change.a)), self.shapes[factor]
+        if len(b) < 2 or (a is not None and (len(a) < 2 or a[0] != b[1] or any(n != 1 for n in b[2:]))):
+            raise damaged(f"the factors of '{name}' are {list(a or ())} and {list(b)}", self.path)
+        return replace(change, scale=lora_scale(self.config, name.rpartition(".")[0], b[1], self.path))
 
 
 def lora_scale(config: Mapping[str, Any], module: str, rank: int, path: str) -> float:
@@ -267,22 +195,18 @@ def lora_scale(config: Mapping[str, Any], module: str, rank: int, path: str) -> 
     Raises:
         CheckpointError: the config of the adapter at `path` gives none.
     """
-    alpha = _alpha_of_pattern(config, module, config.get("lora_alpha"), path)
-    number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
-    if not number or rank < 1:
-        raise damaged(f"lora_alpha of '{module}' is {alpha!r}", path)
-    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
-
-
-def _alpha_of_pattern(config: Mapping[str, Any], module: str, otherwise: Any, path: str) -> Any:
-    """The value of the first pattern that a module's name ends with."""
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise damaged("'alpha_pattern' is not a mapping", path)
     try:
-        return next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", module)), otherwise)
+        special = [alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)]
     except re.error as error:
         raise damaged(f"'alpha_pattern' holds a pattern that cannot be read ({error})", path) from error
+    alpha = [*special, config.get("lora_alpha")][0]
+    number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
+    if not number or rank < 1:
+        raise damaged(f"lora_alpha of '{module}' is {alpha!r}", path)
+    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
 
 
 def damaged(problem: str, path: str) -> CheckpointError:

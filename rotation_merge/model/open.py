@@ -18,7 +18,7 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import families, find, stores_codes, tied_head, unaligned
 from rotation_merge.architecture.sentence import KEY as SENTENCE
 from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, nearest_path, short
-from rotation_merge.model.adapted_loader import adapted, find_places
+from rotation_merge.model.adapted import adapted
 from rotation_merge.model.adapter_base import OWN_BASE, check_base
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.blocks import Shapes, check_shapes
@@ -176,8 +176,7 @@ def _open_files(
     files = Files(reference, folder, tensors.dtypes, options, adapter)
     if adapter is not None:
         tied = tied_head(config, list(tensors), name, None if untie else architecture)
-        places = find_places(adapter, architecture, dict(tensors.shapes), config, tied[0] if tied else None, name)
-        tensors = adapted(tensors, adapter, places)
+        tensors = adapted(tensors, adapter, architecture, config, tied[0] if tied else None, name)
     view = View(name, config, architecture, tensors, files, untie=untie, remarks=_remarks(name, folder, adapter))
     if adapter is not None and not (any_base or options.allow_crimes):
         check_own_base(view)

@@ -46,7 +46,7 @@ from rotation_merge.mergekit_plugin.planning import tasks
 from rotation_merge.model import biases, slices
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.blocks import read_tensor
-from rotation_merge.model.factors import dense
+from rotation_merge.model.low_rank import dense
 from rotation_merge.run.data import Data
 
 

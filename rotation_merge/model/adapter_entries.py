@@ -1,27 +1,23 @@
-"""An adapter's tensors by the tensors of the base that they change, and an adapter written anew."""
+"""An adapter's tensors by the tensors of the base that they change."""
 
 from __future__ import annotations
 
-import json
-import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-from safetensors.torch import save_file
-from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.adapters import WEIGHTS, Adapter, Change
-from rotation_merge.model.factors import stacks, transposed
-from rotation_merge.model.headers import ADAPTER_CONFIG
-from rotation_merge.model.output import new_folder, write_files
-from rotation_merge.record import MergeReport
+from rotation_merge.model.adapters import Adapter, Change, lora_scale
+from rotation_merge.model.low_rank import stacks, transposed
 
 WHOLE = "merge the adapter into its base and carry the whole model"
 WRONG_BASE = "name the base that it was trained on"
+
+READS_STORED_ORDER, READS_BY_CLASS = (0, 19, 0), (0, 19, 1)
+"""peft before the first takes fused experts [e, x, y] for [e, in, out], from the second on as the class has them."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,6 @@ class AdapterEntry:
     Attributes:
         module: the module's path, as the adapter's names have it.
         change: names of the factors, of a magnitude.
-        bias: name of the bias that peft's `lora_bias` changes.
         scale: factor of the product.
         spot: the tensor that is changed; expert: which one, where the base stores experts apart.
         transposed: it is [in, out] to the adapter, whose factors are A (rank, in) and B (out, rank).
@@ -39,7 +34,6 @@ class AdapterEntry:
 
     module: str
     change: Change
-    bias: str | None
     scale: float
     spot: PossibleTensor
     expert: int | None = None
@@ -54,9 +48,15 @@ class AdapterEntry:
         return str(self.change.b)
 
     @property
-    def bias_key(self) -> str:
-        """peft's name for a bias of this module."""
+    def bias(self) -> str:
+        """peft's name for a bias of this module (`lora_bias`), which the adapter may have."""
         return self.b.removesuffix("weight") + "bias"
+
+    @property
+    def experts(self) -> int:
+        """Number of experts whose factors stand in one; 0: they are of one map."""
+        info = self.spot.info
+        return (info.axes[0].size or 1) if stacks(info) and self.expert is None else 0
 
 
 @dataclass(frozen=True)
@@ -67,49 +67,6 @@ class ParsedAdapter:
     saved: dict[str, PossibleTensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class AdapterWeights:
-    """An adapter in memory: its config, tensors by peft's names, and other files by name.
-
-    Attributes:
-        notes: of the transfer that made it.
-        report: of that transfer.
-    """
-
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
-    beside: Mapping[str, bytes] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    report: MergeReport | None = field(default=None, repr=False)
-
-    def __repr__(self) -> str:
-        facts = self.config
-        rank, base = facts.get("r"), facts.get("base_model_name_or_path")
-        return f"AdapterWeights({len(self.tensors)} tensors, rank {rank}, for {base})"
-
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the adapter atomically: the two files that peft reads, and the files beside them.
-
-        Args:
-            folder: new, or empty.
-
-        Raises:
-            CheckpointError: the folder holds something, or is a file.
-        """
-        with new_folder(os.fspath(folder)) as staging:
-            self.write(staging)
-
-    def write(self, folder: str) -> None:
-        """Write the files into a folder that the caller puts into its place."""
-        os.makedirs(folder, exist_ok=True)
-        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
-        save_file(tensors, os.path.join(folder, WEIGHTS[0]), {"format": "pt"})
-        with open(os.path.join(folder, ADAPTER_CONFIG), "w", encoding="utf-8") as file:
-            json.dump(self.config, file, indent=2, sort_keys=True)
-            file.write("\n")
-        write_files(folder, self.beside)
-
-
 def parse(adapter: Adapter, base: Mapping[str, Any]) -> ParsedAdapter:
     """The tensors of a base that an adapter's tensors change.
 
@@ -117,7 +74,7 @@ def parse(adapter: Adapter, base: Mapping[str, Any]) -> ParsedAdapter:
         base: the base's config.
 
     Raises:
-        CheckpointError: the adapter changes something that the base has not.
+        CheckpointError: the adapter changes something that the base has not, or confuses inputs and outputs.
     """
     names, result = every_name(base), ParsedAdapter()
     for name, change in adapter.changes.items():
@@ -130,22 +87,13 @@ def parse(adapter: Adapter, base: Mapping[str, Any]) -> ParsedAdapter:
             entry = entry_of(adapter, name, names)
             if entry is None:
                 raise _unknown(adapter, name.removesuffix(".weight"))
-            result.entries.append(_carried(adapter, entry))
+            if entry.transposed != transposed(entry.spot.info):
+                problem = f"swaps inputs and outputs of '{entry.spot.info.name}', as peft does with this base's experts"
+                raise CheckpointError(problem, where=adapter.path, remedy=WHOLE)
+            result.entries.append(entry)
         elif change.shift is not None and adapter.changes.get(f"{name.removesuffix('bias')}weight") is None:
             raise _unknown(adapter, name)
     return result
-
-
-def _carried(adapter: Adapter, entry: AdapterEntry) -> AdapterEntry:
-    """An entry with factors along the axes of its base's tensor.
-
-    Raises:
-        CheckpointError: peft confuses inputs and outputs of a tensor.
-    """
-    if entry.transposed != transposed(entry.spot.info):
-        problem = f"swaps inputs and outputs of '{entry.spot.info.name}', as peft does with this base's experts"
-        raise CheckpointError(problem, where=adapter.path, remedy=WHOLE)
-    return entry
 
 
 def entry_of(adapter: Adapter, name: str, names: Mapping[str, PossibleTensor]) -> AdapterEntry | None:
@@ -154,38 +102,51 @@ def entry_of(adapter: Adapter, name: str, names: Mapping[str, PossibleTensor]) -
     Args:
         name: of the weight, as the adapter has it.
         names: all that the base's tensors may go by.
+
+    Raises:
+        CheckpointError: of fused experts it cannot be told what are inputs and what outputs.
     """
     change = adapter.changes[name]
     module, plain = name.removesuffix(".weight"), name.replace(".base_layer", "")
-    bias = adapter.changes.get(f"{module}.bias", Change()).shift
     parameter = plain if plain in names else _parameter(adapter, plain.removesuffix(".weight"), change, names)
     if parameter is None:
         return None
     spot = names[parameter]
     info = spot.info
-    if info.stacked:
-        return AdapterEntry(module, change, bias, change.scale, spot, info.names.index(plain), transposed(info))
-    if not stacks(info) and parameter == plain:
-        return AdapterEntry(module, change, bias, change.scale, spot, transposed=transposed(info))
-    count = (info.axes[0].size or 1) if stacks(info) else 1  # ranks of all experts stand in one factor
-    scale = adapter.scale(parameter, adapter.shapes[str(change.b)][1] // count)
-    expected = bool(stacks(info)) and transposed(info)
-    label = _own(info)[::-1] if expected else _own(info)
-    flipped = expected if _alike(label, sizes(adapter, change)) else not expected
-    return AdapterEntry(module, change, bias, scale, spot, transposed=flipped)
+    if info.stacked or (parameter == plain and not stacks(info)):
+        expert = info.names.index(plain) if info.stacked else None
+        return AdapterEntry(module, change, change.scale, spot, expert, transposed(info))
+    entry = AdapterEntry(module, change, change.scale, spot, transposed=_reads_first(adapter, change, info))
+    rank = adapter.shapes[entry.b][1] // max(entry.experts, 1)
+    return replace(entry, scale=lora_scale(adapter.config, parameter, rank, adapter.path))
 
 
 def _parameter(adapter: Adapter, module: str, change: Change, names: Mapping[str, PossibleTensor]) -> str | None:
     """The tensor of peft's `target_parameters` inside a module, identified by its sizes."""
     targets = [str(target).rpartition(".")[2] for target in adapter.config.get("target_parameters") or []]
     places = [place for name in dict.fromkeys(targets) if (place := f"{module}.{name}") in names]
-    size = sizes(adapter, change)
-    expected = {place: _own(i)[::-1] if transposed(i := names[place].info) else _own(i) for place in places}
-    for turn in (1, -1):  # peft takes some for [out, in] that are [in, out]
-        matching = [place for place in places if _alike(expected[place][::turn], size)]
+    size = _sizes(adapter, change)
+    for turn in (1, -1):  # peft takes some for [out, in] that are [in, out], or the other way round
+        turned = {p: _own(i := names[p].info)[:: -turn if stacks(i) and transposed(i) else turn] for p in places}
+        matching = [place for place in places if _alike(turned[place], size)]
         if len(matching) == 1:
             return matching[0]
     return None
+
+
+def _reads_first(adapter: Adapter, change: Change, info: TensorInfo) -> bool:
+    """Whether factors take a parameter for [in, out]: by its sizes; of square experts by the peft that wrote them."""
+    size, stored = _sizes(adapter, change), _own(info)
+    if not (_alike(stored, size) and _alike(stored[::-1], size)):
+        return not _alike(stored, size)
+    if not stacks(info) or transposed(info):
+        return bool(stacks(info))
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", str(adapter.config.get("peft_version") or ""))
+    version = tuple(map(int, numbers.groups())) if numbers else None
+    if version is None or READS_STORED_ORDER <= version < READS_BY_CLASS:
+        written = "does not say which peft wrote it" if version is None else "was written by peft 0.19.0"
+        raise adapter.refusal(f"{written}, so inputs and outputs of '{info.name}', which is square, cannot be told")
+    return version < READS_STORED_ORDER
 
 
 def _alike(known: Sequence[int | None], sizes: Sequence[int]) -> bool:
@@ -198,7 +159,7 @@ def _own(info: TensorInfo) -> list[int | None]:
     return [axis.size for axis in info.axes[stacks(info) :]]
 
 
-def sizes(adapter: Adapter, change: Change) -> list[int]:
+def _sizes(adapter: Adapter, change: Change) -> list[int]:
     """Output and input sizes of a change."""
     return [adapter.shapes[str(change.b)][0], adapter.shapes[str(change.a)][1]]
 

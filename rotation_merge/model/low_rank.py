@@ -1,0 +1,102 @@
+"""Low-rank changes: the two factors of a weight's change, and their axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architecture.model import Axis, TensorInfo
+
+READS = {"read", "o", "out"}
+"""Roles of the coordinates that a linear map reads, which stand last in [out, in]."""
+
+WRITES = {"write", "q", "k", "v", "in", "gate"}
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A change ``scale * b @ a`` of a weight [out, in]; of a layer that stores [in, out], its transpose.
+
+    Attributes:
+        a: (r, in); of stacked experts (e, r, in); of a convolution (r, in, kernel...).
+        b: (out, r); (e, out, r); (out, r, 1...).
+        embedding: whether the weight is an embedding's, [in, out] with in = tokens.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+    embedding: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Of one map."""
+        return len(self.a)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs) of the change of one map."""
+        return len(self.b), self.a[0].numel()
+
+    def product(self) -> Tensor:
+        """The change of one map, (out, in) or (out, in, kernel...)."""
+        return (self.scale * (self.b.flatten(1) @ self.a.flatten(1))).reshape(len(self.b), *self.a.shape[1:])
+
+    def to(self, dtype: torch.dtype) -> LowRank:
+        return replace(self, a=self.a.to(dtype), b=self.b.to(dtype))
+
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """A (rank, inputs) and s B (outputs, rank) of one map, float64."""
+        return self.a.double().flatten(1), self.scale * self.b.double().flatten(1)
+
+    def of_rank(self, rank: int) -> LowRank:
+        """The same change of one map with factors of a larger rank, filled with zeros."""
+        more = rank - self.rank
+        a = torch.cat([self.a, self.a.new_zeros(more, *self.a.shape[1:])])
+        b = torch.cat([self.b, self.b.new_zeros(len(self.b), more, *self.b.shape[2:])], 1)
+        return replace(self, a=a, b=b)
+
+    def with_flat(self, a: Tensor, b: Tensor) -> LowRank:
+        """Other factors of the same map, in this one's shapes and types, with the scale 1."""
+        a_shape, b_shape = (len(a), *self.a.shape[1:]), (len(b), len(a), *self.b.shape[2:])
+        return replace(self, a=a.reshape(a_shape).to(self.a.dtype), b=b.reshape(b_shape).to(self.b.dtype), scale=1.0)
+
+
+def transposed(info: TensorInfo) -> bool:
+    """Whether a weight is stored [in, out]."""
+    if len(info.axes) < 2:
+        return False
+    first, last = ({part.role for part in info.axes[dim].parts} for dim in (stacks(info), -1))
+    return bool(first & READS or last & WRITES)
+
+
+def stacks(info: TensorInfo) -> int:
+    """Leading axes that count maps instead of belonging to one: 1 for experts, stored apart or in one tensor."""
+    counts = len(info.axes) == 3 and [part.role for part in info.axes[0].parts] == ["index"]
+    return int(counts)
+
+
+def factor_infos(info: TensorInfo) -> tuple[TensorInfo, TensorInfo]:
+    """The labelled axes of a weight's factors `a` and `b`."""
+    rank, lead, axes = Axis(), info.axes[: stacks(info)], info.axes[stacks(info) :]
+    if len(axes) > 2:
+        return replace(info, axes=(rank, *axes[1:])), replace(info, axes=(axes[0], *[rank] * (len(axes) - 1)))
+    reads, gives = (axes[0], axes[1]) if transposed(info) else (axes[1], axes[0])
+    return replace(info, axes=(*lead, rank, reads)), replace(info, axes=(*lead, gives, rank))
+
+
+def output_axis(info: TensorInfo) -> tuple[int, Axis]:
+    """The dimension of a weight's outputs, and its axis."""
+    lead = stacks(info)
+    dim = lead + 1 if transposed(info) else lead
+    return dim, info.axes[dim]
+
+
+def dense(change: LowRank | Tensor, info: TensorInfo) -> Tensor:
+    """The dense change of a weight."""
+    if isinstance(change, Tensor):
+        return change
+    product = change.scale * (change.b @ change.a) if stacks(info) else change.product()
+    return product.mT if transposed(info) else product
