@@ -26,7 +26,7 @@ from rotation_merge.mergekit_plugin.recipe.parameter_scopes import at, items, sc
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.mergekit_plugin.recipe.settings import explain
 from rotation_merge.model.checkpoint import Model, Models
-from rotation_merge.model.gguf.place import is_absent
+from rotation_merge.model.gguf import is_absent
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.hub import HubFile
 from rotation_merge.model.labels import label_rows

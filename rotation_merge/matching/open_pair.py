@@ -34,7 +34,7 @@ from rotation_merge.model.adapter_base import check_own_base
 from rotation_merge.model.checkpoint import Model, Models, parse_reference, whole_path
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.fold import folded_source
-from rotation_merge.model.gguf.place import is_absent
+from rotation_merge.model.gguf import is_absent
 from rotation_merge.model.held_model import HeldModel
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.language_half import language_half

@@ -23,8 +23,15 @@ from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMe
 from rotation_merge.model.adapted_loader import AdaptedLoader, ChangePlaces, find_places
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.fingerprint import Fingerprint, FingerprintedSource, fingerprint
-from rotation_merge.model.gguf.loader import GgufLoader, quantised
-from rotation_merge.model.gguf.place import downloaded, gguf_files, in_cache, is_folder, is_gguf, refuse_bare_repository
+from rotation_merge.model.gguf import (
+    downloaded,
+    gguf_files,
+    in_cache,
+    is_folder,
+    is_gguf,
+    quantised,
+    refuse_bare_repository,
+)
 from rotation_merge.model.headers import (
     Shapes,
     check_codes,
@@ -185,8 +192,6 @@ class Model:
         if getattr(LoaderCache.loaders.get(plain), "stamps", None) != stamps:
             LoaderCache.loaders.pop(plain, None)  # opened before its files were written again, or put there by others
         try:
-            if plain not in LoaderCache.loaders and (gguf := self._gguf()) is not None:
-                LoaderCache.loaders[plain] = GgufLoader(gguf)
             if plain not in LoaderCache.loaders and (cached := self._in_cache_alone()) is not None:
                 LoaderCache.loaders[plain] = cached.lazy_loader(lazy_unpickle=self.options.lazy_unpickle)
             loader = serialised_loader(LoaderCache().get(plain))
@@ -224,15 +229,10 @@ class Model:
             if path.endswith(READ) and (facts := os.stat(path))
         )
 
-    def _gguf(self) -> str | None:
-        """The folder made from the model's GGUF file; None if the model has none."""
-        folder = self._local()
-        return folder if folder is not None and gguf_files(folder) else None
-
     def _in_cache_alone(self) -> ModelReference | None:
-        """The cached folder of a hub model if the hub cannot be reached, as mergekit does."""
+        """The folder that a GGUF is decoded into, or of a hub model if the hub cannot be reached, as mergekit does."""
         model = self.reference.model
-        if is_folder(model.path) or reachable():
+        if is_folder(model.path) or (not is_gguf(model.path) and reachable()):
             return None
         folder = in_cache(model.path, model.revision, self.options.transformers_cache)
         return None if folder is None else ModelReference(model=ModelPath(path=folder))
@@ -453,13 +453,13 @@ def weights_of(path: str) -> int:
 
 
 def adapted_state(path: str) -> dict[str, Tensor] | None:
-    """All tensors of a model with an adapter (`model+adapter`) or in a GGUF, the caller's to change; None for others.
+    """All tensors of a model with an adapter (`model+adapter`), the caller's to change; None for others.
 
     Raises:
         CheckpointError: one of the two cannot be read, or they do not belong together.
     """
     model = Model(parse_reference(path), MergeOptions(), unsupported="merge")
-    if model.reference.lora is None and model._gguf() is None:
+    if model.reference.lora is None:
         return None
     model.architecture  # noqa: B018  (finds what the adapter changes, and checks it)
     return {name: model[name].clone() for name in model.names}  # what the files stay mapped to is not

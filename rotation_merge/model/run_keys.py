@@ -12,7 +12,7 @@ from mergekit.common import ModelReference
 
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.checkpoint import READ, Model
-from rotation_merge.model.gguf.place import is_folder, weight_files
+from rotation_merge.model.gguf import is_folder, weight_files
 from rotation_merge.model.language_half import HalfLoader
 from rotation_merge.record import versions
 

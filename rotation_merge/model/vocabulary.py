@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.checkpoint import Model
-from rotation_merge.model.gguf.place import in_cache, is_folder
+from rotation_merge.model.gguf import in_cache, is_folder
 from rotation_merge.model.headers import TOKENIZER, read_json
 
 LEAST_SHARED = 32

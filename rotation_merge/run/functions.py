@@ -18,7 +18,7 @@ from rotation_merge.architecture.sentence import KEY
 from rotation_merge.errors import CheckpointError, DataError, short
 from rotation_merge.model.adapter_base import check_own_base
 from rotation_merge.model.checkpoint import adapted_state, open_model, parse_reference
-from rotation_merge.model.gguf.place import downloaded
+from rotation_merge.model.gguf import downloaded
 from rotation_merge.model.headers import check_config, check_folder, check_local, read_json
 from rotation_merge.model.labels import LabelRows, in_order, label_rows, labels
 from rotation_merge.model.model_inputs import OpenedModel

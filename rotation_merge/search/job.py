@@ -10,7 +10,7 @@ from typing import Any
 
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.model.checkpoint import parse_reference
-from rotation_merge.model.gguf.place import weight_files
+from rotation_merge.model.gguf import weight_files
 from rotation_merge.run.functions import load, local_path, read_config
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC
 from rotation_merge.search.config import MergeConfig

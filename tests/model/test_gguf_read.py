@@ -15,7 +15,7 @@ from gguf_support import case_of, saved, written
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.checkpoint import open_model
-from rotation_merge.model.gguf.file import open_gguf
+from rotation_merge.model.gguf import open_gguf
 from rotation_merge.model.gguf.writer import plan_gguf
 
 CASE = case_of("llama", "llama")

@@ -26,7 +26,7 @@ from rotation_merge.mergekit_plugin.recipe.names import OF_MODEL, OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.adapter_base import OWN_BASE, check_own_base
 from rotation_merge.model.checkpoint import Model
-from rotation_merge.model.gguf.loader import quantised
+from rotation_merge.model.gguf import quantised
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.sources import TranslatedSource
 
