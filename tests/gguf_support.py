@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -131,10 +130,10 @@ def _sizes(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _tokens(folder: Path, rows: int) -> dict[str, Any]:
-    """Metadata of a tokenizer that cuts bytes as GPT-2's does; rows that have no token are padded."""
-    if not (folder / "tokenizer.json").exists():
-        return {"tokenizer.ggml.model": "none"}
+    """Metadata of a tokenizer that cuts bytes as GPT-2's does, if it joins any; rows that have no token are padded."""
     content = json.loads((folder / "tokenizer.json").read_text())
+    if not content["model"]["merges"]:
+        return {"tokenizer.ggml.model": "none"}
     names = {number: token for token, number in content["model"]["vocab"].items()}
     kinds = dict.fromkeys(names, 1)
     for token in content["added_tokens"]:

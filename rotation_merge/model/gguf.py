@@ -1,6 +1,6 @@
 """Models in GGUF: how they are named, and the folder in transformers' format that each is decoded into, once.
 
-The folder lies in the hub's cache, bears the file's name, and is an ordinary checkpoint; it counts until a file changes.
+The folder lies in the hub's cache, bears the file's name, and is an ordinary checkpoint until the file changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, named, nearest, nearest_path, no_space, short
-from rotation_merge.files.durable import sync_tree, temporary_name, under_temporary_names
+from rotation_merge.files.durable import sync_tree, temporary_name, under_temporary_names, write_json
 from rotation_merge.model import hub
 
 if TYPE_CHECKING:
@@ -81,7 +81,9 @@ def quantised(folder: str) -> str:
 
 def weight_files(path: str) -> tuple[str, ...]:
     """The files of a local GGUF outside the hub's cache; empty for any other model."""
-    return split_files(_only(path) if os.path.isdir(path) else path) if is_gguf(path) and os.path.exists(path) else ()
+    return (
+        split_files(_model_in(path) if os.path.isdir(path) else path) if is_gguf(path) and os.path.exists(path) else ()
+    )
 
 
 def in_cache(path: str, revision: str | None, cache: str | None = None) -> str | None:
@@ -90,7 +92,7 @@ def in_cache(path: str, revision: str | None, cache: str | None = None) -> str |
         file = _local_file(path, revision, cache)
         return None if file is None else decoded(file)
     folder = hub.in_cache(path, revision, cache)
-    return decoded(_only(folder)) if folder is not None and not is_folder(folder) else folder
+    return decoded(_model_in(folder)) if folder is not None and not is_folder(folder) else folder
 
 
 def downloaded(path: str, revision: str | None, cache: str | None, patterns: list[str]) -> str:
@@ -104,7 +106,7 @@ def downloaded(path: str, revision: str | None, cache: str | None, patterns: lis
     folder = hub.downloaded(path, revision, cache, patterns)
     if not os.path.isdir(folder) or not os.listdir(folder):  # nothing of it is in transformers' format
         refuse_bare_repository(path, revision)
-    return folder if is_folder(folder) else decoded(_only(folder))
+    return folder if is_folder(folder) else decoded(_model_in(folder))
 
 
 def is_absent(reference: ModelReference) -> bool:
@@ -115,18 +117,18 @@ def is_absent(reference: ModelReference) -> bool:
 
 def _is_absent(path: str, revision: str | None) -> bool:
     if is_gguf(path):
-        return _of_hub(path) is not None and _local_file(path, revision, None) is None
+        return _repository_and_file(path) is not None and _local_file(path, revision, None) is None
     return hub.is_hub_name(path) and hub.in_cache(path, revision) is None
 
 
 def located(path: str, revision: str | None, cache: str | None) -> tuple[str | None, str]:
     """The local folder of a GGUF model, if it exists, and its repository's name on the hub, if any."""
-    parts = _of_hub(path)
+    parts = _repository_and_file(path)
     file = _local_file(path, revision, cache)
     return None if file is None else os.path.dirname(os.path.abspath(file)), parts[0] if parts else path
 
 
-def _of_hub(path: str) -> tuple[str, str] | None:
+def _repository_and_file(path: str) -> tuple[str, str] | None:
     """Repository and file of `org/repo:file.gguf`."""
     match = re.fullmatch(r"([\w.-]+/[\w.-]+):(.+\.gguf)", path, re.IGNORECASE)
     return (match[1], match[2]) if match else None
@@ -135,10 +137,10 @@ def _of_hub(path: str) -> tuple[str, str] | None:
 def _local_file(path: str, revision: str | None, cache: str | None) -> str | None:
     """The local file of a name, if it exists."""
     if os.path.isdir(path):
-        return _only(path)
+        return _model_in(path)
     if os.path.isfile(path):
         return path
-    if (parts := _of_hub(path)) is None:
+    if (parts := _repository_and_file(path)) is None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
@@ -150,20 +152,21 @@ def _local_file(path: str, revision: str | None, cache: str | None) -> str | Non
 
 def _fetched(path: str, revision: str | None, cache: str | None) -> str:
     """Download the file of a repository, with all parts of a split model."""
-    parts = _of_hub(path)
+    parts = _repository_and_file(path)
     if parts is None:
         otherwise = "check the path; of the hub: org/repo:file.gguf"
-        remedy = nearest_path(path, otherwise, lambda beside: has_ending(beside) or os.path.isdir(beside))
+        remedy = nearest_path(path, otherwise, lambda beside: os.path.isdir(beside) or weight_files(beside) != ())
         raise CheckpointError("no such file", where=path, remedy=remedy)
     repo, name = parts
     end = f"@{revision}" if revision else ""
     try:
-        return [hub.local_file(f"{repo}/{file}{end}", cache) for file in split_files(name)][0]
+        files = [hub.local_file(f"{repo}/{file}{end}", cache) for file in split_files(name)]
     except CheckpointError as error:
         known = _in_repository(repo, revision)
         if not known or name in known:
             raise
         raise CheckpointError("is not in the repository", where=path, remedy=nearest(name, known)) from error
+    return files[0]
 
 
 def _in_repository(repo: str, revision: str | None) -> list[str]:
@@ -196,7 +199,7 @@ def bare_repository(path: str, files: Sequence[str]) -> CheckpointError:
     return CheckpointError(f"holds models in GGUF: {named(files)}", where=path, remedy=remedy)
 
 
-def _only(folder: str) -> str:
+def _model_in(folder: str) -> str:
     """The only GGUF model in a folder.
 
     Raises:
@@ -231,7 +234,7 @@ def decoded(path: str) -> str:
     parent = os.path.join(constants.HF_HOME, "rotation_merge", "gguf")
     folder = os.path.join(parent, f"{Path(paths[0]).stem[:80]}-{_mark(paths)}")
     if not os.path.isdir(folder):
-        with _one_line(path, folder):
+        with _named_errors(path, folder):
             os.makedirs(parent, exist_ok=True)
             with FileLock(f"{folder}.lock"):
                 if not os.path.isdir(folder):
@@ -248,7 +251,7 @@ def _mark(paths: Sequence[str]) -> str:
 
 
 @contextmanager
-def _one_line(path: str, folder: str) -> Iterator[None]:
+def _named_errors(path: str, folder: str) -> Iterator[None]:
     """Within the block, whatever damaged metadata or a full disk make a library raise becomes one line.
 
     Raises:
@@ -260,7 +263,7 @@ def _one_line(path: str, folder: str) -> Iterator[None]:
     except RotationMergeError:
         raise
     except Exception as error:  # numpy, torch, safetensors and tokenizers raise errors of many classes
-        if isinstance(error, OSError) or no_space(error):
+        if isinstance(error, OSError | NotImplementedError) or no_space(error):  # a disk without locks
             problem = f"the weights of {path} cannot be written ({short(getattr(error, 'strerror', None) or error)})"
             raise CheckpointError(problem, where=folder, remedy=remedy) from error
         problem = f"its metadata are damaged ({short(error)})"
@@ -269,7 +272,7 @@ def _one_line(path: str, folder: str) -> Iterator[None]:
 
 def _decode(paths: Sequence[str], folder: str) -> None:
     """Write the folder under another name; remove what killed runs and earlier states of the files have left."""
-    from rotation_merge.model.gguf_file import write_checkpoint
+    from rotation_merge.model.gguf_checkpoint import write_checkpoint
 
     files = [os.path.abspath(path) for path in paths]
     beside = [entry.path for entry in os.scandir(os.path.dirname(folder)) if entry.is_dir()]
@@ -277,7 +280,8 @@ def _decode(paths: Sequence[str], folder: str) -> None:
         shutil.rmtree(former, ignore_errors=True)
     staging = temporary_name(folder)
     try:
-        write_checkpoint(paths, staging)
+        note = write_checkpoint(paths, staging)
+        write_json(os.path.join(staging, ORIGIN), {"files": files, "note": note})
         sync_tree(staging)
         os.rename(staging, folder)
     finally:

@@ -10,6 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,8 @@ from gguf_support import STORED, TEXT, byte_tokenizer, piece_tokenizer, stored_t
 from plugin_support import load
 from transformers import AutoTokenizer
 
+from rotation_merge.model.adapter_base import on_base
+from rotation_merge.model.checkpoint import open_model
 from rotation_merge.model.gguf import decoded, gguf_files, quantised
 from rotation_merge.model.gguf_file import open_gguf
 
@@ -93,3 +99,83 @@ def test_the_tokenizer_comes_back(name: str, first: Any) -> None:
         assert getattr(ours, word) == getattr(first, word)
     assert ours.get_vocab() == first.get_vocab()
     assert "message" in ours.chat_template if name == "tokens-bytes" else True
+
+
+def test_split_files_are_one_model(tmp_path: Path) -> None:
+    for part in sorted(STORED.glob("mixtral-split-*.gguf")):
+        shutil.copyfile(part, tmp_path / part.name)
+    paths = sorted(tmp_path.iterdir())
+    assert len(paths) == 3
+    assert {decoded(str(path)) for path in paths} == {decoded(str(paths[0]))}
+    assert open_model(str(tmp_path)).folder == decoded(str(paths[0]))
+
+
+def test_a_checkpoint_in_a_folder_of_such_a_name(tmp_path: Path) -> None:
+    folder = shutil.copytree(decoded(_path("llama")), tmp_path / "model.gguf")
+    assert open_model(str(folder)).folder == str(folder)
+    shutil.copyfile(_path("llama"), folder / "beside.gguf")  # where both lie, transformers' own files count
+    assert open_model(str(folder)).folder == str(folder)
+
+
+def test_names_in_capital_letters(tmp_path: Path) -> None:
+    path, first = shutil.copyfile(_path("llama"), tmp_path / "MODEL-F16.GGUF"), open_model(_path("llama"))
+    for name in (path, tmp_path):
+        again = open_model(str(name))
+        assert (again.shapes, again.dtypes) == (first.shapes, first.dtypes)
+
+
+def test_a_file_is_decoded_once_until_it_changes(tmp_path: Path, gguf_home: str) -> None:
+    file = shutil.copyfile(_path("llama"), tmp_path / "once.gguf")
+    folder = Path(decoded(str(file)))
+    stamps = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert decoded(str(file)) == str(folder)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == stamps
+    killed = folder.with_name(f".{folder.name}.0123abcd.partial")
+    killed.mkdir()
+    shutil.rmtree(folder)
+    assert decoded(str(file)) == str(folder)
+    assert not killed.exists()
+    os.utime(file, (1, 1))
+    again = Path(decoded(str(file)))
+    assert again != folder
+    assert [path for path in Path(gguf_home).rglob("once-*") if path.is_dir()] == [again]
+
+
+def test_processes_decode_a_file_once(tmp_path: Path, gguf_home: str) -> None:
+    file = shutil.copyfile(_path("mixtral"), tmp_path / "both.gguf")
+    code = f"from rotation_merge.model.gguf import decoded; print(decoded({str(file)!r}))"
+    environment = {**os.environ, "HF_HOME": gguf_home}
+    start = [sys.executable, "-c", code]
+    running = [subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    folders = {process.communicate()[0].strip() for process in running}
+    assert folders == {decoded(str(file))}
+    assert [path.suffix for path in Path(gguf_home).rglob("*both-*")].count(".partial") == 0
+
+
+def test_shards_are_as_large_as_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rotation_merge.model.gguf_checkpoint.SHARD", 20_000)
+    file = shutil.copyfile(_path("mixtral"), tmp_path / "large.gguf")
+    model, first = open_model(str(file)), open_model(_path("mixtral"))
+    shards = list(Path(model.folder).glob("model-*.safetensors"))
+    assert len(shards) > 2
+    assert all(path.stat().st_size < 25_000 for path in shards)
+    assert all(torch.equal(model[name], first[name]) for name in first.names)
+
+
+def test_a_tokenizer_beside_the_file_is_used(tmp_path: Path) -> None:
+    file = shutil.copyfile(_path("tokens-bytes"), tmp_path / "model.gguf")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(tmp_path)
+    assert "<more>" in AutoTokenizer.from_pretrained(decoded(str(file))).get_vocab()
+
+
+def test_an_adapter_stands_on_the_file_that_it_names(tmp_path: Path) -> None:
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    file = shutil.copyfile(_path("llama"), folder / "model-F16.gguf")
+    for base in (file, folder):
+        config = tmp_path / "lora" / "adapter_config.json"
+        config.parent.mkdir(exist_ok=True)
+        config.write_text(json.dumps({"base_model_name_or_path": str(base)}))
+        assert on_base(str(config.parent)) == f"{base}+{config.parent}"

@@ -1,4 +1,4 @@
-"""transformers' config, names and layouts of a GGUF's tensors, from the table `gguf_families.json`.
+"""A checkpoint in transformers' format out of a GGUF; names, layouts and config are in the table `gguf_families.json`.
 
 The order of numbers is that of llama.cpp's converter: queries and keys of Llama have the two numbers of a RoPE pair
 side by side, gains of Gemma are stored with the one that its norms add, GPT-2's linear maps as (out, in), experts of
@@ -8,26 +8,32 @@ a layer in one tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from mergekit.io.tensor_writer import TensorWriter
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rotation_merge.architecture.registry import overlay
-from rotation_merge.errors import CheckpointError, nearest
+from rotation_merge.errors import CheckpointError, nearest, short
+from rotation_merge.files.durable import write_json
+from rotation_merge.model.gguf_file import AGAIN, DTYPES, GgufFile, open_gguf
 
-if TYPE_CHECKING:
-    from rotation_merge.model.gguf_file import GgufFile
-
-AGAIN = "download it again"
 SAFETENSORS = "take the model in safetensors"
+
+SHARD = 1_000_000_000
+"""Bytes of a shard at most, which are in memory at once."""
 
 ROPE_FACTORS = FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 """Tensors of a GGUF that are part of transformers' config: divisors of rotary frequencies."""
@@ -45,7 +51,12 @@ NO_MODELS = {
 }
 """What other files in GGUF hold, by their `general.type`, and what to do instead."""
 
-TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+"""Beginnings of names of a tokenizer's files."""
+SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""transformers' words for special tokens, and those of metadata."""
+UNUSED, PADDING = 5, re.compile(r"\[PAD\d+\]")
+"""Type and name of rows of the embedding that have no token."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +138,8 @@ def family_of(gguf: GgufFile) -> Family:
     path, architecture = gguf.paths[0], gguf.architecture
     kind = "imatrix" if gguf.metadata("imatrix.datasets") else gguf.metadata("general.type", "model")
     if kind != "model" or architecture == "clip":
-        problem = f"a '{kind}' of architecture '{architecture}'", "name the language model's file"
-        what, remedy = NO_MODELS.get(kind, problem)
-        raise CheckpointError(f"holds {what}, not a language model", where=path, remedy=remedy)
+        content, remedy = NO_MODELS.get(kind, (f"a '{kind}' of architecture '{architecture}'", "name the model's file"))
+        raise CheckpointError(f"holds {content}, not a language model", where=path, remedy=remedy)
     fitting = [family for family in families() if family.fits(gguf)]
     if not fitting:
         known = sorted({family.architecture for family in families()})
@@ -151,9 +161,10 @@ def read_config(gguf: GgufFile, family: Family) -> dict[str, Any]:
     config["vocab_size"] = gguf.shape("token_embd.weight")[0]
     config["tie_word_embeddings"] = _tied(gguf)
     config.update({entry: tensor in gguf.tensors for entry, tensor in family.present.items()})
-    config.update({entry: gguf.metadata(f"tokenizer.ggml.{key}") for entry, key in TOKENS.items()})
+    special = {word: gguf.metadata(f"tokenizer.ggml.{key}_token_id") for word, key in SPECIAL.items() if word != "unk"}
+    config.update({f"{word}_token_id": number for word, number in special.items()})
     config.update(_heads(gguf, family))
-    matrices = {gguf.dtype(name) for name in gguf.tensors if len(gguf.shape(name)) > 1}
+    matrices = [gguf.dtype(name) for name in gguf.tensors if len(gguf.shape(name)) > 1]
     config["dtype"] = str(max(matrices, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
     none = {key for key in family.fixed if config[key] == 0 and config[key] is not False}
     return {key: None if key in none else value for key, value in config.items()}
@@ -175,9 +186,7 @@ def _check_sizes(gguf: GgufFile) -> None:
         raise _damage(gguf, "has no tensor 'token_embd.weight'")
     last = f"blk.{sizes['block_count'] - 1}"
     if not any(name.startswith(f"{last}.") for name in gguf.tensors):
-        raise _damage(
-            gguf, f"its metadata say {sizes['block_count']} layers, but no tensor is named '{last}...'"
-        )
+        raise _damage(gguf, f"its metadata say {sizes['block_count']} layers, but no tensor is named '{last}...'")
     experts = gguf.value("expert_count") or 0
     stored = sorted({gguf.shape(name)[0] for name in gguf.tensors if name.endswith("_exps.weight")})
     if experts and stored != [experts]:
@@ -301,3 +310,118 @@ LAYOUTS: dict[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
     "groups": _groups,
 }
 """Functions that bring a tensor of a GGUF into transformers' order."""
+
+
+def write_checkpoint(paths: Sequence[str], folder: str) -> str:
+    """Decode a model in GGUF into a folder in transformers' format, a shard at a time.
+
+    Returns:
+        A sentence on the types of its tensors, for reports.
+
+    Raises:
+        CheckpointError: it is no model that can be read; names what is wrong.
+    """
+    model = open_gguf(paths)
+    family = family_of(model)
+    config = read_config(model, family)
+    places = _places(model, family, config)
+    os.makedirs(folder)
+    _write_tokenizer(model, folder)
+    writer = TensorWriter(folder, max_shard_size=SHARD)
+    for name, (stored, layout, expert) in places.items():
+        writer.save_tensor(name, in_order(layout, model.read(stored, expert), config))
+    writer.finalize()
+    write_json(os.path.join(folder, "config.json"), config)
+    return _types(model)
+
+
+def _types(model: GgufFile) -> str:
+    kinds = Counter(tensor.tensor_type.name for tensor in model.tensors.values())
+    words, file = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()), os.path.basename(model.paths[0])
+    if {*kinds} <= {*DTYPES}:
+        return f"was read from {file}, whose tensors are {words}"
+    return f"was read from {file}, whose weights were quantised (tensors: {words}); they were read as float32"
+
+
+def _places(model: GgufFile, family: Family, config: Mapping[str, Any]) -> dict[str, tuple[str, str, int | None]]:
+    """Each tensor's name in the file, its layout there, and which expert of those in it."""
+    names = {*model.tensors} - {*ROPE_FACTORS} - ({"output.weight"} if config["tie_word_embeddings"] else set())
+    places = {
+        stem + end: (stored + end, layout, expert)
+        for stem, stored, layout, expert in family.places(model.value("block_count"), model.value("expert_count") or 0)
+        for end in (".weight", ".bias")
+        if stored + end in names
+    }
+    if unknown := sorted(names - {stored for stored, _, _ in places.values()}):
+        problem = f"tensor '{unknown[0]}' has no place in a {family.class_name}"
+        raise CheckpointError(problem, where=model.paths[0], remedy="take the model in safetensors")
+    return places
+
+
+def _write_tokenizer(model: GgufFile, folder: str) -> None:
+    """The tokenizer beside the file, or the one in it as transformers reads it; none if there is no vocabulary."""
+    source, file = os.path.split(os.path.abspath(model.paths[0]))
+    kind, tokens = model.metadata("tokenizer.ggml.model"), model.metadata("tokenizer.ggml.tokens") or []
+    rows = model.shape("token_embd.weight")[0]
+    if tokens and len(tokens) != rows:
+        problem = f"its vocabulary has {len(tokens)} tokens, its embedding {rows} rows"
+        raise CheckpointError(problem, where=model.paths[0], remedy=AGAIN)
+    types = model.metadata("tokenizer.ggml.token_type") or [1] * rows
+    while tokens and types[len(tokens) - 1] == UNUSED and PADDING.fullmatch(tokens[-1]):
+        tokens.pop()
+    names = [name for name in os.listdir(source) if name.startswith(TOKENIZER)]
+    if "tokenizer.json" in names:
+        _check_vocabulary(os.path.join(source, "tokenizer.json"), tokens, file)
+        for name in names:
+            shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+    elif tokens and kind not in ("none", "no_vocab"):
+        _convert_tokenizer(model, tokens, folder)
+
+
+def _check_vocabulary(path: str, tokens: Sequence[str], file: str) -> None:
+    """Check that a tokenizer.json beside a file has its tokens.
+
+    Raises:
+        CheckpointError: it has others at some ids, or is no tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        beside = Tokenizer.from_file(path)
+    except Exception as error:  # the class that tokenizers raises
+        problem = f"cannot be read as a tokenizer ({short(error)})"
+        raise CheckpointError(problem, where=path, remedy="move it away") from error
+    wrong = [number for number, token in enumerate(tokens) if beside.id_to_token(number) not in (token, None)]
+    if wrong:
+        example = f"the first is {wrong[0]}: '{beside.id_to_token(wrong[0])}', there '{tokens[wrong[0]]}'"
+        problem = f"has other tokens than {file} at {len(wrong)} ids, {example}"
+        raise CheckpointError(problem, where=path, remedy="it is another model's; move it away")
+
+
+def _convert_tokenizer(model: GgufFile, tokens: Sequence[str], folder: str) -> None:
+    """The file's tokenizer as transformers reads it, without tokens that transformers adds or pads."""
+    from transformers import PreTrainedTokenizerFast
+
+    source, file = os.path.split(os.path.abspath(model.paths[0]))
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            source, gguf_file=file, model_max_length=model.value("context_length")
+        )
+        for word, key in SPECIAL.items():
+            number = model.metadata(f"tokenizer.ggml.{key}_token_id")
+            if number is not None:
+                setattr(tokenizer, f"{word}_token", tokens[number])
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # transformers and tokenizers raise errors of many classes
+        problem = f"its tokenizer cannot be read by transformers ({short(error)})"
+        raise CheckpointError(
+            problem, where=model.paths[0], remedy="put the model's tokenizer.json beside the file"
+        ) from error
+    path = os.path.join(folder, "tokenizer.json")
+    with open(path, encoding="utf-8") as stream:
+        content = json.load(stream)
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < len(tokens)]
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        content["model"]["vocab"] = {token: number for token, number in vocabulary.items() if number < len(tokens)}
+    write_json(path, content)
