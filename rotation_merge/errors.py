@@ -103,6 +103,13 @@ _REMOVED: dict[tuple[str, ...], str] = {
     (
         "barrier anchors",
     ): "barriers with each model as the anchor in turn; run 'barrier' once for each, with two models",
+    (
+        "gguf",
+        "align gguf",
+        "align gguf_type",
+        "merge gguf",
+        "merge gguf_type",
+    ): "writing GGUF; convert the merged folder with llama.cpp's convert_hf_to_gguf.py",
     ("report", "align html", "inspect html"): "the report as a page; the model card and rotation_merge.json hold it, "
     "'barrier --plot' draws paths",
     ("attention: invertible",): "any invertible map in a head; use 'rotation', an orthogonal map with a scale",
@@ -135,7 +142,7 @@ _REMOVED: dict[tuple[str, ...], str] = {
     ("judge", "carry judge"): "a quarter of the samples judges; leave it out, and name samples of your task as 'data'",
 }
 """What was removed before the first release: what it was and what to do instead, by recipe keys, options of Python and
-methods (NAME), their values (KEY: VALUE), and options of commands (COMMAND OPTION)."""
+methods (NAME), their values (KEY: VALUE), commands (COMMAND), and their options (COMMAND OPTION)."""
 
 REMOVED = {name: words for names, words in _REMOVED.items() for name in names}
 

@@ -1,23 +1,29 @@
-"""Tiny models as GGUF files: with a tokenizer of bytes, written here."""
+"""Tiny models in GGUF: stored ones of every family, and Llamas that are written with the `gguf` package."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
-from tiny_models import ALL, Case, make
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rotation_merge.model.gguf.writer import plan_gguf
-from rotation_merge.model.open import open_model
+STORED = Path(__file__).parent / "model" / "gguf"
+"""Files of every family, with `truth.json`: config, dtypes, shapes and checksums of the tensors, last logits."""
 
 ROWS = 300
-"""Of the embeddings: 256 bytes, some merges, special tokens, and rows that have no token."""
+"""Of the embeddings of Llamas: 256 bytes, some merges, special tokens, and rows that have no token."""
 
 TEXT = "The 12 foxes aren't <|end|> here,  über\n\n3.14 東"
+
+
+def stored_truth() -> dict[str, dict[str, Any]]:
+    """What each stored file is, by its name: its model's logits, and config and tensors as they were read first."""
+    content: dict[str, dict[str, Any]] = json.loads((STORED / "truth.json").read_text())
+    return content
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -51,25 +57,96 @@ def piece_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-def case_of(family: str, name: str, **config: Any) -> Case:
-    """A tiny model of a family, with as many tokens as the tokenizer has room for."""
-    found = next(case for case in ALL if (case.family, case.name) == (family, name))
-    sizes = {"vocab_size": ROWS, "pad_token_id": None, **config}
-    return replace(found, name=f"{name}, {sorted(sizes)}", config={**found.config, **sizes})
-
-
-def saved(case: Case, folder: Path, seed: int = 0) -> Any:
-    """A checkpoint whose weights are numbers of float16, in float32; the model."""
-    model = make(case, seed).float()
+def saved(folder: Path, seed: int = 0) -> LlamaForCausalLM:
+    """A Llama whose weights are numbers of float16, in float32, and a tokenizer of bytes."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 12}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=ROWS, max_position_embeddings=32, **sizes, **heads)
+    config.dtype = torch.float32
+    model = LlamaForCausalLM(config)
     for parameter in model.parameters():
-        parameter.data = parameter.data.half().float()
-    model.config.dtype = torch.float32
+        parameter.data = (torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1)).half().float()
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return model
 
 
-def written(folder: Path, out: Path, kind: str = "f16") -> Path:
-    """A checkpoint as a GGUF."""
-    plan_gguf(open_model(str(folder)), kind).write(str(out))
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def written(folder: Path, out: Path, kind: str = "F16") -> Path:
+    """A Llama with a tokenizer of bytes, written as a GGUF by the `gguf` package; matrices in the type `kind`."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    writer = gguf.GGUFWriter(str(out), "llama")
+    for key, value in {**_sizes(model.config), **_tokens(folder, model.config.vocab_size)}.items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for name, tensor in model.state_dict().items():
+        stem, end = name.rsplit(".", 1)
+        if stem.startswith("model.layers."):
+            _, _, layer, part = stem.split(".", 3)
+            name = f"blk.{layer}.{NAMES[part]}.{end}"
+        else:
+            name = f"{TOP[stem]}.{end}"
+        if stem.endswith(("q_proj", "k_proj")):  # RoPE pairs side by side
+            pairs = tensor.reshape(-1, 2, model.config.head_dim // 2, *tensor.shape[1:])
+            tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+        fits = tensor.ndim > 1 and (kind == "F16" or tensor.shape[-1] % 32 == 0)
+        stored = gguf.GGMLQuantizationType[kind if fits else "F32" if tensor.ndim == 1 else "F16"]
+        writer.add_tensor(name, gguf.quantize(tensor.numpy(), stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     return out
+
+
+def _sizes(config: LlamaConfig) -> dict[str, Any]:
+    sizes = {
+        "general.name": "a",
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.block_count": config.num_hidden_layers,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.key_length": config.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "llama.rope.dimension_count": config.head_dim,
+    }
+    return sizes
+
+
+def _tokens(folder: Path, rows: int) -> dict[str, Any]:
+    """Metadata of a tokenizer that cuts bytes as GPT-2's does, if it joins any; rows that have no token are padded."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    if not content["model"]["merges"]:
+        return {"tokenizer.ggml.model": "none"}
+    names = {number: token for token, number in content["model"]["vocab"].items()}
+    kinds = dict.fromkeys(names, 1)
+    for token in content["added_tokens"]:
+        names[token["id"]], kinds[token["id"]] = token["content"], 3 if token["special"] else 4
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "padding": tokenizer.pad_token_id}
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [names.get(number, f"[PAD{number}]") for number in range(rows)],
+        "tokenizer.ggml.token_type": [kinds.get(number, 5) for number in range(rows)],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in content["model"]["merges"]],
+        **{f"tokenizer.ggml.{name}_token_id": number for name, number in ids.items() if number is not None},
+        "tokenizer.ggml.add_bos_token": False,
+        **({"tokenizer.chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}),
+    }

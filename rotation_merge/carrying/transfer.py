@@ -20,7 +20,7 @@ from rotation_merge.files.scratch import Scratch
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.adapter_base import check_base
 from rotation_merge.model.adapters import Adapter, is_adapter
-from rotation_merge.model.gguf.loader import quantised
+from rotation_merge.model.gguf import quantised
 from rotation_merge.model.open import open_model
 from rotation_merge.workers.progress import Progress
 

@@ -8,7 +8,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from rotation_merge.cli.gguf import check_gguf, gguf_option, write_gguf
 from rotation_merge.cli.options import (
     config_of,
     config_options,
@@ -43,7 +42,6 @@ SAMPLED = ("match_on", "data", "samples", "seed")
 @click.option("--half", is_flag=True, help="Store the maps of --alignment in half precision.")
 @click.option("--shard-size", type=WORD, default="5B", show_default=True, help="Largest weight file, e.g. 500M.")
 @click.option("--dtype", type=WORD, help="Storage of the output; the donor's if not given.")
-@gguf_option
 @device_option(" to compute on")
 @ray_option
 @click.option("--verify/--no-verify", default=True, help="Compare OUT's outputs with the donor's.")
@@ -64,8 +62,6 @@ def command(
     as_json: bool,
     verify: bool,
     ray: str | None,
-    gguf: str | None,
-    gguf_type: str,
     **values: Any,
 ) -> int:
     """Write DONOR in ANCHOR's coordinates to OUT.
@@ -87,15 +83,11 @@ def command(
     untie = match.untie
     if out is None and alignment_file is None:
         raise click.UsageError("name OUT, or a file for --alignment")
-    if gguf is not None and out is None:
-        raise click.UsageError("--gguf writes OUT as GGUF: name OUT, too")
     on = [] if match.match_on == WEIGHTS else [str(getattr(match, name)) for name in SAMPLED]
     if not on and any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in SAMPLED[1:3]):
         raise RotationMergeError("matching on weights uses no samples", remedy="add --match-on both, or activations")
     check_dtype(dtype)
     shard_bytes = parse_size(shard_size)
-    if gguf is not None:
-        check_gguf(donor, gguf, gguf_type, anchor)
     device, worker_device = devices(device, ray)
     pair = open_pair(anchor, donor, options, untie, device)
     progress = Progress()
@@ -119,7 +111,6 @@ def command(
         if alignment_file is not None:
             write_alignment(pair, alignment, alignment_file, options, half)
     progress.close()
-    written = write_gguf(str(out), gguf, gguf_type) if gguf is not None else []
     name = str(pair.donor.reference)
     before, after = report.relative_distances(name)
     if as_json:
@@ -127,7 +118,6 @@ def command(
             {
                 "out": out,
                 "alignment": alignment_file,
-                "gguf": gguf,
                 "before": before,
                 "after": after,
                 "proof": proof and asdict(proof),
@@ -145,8 +135,4 @@ def command(
         say(f"Written to {out}; {verification}.", "green")
     if alignment_file is not None:
         say(f"Transforms written to {alignment_file}.", "green")
-    for words in written:
-        say(words)
-    if gguf is not None:
-        say(f"As a GGUF written to {gguf}.", "green")
     return 0

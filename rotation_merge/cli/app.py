@@ -28,7 +28,6 @@ COMMANDS = {
     "polish": "Train a merge for a few steps towards its parents' outputs, with or without data.",
     "lora": "Merge LoRA adapters into one adapter.",
     "carry": "Move a LoRA or a fine-tune to a new base.",
-    "gguf": "Write a model as one GGUF file, for llama.cpp.",
     "push": "Publish a merge on the hub, with recipe, alignment files, report and checksums; a dry run until --yes.",
     "pull": "Download a published merge and check every file.",
     "demo": "Merge the checkpoints that come with the package, and show what alignment did.",

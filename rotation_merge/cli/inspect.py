@@ -19,7 +19,7 @@ from rotation_merge.errors import RotationMergeError, nearest_path
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor
-from rotation_merge.model.gguf.place import is_gguf
+from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.open import parse_reference
 from rotation_merge.model.view import View

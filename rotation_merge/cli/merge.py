@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rotation_merge.cli.gguf import check_gguf, gguf_option, write_gguf
 from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
 from rotation_merge.cli.paths import MODEL, MODELS_AND_OUT, NEW_MODEL, SAMPLE_SOURCE, hold_outputs, outputs_of
 from rotation_merge.cli.show import StatusLine, json_option, note, print_json, say, shown, table
@@ -41,7 +40,6 @@ POLISHED = "-polished"
 @device_option(" to compute on")
 @click.option("--anyway", is_flag=True, help="Write the best merge even if one parent alone is better.")
 @click.option("--polish", is_flag=True, help="Then train the merge for a few steps, into OUT-polished.")
-@gguf_option
 @click.option("--force", is_flag=True, help="Overwrite OUT.")
 @json_option
 @shown
@@ -51,8 +49,6 @@ def command(
     device: str,
     anyway: bool,
     polish: bool,
-    gguf: str | None,
-    gguf_type: str,
     force: bool,
     as_json: bool,
     **values: Any,
@@ -90,8 +86,6 @@ def command(
     bare, names = names, [on_base(name, base) for name in names]
     if all(adapter != model for adapter, model in zip(bare, names, strict=True)):
         note("Merging full models out of adapters; 'rotation-merge lora' merges them into one adapter.")
-    if gguf is not None:
-        check_gguf(names[0], gguf, gguf_type, *names[1:])
     sources = data or (usual_data(names[0]),)
     config = SearchConfig(tuple(names), out, sources, usable_device(device), **{**asdict(options), "base": base})
     line = StatusLine()
@@ -103,18 +97,13 @@ def command(
             with clock.step(f"writing {out}"):
                 search.write()
         line.clear()
-        if written and gguf is not None:
-            with clock.step(f"writing {gguf}"):
-                write_gguf(out, gguf, gguf_type)
         trained = _polished(search, out) if written and polish else None
         search.clean(written)
     if as_json:
-        outputs = {"written": out if written else None, "gguf": gguf if written else None, "polished": trained}
+        outputs = {"written": out if written else None, "polished": trained}
         print_json({**outcome.to_dict(), **outputs})
     else:
         _show(outcome, out if written else None)
-        if written and gguf is not None:
-            say(f"As a GGUF written to {gguf}.", "green")
         if trained is not None:
             say(f"Polished: {trained['verdict']}.")
             say(f"Written to {trained['out']}." if trained["out"] else "Nothing was written for it.")

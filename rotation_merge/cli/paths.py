@@ -228,7 +228,6 @@ def read_recipe(recipe: Path) -> str:
 
 
 NEW_FOLDER = Writes(FOLDER)
-NEW_GGUF = Writes(FILE, beside=True)
 STATISTICS = Writes(FILE, work=(UNFINISHED,), wrote=is_statistics, beside=True)
 NEW_ALIGNMENT = Writes(FILE, work=(UNFINISHED, MATCHING_UNFINISHED))
 NEW_MODEL = Writes(FOLDER, work=(UNFINISHED, MATCHING_UNFINISHED))

@@ -14,7 +14,7 @@ from rotation_merge.mergekit_plugin.recipe.document import Document, Fault, docu
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.mergekit_plugin.recipe.reading import read
 from rotation_merge.mergekit_plugin.recipe.settings import check_settings
-from rotation_merge.model.gguf.place import gguf_files, in_cache, is_gguf
+from rotation_merge.model.gguf import in_cache, is_gguf
 from rotation_merge.model.headers import holds_model
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.open import parse_reference
@@ -74,6 +74,6 @@ def absent_models(text: str) -> list[str]:
         for part in filter(None, (reference.model, reference.lora)):
             if is_hub_name(part.path) and not os.path.exists(part.path) and not is_gguf(part.path):
                 folder = in_cache(part.path, part.revision)
-                if folder is None or not (holds_model(folder) or gguf_files(folder) or part is reference.lora):
+                if folder is None or not (holds_model(folder) or part is reference.lora):
                     names.append(part.path if part.revision is None else f"{part.path}@{part.revision}")
     return list(dict.fromkeys(names))

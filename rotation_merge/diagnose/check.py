@@ -19,7 +19,7 @@ from rotation_merge.files.locks import first_missing
 from rotation_merge.mergekit_plugin.planning.opened import Models
 from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.model.gguf.place import is_absent
+from rotation_merge.model.gguf import is_absent
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness, sampled_changes
 from rotation_merge.model.open import open_model
 from rotation_merge.model.remote import RemoteModel

@@ -33,7 +33,7 @@ from rotation_merge.matching.run import Run
 from rotation_merge.model.blocks import with_tied
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.fold import folded_tensors
-from rotation_merge.model.gguf.place import is_absent
+from rotation_merge.model.gguf import is_absent
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import in_class_order, watched
 from rotation_merge.model.language_half import within

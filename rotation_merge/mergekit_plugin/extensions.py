@@ -35,7 +35,7 @@ def _mentions(obj: object) -> bool:
 def extend_common(module: Any) -> None:
     """Make every merge able to read GGUF models, and adapters on them.
 
-    Config and tokenizer come from the converted folder; weights are read, and adapters merged, one at a time.
+    A GGUF is decoded into a folder, which mergekit reads as any other; adapters on it are merged a tensor at a time.
     """
     reference = module.ModelReference
     config, local_path, lazy_loader = reference.config, reference.local_path, reference.lazy_loader
@@ -60,15 +60,14 @@ def extend_common(module: Any) -> None:
         folder = _in_folder(self, cache_dir)
         if folder is self:
             return lazy_loader(self, cache_dir, *args, **kwargs)
+        if self.lora is None:
+            return lazy_loader(folder, cache_dir, *args, **kwargs)
         from mergekit.options import MergeOptions
 
         from rotation_merge.mergekit_plugin.planning.opened import Loader
-        from rotation_merge.model.gguf.loader import GgufLoader
         from rotation_merge.model.open import open_model
 
         with one_line():
-            if self.lora is None:
-                return GgufLoader(folder.model.path)
             return Loader(open_model(self, options=MergeOptions(transformers_cache=cache_dir), any_base=True))
 
     reference.config, reference.local_path, reference.lazy_loader = of_config, of_path, of_loader
@@ -77,7 +76,7 @@ def extend_common(module: Any) -> None:
 
 def _in_folder(reference: Any, cache: str | None = None) -> Any:
     """The folder made from a GGUF model, without its adapter; any other model unchanged."""
-    from rotation_merge.model.gguf.place import downloaded, is_gguf
+    from rotation_merge.model.gguf import downloaded, is_gguf
 
     model = reference.model
     if not is_gguf(model.path):

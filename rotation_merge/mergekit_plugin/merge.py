@@ -42,7 +42,7 @@ from rotation_merge.mergekit_plugin.recipe.donor import entries
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.mergekit_plugin.recipe.settings import tokenizer_source
 from rotation_merge.model.card import add_section
-from rotation_merge.model.gguf.place import downloaded, in_cache, is_folder, is_gguf
+from rotation_merge.model.gguf import downloaded, in_cache, is_folder, is_gguf
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.origin import origins
 from rotation_merge.model.output import staged

@@ -13,7 +13,7 @@ from mergekit.options import MergeOptions
 
 from rotation_merge.errors import named, printable, short
 from rotation_merge.mergekit_plugin.recipe.settings import tokenizer_source
-from rotation_merge.model.gguf.place import in_cache, is_folder
+from rotation_merge.model.gguf import in_cache, is_folder
 from rotation_merge.report.integrity import Contents, Defect, check_folder
 from rotation_merge.report.integrity.mending import copy_companions
 from rotation_merge.report.integrity.tokens import Vocabulary

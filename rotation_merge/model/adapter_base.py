@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.adapters import Adapter
-from rotation_merge.model.gguf.place import in_cache, is_folder, is_gguf
+from rotation_merge.model.gguf import in_cache, is_folder, is_gguf
 from rotation_merge.model.headers import ADAPTER_CONFIG, read_json
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.nearness import Nearness, nearness

@@ -15,8 +15,7 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
-from rotation_merge.model.gguf.loader import GgufLoader
-from rotation_merge.model.gguf.place import gguf_files, in_cache, is_folder, refuse_bare_repository
+from rotation_merge.model.gguf import gguf_files, in_cache, is_folder, refuse_bare_repository
 from rotation_merge.model.headers import check_local, file_dtypes, file_shapes, single_file
 from rotation_merge.model.hub import reachable
 from rotation_merge.model.sentence import module_files, read_modules
@@ -141,8 +140,6 @@ class Reader:
 
 def _loader(folder: str, lazy_unpickle: bool) -> Any:
     """mergekit's loader of a folder, which keeps one shard open."""
-    if gguf_files(folder):
-        return GgufLoader(folder)
     loader = LazyTensorLoader(ShardedTensorIndex.from_disk(folder), lazy_unpickle=lazy_unpickle)
     if lazy_unpickle:
         loader.lock = _UNPICKLING

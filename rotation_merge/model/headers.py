@@ -15,9 +15,6 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, short
-from rotation_merge.model.gguf.file import has_ending
-from rotation_merge.model.gguf.loader import gguf_tensors
-from rotation_merge.model.gguf.place import gguf_files
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -98,8 +95,6 @@ def check_local(folder: str) -> None:
         if os.path.exists(single):
             _check_others(folder, stem)
             return
-    if gguf_files(folder):
-        return
     _refuse_adapter(folder)
     raise CheckpointError(
         "there are no weights",
@@ -219,8 +214,6 @@ def file_shapes(path: str) -> Shapes:
     Raises:
         CheckpointError: the file is damaged, or a pickle of something else than tensors.
     """
-    if has_ending(path):
-        return gguf_tensors(path).shapes()
     with _readable(path):
         return safetensors_shapes(path) if path.endswith(".safetensors") else _pickle_shapes(path)
 
@@ -300,9 +293,7 @@ def _read_header(path: str, size: int) -> Header:
 
 
 def file_dtypes(path: str) -> dict[str, torch.dtype]:
-    """Dtypes of the tensors in one weight file; for codes in a GGUF, the dtypes after reading."""
-    if has_ending(path):
-        return gguf_tensors(path).dtypes()
+    """Dtypes of the tensors in one weight file."""
     if not path.endswith(".safetensors"):
         return {name: tensor.dtype for name, tensor in _pickle(path).items()}
     header, _ = safetensors_entries(path)
@@ -315,8 +306,6 @@ def file_codes(path: str) -> dict[str, str]:
     Raises:
         CheckpointError: as `file_shapes` does.
     """
-    if has_ending(path):
-        return {}
     with _readable(path):
         if not path.endswith(".safetensors"):
             return codes({name: (str(x.dtype), tuple(x.shape)) for name, x in _pickle(path).items()})

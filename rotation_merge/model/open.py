@@ -23,8 +23,7 @@ from rotation_merge.model.adapter_base import OWN_BASE, check_base
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.blocks import Shapes, check_shapes
 from rotation_merge.model.folder import Shards, local_folder
-from rotation_merge.model.gguf.loader import quantised
-from rotation_merge.model.gguf.place import downloaded, gguf_files, in_cache, is_folder, is_gguf
+from rotation_merge.model.gguf import downloaded, gguf_files, in_cache, is_folder, is_gguf, quantised
 from rotation_merge.model.headers import check_codes, check_config, check_local, codes, file_codes
 from rotation_merge.model.hub import check_available, is_hub_name
 from rotation_merge.model.sentence import read_modules

@@ -10,7 +10,7 @@ from typing import Any
 from mergekit.common import ModelPath, ModelReference
 
 from rotation_merge.model.card import front_matter
-from rotation_merge.model.gguf.place import is_gguf, located
+from rotation_merge.model.gguf import is_gguf, located
 from rotation_merge.model.hub import is_hub_name
 
 _SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})(?=[/\\]|$)")

@@ -18,8 +18,7 @@ from typing import Any
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
 from rotation_merge.files.scratch import Scratch
-from rotation_merge.model.gguf.file import has_ending
-from rotation_merge.model.gguf.place import bare_repository
+from rotation_merge.model.gguf import bare_repository, has_ending
 from rotation_merge.model.hub import reachable
 
 SMALL = ("config.json", "generation_config.json", "adapter_config.json")

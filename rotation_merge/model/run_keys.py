@@ -11,7 +11,7 @@ from typing import Any
 from mergekit.common import ModelReference
 
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.gguf.place import weight_files
+from rotation_merge.model.gguf import weight_files
 from rotation_merge.model.view import View
 from rotation_merge.record import versions
 

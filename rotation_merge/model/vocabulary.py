@@ -16,7 +16,7 @@ from mergekit.common import ModelReference
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, RotationMergeError
-from rotation_merge.model.gguf.place import in_cache, is_folder
+from rotation_merge.model.gguf import in_cache, is_folder
 from rotation_merge.model.headers import TOKENIZER, read_json
 from rotation_merge.model.view import View
 

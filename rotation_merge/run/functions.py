@@ -16,7 +16,7 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import stores_codes
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.errors import CheckpointError, DataError, short
-from rotation_merge.model.gguf.place import downloaded, gguf_files
+from rotation_merge.model.gguf import downloaded, gguf_files
 from rotation_merge.model.headers import check_config, check_folder, check_local, read_json
 from rotation_merge.model.labels import LabelRows, in_order, label_rows, labels
 from rotation_merge.model.open import open_model, parse_reference

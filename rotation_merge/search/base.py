@@ -11,8 +11,7 @@ from rotation_merge.matching.check_pair import check_forward
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.model.card import front_matter
-from rotation_merge.model.gguf.file import split_files
-from rotation_merge.model.gguf.place import in_cache, is_absent, is_gguf
+from rotation_merge.model.gguf import in_cache, is_absent
 from rotation_merge.model.headers import read_json
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.nearness import RELATED, SampledChanges, likeness, sampled_changes
@@ -134,7 +133,7 @@ def _nearest(models: Sequence[str], opened: Mapping[str, View]) -> TaskVectorBas
 
 
 def _beside(models: Sequence[str]) -> list[str]:
-    """Folders and GGUF files with a model beside the models, without merges."""
+    """Folders with a model beside the models, without merges."""
     parents = {os.path.dirname(os.path.abspath(name)) for name in models if os.path.exists(name)}
     places = [os.path.join(parent, name) for parent in sorted(parents) for name in sorted(os.listdir(parent))]
     named = {os.path.realpath(name) for name in models}
@@ -142,9 +141,7 @@ def _beside(models: Sequence[str]) -> list[str]:
 
 
 def _holds_model(place: str) -> bool:
-    """Whether a folder or a GGUF file is a model, and no merge."""
-    if os.path.isfile(place):
-        return is_gguf(place) and split_files(place)[0] == place
+    """Whether a folder holds a model, and no merge."""
     merged = any(os.path.exists(os.path.join(place, file)) for file in MERGED)
     return os.path.isfile(os.path.join(place, "config.json")) and not merged
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.model.gguf.place import weight_files
+from rotation_merge.model.gguf import weight_files
 from rotation_merge.model.open import parse_reference
 from rotation_merge.run.functions import load, local_path, read_config
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC

@@ -16,7 +16,7 @@ from typing import Any
 from rotation_merge.errors import RotationMergeError, named, short
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.model.card import class_of, kept_figures, updated_card
-from rotation_merge.model.gguf.place import in_cache, is_folder, is_gguf
+from rotation_merge.model.gguf import in_cache, is_folder, is_gguf
 from rotation_merge.model.headers import holds_model
 from rotation_merge.model.hub import no_answer, reachable
 from rotation_merge.model.markdown import plain

@@ -32,6 +32,7 @@ from spoiling import (
     config,
     configured,
     edit,
+    endless,
     folder_for,
     gone,
     in_donor,
@@ -291,7 +292,6 @@ READERS = {
     "doctor": "doctor anchor anchor donor",
     "evaluate": "evaluate anchor donor --data samples.jsonl",
     "fit": "fit anchor donor --data samples.jsonl --alignment out",
-    "gguf": "gguf donor out.gguf",
     "inspect": "inspect donor",
     "measure": "measure donor --data samples.jsonl --out out",
     "merge": "merge anchor donor out --data samples.jsonl",
@@ -384,10 +384,14 @@ PARTS = tuple(f"parts-0000{i}-of-00003.gguf" for i in (1, 2, 3))
 TOKENS = METADATA["tokenizer.ggml.tokens"]
 SWAPPED = {token: number for number, token in enumerate([TOKENS[1], TOKENS[0], *TOKENS[2:]])}
 GGUFS = [
-    in_gguf("empty", put(WHOLE), "is not a GGUF file", "download it again"),
+    in_gguf("empty", put(WHOLE), "is no GGUF file", "download it again"),
+    in_gguf("another file", put(WHOLE, "x" * 99), "is no GGUF file", "download it again"),
+    in_gguf("endless vocabulary", bytes_of(WHOLE, endless), "truncated", "download it again"),
     in_gguf("truncated header", shortened(0.02), "truncated", "download it again"),
     in_gguf("truncated tensors", shortened(0.999), "truncated", "download it again"),
-    in_gguf("unknown type of a tensor", bytes_of(WHOLE, typed(99)), "blk.0.attn_q.weight", "type 99"),
+    in_gguf(
+        "unknown type of a tensor", bytes_of(WHOLE, typed(99)), "is not a valid GGMLQuantizationType", "update gguf"
+    ),
     in_gguf("integers", bytes_of(WHOLE, typed(int(gguf.GGMLQuantizationType.I32))), "blk.0.attn_q.weight", "type I32"),
     in_gguf("part that is missing", parts(PARTS[0], PARTS[2]), f"{PARTS[1]} is missing", file=PARTS[0]),
     in_gguf(
@@ -403,7 +407,7 @@ GGUFS = [
     ),
     in_gguf(
         "tokenizer of another model",
-        put("tokenizer.json", json.dumps({"model": {"vocab": SWAPPED}})),
+        put("tokenizer.json", json.dumps({"model": {"type": "BPE", "vocab": SWAPPED, "merges": []}})),
         "has other tokens than whole.gguf at 2 ids",
     ),
     in_gguf(
@@ -437,7 +441,7 @@ GGUFS = [
         in_gguf(f"{key} {value}", rewritten(**{key: value}), words)
         for key, value, words in (
             ("general.type", "imatrix", "importance matrix"),
-            ("general.type", "adapter", "a LoRA adapter, not a model"),
+            ("general.type", "adapter", "a LoRA adapter, not a language model"),
             ("general.type", "mmproj", "not a language model"),
             ("llama.block_count", None, "lack 'llama.block_count'"),
             ("llama.block_count", 2_000_000_000, "2000000000 layers, but no tensor is named 'blk.1999999999...'"),
@@ -447,9 +451,8 @@ GGUFS = [
             ("llama.attention.head_count", 5, "download it again"),
             ("llama.feed_forward_length", [48, 64], "not the same in all layers"),
             ("llama.rope.scaling.type", "of-nobody", "'of-nobody'"),
-            ("tokenizer.ggml.pre", "of-nobody", "'of-nobody'"),
-            ("tokenizer.ggml.pre", None, "in a way that it does not name"),
-            ("tokenizer.ggml.eos_token_id", [1, 2], "its metadata are damaged"),
+            ("tokenizer.ggml.model", "of-nobody", "put the model's tokenizer.json beside the file"),
+            ("tokenizer.ggml.eos_token_id", [1, 2], "its tokenizer cannot be read by transformers"),
         )
     ),
 ]

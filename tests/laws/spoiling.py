@@ -410,6 +410,12 @@ def typed(code: int) -> Callable[[bytes], bytes]:
     return change
 
 
+def endless(whole: bytes) -> bytes:
+    """The list of types of tokens in a GGUF is said to be of 2^60 entries."""
+    at = whole.index(b"tokenizer.ggml.token_type") + len(b"tokenizer.ggml.token_type") + 8
+    return whole[:at] + struct.pack("<Q", 1 << 60) + whole[at + 8 :]
+
+
 def parts(*names: str) -> Callable[[Bench], None]:
     """The GGUF in three files, of which some are there."""
 

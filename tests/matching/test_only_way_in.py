@@ -86,7 +86,6 @@ APART = {
     "polish": "trains a merge",
     "evaluate": "runs models",
     "measure": "runs one model",
-    "gguf": "writes one model",
     "lora": "merges adapters, without their base",
     "push": "uploads a file",
     "pull": "downloads a file",

@@ -1,202 +1,181 @@
-"""Models in GGUF: what is written is read back, as transformers reads it, and what is damaged is told in one line."""
+"""Stored files of every family in GGUF are read as they were when they were written and checked against their models.
+
+The files were written with llama.cpp's names and order of numbers by the writer that this package had (commit
+46596653), whose files were compared with those of llama.cpp's converter. `truth.json` holds the logits of the models
+that they were written from.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import transformers
-from gguf import GGUFReader
-from gguf_support import TEXT, byte_tokenizer, case_of, piece_tokenizer, saved, written
-from plugin_support import load, state
+from gguf_support import STORED, TEXT, byte_tokenizer, piece_tokenizer, stored_truth
+from plugin_support import load
+from transformers import AutoTokenizer
 
-import rotation_merge as rm
+from rotation_merge.model.adapter_base import on_base
+from rotation_merge.model.gguf import decoded, gguf_files, quantised
+from rotation_merge.model.gguf_file import open_gguf
+from rotation_merge.model.open import open_model
 
-SCALAR = {"query_pre_attn_scalar": 12, "sliding_window": 4}
-
-FAMILIES = {
-    "llama": case_of("llama", "llama"),
-    "llama, tied, biases": case_of("llama", "llama, tied, biases"),
-    "llama 3": case_of(
-        "llama",
-        "llama",
-        head_dim=32,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    ),
-    "llama, stretched": case_of(
-        "llama", "llama", rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-    ),
-    "mistral": case_of("llama", "mistral"),
-    "qwen2": case_of("llama", "qwen2"),
-    "qwen3": case_of("qwen3", "untied"),
-    "gemma2": case_of("gemma2", "tied", **SCALAR),
-    "gemma3": case_of("gemma3", "tied", **SCALAR),
-    "phi3": case_of("phi3", "grouped"),
-    "phi3, partial": case_of("phi3", "partial rotary", bos_token_id=0, eos_token_id=0),
-    "mixtral": case_of("mixtral", "untied"),
-    "qwen2_moe": case_of("qwen_moe", "qwen2"),
-    "qwen3_moe": case_of("qwen_moe", "qwen3", norm_topk_prob=True),
-    "gpt2": case_of("gpt2", "tied"),
-    "gpt2, untied": case_of("gpt2", "untied", activation_function="gelu_new"),
-    "starcoder2": case_of("starcoder2", "grouped"),
-    "olmo2": case_of("olmo2", "grouped"),
-    "falcon": case_of("falcon", "multi-query"),
-    "falcon, two norms": case_of("falcon", "new, grouped", num_ln_in_parallel_attn=2),
-    "falcon, grouped": case_of("falcon", "new, one norm"),
-}
-"""llama.cpp's families that users merge."""
-
-
-def _logits(model: Any) -> torch.Tensor:
-    ids = torch.tensor([[5, 17, 3, 40, 8, 250, 99, 1, 2, 77, 31, 6]])
-    with torch.no_grad():
-        found: torch.Tensor = model(ids, use_cache=False).logits
-    return found
-
+TRUTH = stored_truth()
 
 pytestmark = pytest.mark.usefixtures("gguf_home")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_written_is_read_back(name: str, tmp_path: Path) -> None:
-    model = saved(FAMILIES[name], tmp_path / "model")
-    out = written(tmp_path / "model", tmp_path / "out.gguf")
-    first, again = state(tmp_path / "model"), rm.average([str(out)])
-    assert set(again) == set(first)
-    assert again.architecture.family == rm.average([str(tmp_path / "model")]).architecture.family
-    for key, tensor in first.items():
-        torch.testing.assert_close(again[key].float(), tensor, rtol=0, atol=1e-6)
-    torch.testing.assert_close(_logits(load(str(out))), _logits(model.eval()), rtol=1e-4, atol=1e-4)
+def _path(name: str) -> str:
+    return str(STORED / f"{name}.gguf")
 
 
-OTHERS = {
-    "llama": FAMILIES["llama"],
-    "mistral": FAMILIES["mistral"],
-    "qwen2": FAMILIES["qwen2"],
-    "qwen3": case_of("qwen3", "untied", head_dim=128),
-    "gemma2": FAMILIES["gemma2"],
-    "gemma3": FAMILIES["gemma3"],
-    "phi3": FAMILIES["phi3"],
-    "qwen2_moe": case_of("qwen_moe", "qwen2", moe_intermediate_size=1408, shared_expert_intermediate_size=5632),
-    "qwen3_moe": case_of("qwen_moe", "qwen3", moe_intermediate_size=768, norm_topk_prob=True),
-    "gpt2": case_of("gpt2", "tied", n_positions=1024),
-    "gpt2, untied": case_of("gpt2", "untied", n_positions=1024, n_inner=None, activation_function="gelu_new"),
-    "starcoder2": FAMILIES["starcoder2"],
-    "falcon": case_of("falcon", "multi-query", bias=False),
-}
-"""Families that transformers' own reader has, with settings that it takes whatever the file says. It has no Mixtral, no
-OLMo2, no groups of Falcon's and no scaling of rotary positions."""
+def _facts(tensor: torch.Tensor) -> list[Any]:
+    """Dtype, shape and checksum."""
+    digest = hashlib.blake2b(tensor.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), digest]
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_weights_are_those_that_transformers_reads(name: str, tmp_path: Path) -> None:
-    saved(OTHERS[name], tmp_path / "model")
-    written(tmp_path / "model", tmp_path / "out.gguf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="out.gguf", dtype=torch.float32)
-    ours = load(str(tmp_path / "out.gguf")).state_dict()
-    assert ours.keys() == theirs.state_dict().keys()
-    for key, value in theirs.state_dict().items():
-        torch.testing.assert_close(ours[key], value, rtol=0, atol=0)
+def _equal(ours: Any, theirs: Any) -> bool:
+    """Whether two values of configs are the same, numbers up to float32."""
+    if isinstance(theirs, dict):
+        return set(ours) == set(theirs) and all(_equal(ours[key], theirs[key]) for key in theirs)
+    if isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=1e-6)
+    return bool(ours == theirs)
 
 
-ALIKE = {
-    **OTHERS,
-    "mistral": case_of("llama", "mistral", sliding_window=None),
-    "gemma2": case_of("gemma2", "tied", head_dim=256, query_pre_attn_scalar=256, sliding_window=4),
-    "gemma3": case_of("gemma3", "tied", head_dim=256, query_pre_attn_scalar=256, sliding_window=4),
-}
-"""With settings that transformers' reader gives its config: it has no windows in Mistral, and no scales of Gemma's."""
+@pytest.mark.parametrize("name", TRUTH)
+def test_a_stored_file_is_read_as_before(name: str) -> None:
+    from safetensors.torch import load_file
+
+    folder = Path(decoded(_path(name)))
+    assert _equal(json.loads((folder / "config.json").read_text()), TRUTH[name]["config"])
+    tensors = load_file(folder / "model.safetensors")
+    assert {key: _facts(tensor) for key, tensor in sorted(tensors.items())} == TRUTH[name]["tensors"]
 
 
-@pytest.mark.parametrize("name", ALIKE)
-def test_outputs_are_those_of_the_model_that_transformers_reads(name: str, tmp_path: Path) -> None:
-    saved(ALIKE[name], tmp_path / "model")
-    written(tmp_path / "model", tmp_path / "out.gguf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="out.gguf", dtype=torch.float32)
-    torch.testing.assert_close(_logits(load(str(tmp_path / "out.gguf"))), _logits(theirs.eval()), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("name", [name for name in TRUTH if "logits" in TRUTH[name]])
+def test_outputs_are_those_of_the_model_that_was_written(name: str) -> None:
+    ids = torch.tensor([[5, 17, 3, 39, 8, 25, 9, 1, 2, 37, 31, 6]])
+    with torch.no_grad():
+        logits = load(_path(name))(ids, use_cache=False).logits[0, -1]
+    torch.testing.assert_close(logits, torch.tensor(TRUTH[name]["logits"]), rtol=1e-4, atol=1e-4)
 
 
-CONVERTER = """
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-import convert_hf_to_gguf
-from conversion.base import TextModel
-TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-convert_hf_to_gguf.main()
-"""
-PLAIN = ("llama", "llama, tied, biases", "llama 3", "llama, stretched", "mistral", "qwen2", "qwen3", "mixtral")
-CONVERTED = (*PLAIN, "qwen2_moe", "qwen3_moe", "starcoder2", "olmo2", "falcon, two norms", "falcon, grouped")
+def test_types_are_read_as_ggml_reads_them() -> None:
+    """K-quants and others, from a file that ggml's reference code made, with what it makes of each."""
+    model = open_gguf([str(STORED.parent / "quantised.gguf")])
+    kinds = [name for name in model.tensors if f"{name}.numbers" in model.tensors]
+    assert {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"} <= set(kinds)
+    for name in kinds:
+        assert model.tensors[name].tensor_type.name == name
+        torch.testing.assert_close(model.read(name), model.read(f"{name}.numbers"), rtol=0, atol=0)
 
 
-@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP names the folder of llama.cpp's converter")
-@pytest.mark.parametrize("name", CONVERTED)
-def test_the_file_is_that_of_llama_cpps_converter(name: str, tmp_path: Path) -> None:
-    saved(FAMILIES[name], tmp_path / "model")
-    written(tmp_path / "model", tmp_path / "ours.gguf")
-    arguments = [str(tmp_path / "model"), "--outfile", str(tmp_path / "theirs.gguf"), "--outtype", "f16"]
-    subprocess.run([sys.executable, "-c", CONVERTER, os.environ["LLAMA_CPP"], *arguments], check=True)
-    names = ("ours.gguf", "theirs.gguf")
-    ours, theirs = ({entry.name: entry for entry in GGUFReader(tmp_path / name).tensors} for name in names)
-    assert ours.keys() == theirs.keys()
-    for key, entry in theirs.items():
-        assert ours[key].tensor_type == entry.tensor_type
-        np.testing.assert_allclose(ours[key].data.squeeze(), entry.data.squeeze(), rtol=1e-6, atol=0)
-    first = state(tmp_path / "model")
-    for key, tensor in rm.average([str(tmp_path / "theirs.gguf")]).items():
-        torch.testing.assert_close(tensor.float(), first[key], rtol=0, atol=1e-6)
+def test_the_folder_says_what_it_was_made_of() -> None:
+    folder = decoded(_path("llama-q8_0"))
+    assert gguf_files(folder) == [_path("llama-q8_0")]
+    assert "whose weights were quantised (tensors: 16 Q8_0" in quantised(folder)
+    assert "whose tensors are" in quantised(decoded(_path("llama")))
+    assert quantised(str(STORED)) == ""
 
 
-def _tokenizer(file: Path) -> Any:
-    """The tokenizer that goes with a file, beside what is written of it."""
-    folder = file.with_suffix("")
-    rm.average([str(file)]).save_pretrained(folder)
-    return transformers.AutoTokenizer.from_pretrained(folder)
-
-
-def test_the_tokenizer_comes_back(tmp_path: Path) -> None:
-    saved(FAMILIES["llama"], tmp_path / "model")
-    ours, first = _tokenizer(written(tmp_path / "model", tmp_path / "out.gguf")), byte_tokenizer()
-    assert ours(TEXT).input_ids == first(TEXT).input_ids
-    assert ours.decode(ours(TEXT).input_ids) == TEXT
-    assert (ours.bos_token, ours.eos_token, ours.chat_template) == (
-        first.bos_token,
-        first.eos_token,
-        first.chat_template,
-    )
+@pytest.mark.parametrize(("name", "first"), [("tokens-bytes", byte_tokenizer()), ("tokens-pieces", piece_tokenizer())])
+def test_the_tokenizer_comes_back(name: str, first: Any) -> None:
+    ours = AutoTokenizer.from_pretrained(decoded(_path(name)))
+    for text in (TEXT, "the fathers and   the other", ""):
+        ids = first(text, add_special_tokens=False).input_ids
+        assert ours(text, add_special_tokens=False).input_ids == ids
+        assert ours.decode(ids) == first.decode(ids)
+    for word in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        assert getattr(ours, word) == getattr(first, word)
     assert ours.get_vocab() == first.get_vocab()
+    assert "message" in ours.chat_template if name == "tokens-bytes" else True
 
 
-def test_several_chat_templates_come_back(tmp_path: Path) -> None:
-    saved(FAMILIES["llama"], tmp_path / "model")
-    first = byte_tokenizer()
-    first.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
-    first.save_pretrained(tmp_path / "model")
-    assert _tokenizer(written(tmp_path / "model", tmp_path / "out.gguf")).chat_template == first.chat_template
+def test_split_files_are_one_model(tmp_path: Path) -> None:
+    for part in sorted(STORED.glob("mixtral-split-*.gguf")):
+        shutil.copyfile(part, tmp_path / part.name)
+    paths = sorted(tmp_path.iterdir())
+    assert len(paths) == 3
+    assert {decoded(str(path)) for path in paths} == {decoded(str(paths[0]))}
+    assert open_model(str(tmp_path)).folder == decoded(str(paths[0]))
 
 
-def test_sentencepieces_tokenizer_comes_back(tmp_path: Path) -> None:
-    saved(FAMILIES["llama"], tmp_path / "model")
-    first = piece_tokenizer()
-    first.save_pretrained(tmp_path / "model")
-    out = written(tmp_path / "model", tmp_path / "out.gguf")
-    first = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
-    ours = _tokenizer(out)
-    for text in (TEXT, "the fathers and   the other", " a", ""):
-        assert ours(text).input_ids == first(text).input_ids, text
-        assert ours.decode(ours(text).input_ids) == first.decode(first(text).input_ids)
-    assert (ours.bos_token_id, ours.eos_token_id, ours.unk_token_id) == (1, 2, 0)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="out.gguf")
-    assert ours("the fathers and the other").input_ids == theirs("the fathers and the other").input_ids
+def test_a_checkpoint_in_a_folder_of_such_a_name(tmp_path: Path) -> None:
+    folder = shutil.copytree(decoded(_path("llama")), tmp_path / "model.gguf")
+    assert open_model(str(folder)).folder == str(folder)
+    shutil.copyfile(_path("llama"), folder / "beside.gguf")  # where both lie, transformers' own files count
+    assert open_model(str(folder)).folder == str(folder)
+
+
+def test_names_in_capital_letters(tmp_path: Path) -> None:
+    path, first = shutil.copyfile(_path("llama"), tmp_path / "MODEL-F16.GGUF"), open_model(_path("llama"))
+    for name in (path, tmp_path):
+        again = open_model(str(name))
+        assert (again.shapes, again.dtypes) == (first.shapes, first.dtypes)
+
+
+def test_a_file_is_decoded_once_until_it_changes(tmp_path: Path, gguf_home: str) -> None:
+    file = shutil.copyfile(_path("llama"), tmp_path / "once.gguf")
+    folder = Path(decoded(str(file)))
+    stamps = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert decoded(str(file)) == str(folder)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == stamps
+    killed = folder.with_name(f".{folder.name}.0123abcd.partial")
+    killed.mkdir()
+    shutil.rmtree(folder)
+    assert decoded(str(file)) == str(folder)
+    assert not killed.exists()
+    os.utime(file, (1, 1))
+    again = Path(decoded(str(file)))
+    assert again != folder
+    assert [path for path in Path(gguf_home).rglob("once-*") if path.is_dir()] == [again]
+
+
+def test_processes_decode_a_file_once(tmp_path: Path, gguf_home: str) -> None:
+    file = shutil.copyfile(_path("mixtral"), tmp_path / "both.gguf")
+    code = f"from rotation_merge.model.gguf import decoded; print(decoded({str(file)!r}))"
+    environment = {**os.environ, "HF_HOME": gguf_home}
+    start = [sys.executable, "-c", code]
+    running = [subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    folders = {process.communicate()[0].strip() for process in running}
+    assert folders == {decoded(str(file))}
+    assert [path.suffix for path in Path(gguf_home).rglob("*both-*")].count(".partial") == 0
+
+
+def test_shards_are_as_large_as_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rotation_merge.model.gguf_checkpoint.SHARD", 20_000)
+    file = shutil.copyfile(_path("mixtral"), tmp_path / "large.gguf")
+    model, first = open_model(str(file)), open_model(_path("mixtral"))
+    shards = list(Path(model.folder).glob("model-*.safetensors"))
+    assert len(shards) > 2
+    assert all(path.stat().st_size < 25_000 for path in shards)
+    assert all(torch.equal(model[name], first[name]) for name in first.names)
+
+
+def test_a_tokenizer_beside_the_file_is_used(tmp_path: Path) -> None:
+    file = shutil.copyfile(_path("tokens-bytes"), tmp_path / "model.gguf")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(tmp_path)
+    assert "<more>" in AutoTokenizer.from_pretrained(decoded(str(file))).get_vocab()
+
+
+def test_an_adapter_stands_on_the_file_that_it_names(tmp_path: Path) -> None:
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    file = shutil.copyfile(_path("llama"), folder / "model-F16.gguf")
+    for base in (file, folder):
+        config = tmp_path / "lora" / "adapter_config.json"
+        config.parent.mkdir(exist_ok=True)
+        config.write_text(json.dumps({"base_model_name_or_path": str(base)}))
+        assert on_base(str(config.parent)) == f"{base}+{config.parent}"

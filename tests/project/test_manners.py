@@ -44,7 +44,6 @@ NOWHERE: dict[str, list[str]] = {
     "evaluate": ["nowhere", "--data", "demo:python"],
     "measure": ["nowhere", "--data", "self", "--out", "out"],
     "lora": ["nowhere", "nowhere", "out"],
-    "gguf": ["nowhere", "out.gguf"],
     "push": ["nowhere", "org/name"],
     "pull": ["nowhere", "out"],
     "demo": ["--only", "nowhere"],

@@ -20,7 +20,7 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.mergekit_plugin.recipe.settings import MULTI_KEYS, explain
-from rotation_merge.model.gguf.place import in_cache, is_absent, is_folder, is_gguf
+from rotation_merge.model.gguf import in_cache, is_absent, is_folder, is_gguf
 from rotation_merge.model.headers import holds_model
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.open import check_files, open_model, parse_reference, whole_path

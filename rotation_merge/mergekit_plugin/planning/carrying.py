@@ -27,7 +27,7 @@ from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.adapter_base import OWN_BASE
 from rotation_merge.model.folder import local_folder
 from rotation_merge.model.forms import translated
-from rotation_merge.model.gguf.loader import quantised
+from rotation_merge.model.gguf import quantised
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.open import check_own_base
 from rotation_merge.model.view import View

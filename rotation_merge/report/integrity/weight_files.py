@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rotation_merge.errors import named
-from rotation_merge.model.gguf.place import gguf_files
 from rotation_merge.model.headers import ADAPTER_CONFIG, safetensors_metadata
 from rotation_merge.report.integrity.contents import STEMS, Contents
 from rotation_merge.report.integrity.defect import Defect, JsonEntries, JsonFile, ShardHeader
@@ -23,7 +22,7 @@ def check_weight_files(contents: Contents, parents: Sequence[Contents]) -> Itera
             yield Defect("no weights", "there is no adapter_model.safetensors", ADAPTER_CONFIG, AGAIN)
         return
     contents.tensors  # noqa: B018  (reads all headers, and keeps what is damaged)
-    if not contents.weight_files and not contents.weight_map and not gguf_files(contents.folder):
+    if not contents.weight_files and not contents.weight_map:
         yield Defect("no weights", "there are no weight files", STEMS[0], AGAIN)
     yield from _index(contents)
     for name in contents.weight_files:

@@ -1,0 +1,427 @@
+"""A checkpoint in transformers' format out of a GGUF; names, layouts and config are in the table `gguf_families.json`.
+
+The order of numbers is that of llama.cpp's converter: queries and keys of Llama have the two numbers of a RoPE pair
+side by side, gains of Gemma are stored with the one that its norms add, GPT-2's linear maps as (out, in), experts of
+a layer in one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mergekit.io.tensor_writer import TensorWriter
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rotation_merge.architecture.registry import overlay
+from rotation_merge.errors import CheckpointError, nearest, short
+from rotation_merge.files.durable import write_json
+from rotation_merge.model.gguf_file import AGAIN, DTYPES, GgufFile, open_gguf
+
+SAFETENSORS = "take the model in safetensors"
+
+SHARD = 1_000_000_000
+"""Bytes of a shard at most, which are in memory at once."""
+
+ROPE_FACTORS = FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+"""Tensors of a GGUF that are part of transformers' config: divisors of rotary frequencies."""
+
+THETA = 10_000.0
+"""Base of rotary frequencies where nothing is said."""
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ORIGINAL_LENGTHS = [1 << power for power in (13, *range(9, 13), *range(14, 21))]
+"""Candidate parameters of Llama 3's rule for frequencies; a GGUF stores only its results."""
+
+NO_MODELS = {
+    "imatrix": ("an importance matrix for quantisation", "name the model's own file"),
+    "adapter": ("a LoRA adapter", "name the LoRA in peft's format (BASE+ADAPTER): the folder it was converted from"),
+}
+"""What other files in GGUF hold, by their `general.type`, and what to do instead."""
+
+TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+"""Beginnings of names of a tokenizer's files."""
+SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""transformers' words for special tokens, and those of metadata."""
+UNUSED, PADDING = 5, re.compile(r"\[PAD\d+\]")
+"""Type and name of rows of the embedding that have no token."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A class of transformers' as llama.cpp names and lays out its tensors.
+
+    Attributes:
+        architecture: as `general.architecture` says it.
+        class_name, model_type: transformers' words.
+        config: entries of transformers' config, and the metadata that hold them.
+        tensors: stems of names, and where they lie in the file: the stem there, and a layout.
+        named: a word in the file's own names that tells it from others of the architecture.
+        when: least values of metadata that tell it from others.
+        holds: a tensor that tells it from others.
+        fixed: entries of the config that hold if no metadata say otherwise; 0 stands for none.
+        present: entries of the config that are true where the file has a tensor.
+        head_dim: whether the config has the size of a head.
+        rope: `every` layer has the same rotary positions, or they are `global and local`; empty: there are none.
+        scalar: layers of the one size whose attention is scaled by hidden_size / heads, not by a head's size.
+    """
+
+    architecture: str
+    class_name: str
+    model_type: str
+    config: Mapping[str, str]
+    tensors: Mapping[str, tuple[str, str]]
+    named: str = ""
+    when: Mapping[str, float] = field(default_factory=dict)
+    holds: str = ""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    present: Mapping[str, str] = field(default_factory=dict)
+    head_dim: bool = False
+    rope: str = ""
+    scalar: int = 0
+
+    def fits(self, gguf: GgufFile) -> bool:
+        """Whether a file belongs to this family, by its header."""
+        names = " ".join(str(gguf.metadata(f"general.{key}", "")) for key in ("name", "basename")).lower()
+        return (
+            gguf.architecture == self.architecture
+            and self.named in names
+            and all((gguf.value(key) or 0) >= least for key, least in self.when.items())
+            and (not self.holds or self.holds in gguf.tensors)
+        )
+
+    def places(self, layers: int, experts: int) -> Iterator[tuple[str, str, str, int | None]]:
+        """For every tensor of a model: stem of its name, stem in the file, layout, number of the expert there."""
+        for stem, (template, layout) in self.tensors.items():
+            for i in range(layers) if "{i}" in stem else [0]:
+                for e in range(experts) if "{e}" in stem else [None]:
+                    yield stem.format(i=i, e=e), template.format(i=i), layout, e
+
+
+@cache
+def families() -> tuple[Family, ...]:
+    """All families; of several that fit a file, the last one counts."""
+    content = json.loads(Path(__file__).with_name("gguf_families.json").read_text(encoding="utf-8"))
+    return tuple(_family(_extended(content, name)) for name in content)
+
+
+def _family(values: dict[str, Any]) -> Family:
+    stems = {stem: (place, "") if isinstance(place, str) else tuple(place) for stem, place in values["tensors"].items()}
+    return Family(class_name=values.pop("class"), **{**values, "tensors": stems})
+
+
+def _extended(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An entry laid over that which it extends; null takes out."""
+    values = dict(content[name])
+    below = values.pop("extends", None)
+    return overlay(_extended(content, below) if below else {}, values)
+
+
+def family_of(gguf: GgufFile) -> Family:
+    """The family of a GGUF.
+
+    Raises:
+        CheckpointError: it is no model, or of an architecture that is not read.
+    """
+    path, architecture = gguf.paths[0], gguf.architecture
+    kind = "imatrix" if gguf.metadata("imatrix.datasets") else gguf.metadata("general.type", "model")
+    if kind != "model" or architecture == "clip":
+        content, remedy = NO_MODELS.get(kind, (f"a '{kind}' of architecture '{architecture}'", "name the model's file"))
+        raise CheckpointError(f"holds {content}, not a language model", where=path, remedy=remedy)
+    fitting = [family for family in families() if family.fits(gguf)]
+    if not fitting:
+        known = sorted({family.architecture for family in families()})
+        problem = f"its architecture '{architecture}' cannot be read from GGUF"
+        raise CheckpointError(problem, where=path, remedy=f"{nearest(architecture, known)}; {SAFETENSORS}")
+    return fitting[-1]
+
+
+def read_config(gguf: GgufFile, family: Family) -> dict[str, Any]:
+    """The content of config.json, from a GGUF's metadata.
+
+    Raises:
+        CheckpointError: the metadata lack an entry, or transformers' config cannot express one.
+    """
+    _check_sizes(gguf)
+    config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, **family.fixed}
+    stored = {entry: _single(gguf, key) for entry, key in family.config.items()}
+    config.update({entry: value for entry, value in stored.items() if value is not None})
+    config["vocab_size"] = gguf.shape("token_embd.weight")[0]
+    config["tie_word_embeddings"] = _tied(gguf)
+    config.update({entry: tensor in gguf.tensors for entry, tensor in family.present.items()})
+    special = {word: gguf.metadata(f"tokenizer.ggml.{key}_token_id") for word, key in SPECIAL.items() if word != "unk"}
+    config.update({f"{word}_token_id": number for word, number in special.items()})
+    config.update(_heads(gguf, family))
+    matrices = [gguf.dtype(name) for name in gguf.tensors if len(gguf.shape(name)) > 1]
+    config["dtype"] = str(max(matrices, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
+    none = {key for key in family.fixed if config[key] == 0 and config[key] is not False}
+    return {key: None if key in none else value for key, value in config.items()}
+
+
+def _check_sizes(gguf: GgufFile) -> None:
+    """Check that the sizes from which all others follow are there, and fit the tensors.
+
+    Raises:
+        CheckpointError: names the first that does not.
+    """
+    sizes = {key: _single(gguf, key) for key in ("embedding_length", "block_count", "attention.head_count")}
+    for key, size in sizes.items():
+        if size is None:
+            raise _damage(gguf, f"its metadata lack '{gguf.architecture}.{key}'")
+        if not isinstance(size, int) or size < 1:
+            raise _damage(gguf, f"'{gguf.architecture}.{key}' is {size!r}, which is no size")
+    if "token_embd.weight" not in gguf.tensors:
+        raise _damage(gguf, "has no tensor 'token_embd.weight'")
+    last = f"blk.{sizes['block_count'] - 1}"
+    if not any(name.startswith(f"{last}.") for name in gguf.tensors):
+        raise _damage(gguf, f"its metadata say {sizes['block_count']} layers, but no tensor is named '{last}...'")
+    experts = gguf.value("expert_count") or 0
+    stored = sorted({gguf.shape(name)[0] for name in gguf.tensors if name.endswith("_exps.weight")})
+    if experts and stored != [experts]:
+        words = " or ".join(map(str, stored)) or "none"
+        raise _damage(gguf, f"its metadata say {experts} experts, its tensors hold {words}")
+
+
+def _damage(gguf: GgufFile, problem: str) -> CheckpointError:
+    return CheckpointError(problem, where=gguf.paths[0], remedy=AGAIN)
+
+
+def _single(gguf: GgufFile, key: str) -> Any:
+    """A value that is the same for all layers."""
+    value = gguf.value(key)
+    if not isinstance(value, list):
+        return value
+    if len(set(value)) != 1:
+        problem = f"'{gguf.architecture}.{key}' is not the same in all layers, which transformers has no class for"
+        raise CheckpointError(problem, where=gguf.paths[0], remedy=SAFETENSORS)
+    return value[0]
+
+
+def _tied(gguf: GgufFile) -> bool:
+    """Whether the head is the embedding: it has no tensor, or one of the same bytes, as some converters write it."""
+    head, embedding = gguf.tensors.get("output.weight"), gguf.tensors["token_embd.weight"]
+    if head is None:
+        return True
+    same_size = (head.tensor_type, head.n_bytes) == (embedding.tensor_type, embedding.n_bytes)
+    return same_size and bool(np.array_equal(head.data.view(np.uint8), embedding.data.view(np.uint8)))
+
+
+def _heads(gguf: GgufFile, family: Family) -> dict[str, Any]:
+    """Entries on heads and rotary positions."""
+    heads, width = _single(gguf, "attention.head_count"), gguf.value("embedding_length")
+    rotated = gguf.value("rope.dimension_count")
+    size = gguf.value("attention.key_length") or (rotated if family.architecture == "llama" else None) or width // heads
+    config = dict[str, Any]()
+    if family.config.get("num_key_value_heads") and gguf.value("attention.head_count_kv") is None:
+        config["num_key_value_heads"] = heads
+    if family.head_dim or size != width // heads:
+        config["head_dim"] = size
+    if family.scalar:
+        config["query_pre_attn_scalar"] = width // heads if gguf.value("block_count") == family.scalar else size
+    if family.rope:
+        config["rope_parameters"] = _rope(gguf, family, (rotated or size) / size, rotated or size)
+    return config
+
+
+def _rope(gguf: GgufFile, family: Family, share: float, rotated: int) -> dict[str, Any]:
+    split = family.rope == "global and local"
+    theta = gguf.value("rope.freq_base", 1e6 if split else THETA)
+    rope = {"rope_type": "default", "rope_theta": theta, **_scaling(gguf, rotated)}
+    if share != 1:
+        rope["partial_rotary_factor"] = share
+    if not split:
+        return rope
+    local = {"rope_type": "default", "rope_theta": gguf.value("rope.freq_base_swa", THETA)}
+    return {"full_attention": rope, "sliding_attention": local}
+
+
+def _scaling(gguf: GgufFile, rotated: int) -> dict[str, Any]:
+    """The scaling of rotary positions."""
+    kind, factor = gguf.value("rope.scaling.type", "none"), gguf.value("rope.scaling.factor")
+    original = {"original_max_position_embeddings": gguf.value("rope.scaling.original_context_length")}
+    if LONG in gguf.tensors:
+        factors = {"long_factor": gguf.read(LONG).tolist(), "short_factor": gguf.read(SHORT).tolist()}
+        return {"rope_type": "longrope", **factors, **original}
+    if FREQUENCIES in gguf.tensors:
+        return _llama3(gguf, gguf.read(FREQUENCIES), rotated)
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        return {"rope_type": "yarn", "factor": factor, **original}
+    if kind in ("none", "longrope"):  # which Phi-3 says of its short models, too
+        return {}
+    problem = f"its rotary positions are scaled by '{kind}', which is not supported"
+    raise CheckpointError(problem, where=gguf.paths[0], remedy=SAFETENSORS)
+
+
+def _llama3(gguf: GgufFile, divisors: Tensor, rotated: int) -> dict[str, Any]:
+    """The settings of Llama 3's rule that give these divisors of frequencies."""
+    if float((divisors - 1).abs().max()) < 1e-6:
+        return {}
+    theta, factor = gguf.value("rope.freq_base", THETA), float(divisors.max())
+    plain = theta ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+    for original in ORIGINAL_LENGTHS:
+        rope = {"rope_type": "llama3", "factor": factor, **LLAMA3, "original_max_position_embeddings": original}
+        config = LlamaConfig(head_dim=rotated, rope_parameters={**rope, "rope_theta": theta})
+        frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+        if torch.allclose((plain / frequencies).float(), divisors, rtol=1e-4):
+            return rope
+    problem = f"'{FREQUENCIES}' scales rotary frequencies in a way that transformers cannot describe"
+    raise CheckpointError(problem, where=gguf.paths[0], remedy=SAFETENSORS)
+
+
+def in_order(layout: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """A tensor of a GGUF in transformers' order, contiguous."""
+    return LAYOUTS[layout](tensor, config).contiguous()
+
+
+def _halves(tensor: Tensor, heads: int) -> Tensor:
+    """Heads whose RoPE pairs lie side by side in the file, as transformers has them: (i, i + d/2)."""
+    return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _groups(tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """All queries, all keys, all values as rows of KV groups (queries, a key, a value)."""
+    groups, heads = config["num_kv_heads"], config["num_attention_heads"]
+    size = config["hidden_size"] // heads
+    parts = tensor.split([heads * size, groups * size, groups * size])
+    return torch.cat([x.reshape(groups, -1, size, *tensor.shape[1:]) for x in parts], 1).reshape(tensor.shape)
+
+
+LAYOUTS: dict[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
+    "": lambda tensor, _: tensor,
+    "rope q": lambda tensor, config: _halves(tensor, config["num_attention_heads"]),
+    "rope k": lambda tensor, config: _halves(tensor, config["num_key_value_heads"]),
+    "plus one": lambda tensor, _: tensor - 1,
+    "transposed": lambda tensor, _: tensor.t() if tensor.ndim > 1 else tensor,
+    "row": lambda tensor, _: tensor.reshape(1, -1),
+    "groups": _groups,
+}
+"""Functions that bring a tensor of a GGUF into transformers' order."""
+
+
+def write_checkpoint(paths: Sequence[str], folder: str) -> str:
+    """Decode a model in GGUF into a folder in transformers' format, a shard at a time.
+
+    Returns:
+        A sentence on the types of its tensors, for reports.
+
+    Raises:
+        CheckpointError: it is no model that can be read; names what is wrong.
+    """
+    model = open_gguf(paths)
+    family = family_of(model)
+    config = read_config(model, family)
+    places = _places(model, family, config)
+    os.makedirs(folder)
+    _write_tokenizer(model, folder)
+    writer = TensorWriter(folder, max_shard_size=SHARD)
+    for name, (stored, layout, expert) in places.items():
+        writer.save_tensor(name, in_order(layout, model.read(stored, expert), config))
+    writer.finalize()
+    write_json(os.path.join(folder, "config.json"), config)
+    return _types(model)
+
+
+def _types(model: GgufFile) -> str:
+    kinds = Counter(tensor.tensor_type.name for tensor in model.tensors.values())
+    words, file = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()), os.path.basename(model.paths[0])
+    if {*kinds} <= {*DTYPES}:
+        return f"was read from {file}, whose tensors are {words}"
+    return f"was read from {file}, whose weights were quantised (tensors: {words}); they were read as float32"
+
+
+def _places(model: GgufFile, family: Family, config: Mapping[str, Any]) -> dict[str, tuple[str, str, int | None]]:
+    """Each tensor's name in the file, its layout there, and which expert of those in it."""
+    names = {*model.tensors} - {*ROPE_FACTORS} - ({"output.weight"} if config["tie_word_embeddings"] else set())
+    places = {
+        stem + end: (stored + end, layout, expert)
+        for stem, stored, layout, expert in family.places(model.value("block_count"), model.value("expert_count") or 0)
+        for end in (".weight", ".bias")
+        if stored + end in names
+    }
+    if unknown := sorted(names - {stored for stored, _, _ in places.values()}):
+        problem = f"tensor '{unknown[0]}' has no place in a {family.class_name}"
+        raise CheckpointError(problem, where=model.paths[0], remedy="take the model in safetensors")
+    return places
+
+
+def _write_tokenizer(model: GgufFile, folder: str) -> None:
+    """The tokenizer beside the file, or the one in it as transformers reads it; none if there is no vocabulary."""
+    source, file = os.path.split(os.path.abspath(model.paths[0]))
+    kind, tokens = model.metadata("tokenizer.ggml.model"), model.metadata("tokenizer.ggml.tokens") or []
+    rows = model.shape("token_embd.weight")[0]
+    if tokens and len(tokens) != rows:
+        problem = f"its vocabulary has {len(tokens)} tokens, its embedding {rows} rows"
+        raise CheckpointError(problem, where=model.paths[0], remedy=AGAIN)
+    types = model.metadata("tokenizer.ggml.token_type") or [1] * rows
+    while tokens and types[len(tokens) - 1] == UNUSED and PADDING.fullmatch(tokens[-1]):
+        tokens.pop()
+    names = [name for name in os.listdir(source) if name.startswith(TOKENIZER)]
+    if "tokenizer.json" in names:
+        _check_vocabulary(os.path.join(source, "tokenizer.json"), tokens, file)
+        for name in names:
+            shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+    elif tokens and kind not in ("none", "no_vocab"):
+        _convert_tokenizer(model, tokens, folder)
+
+
+def _check_vocabulary(path: str, tokens: Sequence[str], file: str) -> None:
+    """Check that a tokenizer.json beside a file has its tokens.
+
+    Raises:
+        CheckpointError: it has others at some ids, or is no tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        beside = Tokenizer.from_file(path)
+    except Exception as error:  # the class that tokenizers raises
+        problem = f"cannot be read as a tokenizer ({short(error)})"
+        raise CheckpointError(problem, where=path, remedy="move it away") from error
+    wrong = [number for number, token in enumerate(tokens) if beside.id_to_token(number) not in (token, None)]
+    if wrong:
+        example = f"the first is {wrong[0]}: '{beside.id_to_token(wrong[0])}', there '{tokens[wrong[0]]}'"
+        problem = f"has other tokens than {file} at {len(wrong)} ids, {example}"
+        raise CheckpointError(problem, where=path, remedy="it is another model's; move it away")
+
+
+def _convert_tokenizer(model: GgufFile, tokens: Sequence[str], folder: str) -> None:
+    """The file's tokenizer as transformers reads it, without tokens that transformers adds or pads."""
+    from transformers import PreTrainedTokenizerFast
+
+    source, file = os.path.split(os.path.abspath(model.paths[0]))
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            source, gguf_file=file, model_max_length=model.value("context_length")
+        )
+        for word, key in SPECIAL.items():
+            number = model.metadata(f"tokenizer.ggml.{key}_token_id")
+            if number is not None:
+                setattr(tokenizer, f"{word}_token", tokens[number])
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # transformers and tokenizers raise errors of many classes
+        problem = f"its tokenizer cannot be read by transformers ({short(error)})"
+        raise CheckpointError(
+            problem, where=model.paths[0], remedy="put the model's tokenizer.json beside the file"
+        ) from error
+    path = os.path.join(folder, "tokenizer.json")
+    with open(path, encoding="utf-8") as stream:
+        content = json.load(stream)
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < len(tokens)]
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        content["model"]["vocab"] = {token: number for token, number in vocabulary.items() if number < len(tokens)}
+    write_json(path, content)
