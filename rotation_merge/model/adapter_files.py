@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError
-from rotation_merge.files.durable import replacing
+from rotation_merge.files import replacing
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter, damaged, lora_scale
 from rotation_merge.model.hub import downloaded, is_hub_name
 from rotation_merge.model.lora import AdapterWeights
-from rotation_merge.model.output import staged
+from rotation_merge.model.staging import staged
 
 DIFFUSERS = "diffusers"
 FILE_FORMS = {"kohya": ("lora_down.weight", "lora_up.weight"), DIFFUSERS: ("lora_A.weight", "lora_B.weight")}

@@ -14,10 +14,11 @@ from torch import Tensor
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
+from rotation_merge.files import FOLDER, Output, check_output
 from rotation_merge.model.adapters import WEIGHTS, Adapter, Change
 from rotation_merge.model.factors import stacks, transposed
 from rotation_merge.model.headers import ADAPTER_CONFIG
-from rotation_merge.model.output import new_folder, write_files
+from rotation_merge.model.staging import staged, write_files
 from rotation_merge.record import MergeReport
 
 WHOLE = "merge the adapter into its base and carry the whole model"
@@ -94,9 +95,11 @@ class AdapterWeights:
             folder: new, or empty.
 
         Raises:
-            CheckpointError: the folder holds something, or is a file.
+            RotationMergeError: the folder holds something, or is a file.
         """
-        with new_folder(os.fspath(folder)) as staging:
+        out = os.fspath(folder)
+        check_output(Output(out, "folder", FOLDER, remedy="write to a new folder"))
+        with staged(out) as staging:
             self.write(staging)
 
     def write(self, folder: str) -> None:

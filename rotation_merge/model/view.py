@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.folder_exchange import HEADS
+from rotation_merge.files import FOLDER, Output, check_output
 from rotation_merge.model.model_inputs import OpenedModel, check_storage, stored_dtype
-from rotation_merge.model.output import new_folder, write_files
 from rotation_merge.model.sentence import module_of, write_modules
 from rotation_merge.model.source import read_tensor, unstack
+from rotation_merge.model.staging import HEADS, staged, write_files
 from rotation_merge.model.writing import StorageOptions, parse_size, untied, write_beside
 from rotation_merge.record import MergeReport
 
@@ -210,11 +210,11 @@ class View(Mapping[str, Tensor]):
             max_shard_size: such as 500M or 5B (bytes).
 
         Raises:
-            CheckpointError: the folder holds something, or is a file.
-            RotationMergeError: the size is none.
+            RotationMergeError: the folder holds something, or is a file; the size is none.
         """
         out, size = os.fspath(folder), parse_size(max_shard_size)
-        with new_folder(out) as staging:
+        check_output(Output(out, "folder", FOLDER, remedy="write to a new folder"))
+        with staged(out) as staging:
             self._write(staging, size)
             for head, view in self.heads.items():
                 view._write(os.path.join(staging, HEADS, head), size)

@@ -20,7 +20,7 @@ from plugin_support import mergekit_yaml, state
 from safetensors.torch import load_file
 
 from rotation_merge.errors import DataError
-from rotation_merge.files.ledger import read_entry
+from rotation_merge.files import read_entry
 from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load

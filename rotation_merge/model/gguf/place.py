@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rotation_merge.errors import CheckpointError, named, nearest, nearest_path
-from rotation_merge.files.durable import sync_tree, temporary_name, write_json
+from rotation_merge.files import TemporaryFolder, sync_tree, write_json
 from rotation_merge.model import hub
 from rotation_merge.model.gguf.file import GgufFile, damage_named, has_ending, open_gguf, split_files
 
@@ -238,24 +238,22 @@ def _make(gguf: GgufFile, folder: str) -> None:
     config = read_config(gguf, family_of(gguf))
     check_size(gguf)
     beside = [name for name in os.listdir(os.path.dirname(gguf.paths[0]) or ".") if name.startswith(TOKENIZER)]
-    staging = temporary_name(folder)
     try:
-        os.makedirs(staging)
-        write_json(os.path.join(staging, "config.json"), config)
-        write_json(os.path.join(staging, FILES), [os.path.abspath(path) for path in gguf.paths])
-        if "tokenizer.json" in beside:
-            place = os.path.dirname(gguf.paths[0])
-            check_vocabulary(gguf, os.path.join(place, "tokenizer.json"))
-            for name in beside:
-                shutil.copyfile(os.path.join(place, name), os.path.join(staging, name))
-        elif (tokenizer := read_tokenizer(gguf)) is not None:
-            tokenizer.save_pretrained(staging)
-        sync_tree(staging)
-        os.rename(staging, folder)
+        with TemporaryFolder(os.path.dirname(folder)) as temporary:
+            os.makedirs(staging := os.path.join(temporary, "made"))
+            write_json(os.path.join(staging, "config.json"), config)
+            write_json(os.path.join(staging, FILES), [os.path.abspath(path) for path in gguf.paths])
+            if "tokenizer.json" in beside:
+                place = os.path.dirname(gguf.paths[0])
+                check_vocabulary(gguf, os.path.join(place, "tokenizer.json"))
+                for name in beside:
+                    shutil.copyfile(os.path.join(place, name), os.path.join(staging, name))
+            elif (tokenizer := read_tokenizer(gguf)) is not None:
+                tokenizer.save_pretrained(staging)
+            sync_tree(staging)
+            os.rename(staging, folder)
         LOG.info("%s: config and tokenizer were written to %s", gguf.paths[0], folder)
     except OSError as error:
         if not os.path.isdir(folder):  # else another process was quicker
             problem = f"cannot be written: {str(error.strerror).lower()}"
             raise CheckpointError(problem, where=folder, remedy="set HF_HOME to a folder of your own") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)

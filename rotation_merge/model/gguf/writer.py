@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError
-from rotation_merge.files.durable import replacing
+from rotation_merge.files import replacing
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.gguf.config import family_of, read_config, write_metadata
 from rotation_merge.model.gguf.file import Entry, GgufFile, open_gguf
