@@ -54,10 +54,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
             yield temporary
             sync(temporary)
             os.replace(temporary, target)
-        except BaseException:
+        finally:
             with suppress(OSError):
                 os.remove(temporary)
-            raise
         sync(os.path.dirname(target))
 
 
@@ -227,11 +226,14 @@ class Output:
     remedy: str = "write somewhere else"
 
 
-def check_output(output: Output, inputs: Iterable[Input] = (), force: bool = False, cache: str | None = None) -> None:
+def check_output(
+    output: Output, inputs: Iterable[Input] = (), force: bool = False, remedy: str = "", cache: str | None = None
+) -> None:
     """Refuse an output that is, lies in, or holds an input, by real paths; that is there already; or has no place.
 
     Args:
         force: whether it may be there already, as long as a file comes for a file, and a folder for a folder.
+        remedy: where it may not, instead of the output's.
         cache: where models of the hub are kept, if not in the usual place.
 
     Raises:
@@ -243,7 +245,7 @@ def check_output(output: Output, inputs: Iterable[Input] = (), force: bool = Fal
                 problem = f"{words} ({read.kind} {read.name})"
                 raise RotationMergeError(problem, where=output.path, remedy=output.remedy)
     if output.kind != WORK and os.path.lexists(output.path):
-        _check_replaced(output, force)
+        _check_replaced(output, force, remedy or output.remedy)
     place = os.path.realpath(os.path.dirname(output.path) if output.kind == FILE else output.path)
     while not os.path.exists(place):
         place = os.path.dirname(place)
@@ -271,14 +273,16 @@ def _places(path: str) -> set[Path]:
     return {Path(os.path.realpath(path)), Path(os.path.realpath(parent), name)}
 
 
-def _check_replaced(output: Output, force: bool) -> None:
+def _check_replaced(output: Output, force: bool, remedy: str) -> None:
     is_folder = os.path.isdir(output.path)
     if is_folder == (output.kind == FILE):
-        problem, kind = ("is a directory", "a file") if is_folder else ("is a file", "a directory")
-        raise RotationMergeError(problem, where=output.path, remedy=f"name {kind} to write")
+        present, kind = ("a directory", "a file") if is_folder else ("a file", "a directory")
+        raise RotationMergeError(
+            f"is {present}, which is in the way", where=output.path, remedy=f"name {kind} to write"
+        )
     replaced = bool(os.listdir(output.path)) if is_folder else not output.wrote(output.path)
     if replaced and output.kind != ROOM and not force:
-        raise RotationMergeError("already exists", where=output.path, remedy=output.remedy)
+        raise RotationMergeError("already exists", where=output.path, remedy=remedy)
 
 
 # --- for a while -----------------------------------------------------------------------------------------------------
@@ -441,7 +445,7 @@ def write_entry(path: Path, entry: Entry) -> None:
         memory.add(tensor.untyped_storage().data_ptr())
         stored[key] = tensor.clone() if shared else tensor
     with replacing(path) as temporary:
-        save_file(stored, temporary, {"facts": json.dumps(entry.facts), "turned": json.dumps(turned)})
+        save_file(stored, temporary, metadata={"facts": json.dumps(entry.facts), "turned": json.dumps(turned)})
 
 
 def read_entry(path: Path, device: str = "cpu") -> Entry:

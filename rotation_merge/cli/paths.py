@@ -108,7 +108,7 @@ class Writes(click.types.StringParamType):
             remedy = nearest_path(value, "name the merged model's directory")
             raise RotationMergeError("no such directory", where=value, remedy=remedy)
         path = os.path.join(value, self.within) if self.within else value.rstrip(os.sep) or os.sep
-        written = Output(path, option, self.kind, self.wrote, self.beside, FORCE)
+        written = Output(path, option, self.kind, self.wrote, self.beside)
         return [written, *(Output(f"{path}{ending}", option, WORK, beside=self.beside) for ending in self.work)]
 
 
@@ -186,7 +186,7 @@ def hold_outputs(outputs: Sequence[Output], force: bool = False) -> Iterator[Non
     context = click.get_current_context()
     inputs = inputs_of(context)
     for output in outputs:
-        check_output(output, inputs, force or bool(context.params.get("force")))
+        check_output(output, inputs, force or bool(context.params.get("force")), FORCE)
     is_first = not int(os.environ.get("RANK", "0"))  # of several processes of torchrun the first writes
     with locked(*(output.path for output in outputs if is_first and output.kind in (FILE, FOLDER))):
         yield

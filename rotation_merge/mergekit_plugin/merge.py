@@ -75,7 +75,7 @@ def run(
     outputs = recipe_outputs(config, out_path)
     inputs = recipe_inputs(config)
     for output in outputs:
-        check_output(output, inputs, output.kind == FOLDER, options.transformers_cache)
+        check_output(output, inputs, output.kind == FOLDER, cache=options.transformers_cache)
     check_pulled(config)
     with locked(*(output.path for output in outputs if output.kind in (FILE, FOLDER))):
         _run(stock, session, out_path, options, config_source)

@@ -119,11 +119,16 @@ def test_what_another_run_left_goes_with_its_folders(tmp_path: Path) -> None:
 def test_what_is_of_use_stays_after_an_interruption(
     error: BaseException, parts: bool, stays: bool, tmp_path: Path
 ) -> None:
-    with pytest.raises(type(error)), Store(str(tmp_path / "out")) as work:
+    work = Store(str(tmp_path / "out"))
+
+    def fail() -> None:
         work.begin("key")
         if parts:
             work.put("part", Entry({}))
         raise error
+
+    with pytest.raises(type(error)), work:
+        fail()
     assert work.path.exists() == stays
 
 

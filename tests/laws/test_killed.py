@@ -185,7 +185,7 @@ def test_killed(name: str, models: Path, tmp_path: Path) -> None:
 
 
 def again(writer: Writer, place: Path) -> str:
-    """The words of the next run, where something may lie in the place already: a model, or a part of what replaced it."""
+    """The words of the next run, where a model or what is left of one may lie in the place already."""
     occupied = (place / writer.output).exists()
     forced = occupied and writer.words.startswith("rotation-merge") and "--force" not in writer.words
     return f"{writer.words} --force" if forced else writer.words

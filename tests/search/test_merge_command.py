@@ -251,7 +251,7 @@ def test_an_interrupted_search_goes_on_and_a_failing_candidate_is_left_out(
     monkeypatch.setattr(search, "merge_recipe", merging)
     arguments = (ENGLISH, C, tmp_path / "out", "--data", "demo:python", *TINY, "--anyway", "--json")
     assert run(*arguments).exit_code == 130
-    (record,) = (tmp_path / "out.unfinished").glob("plain-*.judged.safetensors")
+    (record,) = (tmp_path / "out.unfinished").glob("plain-*.judged-*.safetensors")
     assert read_entry(record).facts["name"] == "plain"
     plain = made[0]
     again = run(*arguments, "--budget", "1s")
