@@ -21,8 +21,7 @@ from rotation_merge.averaging.polish import polish as distil
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, not_written, short
-from rotation_merge.files.outputs import FOLDER, Input, Output, check_outputs
-from rotation_merge.files.scratch import Scratch
+from rotation_merge.files import FOLDER, Input, Output, TemporaryFolder, check_output
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.alignment import Alignment
@@ -336,7 +335,7 @@ def polish(
     if opened.files is not None:
         check_same_tokens(opened, *(parent for parent in parents if parent.files is not None))
     size = max(1, min(TOGETHER // len(parents), config.samples // 4))
-    with Scratch() as folder, seeded(config.seed):
+    with TemporaryFolder() as folder, seeded(config.seed):
         answered = []
         each = zip(students, parents, for_each(samples, len(parents)), strict=True)
         for number, (learning, teacher, source) in enumerate(each):
@@ -444,7 +443,7 @@ def merge(
     sources = tuple(paths_of([data] if isinstance(data, str | os.PathLike) else data, "data source"))
     sources = sources or (usual_data(names[0]),)
     search_config = SearchConfig(tuple(names), place, sources, **{**asdict(config), "base": base})
-    check_outputs([Output(place, "out", FOLDER)], [Input(name, "model") for name in names])
+    check_output(Output(place, "out", FOLDER), [Input(name, "model") for name in names], force=True)
     with Clock(config.seconds, watch or LOG.info, lambda _: None) as clock:
         search = Search(search_config, clock)
         outcome = search.outcome_of()
@@ -560,7 +559,7 @@ def _transferred_files(
     from rotation_merge.carrying.session import Execution
     from rotation_merge.carrying.transfer import carry
 
-    with Scratch() as folder:
+    with TemporaryFolder() as folder:
 
         def path_of(name: str, model: ModelLike) -> str:
             if isinstance(model, str | os.PathLike):

@@ -101,7 +101,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/matching/mean.py": ("matching/test_laws_of_matching.py", "matching/test_mean.py"),
     "rotation_merge/matching/stream.py": ("matching/test_residual.py", "matching/test_gathering.py"),
     "rotation_merge/matching/stream_products.py": ("matching/test_residual.py", "matching/test_gathering.py"),
-    "rotation_merge/files/ledger.py": ("files/test_going_on.py",),
+    "rotation_merge/run/ledger.py": ("files/test_going_on.py",),
     "rotation_merge/matching/passes.py": (
         "matching/test_residual.py",
         "matching/test_gathering.py",

@@ -12,7 +12,6 @@ from mergekit.common import dtype_from_name
 
 from rotation_merge.architecture import Architecture
 from rotation_merge.carrying.carrier import Carrier, RowPair
-from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.check_pair import check_pair
 from rotation_merge.matching.match import Match, match_model
@@ -30,6 +29,7 @@ from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_tuned_ids, shared_rows, vocabulary_size
 from rotation_merge.record import MergeReport
+from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers.progress import Progress
 
 

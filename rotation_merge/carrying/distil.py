@@ -22,8 +22,7 @@ from torch import Tensor
 
 from rotation_merge.averaging.polish import PolishOptions, PolishReport, polish
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.files.ledger import Unfinished
-from rotation_merge.files.scratch import Scratch
+from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.matching.objective import is_distribution, main_output
 from rotation_merge.matching.teachers import AnsweredSamples, write_answers
 from rotation_merge.model.adapter_files import AdapterWeights
@@ -103,7 +102,7 @@ def distil(
     student: Any,
     lessons: DistillationSamples,
     options: PolishOptions,
-    work: Unfinished,
+    work: Store,
     watch: Watch | None = None,
 ) -> DistillationResult:
     """Train the student in place towards the better target.
@@ -153,7 +152,7 @@ def adapter_in_training(model: Any, written: AdapterWeights) -> Any:
         tensors[b_name] = b / rank**0.5
         if (bias := f"{b_name.removesuffix('weight')}bias") in tensors:
             tensors[bias] = tensors[bias] / rank**0.5
-    with Scratch() as folder:
+    with TemporaryFolder() as folder:
         AdapterWeights({**written.config, "use_rslora": True}, tensors).write(folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft's, on what transformers calls by another name now

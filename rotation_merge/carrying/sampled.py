@@ -28,7 +28,7 @@ from rotation_merge.carrying.judge import (
 from rotation_merge.carrying.lora import adapter_changes, adapter_of, dense_changes
 from rotation_merge.carrying.refit import HEAD_RIDGE, ChangeOptions, refit_change
 from rotation_merge.carrying.session import TransferSession
-from rotation_merge.files.ledger import Unfinished
+from rotation_merge.files import Store
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.blocks import read_tensor, unstack
 from rotation_merge.model.forms import translated
@@ -154,7 +154,7 @@ class SampledTransfer:
         base_texts = self._own_text() if parts.choice.writes and self.config.factor is None else []
         tensors, lines = self._refitted(parts.solved, base_texts), [f"Refitted on {samples}."]
         if self.config.method == "distil":
-            with Unfinished(out) as work:
+            with Store(out) as work:
                 tensors, distilled = self._distilled(work, tensors, parts, base_texts)
             lines += distilled.words(self.config.steps)
         return tensors, lines
@@ -369,14 +369,14 @@ class SampledTransfer:
         return adapter_in_training(self._model({}), written)
 
     def _distilled(
-        self, work: Unfinished, tensors: dict[str, Tensor], parts: TransferSamples, base_texts: Sequence[Batch]
+        self, work: Store, tensors: dict[str, Tensor], parts: TransferSamples, base_texts: Sequence[Batch]
     ) -> tuple[dict[str, Tensor], DistillationResult]:
         config = self.config
         solved, held_out = (unpadded(data.batches, config.data) for data in (parts.solved, parts.choice.tuned))
         options = f"{config} {self.session.execution} {self.rank}"
         models = map(open_model, (self.name, self._old, self._new))
         alignment = [config.alignment] if isinstance(config.alignment, str) else []
-        work.of(mark_of(models, alignment, options=options, samples=data_hash([*solved, *held_out, *base_texts])))
+        work.begin(mark_of(models, alignment, options=options, samples=data_hash([*solved, *held_out, *base_texts])))
         last = len(held_out), max(1, round(HELD_OUT * len(base_texts)))
         lessons = DistillationSamples([*solved, *held_out], base_texts, last, parts.choice.tuned)
         names = {"new": self._new, "old": self._old, "tuned": self.name}

@@ -19,7 +19,6 @@ from rotation_merge.carrying.judge import parted
 from rotation_merge.carrying.lora import adapter_of, left_out
 from rotation_merge.carrying.tokens import AddedTokens
 from rotation_merge.errors import RecipeError, not_written
-from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import WEIGHTS
@@ -31,11 +30,12 @@ from rotation_merge.model.checkpoint import write_checkpoint
 from rotation_merge.model.markdown import code, prose
 from rotation_merge.model.open import parse_reference
 from rotation_merge.model.origin import origins
-from rotation_merge.model.output import staged
 from rotation_merge.model.rows import vocabulary_axes
+from rotation_merge.model.staging import staged
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE, MergeReport, versions
+from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers.progress import Progress
 
 MOVED = (

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rotation_merge.carrying.bases import Bases
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.files.durable import write_json
+from rotation_merge.files import write_json
 from rotation_merge.model.adapter_entries import parse
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.blocks import read_tensor

@@ -16,7 +16,7 @@ from rotation_merge.carrying.lora import adapter_of, left_out
 from rotation_merge.carrying.session import Execution, TransferResult, TransferSession, check_head
 from rotation_merge.carrying.tokens import AddedTokens, adds_tokens
 from rotation_merge.errors import CheckpointError, DataError
-from rotation_merge.files.scratch import Scratch
+from rotation_merge.files import TemporaryFolder
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.adapter_base import check_base
 from rotation_merge.model.adapters import Adapter, is_adapter
@@ -216,7 +216,7 @@ def transferred(
     alignment = session.carrier.alignment
     if not config.needs_samples:
         return sampled.by_weights(session.scale), [*session.report.notes, *lost], alignment, None
-    with Scratch() as folder:
+    with TemporaryFolder() as folder:
         chosen = sampled.carried(os.path.join(folder, "out"))
     if chosen.delta.solved is None:
         return sampled.by_weights(chosen.delta.scale), [*chosen.lines, *lost], alignment, chosen.lift.facts()

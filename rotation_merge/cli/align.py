@@ -71,11 +71,11 @@ def command(
     want --alignment. The outputs of OUT on random inputs are compared with the donor's; if they differ by more than
     rounding, OUT is kept as OUT.rejected. After an interruption, matching continues from OUT.matching.unfinished.
     """
-    from rotation_merge.files.ledger import kept_beside
     from rotation_merge.matching.aligned_output import match_pair, write_aligned
     from rotation_merge.matching.open_pair import open_pair, write_alignment
     from rotation_merge.model.run_keys import mark_of, unchanged
     from rotation_merge.model.writing import StorageOptions, check_dtype, parse_size
+    from rotation_merge.run.ledger import kept_beside
     from rotation_merge.run.proof import Proof, prove
     from rotation_merge.workers.cluster import spread
 

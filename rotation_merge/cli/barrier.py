@@ -34,8 +34,7 @@ from rotation_merge.cli.show import (
     table,
 )
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.files.durable import write_text
-from rotation_merge.files.outputs import MATCHING_UNFINISHED, Output
+from rotation_merge.files import MATCHING_UNFINISHED, Output, write_text
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.report.plots import check_plot, save_barrier, text_plot
 from rotation_merge.run.curves import FILE, Barrier, Curve
@@ -150,7 +149,7 @@ def command(
     from rotation_merge.diagnose.donors import measurement_key
     from rotation_merge.diagnose.matchings import matchings
     from rotation_merge.diagnose.paths import Paths
-    from rotation_merge.files.ledger import kept_beside
+    from rotation_merge.run.ledger import kept_beside
 
     config, options = config_of(BarrierConfig, values), config_of(AlignConfig, values)
     chosen = matchings(compare)

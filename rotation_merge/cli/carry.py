@@ -21,7 +21,7 @@ from rotation_merge.cli.options import (
 from rotation_merge.cli.paths import ALIGNMENT, MODEL, NEW_MODEL, SAMPLE_SOURCE, WORD, inputs_of, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.files.outputs import FOLDER, Output, check_outputs
+from rotation_merge.files import FOLDER, Output, check_output
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 
 if TYPE_CHECKING:
@@ -75,14 +75,15 @@ def command(
     """
     from rotation_merge.carrying.session import Execution
     from rotation_merge.carrying.transfer import carry, check_places
-    from rotation_merge.files.ledger import kept_beside
     from rotation_merge.model.open import open_model
     from rotation_merge.model.run_keys import mark_of
     from rotation_merge.model.writing import StorageOptions, check_dtype, parse_size
+    from rotation_merge.run.ledger import kept_beside
 
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
     if len(work) > 1:
-        check_outputs([Output(place, "OUT", FOLDER) for place in places], inputs_of(context))
+        for place in places:
+            check_output(Output(place, "OUT", FOLDER), inputs_of(context), force=True)
     given_options = {name for name in values if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     check_dtype(dtype)
     storage = StorageOptions(parse_size(shard_size), dtype, untie)

@@ -39,10 +39,7 @@ def command(patient: str, parents: tuple[str, ...], mend: bool, out: str | None,
     """
     from rotation_merge.diagnose.doctor import diagnose, open_case
     from rotation_merge.diagnose.doctor.cause import LIKELY
-    from rotation_merge.model.output import mend_interrupted
 
-    if os.path.isdir(patient) and mend_interrupted(patient):
-        note(f"{patient}: an interrupted replacement of the model was undone.")
     case = open_case(patient, parents)
     corrected = _mended(case, out) if mend or out else []
     if corrected or out:

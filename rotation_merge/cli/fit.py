@@ -32,8 +32,7 @@ from rotation_merge.cli.paths import (
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.config import option
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.files.ledger import STATE, Unfinished
-from rotation_merge.files.outputs import FILE, Output
+from rotation_merge.files import FILE, STATE, Output, Store
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, VaryingOptions
 from rotation_merge.run.data import KINDS, described, read_batches
@@ -111,12 +110,12 @@ def command(
 @contextmanager
 def _state(out: str, first: bool) -> Iterator[Path]:
     """The file in `OUT.unfinished` from which an interrupted fit continues; the first process makes the folder."""
-    work = Unfinished(out)
+    work = Store(out)
     if not first:
         yield work.file(STATE)
         return
     with work:
-        work.of("fit")
+        work.begin("fit")
         yield work.file(STATE)
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
-from rotation_merge.files.outputs import (
+from rotation_merge.files import (
     DATA,
     FILE,
     FOLDER,
@@ -25,10 +25,8 @@ from rotation_merge.files.outputs import (
     WORK,
     Input,
     Output,
-    check_outputs,
-    check_replaced,
-    check_writable,
-    outputs_locked,
+    check_output,
+    locked,
 )
 
 FORCE = "write somewhere else, or --force"
@@ -101,9 +99,16 @@ class Writes(click.types.StringParamType):
         self.kind, self.work, self.within, self.wrote, self.beside = kind, work, within, wrote, beside
 
     def outputs(self, value: str, option: str) -> list[Output]:
-        """Return the outputs that one parameter names."""
+        """Return the outputs that one parameter names.
+
+        Raises:
+            RotationMergeError: the folder that must exist does not.
+        """
+        if self.within and not os.path.isdir(value):
+            remedy = nearest_path(value, "name the merged model's directory")
+            raise RotationMergeError("no such directory", where=value, remedy=remedy)
         path = os.path.join(value, self.within) if self.within else value.rstrip(os.sep) or os.sep
-        written = Output(path, option, self.kind, self.wrote, self.beside, in_existing=bool(self.within))
+        written = Output(path, option, self.kind, self.wrote, self.beside)
         return [written, *(Output(f"{path}{ending}", option, WORK, beside=self.beside) for ending in self.work)]
 
 
@@ -179,12 +184,11 @@ def hold_outputs(outputs: Sequence[Output], force: bool = False) -> Iterator[Non
         RotationMergeError: one is an input, is there already, or is being written by another run.
     """
     context = click.get_current_context()
-    check_outputs(outputs, inputs_of(context))
-    check_replaced(outputs, force or bool(context.params.get("force")), FORCE)
-    check_writable(outputs)
-    with ExitStack() as stack:
-        if not int(os.environ.get("RANK", "0")):  # of several processes of torchrun the first writes
-            stack.enter_context(outputs_locked(outputs))
+    inputs = inputs_of(context)
+    for output in outputs:
+        check_output(output, inputs, force or bool(context.params.get("force")), FORCE)
+    is_first = not int(os.environ.get("RANK", "0"))  # of several processes of torchrun the first writes
+    with locked(*(output.path for output in outputs if is_first and output.kind in (FILE, FOLDER))):
         yield
 
 

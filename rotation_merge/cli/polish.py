@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from rotation_merge.cli.options import config_of, config_options, device_option,
 from rotation_merge.cli.paths import MODEL, NEW_MODEL, SAMPLE_SOURCE, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.files.outputs import DATA, FOLDER, Input, Output, check_outputs
+from rotation_merge.files import DATA, FOLDER, STATE, Input, Output, Store, check_output
 from rotation_merge.run.data import KINDS, read_batches, unpadded
 
 if TYPE_CHECKING:
@@ -102,22 +103,23 @@ def polished(
     """
     from rotation_merge.averaging.low_rank import with_lora
     from rotation_merge.averaging.polish import PolishOptions, SharedBody, check_trainable, polish
-    from rotation_merge.files.ledger import STATE, Unfinished
     from rotation_merge.model.heads import head_names, heads_in, heads_of_teachers
     from rotation_merge.model.open import open_model, parse_reference
     from rotation_merge.model.sentence import read_modules
     from rotation_merge.run.functions import load, local_path
 
     read = [*(Input(name, "model") for name in (merged, *teachers)), *(Input(source, DATA) for source in sources)]
-    check_outputs([Output(out, "OUT", FOLDER)], read)
+    check_output(Output(out, "OUT", FOLDER), read, force=True)
     if ways.lora and not ways.merge_lora and parse_reference(merged).lora is not None:
         problem = "is a base with an adapter, so a new adapter cannot have it as its base"
         raise RotationMergeError(problem, where=merged, remedy="add '--merge-lora', or leave '--lora' out")
     heads = heads_of_teachers(heads_in(merged), [parse_reference(teacher) for teacher in teachers], merged)
     check_trainable(merged, read_modules(local_path(merged)), ways.lora if any(heads) else 0)
     progress = Progress()
-    with Unfinished(out) as work:
-        work.of(f"{merged} {ways.steps} {ways.lora} {ways.learning_rate} {ways.seed}", STATE)
+    with Store(out) as work:
+        work.begin("polish")
+        training = f"{merged} {ways.steps} {ways.lora} {ways.learning_rate} {ways.seed}"
+        state = work.file(f"{zlib.crc32(training.encode()):08x}-{STATE}")
         students = [head or merged for head in heads]
         answered = _teacher_answers(
             work.path, merged, students, teachers, sources, ways.samples, ways.length, ways.seed, device
@@ -131,7 +133,7 @@ def polished(
             )
         rates = () if ways.learning_rate is None else (ways.learning_rate,)
         new = ways.lora > 0
-        options = PolishOptions(ways.steps, ways.lora, new, rates, seed=ways.seed, state=work.file(STATE))
+        options = PolishOptions(ways.steps, ways.lora, new, rates, seed=ways.seed, state=state)
         report = polish(student, answered, options, progress)
         progress.close()
         if report.gained:
@@ -183,8 +185,7 @@ def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeRepo
     Args:
         heads: by folder in the merge, the trained body under each teacher's head.
     """
-    from rotation_merge.model.folder_exchange import HEADS
-    from rotation_merge.model.output import staged
+    from rotation_merge.model.staging import HEADS, staged
     from rotation_merge.record import REPORT_FILE
     from rotation_merge.run.functions import local_path
 

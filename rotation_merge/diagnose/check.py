@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from mergekit.merge_methods.base import BasePolicy
 from mergekit.options import MergeOptions
@@ -15,7 +15,6 @@ from mergekit.options import MergeOptions
 from rotation_merge.averaging.task_vectors import RATIO, SHORTENED, TaskVectorMethod
 from rotation_merge.diagnose.donors import donors_of, last_recipe
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.files.locks import first_missing
 from rotation_merge.mergekit_plugin.planning.opened import Models
 from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
@@ -196,8 +195,7 @@ def needs_of(recipe: str, models: Collection[RemoteModel], cache: str) -> Resour
 
 
 def _free_disk(folder: str) -> int | None:
-    missing = first_missing(folder)
-    place = folder if missing is None else os.path.dirname(missing)
+    place = next(place for place in (Path(folder), *Path(folder).absolute().parents) if place.exists())
     try:
         return shutil.disk_usage(place).free
     except OSError:

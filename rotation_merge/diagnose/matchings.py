@@ -8,7 +8,6 @@ from typing import Any
 
 from rotation_merge.diagnose.donors import RecipeDonor, carried_recipe
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.aligned_output import aligned_model, match_pair
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
@@ -19,6 +18,7 @@ from rotation_merge.mergekit_plugin.run_recipe import merged_state
 from rotation_merge.report.plots import MOST_CURVES
 from rotation_merge.run.functions import load
 from rotation_merge.run.generated_samples import SELF, writes_text
+from rotation_merge.run.ledger import NOWHERE, Ledger
 
 Tick = Callable[[str, float, float], None]
 

@@ -10,12 +10,12 @@ from typing import Any
 from rotation_merge.diagnose.donors import RecipeDonor
 from rotation_merge.diagnose.matchings import ALIGNED, Matching, Tick, moved, opened
 from rotation_merge.errors import RecipeError
-from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.model.heads import head_names
 from rotation_merge.run.curves import Barrier, Curve
 from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.evaluate import path
 from rotation_merge.run.functions import architecture_of, load
+from rotation_merge.run.ledger import NOWHERE, Ledger
 
 
 @dataclass(frozen=True)

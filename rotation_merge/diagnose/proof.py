@@ -22,7 +22,7 @@ from rotation_merge.architecture import Architecture, registry, resolve
 from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.architecture.table import config_of
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError
-from rotation_merge.files.scratch import Scratch
+from rotation_merge.files import TemporaryFolder
 from rotation_merge.matching.alignment import Alignment, moved_tensors
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import AlignConfig
@@ -74,7 +74,7 @@ def prove(path: Path, config: Mapping[str, Any] | None = None) -> list[Finding]:
         RotationMergeError: the file is at fault, or no model can be made.
     """
     spec = registry.register(path)
-    with Scratch() as folder:
+    with TemporaryFolder() as folder:
         model = _Tiny(spec, {**config_of(spec), **_USUAL, **(config or {})}, Path(folder))
         architecture = model.architecture()
         findings = [model.tried("heads, neurons and experts", architecture, LOCAL)]

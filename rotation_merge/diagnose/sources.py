@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.config import FILE
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
-from rotation_merge.files.outputs import check_outputs, check_replaced
+from rotation_merge.files import check_output
 from rotation_merge.matching.alignment import load_alignment
 from rotation_merge.matching.check_pair import check_forward
 from rotation_merge.matching.stream import residual_groups
@@ -98,8 +98,7 @@ def _written(document: Document, recipe: Recipe, options: MergeOptions) -> None:
     inputs = recipe_inputs(recipe.config)
     for output in recipe_outputs(recipe.config, None):
         try:
-            check_outputs([output], inputs, options.transformers_cache)
-            check_replaced([output])
+            check_output(output, inputs, cache=options.transformers_cache)
         except RotationMergeError as error:
             document.raised(tuple(output.option.split(".")), error)
     try:

@@ -9,7 +9,6 @@ from typing import Any
 import yaml
 from mergekit.common import dtype_from_name
 
-from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import named
 from rotation_merge.matching.match import Match, match_model
@@ -22,6 +21,7 @@ from rotation_merge.model.view import View
 from rotation_merge.model.writing import StorageOptions, stored, untied
 from rotation_merge.record import MergeReport, versions
 from rotation_merge.run.functions import load
+from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers.progress import Progress
 
 

@@ -18,8 +18,7 @@ from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.config import KINDS
 from rotation_merge.errors import AlignmentError, RotationMergeError, StatisticsError, not_written, short
-from rotation_merge.files.durable import replacing
-from rotation_merge.files.outputs import Output, prepare_file
+from rotation_merge.files import Output, check_output, replacing
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.check_pair import check_pair
@@ -445,7 +444,7 @@ class Alignment:
             AlignmentError: the alignment has no basis.
             RotationMergeError: there is a file at that place that holds no alignment; it stays as it is.
         """
-        prepare_file(Output(str(path), "path", wrote=holds_alignment, remedy="name another file, or move it away"))
+        check_output(Output(str(path), "path", wrote=holds_alignment, remedy="name another file, or move it away"))
         save_alignment(path, self, metadata, torch.float16 if half else torch.float64)
 
     @classmethod

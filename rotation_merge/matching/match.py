@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.model_pair import ModelPair, Transforms
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.passes import Walk, match_streams
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.model.tensors import TensorSource
+from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers.pieces import HERE, PieceExecutor
 from rotation_merge.workers.progress import Progress
 

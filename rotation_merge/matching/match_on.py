@@ -24,7 +24,6 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, TensorInfo, stem_of
 from rotation_merge.errors import DataError
-from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.activations import Activations
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
@@ -39,6 +38,7 @@ from rotation_merge.model.vocabulary import moved_tokens, shared_rows
 from rotation_merge.run.data import SAMPLES, Data, read_batches, unpadded
 from rotation_merge.run.functions import Batch, architecture_of, load, local_path, unlabelled
 from rotation_merge.run.generated_samples import SELF
+from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.maps import LinearMap, linear_map
 from rotation_merge.symmetry import SpaceTransform
 from rotation_merge.workers.progress import Progress

@@ -13,7 +13,6 @@ from functools import partial
 import torch
 
 from rotation_merge.architecture.model import Architecture, Block
-from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.block import SpaceMatch, described, named, squared_distances, wanted_spaces
 from rotation_merge.matching.match import match_model
@@ -23,6 +22,7 @@ from rotation_merge.model.biases import in_coordinates, without_biases
 from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource, mean_of
+from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.symmetry import TranslationTransform
 from rotation_merge.workers.pieces import HERE, PieceExecutor
 from rotation_merge.workers.progress import Progress

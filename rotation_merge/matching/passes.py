@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block
-from rotation_merge.files.ledger import NOWHERE, Ledger, LedgerEntry
+from rotation_merge.files import Entry
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.model_pair import (
     BlockMeasurement,
@@ -37,6 +37,7 @@ from rotation_merge.matching.model_pair import (
 )
 from rotation_merge.matching.serialisation import entry_of, match_of, packed, unpacked
 from rotation_merge.matching.stream import FLOOR, StreamStatistics
+from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.symmetry import HeadTransform
 from rotation_merge.workers.pieces import PieceExecutor
 from rotation_merge.workers.progress import Progress
@@ -231,7 +232,7 @@ def match_streams(walk: Walk, starts: Mapping[str, Transforms] | None) -> tuple[
 def _settled(walk: Walk, transforms: Transforms, summary: dict[str, object]) -> tuple[Transforms, dict[str, object]]:
     """Store and return the result."""
     tensors, kinds = packed(transforms)
-    walk.ledger.keep(KEPT, lambda: LedgerEntry({"kinds": kinds, "summary": summary}, tensors))
+    walk.ledger.keep(KEPT, lambda: Entry({"kinds": kinds, "summary": summary}, tensors))
     return dict(transforms), summary
 
 
@@ -276,7 +277,7 @@ class _Run:
         """Weights of tensors, by name."""
         return {name: weight for part in self.parts.values() for name, weight in part.weights.items()}
 
-    def packed(self, precise: bool) -> LedgerEntry:
+    def packed(self, precise: bool) -> Entry:
         """The state without the statistics of plain blocks, which every part computes anew."""
         facts: dict[str, Any] = {name: getattr(self, name) for name in _FACTS}
         tensors: dict[str, Tensor] = {}
@@ -290,10 +291,10 @@ class _Run:
             for key, x in part_tensors.items()
         }
         parts = {number: fact for number, (_, fact) in packed_parts.items()}
-        return LedgerEntry({**facts, "parts": parts, "precise": precise}, tensors)
+        return Entry({**facts, "parts": parts, "precise": precise}, tensors)
 
     @classmethod
-    def unpacked(cls, gathering: _Gathering, entry: LedgerEntry) -> _Run:
+    def unpacked(cls, gathering: _Gathering, entry: Entry) -> _Run:
         """Restore the state; the precision of sums is passed on to the gathering."""
         facts, by_name = entry.facts, dict[str, dict[str, Tensor]]()
         for key, tensor in entry.tensors.items():

@@ -12,8 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rotation_merge.errors import AlignmentError, RotationMergeError, no_space, short
-from rotation_merge.files.ledger import UNREADABLE, LedgerEntry, read_entry, write_entry
-from rotation_merge.files.outputs import Output, prepare_file
+from rotation_merge.files import UNREADABLE, Entry, Output, check_output, read_entry, write_entry
 from rotation_merge.matching.fit_processes import ProcessGroup
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import AlignConfig
@@ -68,7 +67,7 @@ class TrainingState:
         """
         self.together = together or ProcessGroup()
         if path is not None and self.together.rank == 0:
-            prepare_file(Output(str(path), "state", wrote=lambda _: True))
+            check_output(Output(str(path), "state", wrote=lambda _: True))
         self.path, self.learned, self.optimiser, self.mark = path, learned, optimiser, mark
         self.schedule, self.generator = schedule, generator
 
@@ -107,7 +106,7 @@ class TrainingState:
                 remedy="delete it to start again",
             ) from error
 
-    def _stored(self) -> LedgerEntry | Exception | None:
+    def _stored(self) -> Entry | Exception | None:
         """The file's entry, or why it cannot be read; None if there is no file."""
         try:
             return read_entry(self.path) if self.path is not None and self.path.exists() else None
@@ -139,7 +138,7 @@ class TrainingState:
         }
         tensors = {f"{part}/{name}": tensor for part, values in parts.items() for name, tensor in values.items()}
         try:
-            write_entry(self.path, "training", LedgerEntry(facts, tensors))
+            write_entry(self.path, Entry(facts, tensors))
         except (OSError, SafetensorError) as error:
             why = "no space left on device" if no_space(error) else short(error)
             problem = f"the state of the run cannot be written ({why})"

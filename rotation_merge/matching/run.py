@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block
-from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.record import MergeReport, SpaceRow, overall_figures, rows_in, versions
+from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.symmetry import SpaceTransform
 
 LOG = logging.getLogger(__name__)

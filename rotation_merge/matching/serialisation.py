@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rotation_merge.files.ledger import Ledger, LedgerEntry
+from rotation_merge.files import Entry
 from rotation_merge.matching.block import BlockMatch, SpaceMatch
+from rotation_merge.run.ledger import Ledger
 from rotation_merge.symmetry import TRANSFORMS, SpaceTransform
 
 
@@ -34,13 +35,13 @@ def unpacked(tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[st
     return {space: TRANSFORMS[kind].from_tensors(spaces[space]) for space, kind in kinds.items()}
 
 
-def entry_of(match: BlockMatch, **facts: Any) -> LedgerEntry:
+def entry_of(match: BlockMatch, **facts: Any) -> Entry:
     """The stored result of matching a block."""
     tensors, kinds = packed(match.transforms)
-    return LedgerEntry({"kinds": kinds, "records": [asdict(record) for record in match.records], **facts}, tensors)
+    return Entry({"kinds": kinds, "records": [asdict(record) for record in match.records], **facts}, tensors)
 
 
-def match_of(entry: LedgerEntry) -> BlockMatch:
+def match_of(entry: Entry) -> BlockMatch:
     """Restore the result of matching a block."""
     records = [SpaceMatch(**record) for record in entry.facts["records"]]
     return BlockMatch(unpacked(entry.tensors, entry.facts["kinds"]), records)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
-from rotation_merge.files.durable import replacing
+from rotation_merge.files import replacing
 from rotation_merge.matching.objective import is_distribution, main_output
 from rotation_merge.run.functions import Batch, check_answers, inputs_for
 

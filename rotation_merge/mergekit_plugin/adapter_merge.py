@@ -26,7 +26,7 @@ from rotation_merge.averaging.config import AUTO, AdapterMergeConfig
 from rotation_merge.averaging.methods import numbers_for
 from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, mean_of, shortening
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
-from rotation_merge.files.outputs import FILE, FOLDER, Input, Output, check_outputs, check_replaced
+from rotation_merge.files import FILE, FOLDER, Input, Output, check_output
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.mergekit_plugin.recipe.settings import check_value
@@ -106,8 +106,7 @@ class MergedAdapter:
         """
         path = os.fspath(out)
         output = Output(path, "out", FILE if path.endswith(SUFFIX) else FOLDER)
-        check_outputs([output], [Input(source, "adapter") for source in self.sources])
-        check_replaced([output], force)
+        check_output(output, [Input(source, "adapter") for source in self.sources], force)
         write_adapter(self.adapter, path)
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, no_space, printable
-from rotation_merge.files.durable import name_when_whole
+from rotation_merge.files import name_when_whole
 from rotation_merge.mergekit_plugin.host import lacks, unfit
 
 BAD_INPUT = 2

@@ -25,9 +25,7 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.errors import AlignmentError
-from rotation_merge.files.ledger import kept_beside
-from rotation_merge.files.outputs import FOLDER, check_outputs, check_replaced, check_writable, outputs_locked
-from rotation_merge.files.scratch import Scratch
+from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked
 from rotation_merge.matching.aligned_output import write_aligned
 from rotation_merge.matching.open_pair import open_pair, read_alignment
 from rotation_merge.matching.options import NOTHING
@@ -35,7 +33,7 @@ from rotation_merge.mergekit_plugin.output_check import complete, say, vocabular
 from rotation_merge.mergekit_plugin.planning.files import check_pulled, recipe_inputs, recipe_outputs
 from rotation_merge.mergekit_plugin.planning.save_alignments import keep_alignments
 from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
-from rotation_merge.mergekit_plugin.planning.tasks import check_output
+from rotation_merge.mergekit_plugin.planning.tasks import check_output as check_tensor
 from rotation_merge.mergekit_plugin.planning.whole_model_tasks import devices_of
 from rotation_merge.mergekit_plugin.recipe.delegates import OWN
 from rotation_merge.mergekit_plugin.recipe.donor import entries
@@ -45,11 +43,12 @@ from rotation_merge.model.card import add_section
 from rotation_merge.model.gguf import downloaded, in_cache, is_folder, is_gguf
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.origin import origins
-from rotation_merge.model.output import staged
 from rotation_merge.model.run_keys import mark_of, unchanged
 from rotation_merge.model.sentence import module_of, write_modules
+from rotation_merge.model.staging import staged
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE, MergeReport
+from rotation_merge.run.ledger import kept_beside
 from rotation_merge.workers.progress import listener
 from rotation_merge.workers.threads import keep_freed_memory
 
@@ -74,11 +73,11 @@ def run(
     keep_freed_memory()
     session = Session.of(Recipe.read(config), options)
     outputs = recipe_outputs(config, out_path)
-    check_outputs(outputs, recipe_inputs(config), options.transformers_cache)
-    check_replaced(output for output in outputs if output.kind != FOLDER)
+    inputs = recipe_inputs(config)
+    for output in outputs:
+        check_output(output, inputs, output.kind == FOLDER, cache=options.transformers_cache)
     check_pulled(config)
-    check_writable(outputs)
-    with outputs_locked(outputs):
+    with locked(*(output.path for output in outputs if output.kind in (FILE, FOLDER))):
         _run(stock, session, out_path, options, config_source)
 
 
@@ -192,7 +191,7 @@ def prove_files(session: Session, place: str) -> None:
             any_base=True,
         )
         alignment = read_alignment(pair, file)
-        with Scratch(place) as folder:
+        with TemporaryFolder(place) as folder:
             moved = os.path.join(folder, "moved")
             write_aligned(pair, alignment, moved, StorageOptions(untie=recipe.untie))
             spaces = pair.anchor.architecture.spaces()
@@ -260,7 +259,7 @@ def _as_it_is_here(apart: SentenceModuleTensors) -> Iterator[None]:
 
 
 def _save(real: Callable[..., None], writer: TensorWriter, name: str, tensor: Tensor, **options: Any) -> None:
-    check_output(tensor, name)
+    check_tensor(tensor, name)
     apart = _apart.get()
     if apart is None or module_of(name, apart.modules) is None:
         real(writer, name=name, tensor=tensor, **options)

@@ -21,9 +21,8 @@ from rotation_merge.model import peft_merge
 from rotation_merge.model.adapter_entries import AdapterEntry, entry_of
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.forms import ComposedTensor, TensorSlice, other_form
-from rotation_merge.model.headers import Shapes
 from rotation_merge.model.low_rank import stacks, transposed
-from rotation_merge.model.tensors import Tensors
+from rotation_merge.model.tensors import Shapes, Tensors
 
 ANOTHER_MODEL = "was it trained on another model?"
 CACHED = 4

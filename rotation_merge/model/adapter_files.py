@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError
-from rotation_merge.files.durable import replacing
+from rotation_merge.files import FOLDER, Output, check_output, replacing
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.model.adapters import ADAPTER_FILES, WEIGHTS, Adapter, damaged, lora_scale
 from rotation_merge.model.headers import ADAPTER_CONFIG
 from rotation_merge.model.hub import downloaded, is_hub_name
 from rotation_merge.model.low_rank import LowRank
-from rotation_merge.model.output import new_folder, staged, write_files
+from rotation_merge.model.staging import staged, write_files
 from rotation_merge.record import MergeReport
 
 DIFFUSERS = "diffusers"
@@ -74,7 +74,9 @@ class AdapterWeights:
         Raises:
             CheckpointError: the folder holds something, or is a file.
         """
-        with new_folder(os.fspath(folder)) as staging:
+        out = os.fspath(folder)
+        check_output(Output(out, "folder", FOLDER, remedy="write to a new folder"))
+        with staged(out) as staging:
             self.write(staging)
 
     def write(self, folder: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from rotation_merge.errors import RotationMergeError, printable, short
-from rotation_merge.files.durable import write_text
+from rotation_merge.files import write_text
 from rotation_merge.model.markdown import code, encoded, plain, prose
 from rotation_merge.model.naming import without_paths
 from rotation_merge.record import MergeReport

@@ -11,11 +11,11 @@ from mergekit.io.tensor_writer import TensorWriter
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.output import free_name, staged
 from rotation_merge.model.run_keys import unchanged
 from rotation_merge.model.sentence import module_of, write_modules
+from rotation_merge.model.staging import free_name, staged
 from rotation_merge.model.view import View
-from rotation_merge.model.writing import SplicedWriter, StorageOptions, stored, write_beside
+from rotation_merge.model.writing import StorageOptions, stored, write_beside
 from rotation_merge.record import MergeReport
 from rotation_merge.workers.progress import Progress
 
@@ -33,7 +33,7 @@ def write_checkpoint(
     progress: Progress | None = None,
     check: Check | None = None,
     left_out: Collection[str] = (),
-    body: tuple[str, Collection[str]] | None = None,
+    as_they_are: Iterable[tuple[str, Tensor]] = (),
     beside: Callable[[str], None] = lambda _: None,
 ) -> None:
     """A model as a normal checkpoint, whole or not at all.
@@ -43,27 +43,30 @@ def write_checkpoint(
         text: the model card, or a function that returns it once all tensors are written.
         check: checks the written files before they take their place.
         left_out: those of its tensors that are not written at all.
-        body: a folder in safetensors, and which of its tensors are taken as they stand, in files of the same names.
+        as_they_are: further tensors, which are not rounded.
         beside: changes the small files in the folder that it is told, once these have been copied.
 
     Raises:
         CheckpointError: it has not passed; it is kept as OUT.rejected.
     """
-    dtype, written = dtype_from_name(storage.dtype), set(body[1] if body else ())
+    dtype, written = dtype_from_name(storage.dtype), set[str]()
     folder, dtypes = (like.files.folder, like.files.dtypes) if like.files else ("", like.dtypes)
     apart: dict[str, Tensor] = {}
     with staged(out) as staging:
-        os.makedirs(staging, exist_ok=True)
-        writer = SplicedWriter(*body, staging) if body else TensorWriter(staging, max_shard_size=storage.shard_size)
+        writer = TensorWriter(staging, max_shard_size=storage.shard_size)
 
         def save(name: str, tensor: Tensor) -> None:
-            storable = stored(tensor, dtype or dtypes.get(name))
+            write(name, stored(tensor, dtype or dtypes.get(name)))
+
+        def write(name: str, storable: Tensor) -> None:
             if module_of(name, like.modules) is None:
                 writer.save_tensor(name, storable, clone=True)
             else:
                 apart[name] = storable.clone()
             written.add(name)
 
+        for name, tensor in as_they_are:
+            write(name, tensor)
         with unchanged([like.reference]):
             for name, tensor in tensors:
                 if progress is not None:

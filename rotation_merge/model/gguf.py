@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, named, nearest, nearest_path, no_space, short
-from rotation_merge.files.durable import sync_tree, temporary_name, under_temporary_names, write_json
+from rotation_merge.files import write_json
 from rotation_merge.model import hub
+from rotation_merge.model.staging import staged
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -276,13 +277,8 @@ def _decode(paths: Sequence[str], folder: str) -> None:
 
     files = [os.path.abspath(path) for path in paths]
     beside = [entry.path for entry in os.scandir(os.path.dirname(folder)) if entry.is_dir()]
-    for former in (*under_temporary_names(folder), *(place for place in beside if gguf_files(place) == files)):
+    for former in (place for place in beside if gguf_files(place) == files):
         shutil.rmtree(former, ignore_errors=True)
-    staging = temporary_name(folder)
-    try:
+    with staged(folder) as staging:
         note = write_checkpoint(paths, staging)
         write_json(os.path.join(staging, ORIGIN), {"files": files, "note": note})
-        sync_tree(staging)
-        os.rename(staging, folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)

@@ -27,7 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rotation_merge.architecture.registry import overlay
 from rotation_merge.errors import CheckpointError, nearest, short
-from rotation_merge.files.durable import write_json
+from rotation_merge.files import write_json
 from rotation_merge.model.gguf_file import AGAIN, DTYPES, GgufFile, open_gguf
 
 SAFETENSORS = "take the model in safetensors"

@@ -17,8 +17,8 @@ from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.blocks import read_tensor, unstack
 from rotation_merge.model.checkpoint import write_checkpoint
 from rotation_merge.model.fold import folded_tensors
-from rotation_merge.model.folder_exchange import HEADS
 from rotation_merge.model.markdown import code
+from rotation_merge.model.staging import HEADS
 from rotation_merge.model.view import View
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import MergeReport
@@ -115,25 +115,16 @@ def write_heads(
                 f"tensor '{lacking}' is not in the merged body", where=str(reference), remedy="leave out 'heads_of'"
             )
         dtype = body.get_tensor(body_names[0]).dtype
-        shared = (merged, body_names) if body.index.is_safetensors else None
-
-        def tensors(
-            model: View = model,
-            transforms: Mapping[str, SpaceTransform] = transforms,
-            read: list[str] = [] if shared else body_names,
-            dtype: torch.dtype = dtype,
-            solved_tensors: Mapping[str, Tensor] = solved.get(str(reference), {}),
-        ) -> Iterator[tuple[str, Tensor]]:
-            for key in read:
-                yield key, body.get_tensor(key)
-            for key, tensor in moved_head(model, streams, transforms):
-                yield key, solved_tensors.get(key, tensor).to(dtype).contiguous()
-
+        solved_tensors = solved.get(str(reference), {})
+        head = (
+            (key, solved_tensors.get(key, tensor).to(dtype)) for key, tensor in moved_head(model, streams, transforms)
+        )
+        unchanged = ((key, body.get_tensor(key)) for key in body_names)
         text = (
             f"---\nlibrary_name: transformers\n---\n# {name}\n\nThe merged body with the head of {code(reference)}.\n"
         )
         storage = StorageOptions(dtype=str(dtype).removeprefix("torch."))
-        write_checkpoint(model, tensors(), report, text, os.path.join(merged, HEADS, name), storage, body=shared)
+        write_checkpoint(model, head, report, text, os.path.join(merged, HEADS, name), storage, as_they_are=unchanged)
         names.append(name)
     return names
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
-from rotation_merge.files.scratch import Scratch
+from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.gguf import bare_repository, has_ending
 from rotation_merge.model.hub import reachable
 
@@ -80,7 +80,7 @@ def remote_headers(names: Sequence[str], offline: bool) -> Iterator[RemoteHeader
     if offline or not names or not reachable():
         yield headers
         return
-    with Scratch() as folder:
+    with TemporaryFolder() as folder:
         with ThreadPoolExecutor(WORKERS) as pool:
             for name, fetched in zip(names, pool.map(lambda name: _fetched(name, folder), names), strict=True):
                 if isinstance(fetched, RotationMergeError):

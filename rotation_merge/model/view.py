@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,13 +21,12 @@ from rotation_merge.architecture.registry import tied_head, unread
 from rotation_merge.architecture.sentence import KEY as SENTENCE
 from rotation_merge.config import DTYPES
 from rotation_merge.errors import CheckpointError, short
-from rotation_merge.files.durable import write_json
+from rotation_merge.files import FOLDER, Output, check_output, write_json
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.blocks import Shapes, blockwise, read_tensor, unstack, with_tied
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.model.folder_exchange import HEADS
-from rotation_merge.model.output import new_folder, write_files
 from rotation_merge.model.sentence import module_of, write_modules
+from rotation_merge.model.staging import HEADS, staged, write_files
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.writing import StorageOptions, parse_size, untied, write_beside
 from rotation_merge.record import MergeReport
@@ -359,11 +359,11 @@ class View(Mapping[str, Tensor]):
             max_shard_size: such as 500M or 5B (bytes).
 
         Raises:
-            CheckpointError: the folder holds something, or is a file.
-            RotationMergeError: the size is none.
+            RotationMergeError: the folder holds something, or is a file; the size is none.
         """
         out, size = os.fspath(folder), parse_size(max_shard_size)
-        with new_folder(out) as staging:
+        check_output(Output(out, "folder", FOLDER, remedy="write to a new folder"))
+        with staged(out) as staging:
             self._write(staging, size)
             for head, view in self.heads.items():
                 view._write(os.path.join(staging, HEADS, head), size)
@@ -384,7 +384,8 @@ class View(Mapping[str, Tensor]):
             write_beside(self.files.folder, folder, StorageOptions(dtype=dtype, untie=self.untie), self.changed)
             write_modules(self.files.folder, folder, apart)
             return
-        write_json(os.path.join(folder, "config.json"), self.config)
+        values = json.loads(json.dumps(self.config, default=str))
+        write_json(os.path.join(folder, "config.json"), values)
         write_files(folder, self.beside)
         generation = getattr(self.module, "generation_config", None)
         if generation is not None:

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from rotation_merge.config import option
 from rotation_merge.errors import DataError
-from rotation_merge.files.ledger import NOWHERE, Ledger, LedgerEntry
+from rotation_merge.files import Entry
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import UNLABELLED, Data
 from rotation_merge.run.data_checks import check_labels
 from rotation_merge.run.functions import Batch, inputs_for
+from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.sample_kinds import ReadingConfig
 from rotation_merge.run.tables import PAIRS
 
@@ -225,7 +226,7 @@ def path(
         loss, accuracy = models.evaluate(t)
         LOG.info("%s, at %.2f: loss %.4f", name, t, loss)
         points_done.append((loss, accuracy))
-        ledger.keep(PATH, partial(LedgerEntry, {"found": [*points_done]}))
+        ledger.keep(PATH, partial(Entry, {"found": [*points_done]}))
         tick(f"{PATH}{name}", len(points_done), points)
     return Curve(name, ts, *(list(column) for column in zip(*points_done, strict=True)))
 

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rotation_merge.files.ledger import SECONDS, Unfinished
+from rotation_merge.files import Store
+from rotation_merge.run.ledger import SECONDS
 from rotation_merge.run.statistics_file import DeferredTensor, write_error, write_statistics
 from rotation_merge.run.sums import Sums
 from rotation_merge.workers.progress import Progress as Progress
@@ -42,7 +43,7 @@ class StatisticsPass:
     finish: Callable[[Sums], dict[str, Tensor]]
 
 
-class UnfinishedMeasurement(Unfinished):
+class UnfinishedMeasurement(Store):
     """The finished passes of an interrupted measurement, and the state of the current one."""
 
     def __init__(self, out: Path, identity: Mapping[str, Any]) -> None:
@@ -54,10 +55,8 @@ class UnfinishedMeasurement(Unfinished):
         """
         super().__init__(str(out))
         self.out = out
-        mark = json.dumps(identity, sort_keys=True, default=str)
-        self.resume_or_remove(mark)
         try:
-            self.begin(mark)
+            self.begin(json.dumps(identity, sort_keys=True, default=str))
         except OSError as error:
             self.remove()
             raise write_error(out, error) from error

@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rotation_merge import files
 from rotation_merge.errors import RotationMergeError, SpaceError, StatisticsError, no_space, short
-from rotation_merge.files import durable
-from rotation_merge.files.outputs import Output, prepare_file
+from rotation_merge.files import Output, check_output
 from rotation_merge.linalg.finite import all_finite
 
 FORMAT = "rotation_merge.statistics.1"
@@ -126,7 +126,7 @@ class Statistics:
             StatisticsError: it cannot be written; nothing is left behind.
             RotationMergeError: there is a file at that place that holds no statistics; it stays as it is.
         """
-        prepare_file(Output(str(path), "path", wrote=holds_statistics, remedy="name another file, or move it away"))
+        check_output(Output(str(path), "path", wrote=holds_statistics, remedy="name another file, or move it away"))
         meta = {
             "made": json.dumps(self.metadata, sort_keys=True, default=str),
             "inputs": json.dumps(self.inputs, sort_keys=True),
@@ -233,7 +233,7 @@ def replacing(path: Path | str) -> Iterator[Any]:
         StatisticsError: it cannot be written; nothing is left behind.
     """
     try:
-        with durable.replacing(path) as temporary, open(temporary, "wb") as file:
+        with files.replacing(path) as temporary, open(temporary, "wb") as file:
             yield file
     except OSError as error:
         raise write_error(path, error) from error

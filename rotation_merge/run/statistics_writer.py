@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.files.durable import write_text
+from rotation_merge.files import write_text
 from rotation_merge.model.card import MEASURED, kept_figures
 from rotation_merge.model.open import open_model
 from rotation_merge.model.origin import origins

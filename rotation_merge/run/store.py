@@ -22,7 +22,7 @@ from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
 from rotation_merge.errors import RotationMergeError, SpaceError, short
-from rotation_merge.files.scratch import Scratch
+from rotation_merge.files import TemporaryFolder
 
 SPILL = "name a folder for 'spill' that has more space, or give fewer samples"
 """Remedy in a recipe if hidden states do not fit."""
@@ -130,9 +130,9 @@ class BatchStore:
         return f"{self.prefix}:{batch}:{name}"
 
 
-def _scratch(parent: str) -> Scratch:
+def _scratch(parent: str) -> TemporaryFolder:
     try:
-        return Scratch(parent)
+        return TemporaryFolder(parent)
     except OSError as error:
         raise RotationMergeError(
             f"cannot be written to ({short(error)})", where=parent, remedy="name another folder for 'spill'"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rotation_merge.architecture import Architecture
 from rotation_merge.errors import DataError
-from rotation_merge.files.durable import replacing
+from rotation_merge.files import replacing
 from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.check_pair import check_forward
 from rotation_merge.matching.open_pair import Pair, open_pair

@@ -19,13 +19,12 @@ import torch
 import yaml
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.files.durable import write_text
-from rotation_merge.files.ledger import ENTRY, LedgerEntry, Unfinished, stored_entry, write_entry
+from rotation_merge.files import Entry, Store, write_text
 from rotation_merge.mergekit_plugin.console import OneLineError, line
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.card import class_of, updated_card
 from rotation_merge.model.headers import reason
-from rotation_merge.model.output import staged
+from rotation_merge.model.staging import staged
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import read_report
 from rotation_merge.run.data import data_hash
@@ -58,7 +57,7 @@ class Search:
 
     def __init__(self, config: SearchConfig, clock: Clock) -> None:
         self.config, self.clock, self.say = config, clock, clock.say
-        self.work = Unfinished(config.out)
+        self.work = Store(config.out)
         self.mark = config.key()
         self.files = Path(f"{os.path.abspath(config.out)}-samples") / self.mark
         self.left_out: dict[str, str] = {}
@@ -75,7 +74,6 @@ class Search:
         Raises:
             RotationMergeError: nothing can be written there, or no run wrote the folder.
         """
-        self.work.resume_or_remove(self.mark)
         try:
             self.work.begin(self.mark)
         except OSError as error:
@@ -345,11 +343,11 @@ class Search:
 
     def _keep_record(self, name: str, facts: dict[str, Any]) -> None:
         """Store what an interrupted search continues with."""
-        write_entry(self.work.file(f"{name}{ENTRY}"), name, LedgerEntry(facts))
+        self.work.put(name, Entry(facts))
 
     def _record(self, name: str, key: str | None = None) -> dict[str, Any] | None:
         """The facts that a search with the same options stored; None if there are none, or those of another key."""
-        entry = stored_entry(self.work.file(f"{name}{ENTRY}"))
+        entry = self.work.get(name)
         if entry is None or entry.facts.get("key") != key:
             return None
         return {name: value for name, value in entry.facts.items() if name != "key"}
@@ -378,7 +376,7 @@ class Search:
         """
         self._keep_record(WRITING, {})
         with staged(self.config.out) as staging:
-            shutil.copytree(self._place(self.best), staging, copy_function=_linked, dirs_exist_ok=True)
+            shutil.copytree(self._place(self.best), staging, dirs_exist_ok=True)
             self._complete(Path(staging))
 
     def _complete(self, folder: Path) -> None:
@@ -425,11 +423,3 @@ class Search:
 def _words(recipe: str) -> set[str]:
     """All words in a recipe, as YAML reads them."""
     return {event.value for event in yaml.parse(recipe) if isinstance(event, yaml.ScalarEvent)}
-
-
-def _linked(source: str, target: str) -> None:
-    """Link a file under another name; copy it if the file system has no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rotation_merge.errors import RotationMergeError, short
 from rotation_merge.model.hub import HubFile, local_file, no_answer, reachable
-from rotation_merge.model.output import staged
+from rotation_merge.model.staging import staged
 from rotation_merge.record import MANIFEST_FILE
 from rotation_merge.share.contents import is_weights
 from rotation_merge.share.manifest import DAMAGED, Manifest, sha256_of

@@ -14,7 +14,7 @@ from glob import escape, glob
 from typing import Any
 
 from rotation_merge.errors import RotationMergeError, named, short
-from rotation_merge.files.scratch import Scratch
+from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.card import class_of, kept_figures, updated_card
 from rotation_merge.model.gguf import in_cache, is_folder, is_gguf
 from rotation_merge.model.headers import holds_model
@@ -100,7 +100,7 @@ class Draft:
     beside: Mapping[str, str]
     unpublished: Mapping[str, str]
     recipe: str
-    work: Scratch = field(default_factory=Scratch, repr=False)
+    work: TemporaryFolder = field(default_factory=TemporaryFolder, repr=False)
 
     def _renaming(self, commit: str) -> Renaming:
         travelling = {name: f"{self.repo}/{place}@{commit}" for name, place in self.beside.items()}

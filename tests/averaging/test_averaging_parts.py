@@ -171,7 +171,7 @@ def test_a_full_disk_leaves_nothing(what: str, tmp_path: Path, monkeypatch: pyte
         Path(path).write_text("half")
         raise OSError(28, "No space left on device")
 
-    place = {"answers": "rotation_merge.matching.teachers", "state": "rotation_merge.files.ledger"}[what]
+    place = {"answers": "rotation_merge.matching.teachers", "state": "safetensors.torch"}[what]
     monkeypatch.setattr(f"{place}.save_file", full)
     done = run(
         "polish", models[2], tmp_path / "out", "--teachers", *models[:2], models[0], "--samples", 4, "--length", 8

@@ -19,7 +19,7 @@ from plugin_support import one_error, recipe_for, twin, write_recipe
 from rotation_merge import RotationMergeError
 from rotation_merge.cli.paths import MODEL, Reads, ReadsModelsAndWrites, Word, Writes
 from rotation_merge.config import NEITHER, READ, WRITTEN, Kind
-from rotation_merge.files.outputs import FILE, FOLDER
+from rotation_merge.files import FILE, FOLDER
 from rotation_merge.mergekit_plugin.recipe.names import KEYS
 
 
@@ -157,6 +157,9 @@ def call(name: str, root: Path, given: dict[str, str]) -> list[str]:
             value = [*models, given.get("out of models", str(root / "new"))]
         elif isinstance(parameter.type, Reads):
             value = [given.get(parameter.name) or str(make(at, parameter.type.kind))]
+        elif isinstance(parameter.type, Writes) and parameter.type.within and parameter.name not in given:
+            at.mkdir(parents=True)
+            value = [str(at)]
         elif isinstance(parameter.type, Writes):
             value = [given.get(parameter.name, str(root / "new" / parameter.name))]
         elif isinstance(parameter, click.Argument):

@@ -13,10 +13,10 @@ from matching_support import save_for
 from plugin_support import make, merged, recipe_for, twin
 
 from rotation_merge import Alignment
-from rotation_merge.files.durable import name_when_whole, replacing, write_text
+from rotation_merge.files import name_when_whole, replacing, write_text
 from rotation_merge.matching.fit_records import FitReport
 from rotation_merge.matching.resume import TrainingState
-from rotation_merge.model.output import staged
+from rotation_merge.model.staging import staged
 from rotation_merge.run import statistics_file as statistics
 
 
@@ -84,7 +84,7 @@ def test_statistics(steps: list[tuple[str, str]], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("there", [False, True])
 def test_a_model(steps: list[tuple[str, str]], there: bool, tmp_path: Path) -> None:
-    """Every file and both folders before the first move; the place it came to after the last."""
+    """Every file and its folder before the first move; the place that it came to after the last."""
     anchor = make("llama", tmp_path / "anchor", num_hidden_layers=1)
     out = tmp_path / "out"
     if there:
@@ -97,7 +97,7 @@ def test_a_model(steps: list[tuple[str, str]], there: bool, tmp_path: Path) -> N
     begin = next(i for i, end in enumerate(ends) if steps[i][0] == "move" and out in (end, end.parent))
     synced = {Path(words).name for what, words in steps[:begin] if what == "sync"}
     assert {"model.safetensors", "config.json", "rotation_merge.json", "README.md", "out"} <= synced
-    assert ("sync", str(out)) in steps[begin:]
+    assert not there or ("sync", str(out)) in steps[begin:]
     assert steps[-1] == ("sync", str(tmp_path))
 
 
@@ -125,6 +125,15 @@ def test_a_model_and_an_adapter_are_never_in_one_place(tmp_path: Path) -> None:
             for name in kinds[kind]:
                 (Path(folder) / name).write_text(kind)
         assert {entry.name for entry in (tmp_path / "out").iterdir()} == set(kinds[kind])
+
+
+def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
+    with replacing(tmp_path / "file") as temporary:
+        Path(temporary).write_text("left")
+        os.link(temporary, tmp_path / "left")
+    os.replace(tmp_path / "left", temporary)
+    write_text(tmp_path / "file", "new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "new"}
 
 
 def test_permissions_stay_those_of_a_new_file(tmp_path: Path) -> None:

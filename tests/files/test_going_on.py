@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from cli_support import run
 from click.testing import Result
@@ -21,13 +22,14 @@ from plugin_support import make, mergekit_yaml, one_error, recipe_for, twin, wri
 from tiny_models import ALL, planted
 
 from rotation_merge import AlignConfig, Alignment, RotationMergeError
-from rotation_merge.files import ledger
-from rotation_merge.files.ledger import Ledger, LedgerEntry, kept_beside
+from rotation_merge.files import Entry
 from rotation_merge.matching import model_pair
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.serialisation import packed
 from rotation_merge.mergekit_plugin.planning import tasks
+from rotation_merge.run import ledger
 from rotation_merge.run.evaluate import StraightPath
+from rotation_merge.run.ledger import Ledger, kept_beside
 
 
 class Counted:
@@ -287,8 +289,8 @@ def test_what_waits_is_written_when_the_run_is_interrupted(
     def work(found: Ledger) -> None:
         for name, moment in (("a", 0.0), ("b", 61.0), ("c", 62.0)):
             clock[0] = moment
-            found.keep(name, lambda name=name: LedgerEntry({"name": name}, {"x": torch.ones(2, 3).mT}))  # type: ignore[misc]
-        found.keep("large", lambda: LedgerEntry({}), large=True)
+            found.keep(name, lambda name=name: Entry({"name": name}, {"x": torch.ones(2, 3).mT}))  # type: ignore[misc]
+        found.keep("large", lambda: Entry({}), large=True)
         assert len(list((tmp_path / "out.matching.unfinished").glob("*.safetensors"))) == 2
         raise KeyboardInterrupt
 
@@ -310,11 +312,15 @@ def test_a_full_disk_keeps_nobody_from_matching(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def full(tensors: Any, path: str, metadata: Any) -> None:
+    real = safetensors.torch.save_file
+
+    def full(tensors: Any, path: str, metadata: Any = None) -> None:
+        if ".unfinished" not in str(path):
+            return real(tensors, path, metadata)
         Path(path).write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
-    monkeypatch.setattr(ledger, "save_file", full)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
     done(run("align", *four, tmp_path / "out", "--no-verify"))
     told = [record.message for record in caplog.records if "cannot be written" in record.message]
     assert len(told) == 1

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rotation_merge import RotationMergeError
-from rotation_merge.files.ledger import MARK, LedgerEntry, Unfinished, read_entry, write_entry
+from rotation_merge.errors import RotationMergeError, SpaceError
+from rotation_merge.files import KEY, Entry, Store, read_entry, write_entry
 from rotation_merge.matching.resume import TrainingState
 
 
@@ -57,17 +57,14 @@ def test_a_training_state_is_an_entry_and_comes_back_bit_for_bit(tmp_path: Path)
     assert {**fresh.schedule.state_dict()} == {**state.schedule.state_dict()}
 
 
-def test_a_tensor_with_several_names_is_stored_once(tmp_path: Path) -> None:
+def test_tensors_that_share_memory_come_back_apart(tmp_path: Path) -> None:
     weight = torch.randn(64, 64, dtype=torch.float64)
     tensors = {"head": weight, "embedding": weight, "part": weight[:2], "turned": weight.mT}
-    write_entry(tmp_path / "tied", "tied", LedgerEntry({}, tensors))
-    write_entry(
-        tmp_path / "alone", "alone", LedgerEntry({}, {name: tensors[name] for name in ("head", "part", "turned")})
-    )
-    assert abs((tmp_path / "tied").stat().st_size - (tmp_path / "alone").stat().st_size) < 200
-    found = read_entry(tmp_path / "tied").tensors
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in found.items())
+    write_entry(tmp_path / "tied", Entry({}, tensors))
+    stored = read_entry(tmp_path / "tied").tensors
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in stored.items())
+    assert stored["turned"].stride() == weight.mT.stride()
 
 
 def test_a_torn_training_state_is_refused_and_stays(tmp_path: Path) -> None:
@@ -85,31 +82,60 @@ def test_a_folder_that_no_run_wrote_is_refused_and_stays(tmp_path: Path) -> None
     diary = tmp_path / "out.unfinished" / "diary.txt"
     diary.parent.mkdir()
     diary.write_text("mine")
-    for names in ((), ("diary.txt",)):
-        refused = pytest.raises(RotationMergeError, match="rotation-merge did not write it; move it away")
-        with refused, Unfinished(str(tmp_path / "out")) as work:
-            work.of("mark", *names)
-        assert diary.read_text() == "mine"
+    with (
+        pytest.raises(RotationMergeError, match="did not write it; move it away"),
+        Store(str(tmp_path / "out")) as work,
+    ):
+        work.begin("key")
+    assert diary.read_text() == "mine"
 
 
 def test_what_another_run_left_goes_with_its_folders(tmp_path: Path) -> None:
-    killed = Unfinished(str(tmp_path / "out"))
+    killed = Store(str(tmp_path / "out"))
     killed.begin("one")
     killed.file("merge").mkdir()
     (killed.file("merge") / "model.safetensors").write_text("x")
-    killed.file("record").write_text("x")
-    with Unfinished(str(tmp_path / "out")) as work:
-        work.of("one")
-        assert not work.is_empty()
-        work.of("other")
+    killed.put("record", Entry({"x": 1}))
+    with Store(str(tmp_path / "out")) as work:
+        work.begin("one")
+        stored = work.get("record")
+        assert stored is not None
+        assert stored.facts == {"x": 1}
+        work.begin("other")
         assert work.is_empty()
+        assert work.get("record") is None
     assert not work.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "parts", "stays"),
+    [
+        (KeyboardInterrupt(), True, True),
+        (KeyboardInterrupt(), False, False),
+        (RotationMergeError("bad data"), True, False),
+        (SpaceError("the disk is full"), True, True),
+    ],
+)
+def test_what_is_of_use_stays_after_an_interruption(
+    error: BaseException, parts: bool, stays: bool, tmp_path: Path
+) -> None:
+    work = Store(str(tmp_path / "out"))
+
+    def fail() -> None:
+        work.begin("key")
+        if parts:
+            work.put("part", Entry({}))
+        raise error
+
+    with pytest.raises(type(error)), work:
+        fail()
+    assert work.path.exists() == stays
 
 
 def test_a_run_that_is_killed_as_it_cleans_up_leaves_a_folder_that_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = Unfinished(str(tmp_path / "out"))
+    work = Store(str(tmp_path / "out"))
     work.begin("mark")
     for name in ("a", "z"):
         work.file(name).mkdir()
@@ -121,8 +147,8 @@ def test_a_run_that_is_killed_as_it_cleans_up_leaves_a_folder_that_is_known(
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             work.remove()
-    assert work.file(MARK).exists()
-    again = Unfinished(str(tmp_path / "out"))
-    again.resume_or_remove("mark")
+    assert work.file(KEY).exists()
+    again = Store(str(tmp_path / "out"))
+    again.begin("mark")
     again.remove()
     assert not work.path.exists()

@@ -173,19 +173,19 @@ def test_killed(name: str, models: Path, tmp_path: Path) -> None:
     shutil.rmtree(place)
     if writer.before:
         shutil.copytree(tmp_path / "older", place)
-    left = old
     for step in kills(int(count.read_text())):
         count.write_text("0")
-        ended = run(again(writer, left), models, place, at_step(step, count))
+        ended = run(again(writer, place), models, place, at_step(step, count))
         left = content(place / writer.output)
         assert left is None or same(left, old) or same(left, new), step
         assert ended == -signal.SIGKILL or int(count.read_text()) < step, err.read_text()
-    assert run(again(writer, left), models, place) == 0, err.read_text()
+    assert run(again(writer, place), models, place) == 0, err.read_text()
     assert same(content(place / writer.output), new)
     assert sorted(os.listdir(place)) == whole
 
 
-def again(writer: Writer, left: dict[str, torch.Tensor] | None) -> str:
-    """The words of the next run, where something may lie in the place already."""
-    forced = left is not None and writer.words.startswith("rotation-merge") and "--force" not in writer.words
+def again(writer: Writer, place: Path) -> str:
+    """The words of the next run, where a model or what is left of one may lie in the place already."""
+    occupied = (place / writer.output).exists()
+    forced = occupied and writer.words.startswith("rotation-merge") and "--force" not in writer.words
     return f"{writer.words} --force" if forced else writer.words

@@ -172,7 +172,7 @@ def test_shards_and_small_files_are_written(tmp_path: Path) -> None:
     view.save_pretrained(tmp_path / "out", max_shard_size="20K")
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{}"
-    with pytest.raises(RotationMergeError, match="not empty"):
+    with pytest.raises(RotationMergeError, match="already exists; write to a new folder"):
         view.save_pretrained(tmp_path / "out")
 
 
@@ -308,7 +308,7 @@ def test_dtypes_and_places_that_cannot_be_are_one_line(tmp_path: Path) -> None:
                 call(dtype)
     (tmp_path / "file").write_text("kept")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(RotationMergeError, match="is a file; write to a new folder"):
+    with pytest.raises(RotationMergeError, match="is a file, which is in the way; name a directory to write"):
         view.save_pretrained(tmp_path / "file")
     with pytest.raises(RotationMergeError, match="a file stands in the way"):
         alignment.save(tmp_path / "file" / "alignment.safetensors")

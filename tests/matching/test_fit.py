@@ -278,5 +278,5 @@ def test_the_state_of_the_same_fit_is_taken(tmp_path: Path):
 def test_the_state_may_lie_in_a_new_folder_and_is_no_folder_itself(tmp_path: Path):
     models, options = (tiny_llama(0), tiny_llama(1)), FitConfig(steps=1, start="identity")
     assert fit(*models, token_batches(), options=replace(options, state=tmp_path / "new" / "state")).alignments
-    with pytest.raises(RotationMergeError, match="is a directory; name a file to write"):
+    with pytest.raises(RotationMergeError, match="is a directory, which is in the way; name a file to write"):
         fit(*models, token_batches(), options=replace(options, state=tmp_path))

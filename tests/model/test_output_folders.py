@@ -1,28 +1,25 @@
-"""Writing into a folder: nobody else writes there meanwhile, and what is there stays where writing fails."""
+"""Writing into a folder: nobody else writes there meanwhile, and a killed process leaves nothing that looks whole."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
+import shutil
 import signal
 import threading
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from interrupted_support import equal, forked, load, start
 from plugin_support import one_error, recipe_for, state, write_recipe
-from safetensors.torch import load_file, save_file
 
 from rotation_merge import RotationMergeError
-from rotation_merge.files import locks
-from rotation_merge.model import folder_exchange
-from rotation_merge.model.output import mend_interrupted, staged
-from rotation_merge.model.writing import SplicedWriter
+from rotation_merge.files import locked
+from rotation_merge.model.staging import is_of_a_model, staged
 
 MODEL = {"config.json": "{}", "model-00001-of-00002.safetensors": "a", "model-00002-of-00002.safetensors": "b"}
+NEW = {"config.json": "new", "model.safetensors": "new"}
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
@@ -69,10 +66,10 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path, there: bo
     child, go_on = in_another_process(out)
     (tmp_path / "link").symlink_to(out)
     for name in (out, tmp_path / "link"):
-        with pytest.raises(RotationMergeError, match=f"another run .process {child}. is writing it"):
+        with pytest.raises(RotationMergeError, match="another run is writing it; wait until that has ended"):
             put(name, {"config.json": "mine"})
     put(tmp_path / "deep" / "other", {"config.json": "mine"})  # beside it there is room
-    assert {k: v for k, v in files(out).items() if not k.startswith(".")} == before
+    assert files(out) == before
     os.close(go_on)
     os.waitpid(child, 0)
     assert files(out) == {"config.json": "theirs"}
@@ -88,7 +85,7 @@ def test_what_a_killed_run_leaves_is_in_nobodys_way(tmp_path: Path, there: bool)
     child, go_on = in_another_process(out, signal.SIGKILL)
     os.close(go_on)
     os.waitpid(child, 0)
-    assert {k: v for k, v in files(out).items() if not k.startswith(".")} == before
+    assert files(out) == before
     put(out, {"config.json": "mine"})
     assert files(tmp_path) == {"out/config.json": "mine"}
 
@@ -111,25 +108,14 @@ def test_two_threads_are_two_runs(tmp_path: Path) -> None:
     assert files(tmp_path) == {"out/config.json": "first"}
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_without_locks_the_later_one_is_refused_at_its_last_step(
-    tmp_path: Path, there: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As it is where something else than a run of ours has written there meanwhile; nothing of the two is lost."""
-    monkeypatch.setattr(locks, "fcntl", None)
-    out = tmp_path / "out"
-    if there:
-        write(out, MODEL)
-
-    def first() -> None:
-        with staged(str(out)) as staging:
-            write(Path(staging), {"config.json": "first"})
-            put(out, {"config.json": "second"})
-
-    with pytest.raises(RotationMergeError, match=r"another model was written there meanwhile.*kept in") as error:
-        first()
-    assert files(tmp_path) == {"out/config.json": "second", "out.kept/config.json": "first"}
-    assert str(out) in str(error.value)
+def test_a_lock_within_a_lock_is_the_same_one(tmp_path: Path) -> None:
+    """And folders that were made for nothing go again; those that were there stay."""
+    (tmp_path / "mine").mkdir()
+    out = tmp_path / "mine" / "deep" / "out"
+    with locked(out, out / "file"), locked(out):
+        assert out.parent.is_dir()
+        assert not out.exists()
+    assert list((tmp_path / "mine").iterdir()) == []
 
 
 def test_other_files_that_come_meanwhile_are_no_hindrance(tmp_path: Path) -> None:
@@ -171,8 +157,8 @@ def test_two_merges_started_together(deep_pair: tuple[Path, Path], tmp_path: Pat
 def test_files_of_others_in_folders_of_the_same_name_stay(tmp_path: Path) -> None:
     mine = {"docs/keep.txt": "mine", "model_notes.safetensors": "mine", "model-ema.bin": "mine", "docs/both": "old"}
     out = write(tmp_path / "out", {**MODEL, **mine, "docs/model.safetensors": "mine"})
-    put(out, {"config.json": "new", "model.safetensors": "new", "docs/both": "new", "docs/deep/er": "new"})
     new = {"config.json": "new", "model.safetensors": "new", "docs/both": "new", "docs/deep/er": "new"}
+    put(out, new)
     assert files(out) == {**mine, **new, "docs/model.safetensors": "mine"}
 
 
@@ -194,116 +180,86 @@ def test_a_link_gives_way_and_what_it_stands_for_stays(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_the_way_of_a_file_stays(tmp_path: Path) -> None:
+    """What was written stays, too, until the next run."""
     out = write(tmp_path / "out", {**MODEL, "README.md/mine": "mine"})
     before = files(out)
-    with pytest.raises(RotationMergeError, match=r"README.md: is a folder, where a file is to be written.*out\.kept"):
+    with pytest.raises(RotationMergeError, match=r"README.md is a folder, where a file is to be written.*kept in"):
         put(out, {"config.json": "new", "README.md": "new"})
     assert files(out) == before
-    assert files(tmp_path / "out.kept") == {"config.json": "new", "README.md": "new"}
+    assert files(tmp_path / ".out.partial" / "out") == {"config.json": "new", "README.md": "new"}
+    shutil.rmtree(out / "README.md")
+    put(out, NEW)
+    assert files(tmp_path) == {f"out/{name}": text for name, text in NEW.items()}
 
 
-@pytest.mark.parametrize("error", [OSError(13, "Permission denied"), KeyboardInterrupt()])
-def test_whichever_move_fails_the_old_model_stands_again(
-    tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    new = {"config.json": "new", "model.safetensors": "new", "a/b": "new"}
-    for step in range(20):
-        out = write(tmp_path / str(step) / "out", {**MODEL, "a/b": "old", "a/c": "mine"})
-        before, moves = files(out), iter(range(1000))
-        real = os.rename
-
-        def failing(*names: Any, moves: Any = moves, step: int = step, real: Any = real) -> None:
-            if next(moves) == step:
-                raise error
-            real(*names)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(folder_exchange.os, "rename", failing)
-            try:
-                put(out, new)
-            except (RotationMergeError, KeyboardInterrupt):
-                assert files(out) == before, step
-                kept = tmp_path / str(step) / "out.kept"
-                assert not kept.exists() if isinstance(error, KeyboardInterrupt) else files(kept) == new
-                continue
-        assert files(out) == {**new, "a/c": "mine"}
-        assert step > 4
-        return
-    raise AssertionError("the exchange never came to its end")
+def model_in(content: dict[str, str], folder: str) -> dict[str, str]:
+    """The files of the model in one folder (`""`, or with a slash at its end), by name."""
+    below = {name.removeprefix(folder): text for name, text in content.items() if name.startswith(folder)}
+    return {name: text for name, text in below.items() if is_of_a_model(name)}
 
 
-def test_what_cannot_be_put_back_is_not_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every move after some number fails: the pieces lie where the next run finds them."""
-    out = write(tmp_path / "out", MODEL)
-    before, real, moves = files(out), os.rename, iter(range(1000))
-
-    def failing(*names: Any) -> None:
-        if next(moves) >= 3:
-            raise OSError(5, "Input/output error")
-        real(*names)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(folder_exchange.os, "rename", failing)
-        with pytest.raises(OSError, match="Input/output"):
-            put(out, {"config.json": "new", "model.safetensors": "new"})
-    assert files(out) != before
-    with suppress(KeyError), staged(str(out)):
-        assert {k: v for k, v in files(out).items() if not k.startswith(".")} == before
-        raise KeyError
-    assert files(tmp_path) == {f"out/{name}": text for name, text in before.items()}
+STEPS = ("remove", "replace", "rename", "unlink", "rmdir")
 
 
-def test_doctor_puts_back_what_a_killed_exchange_moved_out(tmp_path: Path) -> None:
-    """And leaves what is being written alone."""
-    out, step = write(tmp_path / "out", MODEL), iter(range(100))
-    before, real = files(out), os.rename
+def killed(out: Path, new: dict[str, str], step: int) -> bool:
+    """Write in a process of its own, which kills itself before its move or removal of this number; whether it lived."""
     if child := os.fork():
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    else:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    steps = itertools.count(1)
 
-        def dying(*names: Any) -> None:
-            if next(step) == 3:
+    def dying(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **options: object) -> object:
+            if next(steps) == step:
                 os.kill(os.getpid(), signal.SIGKILL)
-            real(*names)
+            return real(*arguments, **options)
 
-        folder_exchange.os.rename = dying
-        put(out, {"config.json": "new", "model.safetensors": "new"})
-        os._exit(0)
-    assert files(out) != before
-    with locks.output_lock(out):
-        assert mend_interrupted(str(out))
-    assert not mend_interrupted(str(out))
-    assert files(out) == before
+        return call
+
+    for name in STEPS:
+        setattr(os, name, dying(getattr(os, name)))
+    put(out, new)
+    os._exit(0)
 
 
-@pytest.mark.parametrize(
-    "journal",
-    ["no json", "{}", json.dumps({"incoming": ["../../victim"], "outgoing": [], "staging": "out"})],
-    ids=["no json", "empty", "names what is outside"],
-)
-def test_a_journal_is_not_believed(tmp_path: Path, journal: str) -> None:
-    holder = ".rotation-merge.01234567.partial"
-    (tmp_path / "victim").write_text("mine")
-    out = write(tmp_path / "out", {**MODEL, f"{holder}/exchange.json": journal, f"{holder}/old/x": "old"})
-    before = files(tmp_path)
-    with pytest.raises(RotationMergeError, match=r"exchange.json: is not a record"):
-        put(out, {"config.json": "new"})
-    assert files(tmp_path) == before
+@pytest.mark.parametrize("there", [False, True])
+def test_killed_at_every_step(there: bool, tmp_path: Path) -> None:
+    """A folder has no config, or is one of the two models, whole; the next run writes the other one."""
+    mine = {"notes.txt": "mine", "sub/mine.txt": "mine", "sub/both": "old"}
+    head = {f"heads/a/{name}": text for name, text in MODEL.items()}
+    old = {**MODEL, **mine, **head, "heads/a/rotation_merge.json": "old"} if there else {}
+    new = {**NEW, "sub/both": "new", "heads/b/config.json": "new", "heads/b/model.safetensors": "new"}
+    after = {**(mine if there else {}), **new}
+    for step in range(1, 100):
+        place = tmp_path / str(step)
+        write(place / "out", old)
+        lived = killed(place / "out", new, step)
+        present = files(place / "out")
+        for folder in ("", "heads/a/", "heads/b/"):
+            model = model_in(present, folder)
+            assert "config.json" not in model or model in (model_in(old, folder), model_in(after, folder)), step
+        put(place / "out", new)
+        assert files(place) == {f"out/{name}": text for name, text in after.items()}, step
+        if lived:
+            assert step > (10 if there else 1)
+            return
+    raise AssertionError("the writing never came to its end")
 
 
-def test_a_place_inside_a_folder_that_others_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system of its own, mounted where nobody may write beside it."""
-    out, real = write(tmp_path / "closed" / "out", MODEL), os.open
-
-    def closed(path: Any, *arguments: Any, **options: Any) -> int:
-        if os.path.dirname(path) == str(out.parent) and os.path.basename(path) != "out":
-            raise PermissionError(13, "Permission denied", path)
-        return real(path, *arguments, **options)
-
-    monkeypatch.setattr(locks.os, "open", closed)
+@pytest.mark.parametrize("mounted", [False, True])
+def test_a_place_inside_a_folder_that_nothing_can_lie_beside(
+    tmp_path: Path, mounted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system of its own, or one mounted where nobody may write beside it."""
+    out = write(tmp_path / "closed" / "out", MODEL)
+    if mounted:
+        monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(out))
+    else:
+        real = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(out.parent) and real(path, mode))
     child, go_on = in_another_process(out)
     with pytest.raises(RotationMergeError, match="another run"):
         put(out, {"config.json": "mine"})
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
     os.close(go_on)
     os.waitpid(child, 0)
     assert files(out) == {"config.json": "theirs"}
@@ -323,19 +279,3 @@ def test_heads_of_an_earlier_merge_go_and_other_folders_stay(tmp_path: Path) -> 
             (out / "heads" / "mine" / "notes.txt").write_text("kept")
     assert sorted(path.name for path in (out / "heads").iterdir()) == ["mine", "other"]
     assert (out / "heads" / "mine" / "notes.txt").read_text() == "kept"
-
-
-def test_shared_tensors_stand_where_their_type_may(tmp_path: Path) -> None:
-    """Half precision with an odd number of elements, before single precision: the widest come first."""
-    body = {"a": torch.arange(3).to(torch.bfloat16), "b": torch.ones(2, dtype=torch.bool), "c": torch.zeros(4)}
-    (tmp_path / "out").mkdir()
-    save_file(body, tmp_path / "model.safetensors")
-    writer = SplicedWriter(str(tmp_path), ["a", "b"], str(tmp_path / "out"))
-    writer.save_tensor("c", torch.full((5, 1), 2.0))
-    writer.save_tensor("d", torch.tensor(7))
-    writer.finalize()
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(found["a"], body["a"])
-    assert torch.equal(found["b"], body["b"])
-    assert found["c"].tolist() == [[2.0]] * 5
-    assert found["d"] == 7

@@ -13,8 +13,8 @@ from cli_support import CHECKPOINTS, COMMANDS, run
 
 from rotation_merge.cli import app as cli
 from rotation_merge.cli import show
-from rotation_merge.errors import no_space
-from rotation_merge.files.durable import replacing
+from rotation_merge.errors import RotationMergeError, no_space
+from rotation_merge.files import locked
 from rotation_merge.mergekit_plugin.console import line
 
 LLAMAS = [str(CHECKPOINTS / f"llama-{seed}") for seed in (0, 1)]
@@ -284,14 +284,14 @@ def test_models_as_strings_or_a_mapping(tmp_path: Path):
 
 
 def test_a_full_disk_leaves_no_half_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from rotation_merge.files import durable
+    from rotation_merge import files
     from rotation_merge.report.plots import save_barrier
     from rotation_merge.run.curves import Barrier, Curve
 
     found = Barrier("a", "b", "data", "class", 1, {}, [Curve("plain", [0.0, 1.0], [1.0, 1.0], [0.0, 0.0])])
     save_barrier(found, str(tmp_path / "path.svg"))
     before = (tmp_path / "path.svg").read_bytes()
-    monkeypatch.setattr(durable.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
         save_barrier(found, str(tmp_path / "path.svg"))
     assert [path.name for path in tmp_path.iterdir()] == ["path.svg"]
@@ -306,6 +306,8 @@ def test_what_torch_says_of_a_full_disk():
 
 
 def test_a_file_that_cannot_be_written_is_named_by_its_own_name():
-    with pytest.raises(OSError, match="nothing") as raised, replacing("/proc/nothing") as name:
-        open(name, "w").close()
-    assert line(raised.value).startswith("/proc/nothing: cannot be read or written (no such file or directory); ")
+    for name in ("/data/.map.safetensors.partial", "/data/map.safetensors"):
+        told = line(PermissionError(13, "Permission denied", name))
+        assert told.startswith("/data/map.safetensors: cannot be read or written (permission denied); ")
+    with pytest.raises(RotationMergeError, match="/proc/nothing: cannot be written"), locked("/proc/nothing"):
+        pass

@@ -48,7 +48,7 @@ UNITS = {
     "architecture/test_fields.py": ("architecture", "the table of what fields of configs mean, entry by entry"),
     "architecture/test_membership.py": ("architecture matching symmetry", "which class belongs to which file"),
     "averaging/test_averaging_parts.py": (
-        "averaging files matching run",
+        "averaging matching run",
         "formulas and plans by hand, the divergence from answers, how new adapters begin",
     ),
     "averaging/test_refit.py": (
@@ -76,8 +76,6 @@ UNITS = {
     "diagnose/test_doctor_methods.py": ("diagnose", "causes that doctor names, one by one"),
     "files/test_durable.py": ("architecture files matching model run", "writes that are cut off at every step"),
     "files/test_going_on.py": ("files matching mergekit_plugin run", "the store for interrupted work, entry by entry"),
-    "files/test_interrupted.py": ("model", "writes that are cut off at every step"),
-    "files/test_interrupted_align.py": ("architecture matching", "writes that are cut off at every step"),
     "files/test_scratch.py": ("files", "folders for temporary files"),
     "files/test_unfinished.py": ("files matching", "the store's entries, torn and foreign ones among them"),
     "linalg/test_assignment.py": ("linalg", "solvers and certificates, on matrices that no model gives"),

@@ -20,7 +20,7 @@ from tiny_models import ALL, Case, inputs, keep_float64, make, save
 
 from rotation_merge import MeasureConfig, RotationMergeError
 from rotation_merge.architecture import resolve
-from rotation_merge.files.scratch import Scratch
+from rotation_merge.files import TemporaryFolder
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.layers import LayerwiseMeasurement
@@ -192,7 +192,7 @@ def test_a_full_disk_leaves_what_is_done(done: bool, kept: bool, tmp_path: Path)
 
 def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(RotationMergeError, match=f"^{tmp_path}: the disk is full.*TMPDIR"), Scratch():
+    with pytest.raises(RotationMergeError, match=f"^{tmp_path}: the disk is full.*TMPDIR"), TemporaryFolder():
         raise OSError(28, "No space left on device")
     assert not list(tmp_path.iterdir())
 

@@ -157,7 +157,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a full folder for an adapter": (
         lambda of: rm.transfer(of("one"), of("a"), of("b")).save_pretrained(of("tied")),
-        "is not empty",
+        "already exists",
     ),
     "a full folder for merged adapters": (
         lambda of: rm.merge_adapters([of("one"), of("two")]).save(of("tied")),

@@ -42,11 +42,11 @@ def _run(only: tuple[str, ...], keep: str | None, as_json: bool) -> int:
 
     from rotation_merge.cli.demo import stages
     from rotation_merge.cli.show import note, print_json, say, table
-    from rotation_merge.files.scratch import Scratch
+    from rotation_merge.files import TemporaryFolder
 
     torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
     began = time.perf_counter()
-    with hold_outputs(outputs_of(click.get_current_context())), Scratch() as scratch:
+    with hold_outputs(outputs_of(click.get_current_context())), TemporaryFolder() as scratch:
         place = Path(keep or scratch)
         place.mkdir(parents=True, exist_ok=True)
         results = []

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from rotation_merge.config import MODEL, READ, WRITTEN, Kind
 from rotation_merge.errors import RecipeError
-from rotation_merge.files.outputs import FOLDER, MATCHING_UNFINISHED, ROOM, WORK, Input, Output
+from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, ROOM, WORK, Input, Output
 from rotation_merge.mergekit_plugin.recipe.detect import recipe_file
 from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.donor import entries

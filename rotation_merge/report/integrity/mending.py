@@ -9,10 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.files.durable import replacing, write_text
-from rotation_merge.files.locks import output_lock
+from rotation_merge.files import locked, replacing, write_text
 from rotation_merge.model.headers import safetensors_entries, safetensors_metadata
-from rotation_merge.model.output import staged
+from rotation_merge.model.staging import staged
 from rotation_merge.report.integrity import Contents, Defect, check_folder
 from rotation_merge.report.integrity.companions import check_companions
 from rotation_merge.report.integrity.defect import Correction, FileCopy, JsonEntries, JsonFile, ShardHeader
@@ -33,7 +32,7 @@ def mend(folder: str, parents: Sequence[str] = ()) -> list[str]:
         RotationMergeError: a file cannot be written; those before it have been.
     """
     done: list[str] = []
-    with output_lock(folder):
+    with locked(folder):
         for _ in range(ROUNDS):
             corrections = _open(check_folder(folder, parents))
             if not corrections:
@@ -66,7 +65,7 @@ def copy_companions(folder: str, parents: Sequence[str], without: Collection[str
 def mended_copy(folder: str, out: str, parents: Sequence[str]) -> list[str]:
     """`mend` on a copy, which comes to its place whole."""
     with staged(out) as staging:
-        shutil.copytree(folder, staging, symlinks=False)
+        shutil.copytree(folder, staging, symlinks=False, dirs_exist_ok=True)
         return mend(staging, parents)
 
 

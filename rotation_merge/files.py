@@ -1,0 +1,460 @@
+"""Files: replaced whole, locked while they are written, checked against what is read, and kept for interrupted work."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+
+from rotation_merge.errors import RotationMergeError, SpaceError, no_space, short
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOG = logging.getLogger(__name__)
+
+PARTIAL, LOCK = ".partial", ".lock"
+"""Endings of the hidden names beside an output: of what is not whole yet, and of the file that is locked."""
+WAIT = 10.0
+"""Seconds to wait for another process that replaces the same file."""
+
+
+# --- written whole ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
+    """A hidden name to write to; when the block ends without an error, the file is synced and replaces `path`.
+
+    If the block raises, the old file stays.
+
+    Raises:
+        RotationMergeError: another run is writing it.
+    """
+    target = os.path.abspath(path)
+    with locked(target, wait=WAIT):
+        temporary = companion(target, PARTIAL)
+        with suppress(FileNotFoundError):  # of a killed process
+            os.remove(temporary)
+        try:
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, target)
+        finally:
+            with suppress(OSError):
+                os.remove(temporary)
+        sync(os.path.dirname(target))
+
+
+def companion(target: str, ending: str) -> str:
+    """The hidden name that belongs to a file or folder: beside it, or in a folder that nothing can be moved into."""
+    parent, name = os.path.split(target)
+    if os.path.isdir(target) and (os.path.ismount(target) or not os.access(parent, os.W_OK | os.X_OK)):
+        return os.path.join(target, f".rotation-merge{ending}")
+    return os.path.join(parent, f".{name[:200]}{ending}")
+
+
+def name_when_whole(path: str) -> str:
+    """The final name of a file that `replacing` writes under a hidden one; other names are returned unchanged."""
+    return re.sub(rf"(^|/)\.([^/]+){re.escape(PARTIAL)}$", r"\1\2", path)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file atomically."""
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def write_json(path: str, content: object) -> None:
+    """Write a JSON file into a folder that is replaced as a whole."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+
+
+def sync(path: str) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    with suppress(PermissionError):  # a file that its writer made unreadable, a folder on Windows
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def sync_tree(folder: str) -> None:
+    """`sync` for everything in a folder, the innermost first, and the folder itself."""
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            if os.path.isfile(path := os.path.join(place, name)):
+                sync(path)
+        sync(place)
+
+
+# --- locked ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(*outs: str | os.PathLike[str], wait: float = 0.0) -> Iterator[None]:
+    """Lock outputs against other processes and threads within the block; a folder's lock covers its contents.
+
+    Missing folders above them are made, and removed again where nothing has come into them. A block within a block of
+    the same output holds it already.
+
+    Args:
+        wait: seconds to wait for another run.
+
+    Raises:
+        RotationMergeError: another run is writing one, or it cannot be written.
+    """
+    paths = list(dict.fromkeys(map(os.path.realpath, outs)))
+    with ExitStack() as stack:
+        for path in paths:
+            if not any(path.startswith(os.path.join(folder, "")) for folder in paths):
+                stack.enter_context(_locked(path, wait))
+        yield
+
+
+@contextmanager
+def _locked(path: str, wait: float) -> Iterator[None]:
+    missing = [folder for folder in Path(path).parents if not folder.exists()]
+    file = companion(path, LOCK)
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        lock = FileLock(file, is_singleton=True)
+        lock.acquire(timeout=wait, poll_interval=0.05)
+    except OSError as error:
+        if isinstance(error, Timeout) and os.path.exists(file):
+            remedy = "wait until that has ended, or write somewhere else"
+            raise RotationMergeError("another run is writing it", where=path, remedy=remedy) from error
+        problem = f"cannot be written ({short(error.strerror or error).lower()})"
+        raise RotationMergeError(problem, where=path, remedy="write somewhere else") from error
+    try:
+        yield
+    finally:
+        if lock.lock_counter == 1:
+            with suppress(OSError):
+                os.remove(file)  # before it is released: whoever opened it meanwhile sees that it has no name
+        lock.release()
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+# --- checked ---------------------------------------------------------------------------------------------------------
+
+DATA = "data"
+WORDS = ("self", "synthetic")
+"""Words that stand where data may be named, and name no file."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file or folder that a run reads.
+
+    Attributes:
+        name: as the user wrote it: a path, a name on the hub, BASE+ADAPTER.
+        kind: noun for it.
+    """
+
+    name: str
+    kind: str
+
+    def paths(self, cache: str | None = None) -> list[str]:
+        """Its path, and the targets of links in it; of a model of the hub, the folder in the cache."""
+        if self.kind == DATA and (self.name in WORDS or self.name.startswith("demo:")):
+            return []
+        if os.path.isdir(self.name):
+            return [self.name, *(os.path.realpath(entry) for entry in os.scandir(self.name) if entry.is_symlink())]
+        if os.path.lexists(self.name):
+            return [self.name]
+        parts = [part.partition("@")[0] for part in self.name.split("+")]
+        if len(parts) > 1:
+            return [path for part in parts if part for path in Input(part, self.kind).paths(cache)]
+        return [parts[0], *_in_cache(parts[0], cache)]
+
+
+def _in_cache(name: str, cache: str | None) -> list[str]:
+    """The cache folder of a hub repository."""
+    match = re.match(r"(datasets/)?([\w-][\w.-]*/[\w.-]+)", name)
+    if match is None:
+        return []
+    if cache is None:
+        from huggingface_hub.constants import HF_HUB_CACHE as cache
+    kind = "datasets" if match[1] else "models"
+    folder = os.path.join(str(cache), f"{kind}--{match[2].replace('/', '--')}")
+    return [folder] if os.path.isdir(folder) else []
+
+
+FILE, FOLDER, ROOM, WORK = "file", "folder", "room", "work"
+"""Kinds of outputs: a file; a folder in which other files stay; a temporary folder inside another one; the folder of
+unfinished work beside an output."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A file or folder that a run writes.
+
+    Attributes:
+        path: where.
+        option: its name for the user: an argument, an option, a key of the recipe.
+        kind: FILE, FOLDER, ROOM or WORK.
+        wrote: says of a file that is there whether this option wrote it, so that it may be replaced unasked.
+        beside: whether a new file, or one that the option wrote, may lie in a folder that is read.
+        remedy: for an output that cannot be written.
+    """
+
+    path: str
+    option: str
+    kind: str = FILE
+    wrote: Callable[[str], bool] = lambda _: False
+    beside: bool = False
+    remedy: str = "write somewhere else"
+
+
+def check_output(
+    output: Output, inputs: Iterable[Input] = (), force: bool = False, remedy: str = "", cache: str | None = None
+) -> None:
+    """Refuse an output that is, lies in, or holds an input, by real paths; that is there already; or has no place.
+
+    Args:
+        force: whether it may be there already, as long as a file comes for a file, and a folder for a folder.
+        remedy: where it may not, instead of the output's.
+        cache: where models of the hub are kept, if not in the usual place.
+
+    Raises:
+        RotationMergeError: names the place.
+    """
+    for read in dict.fromkeys(inputs):
+        for path in read.paths(cache):
+            if words := _overlap(output, path):
+                problem = f"{words} ({read.kind} {read.name})"
+                raise RotationMergeError(problem, where=output.path, remedy=output.remedy)
+    if output.kind != WORK and os.path.lexists(output.path):
+        _check_replaced(output, force, remedy or output.remedy)
+    place = os.path.realpath(os.path.dirname(output.path) if output.kind == FILE else output.path)
+    while not os.path.exists(place):
+        place = os.path.dirname(place)
+    if not os.path.isdir(place):
+        raise RotationMergeError("a file stands in the way", where=place, remedy="write somewhere else")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise RotationMergeError("cannot be written into", where=place, remedy="write somewhere else")
+
+
+def _overlap(output: Output, read: str) -> str:
+    """How an output lies to an input, in words; empty if they lie apart."""
+    places, inputs = _places(output.path), _places(read)
+    if places & inputs:
+        return "is one of the inputs"
+    if any(place.is_relative_to(path) for place in places for path in inputs):
+        new = output.kind == WORK or not os.path.lexists(output.path) or output.wrote(output.path)
+        return "" if output.beside and new else "is inside one of the inputs"
+    around = output.kind != ROOM and any(path.is_relative_to(place) for place in places for path in inputs)
+    return "holds one of the inputs" if around else ""
+
+
+def _places(path: str) -> set[Path]:
+    """The real places of a path: of itself, which may be a link, and of what it stands for."""
+    parent, name = os.path.split(os.path.abspath(path))
+    return {Path(os.path.realpath(path)), Path(os.path.realpath(parent), name)}
+
+
+def _check_replaced(output: Output, force: bool, remedy: str) -> None:
+    is_folder = os.path.isdir(output.path)
+    if is_folder == (output.kind == FILE):
+        present, kind = ("a directory", "a file") if is_folder else ("a file", "a directory")
+        raise RotationMergeError(
+            f"is {present}, which is in the way", where=output.path, remedy=f"name {kind} to write"
+        )
+    replaced = bool(os.listdir(output.path)) if is_folder else not output.wrote(output.path)
+    if replaced and output.kind != ROOM and not force:
+        raise RotationMergeError("already exists", where=output.path, remedy=remedy)
+
+
+# --- for a while -----------------------------------------------------------------------------------------------------
+
+
+class TemporaryFolder:
+    """A new folder that goes with its block, its owner or the process; after a kill, with the next one in its place.
+
+    Attributes:
+        path: where it is.
+        close: removes it.
+
+    Args:
+        parent: folder to create it in, created if missing; None: the system's folder for temporary files.
+    """
+
+    PREFIX, OWNER = "rotation-merge-", "owner.lock"
+
+    def __init__(self, parent: str | None = None) -> None:
+        self._shared, place = parent is None, tempfile.gettempdir() if parent is None else parent
+        os.makedirs(place, exist_ok=True)
+        for file in Path(place).glob(f"{self.PREFIX}*/{self.OWNER}"):
+            with suppress(OSError), FileLock(file, blocking=False):  # else its owner lives, or it is somebody else's
+                shutil.rmtree(file.parent, ignore_errors=True)
+        self.path = tempfile.mkdtemp(prefix=self.PREFIX, dir=place)
+        self._lock = FileLock(os.path.join(self.path, "new"), thread_local=False)
+        self._lock.acquire()
+        os.rename(self._lock.lock_file, os.path.join(self.path, self.OWNER))  # nobody finds it before it is locked
+        self.close = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+    def __enter__(self) -> str:
+        return self.path
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+        if error is not None and self._shared and no_space(error):
+            remedy = "free some space, or name a folder that has more in TMPDIR"
+            raise SpaceError(f"the disk is full ({short(error)})", where=os.path.dirname(self.path), remedy=remedy)
+
+
+# --- kept for interrupted work ---------------------------------------------------------------------------------------
+
+UNFINISHED, MATCHING = ".unfinished", ".matching"
+"""Suffixes of an output's name for the folder of unfinished work, and for that of unfinished matching."""
+MATCHING_UNFINISHED = f"{MATCHING}{UNFINISHED}"
+KEY, ENTRY = "run.txt", ".safetensors"
+"""In such a folder, the file that says which run it belongs to, and the ending of the others."""
+STATE = f"state{ENTRY}"
+"""The file with the state of training."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A finished part of a run: tensors, and facts that JSON can hold."""
+
+    facts: dict[str, Any]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Store:
+    """Finished parts of a run, a file each in a folder beside its output, from which the same command continues.
+
+    As a context manager it is kept if the run is interrupted, and removed when it ends, and when a new one is of no
+    use: without parts, or after an error of the user's.
+
+    Args:
+        out: the output that the folder lies beside.
+        ending: of the folder's name.
+    """
+
+    def __init__(self, out: str, ending: str = UNFINISHED) -> None:
+        self.path = Path(f"{os.path.abspath(out)}{ending}")
+        self._new = not self.path.exists()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        wrong = isinstance(error, RotationMergeError) and not isinstance(error, SpaceError)
+        if error is None or (self._new and (wrong or self.is_empty())):
+            self.remove()
+
+    def begin(self, key: str) -> None:
+        """Make the folder, or continue in it; that of a run with another key is replaced.
+
+        Raises:
+            RotationMergeError: no run wrote it.
+            OSError: it cannot be made.
+        """
+        if self.is_of(key):
+            LOG.info("continuing from %s", self.path)
+            return
+        if self.file(KEY).exists():
+            LOG.warning("%s belongs to other weights, options or versions; it is replaced", self.path)
+            self.remove()
+        elif not self.is_empty():
+            remedy = "move it away, or write somewhere else"
+            raise RotationMergeError("exists, but rotation-merge did not write it", where=str(self.path), remedy=remedy)
+        self._new = True
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.file(KEY).write_text(key, encoding="utf-8")
+
+    def is_of(self, key: str) -> bool:
+        """Whether the folder belongs to the run with this key."""
+        try:
+            return self.file(KEY).read_text(encoding="utf-8") == key
+        except (OSError, ValueError):
+            return False
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing in the folder but its key."""
+        return not self.path.exists() or all(path.name == KEY for path in self.path.iterdir())
+
+    def remove(self) -> None:
+        """Remove the folder, unless no run wrote it."""
+        if self.file(KEY).exists():
+            for path in self.path.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path.name != KEY:
+                    path.unlink(missing_ok=True)
+            shutil.rmtree(self.path, ignore_errors=True)  # the key last: after a kill the next run knows the folder
+
+    def file(self, name: str) -> Path:
+        """The place of a file in the folder."""
+        return self.path / name
+
+    def put(self, name: str, entry: Entry) -> None:
+        """Keep a part; one of the same name is replaced."""
+        write_entry(self._file(name), entry)
+
+    def get(self, name: str, device: str = "cpu") -> Entry | None:
+        """A part that is kept; None if there is none, or it is damaged."""
+        path = self._file(name)
+        try:
+            return read_entry(path, device) if path.exists() else None
+        except UNREADABLE as error:
+            LOG.warning("%s is damaged (%s); its content is computed again", path, short(error))
+            return None
+
+    def _file(self, name: str) -> Path:
+        words = re.sub(r"[^\w.]+", "-", name)[-80:]
+        return self.file(f"{words}-{zlib.crc32(name.encode()):08x}{ENTRY}")
+
+
+UNREADABLE = (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
+"""Exceptions of a damaged entry."""
+
+
+def write_entry(path: Path, entry: Entry) -> None:
+    """Write an entry to a file, atomically."""
+    from safetensors.torch import save_file
+
+    turned = [key for key, x in entry.tensors.items() if x.ndim > 1 and not x.is_contiguous() and x.mT.is_contiguous()]
+    stored: dict[str, Tensor] = {}
+    memory: set[int] = set()
+    for key, x in entry.tensors.items():
+        tensor = (x.mT if key in turned else x).detach().cpu().contiguous()  # read again, sums are added in one order
+        shared = tensor.untyped_storage().data_ptr() in memory  # tied weights, which the format does not store
+        memory.add(tensor.untyped_storage().data_ptr())
+        stored[key] = tensor.clone() if shared else tensor
+    with replacing(path) as temporary:
+        save_file(stored, temporary, metadata={"facts": json.dumps(entry.facts), "turned": json.dumps(turned)})
+
+
+def read_entry(path: Path, device: str = "cpu") -> Entry:
+    """Read an entry from its file.
+
+    Raises:
+        UNREADABLE: the file is damaged.
+    """
+    with safe_open(str(path), framework="pt") as file:
+        facts, turned = (json.loads(file.metadata()[part]) for part in ("facts", "turned"))
+        tensors = {key: file.get_tensor(key).to(device) for key in file.keys()}  # noqa: SIM118
+    return Entry(facts, {key: x.mT if key in turned else x for key, x in tensors.items()})

@@ -1,1 +1,0 @@
-"""Durable, temporary and resumable files, and the folders of interrupted work."""
