@@ -14,9 +14,6 @@ from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.symmetry import SpaceTransform
 from rotation_merge.workers.progress import Progress as Progress
 
-Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes of tensors by name."""
-
 
 def read_tensor(info: TensorInfo, source: TensorSource) -> Tensor | None:
     """A tensor of the architecture (stacked if stored in pieces), or None if the source lacks it.

@@ -114,10 +114,10 @@ class Shards:
                 where=self.label,
                 remedy="the shards and their index do not belong together; download them again",
             )
-        return Tensors({name: shapes[name] for name in self.files}, self.facts(file_dtypes), Reader(self))
+        return Tensors({name: shapes[name] for name in self.files}, self.facts(file_dtypes), ShardReader(self))
 
 
-class Reader:
+class ShardReader:
     """Reads tensors of a folder by name; in another process it opens the files anew."""
 
     def __init__(self, shards: Shards) -> None:
@@ -125,7 +125,7 @@ class Reader:
         self._loaders: dict[str, Any] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Reader, (self.shards,)
+        return ShardReader, (self.shards,)
 
     def __call__(self, name: str) -> Tensor:
         shards = self.shards

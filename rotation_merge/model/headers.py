@@ -5,24 +5,30 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, short
-
-Shapes = dict[str, tuple[int, ...]]
+from rotation_merge.model.tensors import Shapes
 
 TOKENIZER = re.compile(r"(tokenizer|vocab|spiece|merges|added_tokens|special_tokens|chat_template).*")
 """Files of a tokenizer."""
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Floating types of safetensors headers."""
+
+DTYPES = {
+    **FLOATS,
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    "BOOL": torch.bool,
+}
+"""Types of safetensors headers that torch calculates with."""
 
 _FLOATS = {"f8_": "fp8", "float8": "fp8", "f6_": "fp6", "f4": "fp4", "float4": "fp4"}
 """Prefixes of storage-only float types, in safetensors headers and in torch."""
@@ -89,7 +95,7 @@ def check_local(folder: str) -> None:
     for stem in _STEMS:
         single, index = os.path.join(folder, stem), os.path.join(folder, f"{stem}.index.json")
         if os.path.exists(index):
-            _check_shards(folder, stem, _shards(index))
+            _check_shards(folder, stem, _places(index))
             _check_others(folder, os.path.basename(index))
             return
         if os.path.exists(single):
@@ -108,19 +114,24 @@ def holds_model(folder: str) -> bool:
     return any(os.path.exists(os.path.join(folder, stem + end)) for stem in _STEMS for end in ("", ".index.json"))
 
 
-def _check_shards(folder: str, stem: str, shards: list[str]) -> None:
-    """Check that all shards exist, are unambiguous, and hold every tensor."""
+def _check_shards(folder: str, stem: str, places: Mapping[str, str]) -> None:
+    """Check that all shards exist and are unambiguous.
+
+    transformers takes a tensor that two shards hold from the last of them, mergekit from the one that the index names.
+    """
+    shards = sorted(set(places.values()))
     for shard in shards:
         if not os.path.isfile(os.path.join(folder, shard)):
             raise CheckpointError(f"shard {shard} is missing", where=folder, remedy="download it again")
     if shards != [stem] and os.path.exists(os.path.join(folder, stem)):
         raise _ambiguous(folder, f"{stem} and {stem}.index.json both exist")
-    holders: dict[str, str] = {}
+    holders: dict[str, list[str]] = {}
     for shard in shards:
         for name in file_shapes(os.path.join(folder, shard)):
-            if name in holders:
-                raise _ambiguous(folder, f"tensor '{name}' is in {holders[name]} and in {shard}")
-            holders[name] = shard
+            holders.setdefault(name, []).append(shard)
+    for name, several in holders.items():
+        if len(several) > 1 and places.get(name) != several[-1]:
+            raise _ambiguous(folder, f"tensor '{name}' is in {several[0]} and in {several[-1]}")
 
 
 def _check_others(folder: str, opened: str) -> None:
@@ -183,20 +194,12 @@ def single_file(folder: str) -> str | None:
     return None
 
 
-def safetensors_in(folder: str) -> dict[str, list[str] | None] | None:
-    """The safetensors files that mergekit would open, in order, with their names in the index (None: no index).
+def _places(index: str) -> dict[str, str]:
+    """The weight map of an index: each tensor's shard.
 
-    None if mergekit would open pickles.
+    Raises:
+        CheckpointError: it has none, or names a shard outside of its folder.
     """
-    single = os.path.join(folder, "model.safetensors")
-    index = f"{single}.index.json"
-    if not os.path.exists(index):
-        return {os.path.basename(single): None} if os.path.exists(single) else None
-    places = read_json(index)["weight_map"].items()
-    return {shard: [name for name, place in places if place == shard] for shard in _shards(index)}
-
-
-def _shards(index: str) -> list[str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError("has no weight_map of names and files", where=index, remedy="download it again")
@@ -205,112 +208,74 @@ def _shards(index: str) -> list[str]:
             raise CheckpointError(
                 f"names a shard outside of its directory, '{shard}'", where=index, remedy="do not use it"
             )
-    return sorted(set(weight_map.values()))
+    return weight_map
 
 
-def file_shapes(path: str) -> Shapes:
-    """Shapes of the tensors in one weight file.
+@dataclass(frozen=True)
+class Header:
+    """What a weight file says of its tensors.
+
+    Attributes:
+        shapes: by name.
+        kinds: numbers that they are stored as, by name: a code of safetensors, or a dtype of torch.
+        metadata: of a safetensors file, `format` first of all.
+    """
+
+    shapes: Shapes
+    kinds: Mapping[str, str]
+    metadata: Mapping[str, str]
+
+
+def header(path: str) -> Header:
+    """The header of a weight file; cached while the file is unchanged.
 
     Raises:
         CheckpointError: the file is damaged, or a pickle of something else than tensors.
     """
-    with _readable(path):
-        return safetensors_shapes(path) if path.endswith(".safetensors") else _pickle_shapes(path)
-
-
-@contextmanager
-def _readable(path: str) -> Iterator[None]:
-    """Convert errors of reading a weight file into one that names the file."""
     try:
-        yield
-    except (OSError, ValueError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, struct.error) as error:
+        facts = os.stat(path)
+        return _header(path, facts.st_size, facts.st_mtime_ns, facts.st_ino)
+    except SafetensorError as error:
+        problem = f"cannot be read: it is truncated, damaged or no safetensors file ({short(error)})"
+        raise CheckpointError(problem, where=path, remedy="download it again") from error
+    except (OSError, ValueError, RuntimeError, EOFError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"cannot be read: {short(reason(error))}", where=path, remedy="download it again"
         ) from error
 
 
-def safetensors_shapes(path: str) -> Shapes:
-    """Shapes from a safetensors header; the file's length is checked against it.
-
-    Raises:
-        ValueError: the header is damaged, or the file is shorter or longer than the header says.
-    """
-    size = os.path.getsize(path)
-    header, start = safetensors_entries(path)
-    try:
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        shapes = {name: tuple(int(n) for n in entry["shape"]) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise ValueError("its header is damaged") from None
-    if size != start + end:
-        raise ValueError(f"it is {size} bytes long, its header says {start + end}; it is truncated or damaged")
-    return shapes
-
-
-def safetensors_entries(path: str) -> tuple[dict[str, Any], int]:
-    """The tensors' entries of a safetensors file, and the offset of its data; cached until the file changes."""
-    entries, _, start = _once(path)
-    return entries, start
-
-
-def safetensors_metadata(path: str) -> Mapping[str, str]:
-    """The metadata in a safetensors file's header, `format` first of all.
-
-    Raises:
-        ValueError: the header is damaged.
-    """
-    return _once(path)[1]
-
-
-Header = tuple[dict[str, Any], dict[str, str], int]
-"""Entries of tensors, metadata, and where the data begin."""
-
-
-def _once(path: str) -> Header:
-    """A file's header, cached while the file is unchanged."""
-    facts = os.stat(path)
-    return _header(path, facts.st_size, facts.st_mtime_ns, facts.st_ino)
-
-
 @lru_cache(maxsize=512)
 def _header(path: str, size: int, changed: int, number: int) -> Header:
-    return _read_header(path, size)
+    if not path.endswith(".safetensors"):
+        state = _unpickled(path)
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        return Header(shapes, {name: str(tensor.dtype) for name, tensor in state.items()}, {})
+    with safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+        return Header(shapes, {name: part.get_dtype() for name, part in slices.items()}, file.metadata() or {})
 
 
-def _read_header(path: str, size: int) -> Header:
-    with open(path, "rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-        if not 0 < length <= size - 8:
-            raise ValueError("it is truncated or not a safetensors file")
-        head = file.read(length)
-    try:
-        entries = dict(json.loads(head))
-        metadata = entries.pop("__metadata__", None) or {}
-        return entries, dict(metadata), 8 + length
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        raise ValueError("its header is damaged") from None
+def file_shapes(path: str) -> Shapes:
+    """Shapes of the tensors in one weight file; errors as of `header`."""
+    return header(path).shapes
 
 
 def file_dtypes(path: str) -> dict[str, torch.dtype]:
-    """Dtypes of the tensors in one weight file."""
-    if not path.endswith(".safetensors"):
-        return {name: tensor.dtype for name, tensor in _pickle(path).items()}
-    header, _ = safetensors_entries(path)
-    return {name: DTYPES[entry["dtype"]] for name, entry in header.items() if entry["dtype"] in DTYPES}
+    """Dtypes of the tensors in one weight file that torch calculates with; errors as of `header`."""
+    kinds = {name: DTYPES.get(kind) or _torch_dtype(kind) for name, kind in header(path).kinds.items()}
+    return {name: dtype for name, dtype in kinds.items() if dtype is not None}
+
+
+def _torch_dtype(kind: str) -> torch.dtype | None:
+    dtype = getattr(torch, kind.removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def file_codes(path: str) -> dict[str, str]:
-    """The quantised matrices in one weight file; see `codes`.
-
-    Raises:
-        CheckpointError: as `file_shapes` does.
-    """
-    with _readable(path):
-        if not path.endswith(".safetensors"):
-            return codes({name: (str(x.dtype), tuple(x.shape)) for name, x in _pickle(path).items()})
-        header, _ = safetensors_entries(path)
-        return codes({name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()})
+    """The quantised matrices in one weight file; see `codes`. Errors as of `header`."""
+    known = header(path)
+    return codes({name: (kind, known.shapes[name]) for name, kind in known.kinds.items()})
 
 
 def check_folder(folder: str) -> None:
@@ -319,7 +284,7 @@ def check_folder(folder: str) -> None:
     index = next((f"{stem}.index.json" for stem in stems if os.path.exists(f"{stem}.index.json")), None)
     file = single_file(folder)
     if index is not None:
-        files = [os.path.join(folder, shard) for shard in _shards(index)]
+        files = [os.path.join(folder, shard) for shard in sorted(set(_places(index).values()))]
     else:
         files = [] if file is None else [file]
     shapes, code_types = dict[str, Any](), dict[str, str]()
@@ -371,18 +336,12 @@ def check_codes(code_types: Mapping[str, str], names: Iterable[str], label: str)
     )
 
 
-def _pickle_shapes(path: str) -> Shapes:
-    return {name: tuple(tensor.shape) for name, tensor in _pickle(path).items()}
+def _unpickled(path: str) -> dict[str, Tensor]:
+    """The tensors of a pickle, without their data.
 
-
-def _pickle(path: str) -> dict[str, Tensor]:
-    """The tensors of a pickle, without their data; cached until the file changes."""
-    status = os.stat(path)
-    return _unpickled(path, status.st_size, status.st_mtime_ns, status.st_ino)
-
-
-@lru_cache(maxsize=64)
-def _unpickled(path: str, size: int, changed: int, number: int) -> dict[str, Tensor]:
+    Raises:
+        ValueError: it is damaged, or holds something else.
+    """
     try:
         state = torch.load(path, map_location="meta", weights_only=True)
     except Exception as error:  # pickle errors come in every class

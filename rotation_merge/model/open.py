@@ -21,13 +21,13 @@ from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeErro
 from rotation_merge.model.adapted import adapted
 from rotation_merge.model.adapter_base import OWN_BASE, check_base
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
-from rotation_merge.model.blocks import Shapes, check_shapes
+from rotation_merge.model.blocks import check_shapes
 from rotation_merge.model.folder import Shards, local_folder
 from rotation_merge.model.gguf import downloaded, gguf_files, in_cache, is_folder, is_gguf, quantised
 from rotation_merge.model.headers import check_codes, check_config, check_local, codes, file_codes
 from rotation_merge.model.hub import check_available, is_hub_name
 from rotation_merge.model.sentence import read_modules
-from rotation_merge.model.tensors import as_tensors
+from rotation_merge.model.tensors import Shapes, as_tensors
 from rotation_merge.model.view import Files, View
 
 LOG = logging.getLogger(__name__)

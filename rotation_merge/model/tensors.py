@@ -12,6 +12,9 @@ from rotation_merge.errors import CheckpointError
 KEPT = 1 << 26
 """Bytes of a model that stay in memory where it is read again and again."""
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of tensors by name."""
+
 TensorSource = Mapping[str, Tensor]
 """Tensors by name: lazy ones, a view, a state dict."""
 

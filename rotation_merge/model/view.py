@@ -23,11 +23,11 @@ from rotation_merge.config import DTYPES
 from rotation_merge.errors import CheckpointError, short
 from rotation_merge.files import FOLDER, Output, check_output, write_json
 from rotation_merge.model.adapters import Adapter
-from rotation_merge.model.blocks import Shapes, blockwise, read_tensor, unstack, with_tied
+from rotation_merge.model.blocks import blockwise, read_tensor, unstack, with_tied
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.sentence import module_of, write_modules
 from rotation_merge.model.staging import HEADS, staged, write_files
-from rotation_merge.model.tensors import Tensors
+from rotation_merge.model.tensors import Shapes, Tensors
 from rotation_merge.model.writing import StorageOptions, parse_size, untied, write_beside
 from rotation_merge.record import MergeReport
 

@@ -128,9 +128,9 @@ class TestCheck:
     def test_faults_are_found_without_weights(self, pair: tuple[str, str], tmp_path: Path, monkeypatch):
         """Only what says which preset fits looks at some, where there are no faults."""
         from rotation_merge.diagnose import check
-        from rotation_merge.model.folder import Reader
+        from rotation_merge.model.folder import ShardReader
 
-        monkeypatch.setattr(Reader, "__call__", lambda *_: pytest.fail("a weight was read"))
+        monkeypatch.setattr(ShardReader, "__call__", lambda *_: pytest.fail("a weight was read"))
         assert run("check", recipe(tmp_path, *pair, "colour: red")).exit_code == 1
         monkeypatch.setattr(check, "likeness", lambda *_: 1.0)
         assert run("check", recipe(tmp_path, *pair)).exit_code == 0

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from rotation_merge.errors import CheckpointError, short
-from rotation_merge.model.headers import ADAPTER_CONFIG, file_dtypes, file_shapes, safetensors_entries
+from rotation_merge.model.headers import ADAPTER_CONFIG, header
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -20,9 +18,6 @@ STEMS = ("model.safetensors", "pytorch_model.bin")
 """Weight files, or with `.index.json` indices of them."""
 
 SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
-
-BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, **dict.fromkeys(("U8", "I8", "F8_E4M3", "F8_E5M2"), 8)}
-"""Bits of a number, by safetensors' codes that do not end in their own."""
 
 
 @dataclass(frozen=True)
@@ -136,20 +131,11 @@ class Contents:
         """The tensors of a weight file; None if it is damaged."""
         path = self.path(name)
         try:
-            shapes = file_shapes(path)
-            if name.endswith(".safetensors"):
-                entries, _ = safetensors_entries(path)
-                _check_lengths(entries)
-                dtypes = {tensor: str(entry["dtype"]) for tensor, entry in entries.items()}
-            else:
-                dtypes = {tensor: str(dtype) for tensor, dtype in file_dtypes(path).items()}
+            known = header(path)
         except CheckpointError as error:
             self.damaged[name] = error.what
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            self.damaged[name] = short(error)
-            return None
-        return {tensor: StoredTensor(name, dtypes.get(tensor, ""), shape) for tensor, shape in shapes.items()}
+        return {tensor: StoredTensor(name, known.kinds[tensor], shape) for tensor, shape in known.shapes.items()}
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -167,16 +153,3 @@ def _keep_visible(folders: list[str]) -> bool:
     """Leave out hidden folders, such as caches of downloads."""
     folders[:] = [name for name in folders if not name.startswith(".")]
     return True
-
-
-def _check_lengths(entries: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: a tensor has more or fewer bytes than its shape and dtype take.
-    """
-    for name, entry in entries.items():
-        code = str(entry["dtype"])
-        bits = BITS.get(code) or (int(code.lstrip("BFIUC")) if code.lstrip("BFIUC").isdigit() else None)
-        begin, end = entry["data_offsets"]
-        if bits is not None and (end - begin) * 8 != bits * math.prod(entry["shape"]):
-            raise ValueError(f"tensor '{name}' has {end - begin} bytes, its shape {entry['shape']} takes others")

@@ -9,7 +9,7 @@ from typing import Any
 
 from rotation_merge.architecture.fields import differences
 from rotation_merge.errors import named
-from rotation_merge.model.headers import DTYPES, codes
+from rotation_merge.model.headers import FLOATS, codes
 from rotation_merge.report.integrity.contents import CONFIG, Contents
 from rotation_merge.report.integrity.defect import Defect, JsonEntries
 from rotation_merge.report.integrity.keys import LAYERS, settings_of
@@ -106,7 +106,7 @@ def _wrong_scaling(scaling: Mapping[str, Any], part: Mapping[str, Any]) -> str |
 
 def _dtype(contents: Contents) -> Iterator[Defect]:
     """Weights of another dtype than the config has transformers load them in, and roles of several dtypes."""
-    names = {code: str(dtype).removeprefix("torch.") for code, dtype in DTYPES.items()}
+    names = {code: str(dtype).removeprefix("torch.") for code, dtype in FLOATS.items()}
     kinds = {name: names.get(tensor.dtype, tensor.dtype) for name, tensor in contents.tensors.items()}
     floats = Counter(kind for kind in kinds.values() if kind in names.values())
     key = next((key for key in DTYPE if isinstance(contents.config.get(key), str)), None)

@@ -10,7 +10,6 @@ from typing import Any, BinaryIO
 
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import locked, replacing, write_text
-from rotation_merge.model.headers import safetensors_entries, safetensors_metadata
 from rotation_merge.model.staging import staged
 from rotation_merge.report.integrity import Contents, Defect, check_folder
 from rotation_merge.report.integrity.companions import check_companions
@@ -115,8 +114,10 @@ def _with_entries(path: str, entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rewrite(path: str, names: Mapping[str, str]) -> None:
     """A safetensors file with tensors renamed, read and written in pieces."""
-    entries, start = safetensors_entries(path)
-    head: dict[str, Any] = {"__metadata__": {"format": "pt", **safetensors_metadata(path)}}
+    with open(path, "rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(start - 8))
+    head: dict[str, Any] = {"__metadata__": {"format": "pt", **(entries.pop("__metadata__", None) or {})}}
     place = 0
     ordered = sorted(entries.items(), key=lambda entry: entry[1]["data_offsets"][0])
     for name, entry in ordered:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rotation_merge.errors import named
-from rotation_merge.model.headers import ADAPTER_CONFIG, safetensors_metadata
+from rotation_merge.model.headers import ADAPTER_CONFIG, header
 from rotation_merge.report.integrity.contents import STEMS, Contents
 from rotation_merge.report.integrity.defect import Defect, JsonEntries, JsonFile, ShardHeader
 
@@ -122,7 +122,7 @@ def _format(contents: Contents) -> Iterator[Defect]:
     unmarked = [
         name
         for name in contents.by_file
-        if name.endswith(".safetensors") and safetensors_metadata(contents.path(name)).get("format") is None
+        if name.endswith(".safetensors") and header(contents.path(name)).metadata.get("format") is None
     ]
     if unmarked:
         problem = "its header lacks 'format', which transformers 4 refuses"
