@@ -20,7 +20,7 @@ from torch import Tensor
 from rotation_merge.files.ledger import SECONDS, Unfinished
 from rotation_merge.run.statistics_file import DeferredTensor, write_error, write_statistics
 from rotation_merge.run.sums import Sums
-from rotation_merge.workers.progress import Progress as Progress
+from rotation_merge.workers import Progress as Progress
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ LINES = [
     call("align anchor donor out --attention invertible", "it was removed"),
     call("align anchor donor out --widths", "it was removed", "equal sizes"),
     call("align anchor donor out --html page.html", "it was removed"),
+    call("align anchor donor out --ray auto", "it was removed", "--backend ray"),
+    call("align anchor donor out --backend spark", "'spark' is not one of", "'ray'"),
     call("barrier anchor donor --data synthetic --anchors each", "it was removed"),
     call("carry donor --from anchor --to anchor out --carry activations", "it was removed", "'refit'"),
     call("carry donor --from anchor --to anchor out --controls", "it was removed"),

@@ -37,7 +37,7 @@ from rotation_merge.model.gguf.tokenizer import (
 )
 from rotation_merge.model.run_keys import unchanged
 from rotation_merge.model.vocabulary import has_only_special_tokens
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 F16, Q8_0, F32 = "F16", "Q8_0", "F32"
 FILE_TYPES = {F16: 1, Q8_0: 7}
