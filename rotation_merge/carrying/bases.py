@@ -30,7 +30,7 @@ from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_tuned_ids, shared_rows, vocabulary_size
 from rotation_merge.record import MergeReport
 from rotation_merge.run.ledger import NOWHERE, Ledger
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 
 @dataclass(frozen=True)

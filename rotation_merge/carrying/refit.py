@@ -32,7 +32,7 @@ from rotation_merge.run.recorder import BlockHooks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.stages import rows
 from rotation_merge.run.store import BatchStore, Store
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 HEAD_RIDGE = 3e-3
 """Of a head that is fitted to probabilities, per position and mean square of its inputs."""

@@ -43,7 +43,7 @@ from rotation_merge.run.functions import Batch, architecture_of, copy_parameters
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Runner
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 REFITTED = "The new base's linear maps were solved layer by layer to reproduce the change on samples."
 HOW = {

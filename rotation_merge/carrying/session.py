@@ -36,7 +36,7 @@ from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE, MergeReport, versions
 from rotation_merge.run.ledger import NOWHERE, Ledger
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 MOVED = (
     "Nothing was trained: the change was moved by the alignment of the old base with the new one. If the new base were "

@@ -22,7 +22,7 @@ from rotation_merge.model.adapter_base import check_base
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.gguf import quantised
 from rotation_merge.model.open import open_model
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 if TYPE_CHECKING:
     from rotation_merge.carrying.sampled import SampledTransfer

@@ -9,13 +9,14 @@ import click
 from click.core import ParameterSource
 
 from rotation_merge.cli.options import (
+    THREADS,
+    backend_option,
     config_of,
     config_options,
     device_option,
     devices,
     matcher,
     matching_options,
-    ray_option,
 )
 from rotation_merge.cli.paths import MODEL, NEW_ALIGNMENT, NEW_MODEL, SAMPLE_SOURCE, WORD, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
@@ -43,7 +44,7 @@ SAMPLED = ("match_on", "data", "samples", "seed")
 @click.option("--shard-size", type=WORD, default="5B", show_default=True, help="Largest weight file, e.g. 500M.")
 @click.option("--dtype", type=WORD, help="Storage of the output; the donor's if not given.")
 @device_option(" to compute on")
-@ray_option
+@backend_option
 @click.option("--verify/--no-verify", default=True, help="Compare OUT's outputs with the donor's.")
 @json_option
 @shown
@@ -61,7 +62,7 @@ def command(
     device: str,
     as_json: bool,
     verify: bool,
-    ray: str | None,
+    backend: str,
     **values: Any,
 ) -> int:
     """Write DONOR in ANCHOR's coordinates to OUT.
@@ -77,7 +78,7 @@ def command(
     from rotation_merge.model.writing import StorageOptions, check_dtype, parse_size
     from rotation_merge.run.ledger import kept_beside
     from rotation_merge.run.proof import Proof, prove
-    from rotation_merge.workers.cluster import spread
+    from rotation_merge.workers import on_backend
 
     options, match = config_of(AlignConfig, values), config_of(MatchConfig, values)
     untie = match.untie
@@ -86,16 +87,19 @@ def command(
     on = [] if match.match_on == WEIGHTS else [str(getattr(match, name)) for name in SAMPLED]
     if not on and any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in SAMPLED[1:3]):
         raise RotationMergeError("matching on weights uses no samples", remedy="add --match-on both, or activations")
+    if on and backend != THREADS:
+        problem = f"--backend {backend} works for matching on weights only"
+        raise RotationMergeError(problem, remedy="leave out --match-on, or --backend")
     check_dtype(dtype)
     shard_bytes = parse_size(shard_size)
-    device, worker_device = devices(device, ray)
+    device, worker_device = devices(device, backend)
     pair = open_pair(anchor, donor, options, untie, device)
     progress = Progress()
     proof: Proof | None = None
     left_out_notes: tuple[str, ...] = ()
     mark = mark_of((pair.anchor, pair.donor), on, on=on, options=asdict(options), untie=untie)
     with kept_beside(out or str(alignment_file), lambda: mark, device) as ledger:
-        with unchanged([pair.anchor.reference, pair.donor.reference]), spread(ray, worker_device) as over:
+        with unchanged([pair.anchor.reference, pair.donor.reference]), on_backend(backend, worker_device) as over:
             how = matcher(match, anchor, donor, device, over)
             alignment, report = match_pair(pair, progress, how, ledger)
         if out is not None:

@@ -17,9 +17,11 @@ from rotation_merge.errors import RecipeError, RotationMergeError
 if TYPE_CHECKING:
     from rotation_merge.matching.match import Match
     from rotation_merge.matching.options import MatchConfig
-    from rotation_merge.workers.pieces import PieceExecutor
+    from rotation_merge.workers import Spread
 
 C = TypeVar("C", bound=Config)
+THREADS = "threads"
+"""The value of --backend that needs nothing else."""
 
 
 class Described(Word):
@@ -123,7 +125,7 @@ def matching_options(function: Callable[..., Any], defaults: Config | None = Non
     return config_options(AlignConfig, defaults=defaults)(config_options(MatchConfig, "untie")(function))
 
 
-def matcher(config: MatchConfig, anchor: str, donor: str, device: str, over: PieceExecutor | None = None) -> Match:
+def matcher(config: MatchConfig, anchor: str, donor: str, device: str, over: Spread | None = None) -> Match:
     """Return the matcher that --match-on selects. On weights, `over` may share the work between processes."""
     from rotation_merge.matching.options import WEIGHTS
 
@@ -131,8 +133,6 @@ def matcher(config: MatchConfig, anchor: str, donor: str, device: str, over: Pie
         from rotation_merge.matching.match import match_model
 
         return match_model if over is None else functools.partial(match_model, over=over)
-    if over is not None and over.apart:
-        raise RotationMergeError("--ray works for matching on weights only", remedy="leave out --match-on, or --ray")
     from rotation_merge.matching.match_on import SampleMatcher
 
     return SampleMatcher(config.match_on, anchor, donor, config.data, config.samples, config.seed, device)
@@ -150,29 +150,30 @@ def device_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     )
 
 
-def ray_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --ray; the command hands its value to `spread.cluster.spread`."""
+def backend_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --backend; the command hands its value to `workers.on_backend`."""
     return click.option(
-        "--ray",
-        type=WORD,
-        metavar="ADDRESS",
-        help="Share the work among the workers of a Ray cluster: HOST:PORT, auto (this machine's), or local "
-        "(a temporary one). All workers must see the models under the same path; needs rotation-merge[ray].",
+        "--backend",
+        type=click.Choice((THREADS, "ray", "dask")),
+        default=THREADS,
+        show_default=True,
+        help="Who computes the blocks: threads of this process, or workers of the Ray or Dask cluster that RAY_ADDRESS "
+        "or DASK_SCHEDULER_ADDRESS names (otherwise one on this machine). All must see the models under the same "
+        "path; needs rotation-merge[ray] or [dask].",
     )(function)
 
 
-def devices(name: str, ray: str | None) -> tuple[str, str]:
-    """Devices for this process and for Ray's workers, from --device.
+def devices(name: str, backend: str) -> tuple[str, str]:
+    """Devices for this process and for the workers of a backend, from --device.
 
     Raises:
         RotationMergeError: it is not there, or is none.
     """
-    if ray is None:
+    if backend == THREADS:
         return usable_device(name), "cpu"
-    if name not in ("auto", "cpu", "cuda"):
-        raise RotationMergeError(
-            f"--ray does not take --device {name}: each worker chooses its own", remedy="use --device cuda"
-        )
+    if name not in ("cpu", "cuda"):
+        problem = f"--backend {backend} does not take --device {name}: each worker chooses its own"
+        raise RotationMergeError(problem, remedy="use --device cuda")
     return "cpu", name
 
 

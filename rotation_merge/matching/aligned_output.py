@@ -22,7 +22,7 @@ from rotation_merge.model.writing import StorageOptions, stored, untied
 from rotation_merge.record import MergeReport, versions
 from rotation_merge.run.functions import load
 from rotation_merge.run.ledger import NOWHERE, Ledger
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 
 def match_pair(

@@ -13,8 +13,7 @@ from rotation_merge.matching.passes import Walk, match_streams
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.run.ledger import NOWHERE, Ledger
-from rotation_merge.workers.pieces import HERE, PieceExecutor
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress, Spread, in_threads
 
 
 class Match(Protocol):
@@ -40,7 +39,7 @@ def match_model(
     progress: Progress | None = None,
     starts: Mapping[str, Transforms] | None = None,
     fold: bool = True,
-    over: PieceExecutor = HERE,
+    over: Spread = in_threads,
     ledger: Ledger = NOWHERE,
 ) -> Alignment:
     """Match every space that `options` ask for, with one block of each model in memory at a time.

@@ -41,7 +41,7 @@ from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.maps import LinearMap, linear_map
 from rotation_merge.symmetry import SpaceTransform
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 WHITENING = 0.25
 """The exponent p, of streams."""

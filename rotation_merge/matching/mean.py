@@ -24,8 +24,7 @@ from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource, mean_of
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.symmetry import TranslationTransform
-from rotation_merge.workers.pieces import HERE, PieceExecutor
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress, Spread, in_threads
 
 MOST_ROUNDS = 10
 LEAST_GAIN = 1e-2
@@ -38,7 +37,7 @@ def match_to_mean(
     base: str,
     options: AlignConfig,
     progress: Progress | None = None,
-    over: PieceExecutor = HERE,
+    over: Spread = in_threads,
     ledger: Ledger = NOWHERE,
 ) -> dict[str, Alignment]:
     """Align every model in turn to the mean of the others, until their spread stops falling.

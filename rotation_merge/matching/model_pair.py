@@ -25,7 +25,7 @@ from rotation_merge.model.blocks import read_block, read_tensor
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.symmetry import HeadTransform, SpaceTransform
-from rotation_merge.workers.threads import BYTES_A_WEIGHT, workers_for
+from rotation_merge.workers import BYTES_A_WEIGHT, workers_for
 
 BYTES_FOLDED = 20
 """As `BYTES_A_WEIGHT`, of models that are folded: both are widened. With freed memory in between, pass after pass, a

@@ -39,8 +39,7 @@ from rotation_merge.matching.serialisation import entry_of, match_of, packed, un
 from rotation_merge.matching.stream import FLOOR, StreamStatistics
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.symmetry import HeadTransform
-from rotation_merge.workers.pieces import PieceExecutor
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress, Spread
 
 SAMPLE = 4
 """Layers that starts are compared on in deep models."""
@@ -61,7 +60,7 @@ class Walk:
     both: ModelPair
     progress: Progress
     streams: dict[str, str]
-    over: PieceExecutor
+    over: Spread
     ledger: Ledger = NOWHERE
 
     @property
@@ -121,7 +120,7 @@ class Walk:
         parts = ([n for n in chosen if self.both.is_lead(blocks[n]) == first] for first in (True, False))
         for part in filter(None, parts):
             pending = [number for number in part if number not in known]
-            new = iter(self.over.each(self.both, StepWithLeads(step, dict(leads)), pending) if pending else ())
+            new = iter(self.over(self.both, StepWithLeads(step, dict(leads)), pending) if pending else ())
             for number in part:
                 result = known[number] if number in known else next(new)
                 leads |= result.leads

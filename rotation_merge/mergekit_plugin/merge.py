@@ -49,8 +49,7 @@ from rotation_merge.model.staging import staged
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.run.ledger import kept_beside
-from rotation_merge.workers.progress import listener
-from rotation_merge.workers.threads import keep_freed_memory
+from rotation_merge.workers import listener
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,6 @@ def run(
     Raises:
         RotationMergeError: bad input; nothing has been written.
     """
-    keep_freed_memory()
     session = Session.of(Recipe.read(config), options)
     outputs = recipe_outputs(config, out_path)
     inputs = recipe_inputs(config)

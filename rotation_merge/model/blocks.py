@@ -12,7 +12,7 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.symmetry import SpaceTransform
-from rotation_merge.workers.progress import Progress as Progress
+from rotation_merge.workers import Progress as Progress
 
 
 def read_tensor(info: TensorInfo, source: TensorSource) -> Tensor | None:

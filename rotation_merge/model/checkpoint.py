@@ -17,7 +17,7 @@ from rotation_merge.model.staging import free_name, staged
 from rotation_merge.model.view import View
 from rotation_merge.model.writing import StorageOptions, stored, write_beside
 from rotation_merge.record import MergeReport
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 Check = Callable[[str], tuple[bool, str]]
 """Checks a written checkpoint: whether to keep it, and the finding in words."""

@@ -13,7 +13,7 @@ from rotation_merge.run import sample_kinds
 from rotation_merge.run.examples import tokenizer_of
 from rotation_merge.run.functions import Batch, check_answers, device_of, fused_attention, local_path, outputs
 from rotation_merge.run.images import normalisation
-from rotation_merge.workers.progress import listener
+from rotation_merge.workers import listener
 
 SOURCES = SELF, SYNTHETIC = sample_kinds.SOURCES
 """Words that stand where a file may."""

@@ -26,7 +26,6 @@ from rotation_merge.run.runner import Runner, streamed_model
 from rotation_merge.run.statistics_file import DeferredTensor
 from rotation_merge.run.store import hooked
 from rotation_merge.run.sums import Collector, finished
-from rotation_merge.workers.memory import give_back
 
 
 def in_layers(checkpoint: View, options: MeasureConfig, data: str, device: str) -> Any:
@@ -70,7 +69,6 @@ class LayerwiseMeasurement:
             self.progress("inputs of the maps, layer by layer", self.opened, total)
             self.opened += 1
             tensors.update(self._block(block))
-            give_back(self.runner.module_of(block))
         self.progress("inputs of the maps, layer by layer", total, total)
         uncalled = sorted(set(linear_maps(self.runner.architecture)) - set(self.shared))
         return MeasuredStatistics(tensors, self.shared, sorted(self.split), uncalled)

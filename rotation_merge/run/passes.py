@@ -21,7 +21,7 @@ from rotation_merge.files import Store
 from rotation_merge.run.ledger import SECONDS
 from rotation_merge.run.statistics_file import DeferredTensor, write_error, write_statistics
 from rotation_merge.run.sums import Sums
-from rotation_merge.workers.progress import Progress as Progress
+from rotation_merge.workers import Progress as Progress
 
 
 @dataclass(frozen=True)

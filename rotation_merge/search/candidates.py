@@ -26,7 +26,7 @@ from rotation_merge.run.statistics_writer import checkpoint_of, record
 from rotation_merge.search.base import TaskVectorBase
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.readers import Reader
-from rotation_merge.workers.progress import listener
+from rotation_merge.workers import listener
 
 PLAIN = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 LOCAL = {"heads": "permutation"}

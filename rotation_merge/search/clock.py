@@ -18,7 +18,7 @@ from rotation_merge.mergekit_plugin.recipe.delegates import OWN
 from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
 from rotation_merge.report.estimate import averaging, estimate
 from rotation_merge.search.candidates import CHANGES, FAR, Candidate
-from rotation_merge.workers.progress import listening
+from rotation_merge.workers import listening
 
 EVERY = 4.0
 """Seconds between two signs of life."""

@@ -17,7 +17,7 @@ from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import of_floats
 from rotation_merge.run.functions import Batch, inputs_for
 from rotation_merge.search.readers import Reader
-from rotation_merge.workers.progress import listener
+from rotation_merge.workers import listener
 
 MOST_KEPT = 1 << 27
 """Numbers of the parents' answers that are kept, in half precision; of more, positions evenly spread."""

@@ -51,6 +51,8 @@ LINES = [
     call("merge anchor donor out --gguf-type q8_0", "it was removed", "convert_hf_to_gguf.py"),
     call("align anchor donor out --widths", "it was removed", "equal sizes"),
     call("align anchor donor out --html page.html", "it was removed"),
+    call("align anchor donor out --ray auto", "it was removed", "--backend ray"),
+    call("align anchor donor out --backend spark", "'spark' is not one of", "'ray'"),
     call("barrier anchor donor --data synthetic --anchors each", "it was removed"),
     call("carry donor --from anchor --to anchor out --carry activations", "it was removed", "'refit'"),
     call("carry donor --from anchor --to anchor out --controls", "it was removed"),

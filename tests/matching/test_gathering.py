@@ -20,7 +20,7 @@ from rotation_merge.matching.passes import Walk
 from rotation_merge.matching.stream import StreamStatistics
 from rotation_merge.matching.stream_products import measured
 from rotation_merge.model import slices
-from rotation_merge.workers.pieces import HERE
+from rotation_merge.workers import in_threads
 
 
 @pytest.mark.slow
@@ -32,7 +32,7 @@ def test_the_objective_that_is_told_is_no_lower_than_that_of_the_maps_found(tmp_
     found = match_model(anchor.architecture, anchor.state, donor.state, options)
     maps = {"residual": found.transforms["residual"]}
     pair = ModelPair(anchor.architecture, anchor.state, donor.state, options, found.folded)
-    walk, weights = Walk(pair, lambda *_: None, streams, HERE), dict[str, float]()
+    walk, weights = Walk(pair, lambda *_: None, streams, in_threads), dict[str, float]()
     for _ in range(4):  # until weights and local spaces agree
         blocks = [own for _, own in walk.each("", MatchingPass(maps, weights), range(len(anchor.architecture.blocks)))]
         whole = StreamStatistics.of(anchor.architecture, blocks)

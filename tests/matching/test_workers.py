@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import queue
+import subprocess
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from cli_support import run
 from mergekit import common, multigpu_executor
 from plugin_support import EVERYTHING, make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_state
 
-from rotation_merge import AlignConfig
+from rotation_merge import AlignConfig, workers
 from rotation_merge.architecture import table
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.errors import AlignmentError
@@ -30,9 +31,7 @@ from rotation_merge.matching.model_pair import ModelPair
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import VaryingOptions
 from rotation_merge.mergekit_plugin.planning import prefetch, tasks
-from rotation_merge.workers import threads
-from rotation_merge.workers.pieces import Devices
-from rotation_merge.workers.threads import BYTES_A_WEIGHT, SHARE, in_order, keep_freed_memory, workers_for
+from rotation_merge.workers import AHEAD, BYTES_A_WEIGHT, SHARE, in_order, on_devices, workers_for
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -56,7 +55,7 @@ def test_items_are_taken_a_few_ahead_only() -> None:
 
     results = in_order(lambda n: n, items(), 2)
     next(results)
-    assert len(taken) <= 4
+    assert len(taken) == 2 * AHEAD
     results.close()
 
 
@@ -77,45 +76,21 @@ def test_the_first_error_in_order_ends_it_and_workers_compute_with_one_thread() 
         assert list(in_order(lambda _: torch.is_grad_enabled(), [0], 1)) == [False]
 
 
-def test_every_worker_is_told_to_compute_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the environment says one, too, and no result shows it."""
-    told, meet = [], threading.Barrier(2, timeout=20)
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: told.append((threading.current_thread().name[:5], n)))
-    list(in_order(lambda _: meet.wait(), range(2), 2))
-    assert told[:2] == [("match", 1), ("match", 1)]
+def test_an_interrupted_process_does_not_wait_for_running_blocks() -> None:
+    """Ctrl-C: what other threads compute meanwhile is for nobody."""
+    code = """
+import os, signal, threading, time
+from rotation_merge.workers import in_order
 
-
-@pytest.mark.parametrize("waiting", [True, False], ids=["in order", "ahead"])
-def test_blocks_under_way_end_with_those_who_wanted_them(waiting: bool) -> None:
-    """An error, or Ctrl-C: what other threads compute meanwhile is for nobody, and the process would wait for it."""
-    begun, ended = threading.Event(), threading.Event()
-
-    def work(n: int) -> None:
-        if n == 0:
-            assert begun.wait(20)
-            raise KeyboardInterrupt
-        try:
-            begun.set()
-            for _ in range(9999):
-                time.sleep(0.001)
-        except KeyboardInterrupt:
-            ended.set()
-
-    if waiting:
-        with pytest.raises(KeyboardInterrupt):
-            list(in_order(work, range(2), 2))
-    else:
-        workers = threads.Workers(1)
-        workers.submit(work, 1)
-        assert begun.wait(20)
-        blocks = prefetch.PrefetchScheduler(single=False)
-        blocks._workers = workers
-        blocks.end()
-    assert ended.wait(5)
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+list(in_order(lambda _: time.sleep(600), range(2), 2))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stderr.endswith("KeyboardInterrupt\n")
 
 
 def test_workers_are_as_many_as_memory_and_threads_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "free_memory", lambda: int(10e9))
+    monkeypatch.setattr(workers, "free_memory", lambda: int(10e9))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     weights = int(10e9 * SHARE / BYTES_A_WEIGHT / 3)
     assert workers_for(weights) == 3
@@ -209,15 +184,13 @@ def test_multi_gpu_without_one_is_said_in_one_line(
 
 def test_devices_share_pieces_and_each_does_one_at_a_time() -> None:
     work = Counting()
-    assert list(Devices(["first", "second"]).each(work, "step", range(20))) == [("step", n) for n in range(20)]
+    assert list(on_devices(["first", "second"])(work, "step", range(20))) == [("step", n) for n in range(20)]
     assert {device for device, _ in work.done} == {"first", "second"}
     assert work.most == {"first": 1, "second": 1}
 
 
 class Counting:
     """Work that notes which device does what, and how many pieces each does at once."""
-
-    at_once = size = 0
 
     def __init__(self) -> None:
         self.done: list[tuple[str, int]] = []
@@ -237,13 +210,24 @@ class Counting:
         return SimpleNamespace(piece=piece)
 
 
-def test_ray_that_is_not_there_is_said_in_one_line(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["ray"], "--backend ray: ray is not installed; pip install 'rotation-merge[ray]'"),
+        (["dask"], "--backend dask: distributed is not installed; pip install 'rotation-merge[dask]'"),
+        (["dask", "--match-on", "both"], "leave out --match-on"),
+        (["ray", "--device", "cuda:1"], "use --device cuda"),
+        (["spark"], "'spark' is not one of 'threads', 'ray', 'dask'"),
+    ],
+)
+def test_backends_that_cannot_be_used_are_said_in_one_line(
+    options: list[str], words: str, pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    done = run("align", *pair, tmp_path / "out", "--ray", "local")
+    for package in ("ray", "distributed"):
+        monkeypatch.setitem(sys.modules, package, None)
+    done = run("align", *pair, tmp_path / "out", "--backend", *options)
     assert done.exit_code == 2
-    assert "pip install 'rotation-merge[ray]'" in one_error(done.output)
+    assert words in one_error(done.output)
     assert not (tmp_path / "out").exists()
 
 
@@ -287,20 +271,6 @@ def test_a_donor_with_nan_ends_a_merge_that_matches_ahead(tmp_path: Path) -> Non
     assert "model.layers.1.mlp.up_proj.weight" in line
     assert str(donor) in line
     assert not (tmp_path / "out").exists()
-
-
-def test_freed_memory_is_asked_to_be_kept_where_the_allocator_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-
-    class Library:
-        def mallopt(self, *limit: int) -> None:
-            asked.append((limit[0], limit[1]))
-
-    for library in (Library(), object()):
-        monkeypatch.setattr(threads.ctypes, "CDLL", lambda _, library=library: library)
-        monkeypatch.setattr(threads.sys, "platform", "linux")
-        keep_freed_memory.__wrapped__()
-    assert asked == [(-1, 1 << 29), (-3, 1 << 26)]
 
 
 @pytest.mark.parametrize("family", sorted(shipped()))

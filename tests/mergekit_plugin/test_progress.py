@@ -10,7 +10,7 @@ from plugin_support import make, recipe_for
 
 from rotation_merge import RotationMergeError
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
-from rotation_merge.workers.progress import listening
+from rotation_merge.workers import listening
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE |
 RUN = {"rotation-merge": app, "mergekit-yaml": mergekit_yaml, "mergekit-multi": mergekit_multi}
 OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "torchrun ", "ray ", "lm_eval ")
 """Beginnings of lines in ```bash blocks that are not run here (`test_fit_together.py` runs what
-torchrun starts, `test_ray.py` what a cluster does)."""
+torchrun starts, `test_backends.py` what a cluster does)."""
 
 PARSED_ONLY = ("demo", "polish", "doctor", "push", "pull")
 """Commands that take long, need the hub, or may rightly say of models with random weights that they are of no use."""
@@ -119,7 +119,7 @@ def local(word: str, models: Path) -> str:
 def run(line: str, models: Path) -> None:
     program, *arguments = shlex.split(line, comments=True)
     arguments = [local(word, models) for word in arguments]
-    if program == "rotation-merge" and (arguments[0] in PARSED_ONLY or "--ray" in arguments):
+    if program == "rotation-merge" and (arguments[0] in PARSED_ONLY or "--backend" in arguments):
         command = app.get_command(click.Context(app), arguments[0])
         assert command is not None
         command.make_context(arguments[0], arguments[1:])

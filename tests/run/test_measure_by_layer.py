@@ -29,7 +29,6 @@ from rotation_merge.run.passes import StatisticsPass, UnfinishedMeasurement, run
 from rotation_merge.run.runner import Runner, streamed_model
 from rotation_merge.run.statistics_file import NAME, write_error
 from rotation_merge.run.statistics_writer import checkpoint_of, record
-from rotation_merge.workers import memory
 
 HARD = ("gpt2", "bart", "t5", "clip", "gemma2", "dinov2", "qwen3_next")
 FAMILIES = list({case.family: case for case in reversed(ALL) if case.family in HARD}.values())
@@ -195,12 +194,3 @@ def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path, monkeypatch:
     with pytest.raises(RotationMergeError, match=f"^{tmp_path}: the disk is full.*TMPDIR"), TemporaryFolder():
         raise OSError(28, "No space left on device")
     assert not list(tmp_path.iterdir())
-
-
-def test_free_memory_goes_back_after_large_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    monkeypatch.setattr(memory, "_trim", lambda: calls.append)
-    small, large = (torch.nn.Linear(n, n, bias=False, device="meta") for n in (8, 2048))
-    for layer in (None, small, large):
-        memory.give_back(layer)
-    assert calls == [0]

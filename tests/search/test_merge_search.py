@@ -31,7 +31,7 @@ from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Judge, cannot_win
 from rotation_merge.search.preparation import Preparation
 from rotation_merge.share.push import draft
-from rotation_merge.workers.progress import listener
+from rotation_merge.workers import listener
 
 ENGLISH, C = (str(CHECKPOINTS / f"llama-0-{domain}") for domain in ("english", "c"))
 TEXTS = ("--data", "demo:english", "--data", "demo:c")

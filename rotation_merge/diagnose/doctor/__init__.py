@@ -11,7 +11,7 @@ from rotation_merge.diagnose.doctor.pairs import of_pairs
 from rotation_merge.diagnose.doctor.span import SPOILS, of_span
 from rotation_merge.diagnose.doctor.weights import of_activations, of_weights
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 __all__ = ["Case", "Cause", "diagnose", "open_case"]
 

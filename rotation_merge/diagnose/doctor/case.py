@@ -28,7 +28,7 @@ from rotation_merge.model.view import View
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.files import read_report
 from rotation_merge.report.integrity import Defect, check_folder
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 RECIPES = ("mergekit_config.yml", "recipe.yml")
 """Names of recipes beside a merged model."""

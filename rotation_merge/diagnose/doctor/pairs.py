@@ -16,7 +16,7 @@ from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import moved_tokens
 from rotation_merge.record import RELATED as NEAR
 from rotation_merge.report.estimate import estimate
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 LONGEST = 120.0
 """Seconds that matching two models may take, as estimated, to tell other coordinates from separate training."""

@@ -28,7 +28,7 @@ from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.open import parse_reference
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.report.estimate import estimate
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 LONGEST = 120.0
 """Seconds that matching a parent once more may take, as estimated."""

@@ -25,7 +25,7 @@ from rotation_merge.errors import RotationMergeError, named
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.tensors import TensorSource
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 SMALL, LARGE = 0.8, 1.25
 """Share of the parents that a merge holds, from which on it is scaled."""

@@ -21,7 +21,7 @@ from rotation_merge.run.functions import architecture_of, load
 from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.model_outputs import LARGEST
 from rotation_merge.run.store import hooked
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 HALF = torch.finfo(torch.float16).max
 SHRUNK, GROWN = 0.8, 1.25

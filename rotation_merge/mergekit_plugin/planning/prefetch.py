@@ -8,14 +8,14 @@ cores that others use.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import Protocol
 
 import torch
 
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import BlockMatch
-from rotation_merge.workers.threads import Workers, workers_for
+from rotation_merge.workers import Failure, on_one_thread, workers_for
 
 
 class Job(Protocol):
@@ -40,9 +40,10 @@ class PrefetchScheduler:
         """
         self.single, self.weights = single, 1
         self._waiting: dict[str, Job] = {}
-        self._running: dict[str, Future[BlockMatch]] = {}
+        self._running: dict[str, AsyncResult[BlockMatch | Failure]] = {}
         self._whole: dict[str, Alignment | None] = {}
-        self._workers: Workers | None = None
+        self._pool: ThreadPool | None = None
+        self._count, self._threads = 0, torch.get_num_threads()
 
     def add(self, job: Job, weights: int) -> None:
         """A block of so many weights will be asked for."""
@@ -55,33 +56,38 @@ class PrefetchScheduler:
         Raises:
             AlignmentError: as matching does.
         """
-        if self._workers is None:
-            self._workers = Workers(1 if self.single else workers_for(self.weights))
-            torch.set_num_threads(max(1, torch.get_num_threads() - self._workers.count))
+        if self._pool is None:
+            self._count, self._threads = 1 if self.single else workers_for(self.weights), torch.get_num_threads()
+            self._pool = ThreadPool(self._count)
+            torch.set_num_threads(max(1, self._threads - self._count))
             self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].label))
         self._whole[job.donor_name] = whole
         if job.key in self._waiting:
-            self._begin(job, self._workers)
+            self._begin(job, self._pool)
         following = [queued for queued in self._waiting.values() if self._can_begin(queued)]
-        for queued in following[: self._workers.count + 1 - len(self._running)]:
-            self._begin(queued, self._workers)
+        for queued in following[: self._count + 1 - len(self._running)]:
+            self._begin(queued, self._pool)
         try:
-            block_match = self._running.pop(job.key).result()
+            block_match = self._running.pop(job.key).get()
+            if isinstance(block_match, Failure):
+                raise block_match.error
         except BaseException:
             self.end()
             raise
         if not self._waiting and not self._running:
-            self._workers.close()
+            self.end()
         return block_match
 
     def end(self) -> None:
-        """Stop all running work when the merge ends."""
-        if self._workers is not None:
-            self._workers.close(wait=False)
+        """Drop all waiting work; running blocks end by themselves, and no process waits for them."""
+        if self._pool is not None:
+            self._pool.terminate()
+            torch.set_num_threads(self._threads)
 
     def _can_begin(self, job: Job) -> bool:
         return job.whole is None or job.donor_name in self._whole
 
-    def _begin(self, job: Job, workers: Workers) -> None:
+    def _begin(self, job: Job, pool: ThreadPool) -> None:
         del self._waiting[job.key]
-        self._running[job.key] = workers.submit(job.match, self._whole.get(job.donor_name))
+        arguments = (torch.is_grad_enabled(), job.match, self._whole.get(job.donor_name))
+        self._running[job.key] = pool.apply_async(on_one_thread, arguments)

@@ -39,7 +39,7 @@ from rotation_merge.run.functions import Batch, local_path
 from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Fill, Runner, filled_model
 from rotation_merge.run.store import Store
-from rotation_merge.workers.progress import Progress
+from rotation_merge.workers import Progress
 
 ELSEWHERE = "free some space, or name a folder that has more in TMPDIR (in a recipe: 'spill')"
 """Remedy for a full disk."""

@@ -28,8 +28,7 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
 from rotation_merge.model.tensors import TensorSource, as_tensors
-from rotation_merge.workers.pieces import HERE, Devices
-from rotation_merge.workers.progress import Progress, listener, listening
+from rotation_merge.workers import Progress, in_threads, listener, listening, on_devices
 
 CPU = torch.device("cpu")
 
@@ -97,7 +96,7 @@ class MatchWhole(WholeModelTask):
         match, alone = self.match, len(self.devices) == 1 or self.match is not match_model
         anchor, donor = (_on(source, self.devices[0] if alone else "cpu") for source in (self.anchor, self.donor))
         if not alone:
-            match = partial(match_model, over=Devices(self.devices))
+            match = partial(match_model, over=on_devices(self.devices))
         with (
             progress_bar(f"Aligning {self.donor_name}", self.quiet) as progress,
             named(self.anchor_name, self.donor_name),
@@ -123,7 +122,7 @@ class MatchMean(WholeModelTask):
 
     def execute(self) -> dict[str, Alignment]:
         sources = {name: _on(source, self.devices[0]) for name, source in self.sources.items()}
-        over = HERE if len(self.devices) == 1 else Devices(self.devices)
+        over = in_threads if len(self.devices) == 1 else on_devices(self.devices)
         with progress_bar("Aligning to the mean", self.quiet) as progress:
             arguments = (self.architecture, sources, self.base, self.options, progress, over)
             alignments = match_to_mean(*arguments, ledger=self.run.ledger)

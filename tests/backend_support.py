@@ -1,4 +1,4 @@
-"""Work that goes wrong, which Ray's workers import."""
+"""Workloads that go wrong, which workers in other processes import."""
 
 from __future__ import annotations
 
@@ -29,26 +29,22 @@ class Deadly:
     def __getitem__(self, name: str, /) -> Tensor:
         if name == "model.layers.3.mlp.up_proj.weight" and os.getpid() != self.here and not any(self.folder.iterdir()):
             die(self.folder)
-        found: Tensor = self.source[name]
-        return found
+        tensor: Tensor = self.source[name]
+        return tensor
 
 
 class Failing:
-    """Work of which every piece raises an error."""
+    """Every piece raises an error."""
 
-    at_once = 0
-
-    def __init__(self, error: Exception, size: int = 0) -> None:
-        self.error, self.size = error, size
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
     def piece(self, step: None, item: int) -> None:
         raise self.error
 
 
 class Echo:
-    """Work of which every piece gives its number, the first ones last."""
-
-    at_once = size = 0
+    """Every piece gives its number, the first ones last."""
 
     def piece(self, step: None, item: int) -> int:
         time.sleep(0.2 if item == 0 else 0)
@@ -56,9 +52,7 @@ class Echo:
 
 
 class Killing:
-    """Work of which every piece kills the worker."""
-
-    at_once = size = 0
+    """Every piece kills its worker."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

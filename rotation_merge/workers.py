@@ -1,0 +1,266 @@
+"""Work over the blocks of models: in threads, on several devices, or by the workers of a Ray or Dask cluster.
+
+joblib runs the pieces. Each is computed with one torch thread, so that results have the same bytes however many workers
+there are, and results come in the order of the pieces. Workers of a cluster read the models themselves, from paths that
+all machines see.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import lru_cache, partial
+from itertools import islice
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+import psutil
+import torch
+
+from rotation_merge import __version__
+from rotation_merge.errors import RotationMergeError, WorkerError, short
+
+Progress = Callable[[str, float, float], None]
+"""Called with a label, the amount done and the total (0: unknown). It may raise to end the work."""
+
+_listener: ContextVar[Progress] = ContextVar("rotation_merge_progress", default=lambda task, done, total: None)
+listener = _listener.get
+"""The progress listener of this thread; a function that does nothing if there is none."""
+
+
+@contextmanager
+def listening(progress: Progress) -> Iterator[None]:
+    """Within the block, sends the progress of this thread's work to `progress`."""
+    token = _listener.set(progress)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+BYTES_A_WEIGHT = 16
+"""Peak bytes per weight of matching a block: both models as stored, float32 copies, tables."""
+SHARE = 0.5
+"""Of the free memory that workers may take together."""
+AHEAD = 4
+"""Results per worker that may wait for the caller."""
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def workers_for(weights: int) -> int:
+    """The number of blocks of this size to compute at once: limited by torch's threads and free memory."""
+    allowed = int(SHARE * free_memory() / (BYTES_A_WEIGHT * max(weights, 1)))
+    return max(1, min(torch.get_num_threads(), allowed))
+
+
+def free_memory() -> int:
+    """Bytes that are free on this machine, or in the control group that this process is in."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        most, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return free if most == "max" else min(free, max(int(most) - int(used), 0))
+    except (OSError, ValueError):
+        return free
+
+
+class Workload(Protocol):
+    """The shared part of all pieces, for instance two opened models; pickled, it stores paths instead of contents."""
+
+    @property
+    def at_once(self) -> int:
+        """The number of pieces that this process may run at once; 0: sequentially, on the calling thread."""
+
+    def on(self, device: str, home: str) -> Workload:
+        """The same workload on another device, with results moved to `home`."""
+
+    def piece(self, step: Any, item: Any) -> Any:
+        """Run a step on the piece that an item names."""
+
+
+Spread = Callable[[Workload, Any, Sequence[Any]], Iterator[Any]]
+"""Runs a step of a workload on items, and returns results in the order of the items."""
+
+
+def in_threads(work: Workload, step: Any, items: Sequence[Any]) -> Iterator[Any]:
+    """Runs pieces in this process, on as many threads as the workload allows."""
+    return in_order(partial(work.piece, step), items, work.at_once)
+
+
+def on_devices(names: Sequence[str]) -> Spread:
+    """Runs pieces on several devices of this machine, one at a time on each; results are moved to the first."""
+
+    def spread(work: Workload, step: Any, items: Sequence[Any]) -> Iterator[Any]:
+        free: SimpleQueue[Workload] = SimpleQueue()
+        for name in names:
+            free.put(work.on(name, names[0]))
+
+        def piece(item: Any) -> Any:
+            device = free.get()
+            try:
+                return device.piece(step, item)
+            finally:
+                free.put(device)
+
+        return in_order(piece, items, len(names))
+
+    return spread
+
+
+class Failure(NamedTuple):
+    """An error in the place of a result, so that the first one in order is raised."""
+
+    error: Exception
+
+
+def in_order(function: Callable[[Any], Any], items: Iterable[Any], count: int, parallel: Any = None) -> Iterator[Any]:
+    """`function` of every item, in order, by joblib; at most `AHEAD * count` results wait to be taken.
+
+    Args:
+        count: workers; 0: everything on the thread that asks, nothing ahead.
+        parallel: joblib's `Parallel` with workers in other processes; None: threads.
+    """
+    if not count:
+        yield from map(function, items)
+        return
+    from joblib import Parallel, delayed
+
+    parallel = parallel or Parallel(count, backend="threading", batch_size=1, return_as="generator")
+    call = delayed(partial(on_one_thread, torch.is_grad_enabled(), function))
+    threads, rest = torch.get_num_threads(), iter(items)
+    try:
+        while chunk := list(islice(rest, AHEAD * count)):
+            for result in parallel(call(item) for item in chunk):
+                if isinstance(result, Failure):
+                    raise result.error
+                yield result
+    finally:
+        torch.set_num_threads(threads)  # which those of new threads are taken from
+
+
+def on_one_thread(gradients: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+    """A function's result or failure, computed with one torch thread and the caller's gradient mode."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.set_grad_enabled(gradients):
+            return function(*arguments)
+    except Exception as error:
+        return Failure(error)
+    finally:
+        torch.set_num_threads(threads)
+
+
+PATIENCE = 10
+"""Seconds in which a cluster has to answer."""
+AGAIN = "run again to continue behind the last finished block, with fewer workers a machine where memory was short"
+SAME = "see that every machine has the same version of rotation-merge, and the models under the same paths"
+
+
+@contextmanager
+def on_backend(name: str, device: str = "cpu") -> Iterator[Spread]:
+    """Runs pieces by the workers of a joblib backend while the block lasts.
+
+    Args:
+        name: `threads`; `ray` or `dask`: the cluster that RAY_ADDRESS or DASK_SCHEDULER_ADDRESS names, otherwise one
+            that is started on this machine and ends with the block.
+        device: where workers compute: cpu, or cuda with one GPU each.
+
+    Raises:
+        RotationMergeError: the backend is not installed, or nobody answers; later, a worker's error.
+    """
+    if name == "threads":
+        yield in_threads
+        return
+    where = f"--backend {name}"
+    from joblib import Parallel, effective_n_jobs, parallel_config
+    from joblib.parallel import get_active_backend
+
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(parallel_config(name, **_CONNECT[name](device, stack)))
+            _report_deaths(get_active_backend()[0])
+            parallel, count = stack.enter_context(Parallel(batch_size=1)), effective_n_jobs(None)
+        except ImportError as error:
+            install = f"pip install 'rotation-merge[{name}]'"
+            raise RotationMergeError(f"{error.name} is not installed", where=where, remedy=install) from error
+        except Exception as error:
+            problem = f"the cluster cannot be used ({short(error)})"
+            raise RotationMergeError(problem, where=where, remedy="check its address and workers") from error
+
+        def spread(work: Workload, step: Any, items: Sequence[Any]) -> Iterator[Any]:
+            work = work if device == "cpu" else work.on(device, "cpu")
+            piece = partial(_piece, __version__, pickle.dumps(work), pickle.dumps(step))
+            try:
+                yield from in_order(piece, items, count, parallel)
+            except RotationMergeError:
+                raise
+            except Exception as error:
+                raise WorkerError(f"{type(error).__name__}: {short(error)}", where=where, remedy=AGAIN) from error
+
+        yield spread
+
+
+def _ray(device: str, stack: ExitStack) -> dict[str, Any]:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray.util.joblib import register_ray
+
+    if not ray.is_initialized():
+        host, _, port = os.environ.get("RAY_ADDRESS", "").removeprefix("ray://").rpartition(":")
+        if host:  # Ray itself would wait for minutes and end the process
+            socket.create_connection((host.strip("[]"), int(port)), PATIENCE).close()
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        stack.callback(ray.shutdown)
+    register_ray()
+    if device == "cpu":
+        return {"n_jobs": -1}
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if not gpus:
+        raise RuntimeError("no worker has a GPU")
+    return {"n_jobs": gpus, "ray_remote_args": {"num_gpus": 1}}
+
+
+def _dask(device: str, stack: ExitStack) -> dict[str, Any]:
+    from distributed import Client
+
+    stack.enter_context(Client(timeout=PATIENCE))
+    return {"n_jobs": -1}
+
+
+def _report_deaths(backend: Any) -> None:
+    """joblib's Dask backend calls back for results only: it would wait forever for a task whose workers died."""
+    submit = backend.submit
+
+    def reporting(function: Any, callback: Callable[[Any], None]) -> Any:
+        future = submit(function, callback)
+        if isinstance(future, Future):
+            future.add_done_callback(lambda task: task.exception() and callback(task.exception()))
+        return future
+
+    backend.submit = reporting
+
+
+_CONNECT = {"ray": _ray, "dask": _dask}
+_unpickled = lru_cache(maxsize=2)(pickle.loads)
+"""In a worker: the latest workload and step."""
+
+
+def _piece(version: str, work: bytes, step: bytes, item: Any) -> Any:
+    """Runs in a worker of a cluster: one piece; errors name the machine."""
+    where = f"worker {socket.gethostname()}"
+    try:
+        if version != __version__:
+            raise WorkerError(f"rotation-merge is {__version__} here, but {version} where the command runs")
+        return _unpickled(work).piece(_unpickled(step), item)
+    except RotationMergeError as error:
+        place = f"{error.where}, {where}" if error.where else where
+        raise type(error)(error.what, where=place, remedy=error.remedy or SAME) from error
+    except Exception as error:
+        raise WorkerError(f"{type(error).__name__}: {short(error)}", where=where, remedy=AGAIN) from error

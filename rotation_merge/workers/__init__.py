@@ -1,1 +1,0 @@
-"""Independent pieces of work, spread over threads, devices and machines."""
