@@ -20,7 +20,7 @@ import rotation_merge
 from rotation_merge import AlignConfig, RotationMergeError
 from rotation_merge.architecture import resolve
 from rotation_merge.matching.check_pair import check_pair
-from rotation_merge.model.view import View
+from rotation_merge.model.view import described
 
 NOTHING = AlignConfig(attention="none", heads="none", ffn="none", scaling=False)
 
@@ -35,7 +35,7 @@ def test_the_unknown_may_not_stay_while_the_stream_moves(case: Case) -> None:
         state = {**model.state, "surplus.weight": torch.zeros(shape)}
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         architecture = resolve(model.config, list(state), "model", keep_unknown=True)
-        one = View("model", model.config, architecture, shapes)
+        one = described("model", model.config, architecture, shapes)
         assert check_pair(one, one, AlignConfig()).unaligned == ("surplus.weight",)
         if all("permutation" in admitted for admitted in groups):
             moving = AlignConfig(residual="permutation")
