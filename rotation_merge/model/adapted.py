@@ -20,7 +20,6 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.model import peft_merge
 from rotation_merge.model.adapter_entries import AdapterEntry, entry_of
 from rotation_merge.model.adapters import Adapter
-from rotation_merge.model.headers import Shapes
 from rotation_merge.model.low_rank import stacks, transposed
 from rotation_merge.model.sources import ComposedTensor, TensorSlice, other_form
 from rotation_merge.model.tensors import Tensors
@@ -123,7 +122,7 @@ class _Checkpoint:
 
     adapter: Adapter
     architecture: Architecture
-    shapes: Shapes
+    shapes: Mapping[str, tuple[int, ...]]
     config: Mapping[str, Any]
     tied: str | None
     model: str
