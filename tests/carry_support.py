@@ -89,7 +89,13 @@ def make_adapter(
                 kernel = shape[2:]
                 tensors[f"{module}.lora_A.weight"] = random(RANK, *shape[1:])
                 tensors[f"{module}.lora_B.weight"] = random(shape[0], RANK, *[1] * len(kernel))
-    content = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "base_model_name_or_path": "old"}
+    content = {
+        "peft_type": "LORA",
+        "peft_version": "0.21.2",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "base_model_name_or_path": "old",
+    }
     return Made({**content, "target_parameters": parameters, **config}, tensors)
 
 

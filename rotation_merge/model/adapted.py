@@ -22,7 +22,7 @@ from rotation_merge.model.adapter_entries import AdapterEntry, entry_of
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.forms import ComposedTensor, TensorSlice, other_form
 from rotation_merge.model.low_rank import stacks, transposed
-from rotation_merge.model.tensors import Shapes, Tensors
+from rotation_merge.model.tensors import Tensors
 
 ANOTHER_MODEL = "was it trained on another model?"
 CACHED = 4
@@ -124,7 +124,7 @@ class _Checkpoint:
 
     adapter: Adapter
     architecture: Architecture
-    shapes: Shapes
+    shapes: Mapping[str, tuple[int, ...]]
     config: Mapping[str, Any]
     tied: str | None
     model: str

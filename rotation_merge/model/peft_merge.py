@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.low_rank import LowRank
 
-CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
-"""By the dimensions of their weights."""
+KINDS: dict[int, type[nn.Module]] = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+"""Layers by the number of dimensions of their weights."""
 
 
 def dora(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
@@ -24,12 +24,12 @@ def dora(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
 
     Source: DoRA, arXiv 2402.09353, eq. 5.
     """
+    layer: Any
     if change.embedding:
-        layer: nn.Module = nn.Embedding(*weight.shape, _weight=weight)
+        layer = nn.Embedding.from_pretrained(weight)
     else:
-        kind = CONVOLUTIONS.get(weight.ndim, nn.Linear)
-        sizes = [weight.shape[1], weight.shape[0], *[weight.shape[2:]] * (weight.ndim > 2)]
-        layer = nn.utils.skip_init(kind, *sizes, bias=False)
+        kernel = [weight.shape[2:]] * (weight.ndim > 2)
+        layer = nn.utils.skip_init(KINDS[weight.ndim], weight.shape[1], weight.shape[0], *kernel, bias=False)
         layer.weight = nn.Parameter(weight, requires_grad=False)
     a, b = ("lora_embedding_A", "lora_embedding_B") if change.embedding else ("lora_A.weight", "lora_B.weight")
     factors = {a: change.a, b: change.b, "lora_magnitude_vector": magnitude}
@@ -46,7 +46,7 @@ def fused_experts(change: LowRank, count: int) -> Tensor:
         count: of experts.
     """
     a, b = change.a, change.b
-    layer = nn.Module()
+    layer: Any = nn.Module()
     layer.weight = nn.Parameter(a.new_zeros(count, a.shape[1], len(b)), requires_grad=False)
     layer.is_transposed = True  # so that every peft takes it for (experts, in, out)
     rank, parameters = len(a) // count, ["layer.weight"]
@@ -68,7 +68,7 @@ def _merged(layer: nn.Module, factors: Mapping[str, Tensor], config: Mapping[str
         import peft
     except ImportError as error:
         raise CheckpointError("DoRA and adapters of fused experts need peft", remedy="pip install peft") from error
-    parent = nn.Module()
+    parent: Any = nn.Module()
     parent.layer = layer
     state = {f"layer.{name}": tensor for name, tensor in factors.items()}
     with warnings.catch_warnings():

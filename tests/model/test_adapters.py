@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "stored as (in, out)": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     "DoRA, (in, out)": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True}),
     "convolution": ("vit", {"target_modules": ["projection"]}),
+    "DoRA, embedding": ("llama", {"target_modules": ["embed_tokens"], "use_dora": True}),
+    "DoRA, convolution": ("vit", {"target_modules": ["projection"], "use_dora": True}),
 }
 """Kinds of adapters, by family and arguments of peft's LoraConfig."""
 
@@ -107,6 +110,53 @@ def test_stacked_experts(family: str, tmp_path: Path) -> None:
         assert float((found[tensor] - values).abs().max()) <= 1e-6 * float(values.abs().max()), tensor
     changed = {tensor for tensor in plain if not torch.equal(plain[tensor], found[tensor])}
     assert len(changed) >= len(parameters) > 0
+
+
+SQUARE = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.fixture(scope="module")
+def square(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model whose experts have as many outputs as inputs, and an adapter of them."""
+    folder = tmp_path_factory.mktemp("square")
+    case = SPARSE["qwen_moe"]
+    tiny.save(tiny.make(case), folder / "base")
+    train(folder / "lora", tiny.load(case, folder / "base"), target_modules=[], target_parameters=[SQUARE])
+    return folder / "base", folder / "lora"
+
+
+def turned(adapter: Path, count: int) -> None:
+    """Write the factors of all experts as peft did before 0.19: inputs and outputs are swapped."""
+    held = load_file(adapter / "adapter_model.safetensors")
+    a_name, b_name = (f"base_model.model.{SQUARE.rpartition('.')[0]}.lora_{factor}.weight" for factor in "AB")
+    a, b = held[a_name].unflatten(0, (count, -1)), held[b_name].unflatten(1, (-1, count))
+    held = {a_name: b.permute(2, 1, 0).flatten(0, 1), b_name: a.permute(2, 1, 0).flatten(1)}
+    save_file({name: tensor.contiguous() for name, tensor in held.items()}, adapter / "adapter_model.safetensors")
+
+
+def test_square_experts_in_the_layout_of_their_version(square: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = square
+    shutil.copytree(adapter, tmp_path / "lora")
+    turned(tmp_path / "lora", SPARSE["qwen_moe"].config["num_experts"])
+    spoil_config(peft_version="0.18.1")(tmp_path / "lora")
+    wanted, found, plain = tensors(base, adapter), tensors(base, tmp_path / "lora"), state(base)
+    assert any(not torch.equal(plain[name], wanted[name]) for name in plain)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("version", [None, "0.19.0"])
+def test_square_experts_of_no_known_layout(version: str | None, square: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = square
+    shutil.copytree(adapter, tmp_path / "lora")
+    spoil_config(peft_version=version)(tmp_path / "lora")
+    with pytest.raises(rm.RotationMergeError, match="which is square, cannot be told; merge it into its base"):
+        tensors(base, tmp_path / "lora")
+
+
+def test_without_peft(square: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(rm.RotationMergeError, match="fused experts need peft; pip install peft"):
+        tensors(*square)
 
 
 @pytest.fixture(scope="module")
