@@ -86,6 +86,15 @@ NAMES = {
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
+def name_in_gguf(name: str) -> str:
+    """llama.cpp's name of a tensor of a Llama."""
+    stem, end = name.rsplit(".", 1)
+    if not stem.startswith("model.layers."):
+        return f"{TOP[stem]}.{end}"
+    layer, part = stem.removeprefix("model.layers.").split(".", 1)
+    return f"blk.{layer}.{NAMES[part]}.{end}"
+
+
 def written(folder: Path, out: Path, kind: str = "F16") -> Path:
     """A Llama with a tokenizer of bytes, written as a GGUF by the `gguf` package; matrices in the type `kind`."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -93,18 +102,12 @@ def written(folder: Path, out: Path, kind: str = "F16") -> Path:
     for key, value in {**_sizes(model.config), **_tokens(folder, model.config.vocab_size)}.items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, tensor in model.state_dict().items():
-        stem, end = name.rsplit(".", 1)
-        if stem.startswith("model.layers."):
-            _, _, layer, part = stem.split(".", 3)
-            name = f"blk.{layer}.{NAMES[part]}.{end}"
-        else:
-            name = f"{TOP[stem]}.{end}"
-        if stem.endswith(("q_proj", "k_proj")):  # RoPE pairs side by side
+        if name.endswith(("q_proj.weight", "k_proj.weight")):  # RoPE pairs side by side
             pairs = tensor.reshape(-1, 2, model.config.head_dim // 2, *tensor.shape[1:])
             tensor = pairs.transpose(1, 2).reshape(tensor.shape)
         fits = tensor.ndim > 1 and (kind == "F16" or tensor.shape[-1] % 32 == 0)
         stored = gguf.GGMLQuantizationType[kind if fits else "F32" if tensor.ndim == 1 else "F16"]
-        writer.add_tensor(name, gguf.quantize(tensor.numpy(), stored), raw_dtype=stored)
+        writer.add_tensor(name_in_gguf(name), gguf.quantize(tensor.numpy(), stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

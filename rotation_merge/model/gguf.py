@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from mergekit.common import ModelReference
 
 ENDING = ".gguf"
-ORIGIN = "gguf.json"
-"""In a folder that was made of a GGUF: the files that it was made of, and a note on their quantisation."""
+ORIGIN = "gguf-files"
+"""In a folder that was made of a GGUF: the files that it was made of, and a note on their quantisation. As the name has
+no ending, nothing copies it into other models."""
 
 FORMAT = 1
 """Counted up when the same file is decoded into another folder than before."""
@@ -82,18 +83,15 @@ def quantised(folder: str) -> str:
 
 def weight_files(path: str) -> tuple[str, ...]:
     """The files of a local GGUF outside the hub's cache; empty for any other model."""
-    return (
-        split_files(_model_in(path) if os.path.isdir(path) else path) if is_gguf(path) and os.path.exists(path) else ()
-    )
+    if not is_gguf(path) or not os.path.exists(path):
+        return ()
+    return split_files(_model_in(path) if os.path.isdir(path) else path)
 
 
 def in_cache(path: str, revision: str | None, cache: str | None = None) -> str | None:
     """The folder of a downloaded model, or the one that a GGUF is decoded into; None otherwise."""
-    if is_gguf(path):
-        file = _local_file(path, revision, cache)
-        return None if file is None else decoded(file)
-    folder = hub.in_cache(path, revision, cache)
-    return decoded(_model_in(folder)) if folder is not None and not is_folder(folder) else folder
+    place = _cached(path, revision, cache)
+    return None if place is None else _folder_of(place)
 
 
 def downloaded(path: str, revision: str | None, cache: str | None, patterns: list[str]) -> str:
@@ -103,52 +101,57 @@ def downloaded(path: str, revision: str | None, cache: str | None, patterns: lis
         CheckpointError: there is no such file, directory or repository, or it is damaged.
     """
     if is_gguf(path):
-        return decoded(_local_file(path, revision, cache) or _fetched(path, revision, cache))
+        return _folder_of(_cached(path, revision, cache) or _fetched(path, revision, cache))
     folder = hub.downloaded(path, revision, cache, patterns)
     if not os.path.isdir(folder) or not os.listdir(folder):  # nothing of it is in transformers' format
         refuse_bare_repository(path, revision)
-    return folder if is_folder(folder) else decoded(_model_in(folder))
+    return _folder_of(folder)
 
 
 def is_absent(reference: ModelReference) -> bool:
     """Whether a model, or its adapter, is one of the hub that has not been downloaded; nothing is fetched."""
-    parts = [part for part in (reference.model, reference.lora) if part is not None]
-    return any(_is_absent(part.path, part.revision) for part in parts if not os.path.exists(part.path))
+    parts = [part for part in (reference.model, reference.lora) if part is not None and not os.path.exists(part.path)]
+    return any(_is_of_hub(part.path) and _cached(part.path, part.revision, None) is None for part in parts)
 
 
-def _is_absent(path: str, revision: str | None) -> bool:
-    if is_gguf(path):
-        return _repository_and_file(path) is not None and _local_file(path, revision, None) is None
-    return hub.is_hub_name(path) and hub.in_cache(path, revision) is None
+def _is_of_hub(path: str) -> bool:
+    return _repository_and_file(path) is not None if is_gguf(path) else hub.is_hub_name(path)
 
 
 def located(path: str, revision: str | None, cache: str | None) -> tuple[str | None, str]:
     """The local folder of a GGUF model, if it exists, and its repository's name on the hub, if any."""
     parts = _repository_and_file(path)
-    file = _local_file(path, revision, cache)
-    return None if file is None else os.path.dirname(os.path.abspath(file)), parts[0] if parts else path
+    place = _cached(path, revision, cache)
+    folder = place if place is None or os.path.isdir(place) else os.path.dirname(os.path.abspath(place))
+    return folder, parts[0] if parts else path
+
+
+def _folder_of(place: str) -> str:
+    """The folder in transformers' format of a local folder or GGUF file."""
+    if is_folder(place):
+        return place
+    return decoded(_model_in(place) if os.path.isdir(place) else place)
 
 
 def _repository_and_file(path: str) -> tuple[str, str] | None:
-    """Repository and file of `org/repo:file.gguf`."""
+    """The parts of `org/repo:file.gguf`."""
     match = re.fullmatch(r"([\w.-]+/[\w.-]+):(.+\.gguf)", path, re.IGNORECASE)
     return (match[1], match[2]) if match else None
 
 
-def _local_file(path: str, revision: str | None, cache: str | None) -> str | None:
-    """The local file of a name, if it exists."""
-    if os.path.isdir(path):
-        return _model_in(path)
-    if os.path.isfile(path):
+def _cached(path: str, revision: str | None, cache: str | None) -> str | None:
+    """The local file or folder of a GGUF, or the folder of a model of the hub, if it is there."""
+    if not is_gguf(path):
+        return hub.in_cache(path, revision, cache)
+    if os.path.exists(path):
         return path
     if (parts := _repository_and_file(path)) is None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    cached = [
-        try_to_load_from_cache(parts[0], file, cache_dir=cache, revision=revision) for file in split_files(parts[1])
-    ]
-    return str(cached[0]) if all(isinstance(file, str) for file in cached) else None
+    repo, name = parts
+    files = [try_to_load_from_cache(repo, file, cache_dir=cache, revision=revision) for file in split_files(name)]
+    return str(files[0]) if all(isinstance(file, str) for file in files) else None
 
 
 def _fetched(path: str, revision: str | None, cache: str | None) -> str:
@@ -156,7 +159,7 @@ def _fetched(path: str, revision: str | None, cache: str | None) -> str:
     parts = _repository_and_file(path)
     if parts is None:
         otherwise = "check the path; of the hub: org/repo:file.gguf"
-        remedy = nearest_path(path, otherwise, lambda beside: os.path.isdir(beside) or weight_files(beside) != ())
+        remedy = nearest_path(path, otherwise, lambda beside: os.path.isdir(beside) or bool(weight_files(beside)))
         raise CheckpointError("no such file", where=path, remedy=remedy)
     repo, name = parts
     end = f"@{revision}" if revision else ""
@@ -246,8 +249,8 @@ def decoded(path: str) -> str:
 def _mark(paths: Sequence[str]) -> str:
     """A key of the files, and of the tokenizer beside them."""
     beside = os.path.join(os.path.dirname(paths[0]), "tokenizer.json")
-    stats = [(os.path.realpath(path), os.stat(path)) for path in (*paths, beside) if os.path.exists(path)]
-    facts = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    files = [os.path.realpath(path) for path in [*paths, beside] if os.path.exists(path)]
+    facts = [(path, os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files]
     return hashlib.blake2b(json.dumps([FORMAT, facts]).encode(), digest_size=6).hexdigest()
 
 

@@ -338,14 +338,15 @@ def write_checkpoint(paths: Sequence[str], folder: str) -> str:
 def _types(model: GgufFile) -> str:
     kinds = Counter(tensor.tensor_type.name for tensor in model.tensors.values())
     words, file = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()), os.path.basename(model.paths[0])
-    if {*kinds} <= {*DTYPES}:
+    if set(kinds) <= set(DTYPES):
         return f"was read from {file}, whose tensors are {words}"
     return f"was read from {file}, whose weights were quantised (tensors: {words}); they were read as float32"
 
 
 def _places(model: GgufFile, family: Family, config: Mapping[str, Any]) -> dict[str, tuple[str, str, int | None]]:
     """Each tensor's name in the file, its layout there, and which expert of those in it."""
-    names = {*model.tensors} - {*ROPE_FACTORS} - ({"output.weight"} if config["tie_word_embeddings"] else set())
+    heads = {"output.weight"} if config["tie_word_embeddings"] else set()
+    names = set(model.tensors) - set(ROPE_FACTORS) - heads
     places = {
         stem + end: (stored + end, layout, expert)
         for stem, stored, layout, expert in family.places(model.value("block_count"), model.value("expert_count") or 0)

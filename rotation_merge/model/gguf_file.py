@@ -21,7 +21,7 @@ AGAIN = "download it again"
 OTHER_TYPE = "update gguf, or quantise the model again to another type"
 
 
-class Reader(gguf.GGUFReader):
+class CheckedReader(gguf.GGUFReader):
     """The `gguf` package's reader; where a file ends early, that one reads empty arrays, without end."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
@@ -110,9 +110,9 @@ def open_gguf(paths: Sequence[str]) -> GgufFile:
     return model
 
 
-def _opened(path: str) -> Reader:
+def _opened(path: str) -> CheckedReader:
     try:
-        reader = Reader(path)
+        reader = CheckedReader(path)
     except EOFError:
         problem = f"is truncated or damaged ({os.path.getsize(path)} bytes)"
         raise CheckpointError(problem, where=path, remedy=AGAIN) from None

@@ -18,6 +18,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
+from gguf_support import name_in_gguf
 from huggingface_hub import constants
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -339,17 +340,6 @@ def _parsed(text: str) -> Any:
 
 # --- GGUF --------------------------------------------------------------------------------------------------------
 
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 METADATA: dict[str, Any] = {
     "llama.context_length": 32,
     "llama.embedding_length": 32,
@@ -381,13 +371,8 @@ def write_gguf(path: Path, folder: Path, architecture: str = "llama", split: int
     for key, value in {**METADATA, **metadata}.items():
         if value is not None:
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-    names["lm_head.weight"] = "output.weight"
-    for layer in range(2):
-        for ours, theirs in NAMES.items():
-            names[f"model.layers.{layer}.{ours}.weight"] = f"blk.{layer}.{theirs}.weight"
     for name, tensor in load_file(folder / WEIGHTS).items():
-        writer.add_tensor(names[name], tensor.numpy().astype(np.float16 if tensor.ndim == 2 else np.float32))
+        writer.add_tensor(name_in_gguf(name), tensor.numpy().astype(np.float16 if tensor.ndim == 2 else np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

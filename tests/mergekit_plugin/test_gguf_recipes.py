@@ -119,6 +119,7 @@ def test_commands_take_files(models: Path, tmp_path: Path) -> None:
     assert "same" in _run("verify", models / "a.gguf", models / "a")
     _run("align", models / "a.gguf", models / "alone", tmp_path / "aligned")
     assert "same" in _run("verify", tmp_path / "aligned", models / "b")
+    assert not [path for path in (tmp_path / "aligned").iterdir() if "gguf" in path.name]
 
 
 def test_a_model_is_no_recipe(models: Path) -> None:
