@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ from rotation_merge.model import hub
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
+
+LOG = logging.getLogger(__name__)
 
 ENDING = ".gguf"
 ORIGIN = "gguf-files"
@@ -282,6 +285,7 @@ def _decode(paths: Sequence[str], folder: str) -> None:
     former = under_temporary_names(folder) + [place for place in beside if gguf_files(place) == files]
     for place in former:
         shutil.rmtree(place, ignore_errors=True)
+    LOG.info("%s is decoded into %s", paths[0], folder)
     staging = temporary_name(folder)
     try:
         note = write_checkpoint(paths, staging)
