@@ -68,8 +68,7 @@ def aligned_model(pair: Pair, alignment: Alignment, untie: bool) -> Any:
     view, donor = pair.aligned(alignment), pair.donor
     tensors = view.state_dict()
     tensors |= {name: donor[name] for name in donor.names if name not in tensors and name not in view.left_out}
-    dtypes = donor.dtypes if donor.files is None else donor.files.dtypes
-    state = {name: stored(tensor, dtypes.get(name)).clone() for name, tensor in tensors.items()}
+    state = {name: stored(tensor, donor.stored_dtypes.get(name)).clone() for name, tensor in tensors.items()}
     changed = dict(donor.changed)
     if untie:
         changed = {**changed, **{k: v for k, v in untied(donor.config).items() if v != donor.config.get(k)}}

@@ -166,7 +166,7 @@ def merge_views(
     first = views[0]
 
     def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
-        stored = [first.dtypes.get(name) for name in info.names]
+        stored = [first.stored_dtypes.get(name) for name in info.names]
         pieces = []
         for name, stored_dtype in zip(info.names, stored, strict=True):
             if stored_dtype is not None and not stored_dtype.is_floating_point:

@@ -50,7 +50,7 @@ def write_checkpoint(
         CheckpointError: it has not passed; it is kept as OUT.rejected.
     """
     dtype, written = dtype_from_name(storage.dtype), set[str]()
-    folder, dtypes = (like.files.folder, like.files.dtypes) if like.files else ("", like.dtypes)
+    dtypes = like.stored_dtypes
     apart: dict[str, Tensor] = {}
     with staged(out) as staging:
         writer = TensorWriter(staging, max_shard_size=storage.shard_size)
@@ -76,9 +76,9 @@ def write_checkpoint(
                 if name not in written and name not in left_out:
                     save(name, like[name])
         writer.finalize()
-        write_modules(folder, staging, apart)
+        write_modules(like.folder, staging, apart)
         report.write(os.path.join(staging, "rotation_merge.json"))
-        write_beside(folder, staging, storage, like.changed)
+        write_beside(like.folder, staging, storage, like.changed)
         beside(staging)
         passed, words = check(staging) if check is not None else (True, "")
         if not passed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -22,6 +23,8 @@ from rotation_merge.model.staging import staged
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
+
+LOG = logging.getLogger(__name__)
 
 ENDING = ".gguf"
 ORIGIN = "gguf-files"
@@ -280,6 +283,7 @@ def _decode(paths: Sequence[str], folder: str) -> None:
 
     files = [os.path.abspath(path) for path in paths]
     beside = [entry.path for entry in os.scandir(os.path.dirname(folder)) if entry.is_dir()]
+    LOG.info("%s is decoded into %s", paths[0], folder)
     for former in (place for place in beside if gguf_files(place) == files):
         shutil.rmtree(former, ignore_errors=True)
     with staged(folder) as staging:

@@ -282,11 +282,6 @@ def _llama3(gguf: GgufFile, divisors: Tensor, rotated: int) -> dict[str, Any]:
     raise CheckpointError(problem, where=gguf.paths[0], remedy=SAFETENSORS)
 
 
-def in_order(layout: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """A tensor of a GGUF in transformers' order, contiguous."""
-    return LAYOUTS[layout](tensor, config).contiguous()
-
-
 def _halves(tensor: Tensor, heads: int) -> Tensor:
     """Heads whose RoPE pairs lie side by side in the file, as transformers has them: (i, i + d/2)."""
     return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
@@ -325,11 +320,11 @@ def write_checkpoint(paths: Sequence[str], folder: str) -> str:
     family = family_of(model)
     config = read_config(model, family)
     places = _places(model, family, config)
-    os.makedirs(folder)
+    os.makedirs(folder, exist_ok=True)
     _write_tokenizer(model, folder)
     writer = TensorWriter(folder, max_shard_size=SHARD)
     for name, (stored, layout, expert) in places.items():
-        writer.save_tensor(name, in_order(layout, model.read(stored, expert), config))
+        writer.save_tensor(name, LAYOUTS[layout](model.read(stored, expert), config))
     writer.finalize()
     write_json(os.path.join(folder, "config.json"), config)
     return _types(model)

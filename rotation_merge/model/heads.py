@@ -131,7 +131,7 @@ def write_heads(
 
 def under_head(body: View, model: View) -> View:
     """A merged body under the head of one of the models, both in the same coordinates."""
-    dtypes = {dtype for dtype in body.dtypes.values() if dtype.is_floating_point}
+    dtypes = {dtype for dtype in body.stored_dtypes.values() if dtype.is_floating_point}
     stored = body.dtype or max(dtypes, key=lambda dtype: dtype.itemsize)
 
     def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:

@@ -151,6 +151,11 @@ class View(Mapping[str, Tensor]):
         return self.tensors.dtypes
 
     @property
+    def stored_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Dtypes of the tensors in its files, by name, before an adapter changes them."""
+        return self.dtypes if self.files is None else self.files.dtypes
+
+    @property
     def reference(self) -> ModelReference:
         """The model's name as mergekit has it."""
         if self.files is not None and str(self.files.reference) == self.name:

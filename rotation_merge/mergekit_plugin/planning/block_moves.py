@@ -158,8 +158,8 @@ class BlockMoves:
         model = self.donors.models[source.model]
         if self.donors.recipe.dtype is not None or source.model in self.donors.models.held:
             return self.donors.recipe.dtype
-        model_info = source.block.tensor(info.key) or info
-        return next((model.dtypes[n] for n in (*model_info.names, *model_info.tied) if n in model.dtypes), None)
+        dtypes, model_info = model.stored_dtypes, source.block.tensor(info.key) or info
+        return next((dtypes[n] for n in (*model_info.names, *model_info.tied) if n in dtypes), None)
 
     def _moved_dtype(self, source: BlockPart, info: TensorInfo) -> torch.dtype | None:
         """Dtype that a moved tensor is rounded to; None: that of the tensor as it is read."""
@@ -182,7 +182,7 @@ class BlockMoves:
         result: Loads = {}
         for key in keys:
             info = self.out.anchor.block.tensor(key) or source.block.tensor(key)
-            model_info = source.block.tensor(key) or info
+            dtypes, model_info = model.stored_dtypes, source.block.tensor(key) or info
             if info is None or model_info is None or not self.out.has(source, info):
                 continue
             result[key] = tuple(

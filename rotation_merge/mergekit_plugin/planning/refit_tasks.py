@@ -294,7 +294,7 @@ class _RefitRun:
 
     def _dtype(self, name: str) -> torch.dtype:
         """The dtype of an output tensor."""
-        stored = self.base.dtypes
+        stored = self.base.stored_dtypes
         dtype = dtype_from_name(self.recipe.config.dtype) or stored.get(name) or next(iter(stored.values()))
         return cast(torch.dtype, dtype)
 
