@@ -195,8 +195,10 @@ def on_backend(name: str, device: str = "cpu") -> Iterator[Spread]:
             raise RotationMergeError(problem, where=where, remedy="check its address and workers") from error
 
         def spread(work: Workload, step: Any, items: Sequence[Any]) -> Iterator[Any]:
+            from joblib.externals import cloudpickle
+
             work = work if device == "cpu" else work.on(device, "cpu")
-            piece = partial(_piece, __version__, pickle.dumps(work), pickle.dumps(step))
+            piece = partial(_piece, __version__, cloudpickle.dumps(work), cloudpickle.dumps(step))
             try:
                 yield from in_order(piece, items, count, parallel)
             except RotationMergeError:
@@ -241,7 +243,7 @@ def _report_deaths(backend: Any) -> None:
     def reporting(function: Any, callback: Callable[[Any], None]) -> Any:
         future = submit(function, callback)
         if isinstance(future, Future):
-            future.add_done_callback(lambda task: task.exception() and callback(task.exception()))
+            future.add_done_callback(lambda task: callback(task.exception()) if task.exception() else None)
         return future
 
     backend.submit = reporting

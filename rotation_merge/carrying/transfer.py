@@ -181,7 +181,7 @@ def unchanged_results(
     """
     for work in works.values():
         if is_adapter(work) and not execution.force:
-            check_base(Adapter(work), [bases.old], work, open_model)
+            check_base(Adapter(work), [bases.old], work, open_model, OWN_BASE)
     if execution.even_if_near or config.alignment is not None or any(adds_tokens(w, bases) for w in works.values()):
         return None
     lines = usable_as_it_is(works, bases)

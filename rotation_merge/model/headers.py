@@ -246,6 +246,11 @@ def header(path: str) -> Header:
 
 @lru_cache(maxsize=512)
 def _header(path: str, size: int, changed: int, number: int) -> Header:
+    """The header of a file of this size, time and inode."""
+    return _read_header(path)
+
+
+def _read_header(path: str) -> Header:
     if not path.endswith(".safetensors"):
         state = _unpickled(path)
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from cli_support import run
+from joblib.externals import cloudpickle
 from mergekit import common, multigpu_executor
 from plugin_support import EVERYTHING, make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_state
 
@@ -277,11 +278,11 @@ def test_a_donor_with_nan_ends_a_merge_that_matches_ahead(tmp_path: Path) -> Non
 def test_work_on_any_family_travels_to_other_processes(family: str) -> None:
     """What a block of two models is matched by, and what is found, is the same after a journey."""
     architecture = table.sample(shipped()[family])
-    work = pickle.loads(pickle.dumps(ModelPair(architecture, {}, {}, AlignConfig(), ("stream",), cached=True)))
+    work = pickle.loads(cloudpickle.dumps(ModelPair(architecture, {}, {}, AlignConfig(), ("stream",), cached=True)))
     assert (work.architecture, work.folded, work.cached) == (architecture, ("stream",), True)
     options = AlignConfig(heads="permutation", residual=(architecture.residual_groups or ["none"])[-1])
     sent = random_gauge(architecture, options, torch.Generator().manual_seed(0))
-    back = pickle.loads(pickle.dumps(sent))
+    back = pickle.loads(cloudpickle.dumps(sent))
     assert back.keys() == sent.keys() != set()
     for name, transform in sent.items():
         mine, theirs = transform.tensors(), back[name].tensors()
@@ -295,7 +296,7 @@ def test_options_that_differ_from_block_to_block_travel(pair: tuple[Path, Path])
     opened = open_pair(*map(str, pair), varying)
     anchor, donor = opened.matched
     work = ModelPair(opened.architecture, anchor, donor, varying)
-    back = pickle.loads(pickle.dumps(work))
+    back = pickle.loads(cloudpickle.dumps(work))
     for block in opened.architecture.blocks:
         assert back.options.at(back.architecture, block) == varying.at(opened.architecture, block)
     name = "model.layers.1.mlp.up_proj.weight"

@@ -36,13 +36,13 @@ def test_right_work_passes(family: str, dtype: str, models: dict[str, tuple[Path
 
 def spoil(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     """Let `align` move tensors of this name wrongly, but for the second layer's."""
-    real = View.tensors
+    real = View.blocks
 
     def spoilt(view: View) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in real(view):
             yield name, tensor.flip(0) if wrong in name and ".1." not in name else tensor
 
-    monkeypatch.setattr(View, "tensors", spoilt)
+    monkeypatch.setattr(View, "blocks", spoilt)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

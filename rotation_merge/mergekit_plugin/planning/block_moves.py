@@ -182,7 +182,7 @@ class BlockMoves:
         result: Loads = {}
         for key in keys:
             info = self.out.anchor.block.tensor(key) or source.block.tensor(key)
-            dtypes, model_info = model.stored_dtypes, source.block.tensor(key) or info
+            model_info = source.block.tensor(key) or info
             if info is None or model_info is None or not self.out.has(source, info):
                 continue
             result[key] = tuple(
