@@ -282,18 +282,6 @@ def every_name(config: Mapping[str, Any]) -> dict[str, PossibleTensor]:
     return spots
 
 
-def other_names(config: Mapping[str, Any], architecture: Architecture) -> dict[str, str]:
-    """The names that tensors of a checkpoint may have elsewhere (in its class, in older files), and those they have."""
-    checkpoint_names = {
-        (b.module, b.place, b.index, info.key): info.names for b in architecture.blocks for info in b.tensors
-    }
-    renamed: dict[str, str] = {}
-    for name, spot in every_name(config).items():
-        names = checkpoint_names.get((spot.module, spot.place, spot.index, spot.info.key), ())
-        renamed.update((n, stored_name) for n, stored_name in zip(spot.info.names, names, strict=False) if n == name)
-    return renamed
-
-
 def unread(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
     """Stored weights that a model of this config does not load: layers that predict tokens further ahead (MTP)."""
     spec = find(config)

@@ -51,7 +51,7 @@ def adapted(
         CheckpointError: the adapter changes something that the model does not have, or that has another shape.
     """
     parts = _Checkpoint(adapter, architecture, tensors.shapes, config, tied, model).parts()
-    entries = {part.name: part.entry for at in parts.values() for part in at if part.entry is not None}
+    entries = {part.name: part.entry for of_tensor in parts.values() for part in of_tensor if part.entry is not None}
 
     @lru_cache(CACHED)
     def experts(name: str, dtype: torch.dtype) -> Tensor:
@@ -144,7 +144,7 @@ class _Checkpoint:
             elif name not in self.shapes and self._adds_nothing(name):
                 continue
             else:
-                parts = self._found(name)
+                parts = self._in_another_form(name)
             for key, part in parts:
                 self._check_shape(key, part)
                 result.setdefault(key, []).append(part)
@@ -159,10 +159,15 @@ class _Checkpoint:
     def _refused(self, problem: str, remedy: str = ANOTHER_MODEL) -> CheckpointError:
         return CheckpointError(f"the adapter {problem}", where=self.model, remedy=remedy)
 
+    def _absent(self, name: str) -> CheckpointError:
+        return self._refused(f"changes '{name}', which the model does not store")
+
     def _whole(
         self, name: str, place: str, info: TensorInfo | None, entry: AdapterEntry | None = None
     ) -> tuple[str, _Part]:
         """The change of a whole stored tensor, `place`."""
+        if place not in self.shapes:
+            raise self._absent(name)
         shape, change = self.shapes[place], self.adapter.changes[name]
         if self.tied is not None and info is not None and info.vocabulary_axis is not None and len(shape) == 2:
             raise self._refused(
@@ -178,14 +183,14 @@ class _Checkpoint:
             flipped = transposed(info) if info and labelled else bool(self.adapter.config.get("fan_in_fan_out"))
         return place, _Part(name, flipped, entry)
 
-    def _found(self, name: str) -> Iterable[tuple[str, _Part]]:
+    def _in_another_form(self, name: str) -> Iterable[tuple[str, _Part]]:
         """A change's parts, by the tensors that the checkpoint stores for the parameter."""
         change = self.adapter.changes[name]
         entry = entry_of(self.adapter, name, self._names) if change.a is not None else None
         spot = entry.spot if entry is not None else self._names.get(name)
         block = next((block for block in self.architecture.blocks if spot is not None and spot.in_block(block)), None)
         if spot is None or block is None:
-            raise self._refused(f"changes '{name}', which the model does not store")
+            raise self._absent(name)
         info, stored = spot.info, block.tensor(spot.info.key)
         expert = entry.expert if entry is not None else (info.names.index(name) if info.stacked else None)
         if stored is not None and stored.stacked == info.stacked and not (stacks(info) and expert is None):
@@ -193,7 +198,7 @@ class _Checkpoint:
         named = replace(block, tensors=(*block.tensors, info))
         form = _same(stored) if stored is not None else other_form(block, named).get(info.key)
         if form is None or change.magnitude is not None:
-            raise self._refused(f"changes '{name}', which the model does not store")
+            raise self._absent(name)
         return self._cuts(name, entry, info, expert, form)
 
     def _cuts(
@@ -203,12 +208,12 @@ class _Checkpoint:
         start, axes = 0, len(info.axes)
         for cut in form.cuts:
             length = cut.length if cut.dim == form.dim else (cut.info.axes[form.dim].size or 0)
-            here, there = slice(start, start + length), slice(cut.start, cut.start + cut.length)
+            source_span, target_span = slice(start, start + length), slice(cut.start, cut.start + cut.length)
             start += length
             apart = bool(stacks(info)) and expert is None and cut.info.stacked
             for each in range(info.axes[0].size or 0) if apart else (expert,):
-                source = _index(axes, form.dim, here, each, expert is None)
-                target = _index(axes, cut.dim, there, each, not cut.info.stacked)
+                source = _index(axes, form.dim, source_span, each, expert is None)
+                target = _index(axes, cut.dim, target_span, each, not cut.info.stacked)
                 key = cut.info.names[each or 0] if cut.info.stacked else cut.info.name
                 yield key, _Part(name, entry is not None and entry.transposed, entry, source, target)
 

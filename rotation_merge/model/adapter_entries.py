@@ -127,7 +127,7 @@ def _parameter(adapter: Adapter, module: str, change: Change, names: Mapping[str
     places = [place for name in dict.fromkeys(targets) if (place := f"{module}.{name}") in names]
     size = _sizes(adapter, change)
     for turn in (1, -1):  # peft takes some for [out, in] that are [in, out], or the other way round
-        turned = {p: _own(i := names[p].info)[:: -turn if stacks(i) and transposed(i) else turn] for p in places}
+        turned = {p: _matrix(i := names[p].info)[:: -turn if stacks(i) and transposed(i) else turn] for p in places}
         matching = [place for place in places if _alike(turned[place], size)]
         if len(matching) == 1:
             return matching[0]
@@ -136,7 +136,7 @@ def _parameter(adapter: Adapter, module: str, change: Change, names: Mapping[str
 
 def _reads_first(adapter: Adapter, change: Change, info: TensorInfo) -> bool:
     """Whether factors take a parameter for [in, out]: by its sizes; of square experts by the peft that wrote them."""
-    size, stored = _sizes(adapter, change), _own(info)
+    size, stored = _sizes(adapter, change), _matrix(info)
     if not (_alike(stored, size) and _alike(stored[::-1], size)):
         return not _alike(stored, size)
     if not stacks(info) or transposed(info):
@@ -154,7 +154,7 @@ def _alike(known: Sequence[int | None], sizes: Sequence[int]) -> bool:
     return len(known) == len(sizes) and all(k in (None, s) for k, s in zip(known, sizes, strict=True))
 
 
-def _own(info: TensorInfo) -> list[int | None]:
+def _matrix(info: TensorInfo) -> list[int | None]:
     """Sizes of one of the matrices that a tensor holds."""
     return [axis.size for axis in info.axes[stacks(info) :]]
 

@@ -127,11 +127,11 @@ def square(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def turned(adapter: Path, count: int) -> None:
     """Write the factors of all experts as peft did before 0.19: inputs and outputs are swapped."""
-    held = load_file(adapter / "adapter_model.safetensors")
+    stored = load_file(adapter / "adapter_model.safetensors")
     a_name, b_name = (f"base_model.model.{SQUARE.rpartition('.')[0]}.lora_{factor}.weight" for factor in "AB")
-    a, b = held[a_name].unflatten(0, (count, -1)), held[b_name].unflatten(1, (-1, count))
-    held = {a_name: b.permute(2, 1, 0).flatten(0, 1), b_name: a.permute(2, 1, 0).flatten(1)}
-    save_file({name: tensor.contiguous() for name, tensor in held.items()}, adapter / "adapter_model.safetensors")
+    a, b = stored[a_name].unflatten(0, (count, -1)), stored[b_name].unflatten(1, (-1, count))
+    stored = {a_name: b.permute(2, 1, 0).flatten(0, 1), b_name: a.permute(2, 1, 0).flatten(1)}
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, adapter / "adapter_model.safetensors")
 
 
 def test_square_experts_in_the_layout_of_their_version(square: tuple[Path, Path], tmp_path: Path) -> None:
@@ -139,9 +139,9 @@ def test_square_experts_in_the_layout_of_their_version(square: tuple[Path, Path]
     shutil.copytree(adapter, tmp_path / "lora")
     turned(tmp_path / "lora", SPARSE["qwen_moe"].config["num_experts"])
     spoil_config(peft_version="0.18.1")(tmp_path / "lora")
-    wanted, found, plain = tensors(base, adapter), tensors(base, tmp_path / "lora"), state(base)
-    assert any(not torch.equal(plain[name], wanted[name]) for name in plain)
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    expected, actual, plain = tensors(base, adapter), tensors(base, tmp_path / "lora"), state(base)
+    assert any(not torch.equal(plain[name], expected[name]) for name in plain)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("version", [None, "0.19.0"])
