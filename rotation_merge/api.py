@@ -228,7 +228,7 @@ def _measured(
         problem = f"{method} needs samples or statistics of the models"
         raise RecipeError(problem, remedy="add 'samples', or 'statistics' that rotation_merge.measure gave")
     if statistics is None:
-        config = MeasureConfig(kinds=(kind,), samples=limit, seed=seed)
+        config = MeasureConfig.from_values({"kinds": (kind,), "samples": limit, "seed": seed})
         return [
             measure(model, part, config) for model, part in zip(models, for_each(samples, len(models)), strict=True)
         ]

@@ -241,7 +241,7 @@ def _report_deaths(backend: Any) -> None:
     def reporting(function: Any, callback: Callable[[Any], None]) -> Any:
         future = submit(function, callback)
         if isinstance(future, Future):
-            future.add_done_callback(lambda task: task.exception() and callback(task.exception()))
+            future.add_done_callback(lambda task: callback(task.exception()) if task.exception() else None)
         return future
 
     backend.submit = reporting
