@@ -443,7 +443,7 @@ def merge(
     names = [on_base(name, base) for name in names]
     sources = tuple(paths_of([data] if isinstance(data, str | os.PathLike) else data, "data source"))
     sources = sources or (usual_data(names[0]),)
-    search_config = SearchConfig(tuple(names), place, sources, **{**asdict(config), "base": base})
+    search_config = SearchConfig(models=tuple(names), out=place, data=sources, **{**asdict(config), "base": base})
     check_outputs([Output(place, "out", FOLDER)], [Input(name, "model") for name in names])
     with Clock(config.seconds, watch or LOG.info, lambda _: None) as clock:
         search = Search(search_config, clock)
