@@ -62,18 +62,20 @@ def rows_in(metadata: Mapping[str, Any], path: str) -> list[SpaceRow]:
         AlignmentError: they are damaged.
     """
     try:
-        return _read(list[SpaceRow], metadata.get("figures", {}).get("rows", []), allow_inf_nan=False)
+        return _read(list[SpaceRow], metadata.get("figures", {}).get("rows", []), finite=True)
     except (ValueError, AttributeError) as error:
         remedy = "write it again with 'rotation-merge align'"
         raise AlignmentError(f"its figures are damaged ({short(error)})", where=path, remedy=remedy) from error
 
 
-def _read(kind: type[T], content: Any, **config: bool) -> T:
+def _read(kind: type[T], content: Any, finite: bool = False) -> T:
     """A value of a type out of JSON's content; a ValueError says in one line what is wrong with it."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     try:
-        value: T = TypeAdapter(kind, config=ConfigDict(**config) if config else None).validate_python(content)
+        value: T = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False) if finite else None).validate_python(
+            content
+        )
     except ValidationError as error:
         fault = error.errors()[0]
         place = ".".join(map(str, fault["loc"]))
