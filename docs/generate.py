@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -79,7 +78,7 @@ def fit_options() -> str:
 
 def config_table(config: type[Config]) -> str:
     """A config's fields, defaults, ranges and meanings."""
-    defaults = {field.name: field.default for field in fields(config)}
+    defaults = vars(config())
     rows = [
         (code(name), code(repr(defaults[name])), described.allowed, described.help)
         for name, described in config.options().items()

@@ -227,7 +227,7 @@ def _measured(
         problem = f"{method} needs samples or statistics of the models"
         raise RecipeError(problem, remedy="add 'samples', or 'statistics' that rotation_merge.measure gave")
     if statistics is None:
-        config = MeasureConfig(kinds=(kind,), samples=limit, seed=seed)
+        config = MeasureConfig.from_values({"kinds": (kind,), "samples": limit, "seed": seed})
         return [
             measure(model, part, config) for model, part in zip(models, for_each(samples, len(models)), strict=True)
         ]
@@ -442,7 +442,7 @@ def merge(
     names = [on_base(name, base) for name in names]
     sources = tuple(paths_of([data] if isinstance(data, str | os.PathLike) else data, "data source"))
     sources = sources or (usual_data(names[0]),)
-    search_config = SearchConfig(tuple(names), place, sources, **{**asdict(config), "base": base})
+    search_config = SearchConfig(models=tuple(names), out=place, data=sources, **{**asdict(config), "base": base})
     check_output(Output(place, "out", FOLDER), [Input(name, "model") for name in names], force=True)
     with Clock(config.seconds, watch or LOG.info, lambda _: None) as clock:
         search = Search(search_config, clock)

@@ -1,16 +1,24 @@
-"""One config dataclass for each job: its fields describe all options.
+"""One config dataclass for each job: the type and the `Field` of each of its fields describe an option.
 
-Command line, errors and the tables of the documentation are made from them.
+Command line, recipe keys, errors and the tables of the documentation are made from them. Types are pydantic's, taken
+strictly: literals, numbers with bounds, and the kinds of text that are named here.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, MinLen
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic.dataclasses import dataclass
+from pydantic_core.core_schema import ValidationInfo
 
 from rotation_merge.errors import RecipeError, nearest, removed, short
 
@@ -20,44 +28,28 @@ READ, WRITTEN, NEITHER = "read", "written", "neither"
 """Whether a value names an input, an output, or neither."""
 
 
-def is_text(value: Any) -> bool:
-    """Whether a value is text that is not blank."""
-    return isinstance(value, str) and bool(value.strip())
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of value.
-
-    Attributes:
-        words: noun phrase that follows "it must be".
-        holds: whether a value is of the kind.
-        role: whether it names an input, an output, or neither.
-    """
+class Kind(NamedTuple):
+    """A kind of value, beside a type: the noun phrase that follows "it must be", and what the value names."""
 
     words: str
-    holds: Callable[[Any], bool]
     role: str = NEITHER
 
 
-FILE, MODEL = Kind("a file", is_text, READ), Kind("a model", is_text, READ)
-NUMBERS = Kind(
-    "a tuple of numbers", lambda value: isinstance(value, tuple) and bool(value) and all(map(KINDS[float].holds, value))
-)
-FOLDER, NEW_FILE = Kind("a folder", is_text, WRITTEN), Kind("a file to write", is_text, WRITTEN)
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", Path: "a file"}
+"""Kinds of values by type, in words."""
+FILE, MODEL, FOLDER = Kind("a file", READ), Kind("a model", READ), Kind("a folder", WRITTEN)
+NEW_FILE = Kind("a file to write", WRITTEN)
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+Count = Annotated[int, Ge(1)]
+Length = Annotated[int, Ge(2)]
+Share = Annotated[float, Ge(0), Le(1)]
+Rate = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Numbers = Annotated[tuple[float, ...], MinLen(1), Kind("a tuple of numbers")]
+
+Dtype = Literal["bfloat16", "float16", "float32", "float64"]
+DTYPES = get_args(Dtype)
 """Types that weights may be stored in."""
-
-KINDS: dict[type, Kind] = {
-    int: Kind("a whole number", lambda value: type(value) is int),
-    float: Kind("a number", lambda value: type(value) in (int, float) and math.isfinite(value)),
-    bool: Kind("true or false", lambda value: type(value) is bool),
-    str: Kind("a word", is_text),
-    tuple: Kind("a tuple", lambda value: isinstance(value, tuple) and bool(value)),
-    Path: Kind("a file", lambda value: isinstance(value, Path)),
-}
-"""Kinds of values by type."""
 
 BLOCK, WHOLE = "block", "whole"
 """Options of matching, which recipes may say anywhere. BLOCK: with filters and per-layer lists, resolved once a block.
@@ -69,39 +61,60 @@ DONOR_ONLY = "donor"
 RECIPE = "recipe"
 """Only under the recipe's parameters: holds for the merge."""
 
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False, str_strip_whitespace=True, str_min_length=1)
 
-@dataclass(frozen=True)
+
+def option(default: Any, help: str, **place: Any) -> Any:
+    """The `Field` of an option; `place` is what `Option` takes beside its type and help."""
+    return Field(default, description=help, json_schema_extra=place)
+
+
 class Option:
     """One option of a job.
 
-    Attributes:
-        help: description in Markdown, without name, default and range.
-        kind: of its values: int, float, str, bool, tuple of words, or a `Kind`.
-        choices: the only values that it may have; of a tuple, its words.
-        low, high: the range of a number.
-        above: whether the lower end itself is outside.
-        optional: whether it may be None.
-        words: values that it may have beside those of its kind.
+    Args:
+        type: of its values.
+        help: description in Markdown.
         key: its name in recipes and commands, if not the field's name.
         recipe_key: its name in recipes, if another than in commands: a delegate has a parameter of the same name.
         command: whether the command line has it.
         scope: where recipes may have it; empty: nowhere.
         delegates: our own delegates that read it in recipes; empty: it holds whatever the delegate.
+
+    Attributes:
+        choices: the only values that it may have; of a tuple, its words.
+        words: literals that it may have beside values of its kind.
+        kind: the type of all others, or a `Kind`.
+        low, high: the range of a number.
+        optional: whether it may be None.
     """
 
-    help: str
-    kind: type | Kind
-    choices: tuple[Any, ...] = ()
-    low: float = -math.inf
-    high: float = math.inf
-    above: bool = False
-    optional: bool = False
-    words: tuple[Any, ...] = ()
-    key: str = ""
-    recipe_key: str = ""
-    command: bool = True
-    scope: str = ""
-    delegates: tuple[str, ...] = ()
+    def __init__(
+        self,
+        type: Any,
+        help: str,
+        key: str = "",
+        recipe_key: str = "",
+        command: bool = True,
+        scope: str = "",
+        delegates: tuple[str, ...] = (),
+    ) -> None:
+        self.type, self.help, self.key, self.recipe_key = type, help, key, recipe_key
+        self.command, self.scope, self.delegates = command, scope, delegates
+        members = dict(_members(type))
+        self.optional = members.pop(NoneType, None) is not None
+        literals = tuple(word for member in members if get_origin(member) is Literal for word in get_args(member))
+        other = next((member for member in members if get_origin(member) is not Literal), None)
+        facts = {fact.__class__: fact for fact in members.get(other, ())}
+        self.base = get_origin(other) or other or literals[0].__class__
+        self.kind: Any = facts.get(Kind, self.base)
+        self.choices: tuple[Any, ...] = literals if other is None else ()
+        self.words: tuple[Any, ...] = () if other is None else literals
+        if self.kind is tuple:
+            self.choices = get_args(get_args(other)[0])
+        self.above = Gt in facts
+        self.low = facts[Gt].gt if Gt in facts else facts[Ge].ge if Ge in facts else -math.inf
+        self.high = facts[Le].le if Le in facts else math.inf
 
     def name_in_recipes(self, field_name: str) -> str:
         """The recipe key of a field with this option."""
@@ -122,7 +135,7 @@ class Option:
         """The allowed values: literals, and the kind of all others."""
         if self.choices:
             return self.literals
-        words = self._kind.words
+        words = self.kind.words if isinstance(self.kind, Kind) else WORDS[self.kind]
         if math.isfinite(self.low) and math.isfinite(self.high):
             words = f"{words} from {self.low:g} to {self.high:g}"
         elif math.isfinite(self.low):
@@ -136,8 +149,21 @@ class Option:
             return self.values[0]
         return f"{'some' if self.kind is tuple else 'one'} of: {', '.join(self.values)}"
 
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        return TypeAdapter(self.type, config=_STRICT)
+
+    def _holds(self, value: Any) -> bool:
+        if type(value) is int and bool in map(type, (*self.choices, *self.words)):
+            return False  # 1 equals True
+        try:
+            self._adapter.validate_python(value)
+        except ValidationError:
+            return False
+        return True
+
     def check(self, name: str, value: Any, noun: str = "option") -> None:
-        """Check a value against the option's type, range and choices.
+        """Check a value against the option's type.
 
         Args:
             noun: word for an option in the place where the user wrote it.
@@ -151,69 +177,62 @@ class Option:
         if self.kind is tuple and isinstance(value, tuple) and value:
             word = next(word for word in value if word not in self.choices)
             problem = f"{noun} '{name}' holds {short(repr(word))}"
-        if isinstance(word, str) and (remedy := removed(f"{name}: {word}")):
-            raise RecipeError(problem, remedy=remedy)
-        close = nearest(word, self.literals) if isinstance(word, str) else ""
-        if "did you mean" in close:
-            raise RecipeError(problem, remedy=f"{close} {self.allowed}")
-        raise RecipeError(problem, remedy=f"it must be {self.allowed}")
+        remedy = f"it must be {self.allowed}"
+        if isinstance(word, str):
+            close = nearest(word, self.literals)
+            near = f"{close} {self.allowed}" if "did you mean" in close else remedy
+            remedy = removed(f"{name}: {word}") or near
+        raise RecipeError(problem, remedy=remedy)
 
     def converted(self, value: Any) -> Any:
         """A value in the form that it is kept in.
 
-        Paths become text (or a `Path`, where the kind is that); lists, and a single word, become tuples.
+        Paths become text (or a `Path`, where the type is that); lists, and a single word, become tuples.
         """
-        if self.kind is Path:
-            return Path(value) if is_text(value) else value
+        if self.base is Path:
+            return Path(value) if isinstance(value, str) and value.strip() else value
         if isinstance(value, os.PathLike):
             return os.fspath(value)
-        if self.kind is tuple and isinstance(value, str):
-            return (value,)
-        return tuple(value) if isinstance(value, list) and self.kind in (tuple, NUMBERS) else value
-
-    @property
-    def _kind(self) -> Kind:
-        return self.kind if isinstance(self.kind, Kind) else KINDS[self.kind]
-
-    def _holds(self, value: Any) -> bool:
-        if value is None:
-            return self.optional
-        if self.kind is tuple:
-            return self._kind.holds(value) and all(word in self.choices for word in value if self.choices)
-        if any(value == known and type(value) is type(known) for known in (*self.choices, *self.words)):
-            return True
-        if self.choices or not self._kind.holds(value):
-            return False
-        if self.kind not in (int, float):
-            return True
-        return self.low <= value <= self.high and not (self.above and value == self.low)
+        if self.base is not tuple:
+            return value
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-def option(default: Any, help: str, kind: type | Kind | None = None, **more: Any) -> Any:
-    """A field of a config.
+def _members(type: Any, facts: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The members of a union, each with what `Annotated` adds to it."""
+    if get_origin(type) is Annotated:
+        yield from _members(type.__origin__, (*type.__metadata__, *facts))
+    elif get_origin(type) in (Union, UnionType):
+        for member in get_args(type):
+            yield from _members(member)
+    else:
+        yield type, facts
 
-    Args:
-        kind: of its values, if not the default's type. An option whose default is None is optional.
-        **more: of `Option`.
-    """
-    described = Option(help, kind or type(default), optional=default is None, **more)
-    return field(default=default, metadata={"option": described})
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(arbitrary_types_allowed=True, extra="forbid"))
 class Config:
     """Base of the configs: values are checked when one is made."""
 
-    def __post_init__(self) -> None:
-        for name, described in self.options().items():
-            value = described.converted(getattr(self, name))
-            object.__setattr__(self, name, value)
-            described.check(name, value)
+    @field_validator("*", mode="plain")
+    @classmethod
+    def _checked(cls, value: Any, info: ValidationInfo) -> Any:
+        name = str(info.field_name)
+        if (described := cls.options().get(name)) is None:
+            return value
+        value = described.converted(value)
+        described.check(name, value)
+        return value
 
     @classmethod
+    @cache
     def options(cls) -> dict[str, Option]:
         """Its options by name."""
-        return {f.name: f.metadata["option"] for f in fields(cls) if "option" in f.metadata}
+        types, described = get_type_hints(cls, include_extras=True), cls.__pydantic_fields__.items()  # type: ignore[attr-defined]
+        return {
+            name: Option(types[name], field.description, **field.json_schema_extra)
+            for name, field in described
+            if field.description
+        }
 
     @classmethod
     def from_values(cls: type[C], values: Mapping[str, Any]) -> C:
@@ -250,8 +269,5 @@ class Config:
         Raises:
             RecipeError: it is no such config, or an option does not exist or has no such value.
         """
-        cls.or_default(config, "; or give its fields as options")
-        if config is not None and not options:
-            return config
-        known = {} if config is None else {f.name: getattr(config, f.name) for f in fields(config)}
-        return cls.from_values({**known, **options})
+        start = cls.or_default(config, "; or give its fields as options")
+        return cls.from_values({**vars(start), **options}) if options else start

@@ -9,12 +9,14 @@ import functools
 import json
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 from rotation_merge.errors import AlignmentError, short
+
+T = TypeVar("T")
 
 FORMAT = 1
 REPORT_FILE = "rotation_merge.json"
@@ -41,7 +43,7 @@ class SpaceRow:
     distance_before: float
     distance_after: float
     anchor_norm: float
-    from_identity: dict[str, float]
+    from_identity: dict[str, int | float]
     seconds: float
     gap: float | None
     head_order: list[int] | None
@@ -59,14 +61,26 @@ def rows_in(metadata: Mapping[str, Any], path: str) -> list[SpaceRow]:
     Raises:
         AlignmentError: they are damaged.
     """
+    try:
+        return _read(list[SpaceRow], metadata.get("figures", {}).get("rows", []), finite=True)
+    except (ValueError, AttributeError) as error:
+        remedy = "write it again with 'rotation-merge align'"
+        raise AlignmentError(f"its figures are damaged ({short(error)})", where=path, remedy=remedy) from error
+
+
+def _read(kind: type[T], content: Any, finite: bool = False) -> T:
+    """A value of a type out of JSON's content; a ValueError says in one line what is wrong with it."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     try:
-        rows = metadata.get("figures", {}).get("rows", [])
-        return TypeAdapter(list[SpaceRow], config=ConfigDict(allow_inf_nan=False)).validate_python(rows, strict=False)
-    except (ValidationError, AttributeError) as error:
-        remedy = "write it again with 'rotation-merge align'"
-        raise AlignmentError(f"its figures are damaged ({short(error)})", where=path, remedy=remedy) from error
+        value: T = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False) if finite else None).validate_python(
+            content
+        )
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = ".".join(map(str, fault["loc"]))
+        raise ValueError(f"it lacks '{place}'" if fault["type"] == "missing" else f"{place}: {fault['msg']}") from error
+    return value
 
 
 def overall_figures(metadata: Mapping[str, Any]) -> dict[str, object]:
@@ -139,10 +153,6 @@ class Attempt(Score):
     seconds: float = 0.0
     unfinished: bool = False
 
-    def words(self) -> str:
-        early = " estimated from its first samples, stopped early" if self.unfinished else ""
-        return f"{self.name} {self.score:.4f}{early}"
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -169,16 +179,6 @@ class Verdict:
     notes: list[str] = field(default_factory=list)
     base: float | None = None
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
-        """Reads a verdict from a report."""
-        single = {name: None if data.get(name) is None else Score(**data[name]) for name in ("plain", "ensemble")}
-        lists = {
-            "parents": [Score(**parent) for parent in data["parents"]],
-            "tried": [Attempt(**attempt) for attempt in data["tried"]],
-        }
-        return cls(**{**data, **single, **lists, "best": Score(**data["best"])})
-
     @property
     def best_parent(self) -> Score:
         return min(self.parents, key=lambda parent: parent.score)
@@ -188,37 +188,8 @@ class Verdict:
         """Whether the best merge beats every parent alone."""
         return self.best.score < self.best_parent.score
 
-    @property
-    def headers(self) -> list[str]:
-        beside = [self.figure] if self.best.accuracy is not None else []
-        return ["", self.unit, *beside, *([] if self.base is None else [f"base's own text ({self.base:.4f})"])]
-
-    def rows(self, names: Mapping[str, str]) -> list[list[str]]:
-        """A table's rows.
-
-        Args:
-            names: names of models to show.
-        """
-        rows = [self._row(f"{names.get(parent.name, parent.name)} alone", parent) for parent in self.parents]
-        rows += [] if self.ensemble is None else [self._row("ensemble of all", self.ensemble)]
-        rows += [] if self.plain is None else [self._row("plain average", self.plain)]
-        return [*rows, self._row(f"best merge: {self.best.name}", self.best)]
-
-    def _row(self, words: str, score: Score) -> list[str]:
-        """One row of a table with `headers`; unknown cells are empty."""
-        beside = [] if self.best.accuracy is None else [self._cell(score.accuracy, self._figure)]
-        return [words, f"{score.score:.4f}", *beside, *([] if self.base is None else [self._cell(score.on_base)])]
-
-    @staticmethod
-    def _cell(value: float | None, shown: Callable[[float], str] = "{:.4f}".format) -> str:
-        return "" if value is None else shown(value)
-
-    def attempt_rows(self) -> list[list[str]]:
-        """Rows of a table of all attempts: `headers`, and seconds."""
-        early = " (stopped early)"
-        return [[*self._row(f"{a.name}{early if a.unfinished else ''}", a), f"{a.seconds:.0f}"] for a in self.tried]
-
-    def _figure(self, value: float) -> str:
+    def shown(self, value: float) -> str:
+        """The figure beside the scores, as text."""
         return f"{value:.4f}" if self.figure in CORRELATIONS else f"{value:.1%}"
 
     def sentences(self) -> list[str]:
@@ -240,30 +211,8 @@ class Verdict:
         share = self.best.accuracy
         if share is None or not name or share >= shares[name]:
             return ""
-        figures = f"{self._figure(share)} against {self._figure(shares[name])}"
+        figures = f"{self.shown(share)} against {self.shown(shares[name])}"
         return f"Its {self.figure} is lower than that of {name} ({figures})."
-
-    def markdown(self) -> list[str]:
-        """The verdict as Markdown lines for a model card."""
-        table = [self.headers, ["---"] * len(self.headers), *self.rows({})]
-        lines = [
-            "",
-            "### How this merge was chosen",
-            "",
-            " ".join(self.sentences()),
-            "",
-            f"On {self.samples}, less is better:",
-            "",
-        ]
-        lines += [f"| {' | '.join(row)} |" for row in table]
-        return [*lines, "", " ".join(self.attempts())]
-
-    def attempts(self) -> list[str]:
-        """Sentences on the merges that were tried and those that were not."""
-        tried = "; ".join(attempt.words() for attempt in self.tried)
-        left_out = "; ".join(f"{name} ({why})" for name, why in self.left_out.items())
-        sentences = [f"Merges tried, with scores on the selection samples: {tried}."] if tried else []
-        return [*sentences, *([f"Not tried: {left_out}."] if left_out else [])]
 
 
 @dataclass(frozen=True)
@@ -342,12 +291,13 @@ class MergeReport:
         return {"format": FORMAT, "summary": summary, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> MergeReport:
-        required = {field.name for field in fields(cls) if field.default is field.default_factory is MISSING}
-        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data or name in required}
-        rows = [SpaceRow(**row) for row in known["rows"]]
-        search = Verdict.from_dict(known["search"]) if known.get("search") else None
-        return cls(**{**known, "rows": rows, "search": search})
+    def from_dict(cls, data: Mapping[str, Any]) -> MergeReport:
+        """Reads a report; entries of other versions are ignored.
+
+        Raises:
+            ValueError: an entry is missing, or is none.
+        """
+        return _read(cls, {name: data[name] for name in cls.__dataclass_fields__ if name in data})
 
     def text(self) -> str:
         """The full report as JSON text."""
@@ -358,13 +308,9 @@ class MergeReport:
             file.write(self.text())
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Versions of the software that computed the result."""
-    return dict(_versions())
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in ("rotation-merge", "mergekit", "torch", "transformers"):
         try:

@@ -22,7 +22,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.closed_forms import fisher, mean, regmean, shrunk
 from rotation_merge.averaging.config import RefitConfig
-from rotation_merge.config import Option
+from rotation_merge.config import NotNegative, Option, Share
 from rotation_merge.errors import RecipeError, StatisticsError, short
 
 STOCK, TENSOR, BLOCK, MODEL = "stock", "tensor", "block", "model"
@@ -141,19 +141,18 @@ class DelegateParameter(ParameterSpec):
     option: Option | None = None
 
 
-def parameter(name: str, default: Any, help: str, kind: type | None = None, **more: Any) -> DelegateParameter:
+def parameter(name: str, default: Any, help: str, kind: Any = None) -> DelegateParameter:
     """A parameter of a delegate, one value for all models.
 
     Args:
-        kind: of its values, if not the default's type. One whose default is None is optional.
-        **more: of `Option`: choices, or low and high.
+        kind: type of its values, if not the default's.
     """
-    return described_parameter(name, default, Option(help, kind or type(default), optional=default is None, **more))
+    return described_parameter(name, default, Option(kind or type(default), help))
 
 
 def described_parameter(name: str, default: Any, described: Option) -> DelegateParameter:
     """A parameter of a delegate that a config describes."""
-    kind: Any = described.kind | None if described.optional else described.kind  # type: ignore[operator]
+    kind: Any = described.base | None if described.optional else described.base
     return DelegateParameter(name, kind, ParameterScope.SHARED, default, described.text, option=described)
 
 
@@ -246,8 +245,8 @@ class RegMean(StatisticsMethod):
         reference_url="https://arxiv.org/abs/2212.09849",
         parameters=(
             WEIGHT,
-            parameter("shrink", 0.9, "factor of the off-diagonals of Grams", low=0, high=1),
-            parameter("ridge", 1e-3, "ridge added to Grams, relative to their mean diagonal", low=0),
+            parameter("shrink", 0.9, "factor of the off-diagonals of Grams", Share),
+            parameter("ridge", 1e-3, "ridge added to Grams, relative to their mean diagonal", NotNegative),
         ),
         contract=InputContract(base=BasePolicy.OPTIONAL),
     )
@@ -270,7 +269,10 @@ class Fisher(StatisticsMethod):
             WEIGHT,
             parameter("normalize", True, "divide each Fisher by its norm"),
             parameter(
-                "floor", 1e-6, "least Fisher of base_model, which keeps its weights where all Fishers are 0", low=0
+                "floor",
+                1e-6,
+                "least Fisher of base_model, which keeps its weights where all Fishers are 0",
+                NotNegative,
             ),
         ),
         contract=InputContract(base=BasePolicy.OPTIONAL),

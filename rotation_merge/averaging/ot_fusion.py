@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec
@@ -21,6 +21,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, Axis, Block, Space, TensorInfo
 from rotation_merge.averaging.closed_forms import mean
 from rotation_merge.averaging.methods import BLOCK, WEIGHT, DelegateMethod, Plan, Source, Target, parameter
+from rotation_merge.config import Rate
 from rotation_merge.errors import StatisticsError
 from rotation_merge.matching.activations import wanted_roles
 from rotation_merge.model.apply import placed, split_axis, transform_tensor
@@ -43,15 +44,15 @@ class OtFusion(DelegateMethod):
         parameters=(
             WEIGHT,
             parameter(
-                "plan", "soft", "transport plan: soft (Sinkhorn) or hard (a permutation)", choices=("soft", "hard")
+                "plan", "soft", "transport plan: soft (Sinkhorn) or hard (a permutation)", Literal["soft", "hard"]
             ),
             parameter(
                 "stream",
                 "transport",
                 "residual stream: transport it, or leave it as it is (identity)",
-                choices=("transport", "identity"),
+                Literal["transport", "identity"],
             ),
-            parameter("regularisation", None, "entropic regularisation of soft plans", float, low=0, above=True),
+            parameter("regularisation", None, "entropic regularisation of soft plans", Rate | None),
         ),
         contract=InputContract(base=BasePolicy.REQUIRED),
     )

@@ -12,13 +12,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
+from pydantic.dataclasses import dataclass as config_dataclass
 from torch import Tensor, nn
 
 from rotation_merge.averaging.low_rank import initialise_along_gradient
-from rotation_merge.config import Config, option
+from rotation_merge.config import Config, Count, Length, Rate, option
 from rotation_merge.errors import CheckpointError, DataError, RotationMergeError
 from rotation_merge.matching.resume import TrainingState
 from rotation_merge.matching.teachers import AnsweredSamples, divergence
@@ -63,18 +65,16 @@ ROUNDING = 1e-6
 Watch = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
+@config_dataclass(frozen=True)
 class PolishConfig(Config):
     """Options of polishing."""
 
-    samples: int = option(64, "number of samples of each teacher", low=2)
-    steps: int = option(50, "optimiser steps", low=1)
-    lora: int = option(0, "train a LoRA of this rank; `0`: all weights", low=0)
+    samples: Length = option(64, "number of samples of each teacher")
+    steps: Count = option(50, "optimiser steps")
+    lora: Annotated[int, Ge(0)] = option(0, "train a LoRA of this rank; `0`: all weights")
     merge_lora: bool = option(False, "write the model with the LoRA merged in, instead of an adapter")
-    learning_rate: float | None = option(
-        None, "learning rate. Not given: chosen on held-out samples", float, low=0, above=True
-    )
-    length: int = option(128, "tokens in a text", low=2)
+    learning_rate: Rate | None = option(None, "learning rate. Not given: chosen on held-out samples")
+    length: Length = option(128, "tokens in a text")
     seed: int = option(0, "seed of all random numbers")
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec, ParameterScope, ParameterSpec
 from torch import Tensor
 
 from rotation_merge.averaging.methods import TENSOR, DelegateMethod, MergeLog, Plan, Source, Target, parameter
+from rotation_merge.config import NotNegative
 from rotation_merge.linalg.sliced import Part, SlicedMatrix, beside, polar, weighted_sum
 from rotation_merge.model.slices import row_slices
 
@@ -57,13 +58,13 @@ COMMON = (
         "others",
         "mean",
         "changes of norms, biases and embeddings (but of an embedding that is the head, too): their mean or their sum",
-        choices=("mean", "sum"),
+        Literal["mean", "sum"],
     ),
     parameter(
         "lengths",
         "auto",
         "auto: shorten long changes where lengths differ by a factor of more than two; keep: leave them",
-        choices=("auto", "keep"),
+        Literal["auto", "keep"],
     ),
 )
 
@@ -189,10 +190,10 @@ class Wudi(TaskVectorMethod):
                 "ridge",
                 WUDI_RIDGE,
                 "strength of the pull towards the mean of the changes, relative to the mean eigenvalue of the Grams",
-                low=0,
+                NotNegative,
             ),
             parameter(
-                "sides", "one", "Grams of one side (inputs) or both (inputs and outputs)", choices=("one", "both")
+                "sides", "one", "Grams of one side (inputs) or both (inputs and outputs)", Literal["one", "both"]
             ),
         ),
         contract=CONTRACT,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, field, fields, replace
+from typing import Annotated, Any, Literal, get_args
 
-from rotation_merge.config import DONOR_ONLY, EACH, Config, option
+from annotated_types import Ge
+from pydantic.dataclasses import dataclass
+
+from rotation_merge.config import DONOR_ONLY, EACH, Config, Count, Length, option
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.options import MATCH_ON, WEIGHTS, AlignConfig
+from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchOn
 
-METHODS = ("weights", "refit", "distil")
+Method = Literal["weights", "refit", "distil"]
+METHODS = get_args(Method)
 SAMPLES, TRAINING_SAMPLES = 64, 512
 """Numbers of samples, if none is given: to solve or to judge, and to train."""
 
@@ -30,37 +34,34 @@ class TransferConfig(Config):
         untie: whether a head that shares the embedding's tensor is given one of its own.
     """
 
-    method: str = option(
+    method: Method = option(
         "weights",
         "how the change is carried. `weights`: moved by the alignment; `refit`: the new base's linear maps are solved "
         "for it; `distil`: trained further from `refit`",
-        choices=METHODS,
         key="carry",
         scope=DONOR_ONLY,
     )
-    scale: float | str | None = option(
+    scale: float | Literal["auto"] | None = option(
         None,
         "factor of the change. `auto`: chosen on held-out samples. Not given: 1 with `carry: weights`, `auto` with the "
         "others",
-        float,
-        words=(AUTO,),
         recipe_key="carry_scale",
         scope=DONOR_ONLY,
     )
-    steps: int = option(50, "training steps of `carry: distil`", low=1, scope=DONOR_ONLY)
+    steps: Count = option(50, "training steps of `carry: distil`", scope=DONOR_ONLY)
     data: str = option("self", "samples: a file, or `self`, text that the fine-tune writes")
-    samples: int | None = option(
-        None, f"number of samples. Not given: {SAMPLES}, or {TRAINING_SAMPLES} with `carry: distil`", int, low=1
+    samples: Count | None = option(
+        None, f"number of samples. Not given: {SAMPLES}, or {TRAINING_SAMPLES} with `carry: distil`"
     )
-    length: int = option(128, "tokens in a sample", low=2, command=False)
+    length: Length = option(128, "tokens in a sample", command=False)
     seed: int = option(0, "seed of all random numbers")
-    rank: int = option(0, "write a fine-tune's change as an adapter of this rank; `0`: as a model", low=0, key="lora")
-    match_on: str | None = option(
+    rank: Annotated[int, Ge(0)] = option(
+        0, "write a fine-tune's change as an adapter of this rank; `0`: as a model", key="lora"
+    )
+    match_on: MatchOn | None = option(
         None,
         "what chooses the maps: `weights`, `activations` of both models on `data`, or `both`. Both models need one "
         "vocabulary. Not given: `weights`",
-        str,
-        choices=MATCH_ON,
         scope=EACH,
     )
     alignment: Any = None

@@ -6,12 +6,13 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
 import tqdm
+from pydantic.dataclasses import dataclass
 
 from rotation_merge.cli.options import (
     config_of,
@@ -30,7 +31,7 @@ from rotation_merge.cli.paths import (
     writes,
 )
 from rotation_merge.cli.show import json_option, print_json, say, shown
-from rotation_merge.config import option
+from rotation_merge.config import Count, Length, option
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import FILE, STATE, Output, Store
 from rotation_merge.matching.fit_records import FitConfig
@@ -45,8 +46,8 @@ from rotation_merge.run.sample_kinds import ReadingConfig
 class FitReadingConfig(ReadingConfig):
     """Options of reading the samples to learn from."""
 
-    limit: int | None = option(None, "largest number of examples", int, low=2)
-    batch_size: int = option(64, "examples in a batch", low=1)
+    limit: Length | None = option(None, "largest number of examples")
+    batch_size: Count = option(64, "examples in a batch")
 
 
 @click.command(

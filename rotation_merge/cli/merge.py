@@ -87,7 +87,8 @@ def command(
     if all(adapter != model for adapter, model in zip(bare, names, strict=True)):
         note("Merging full models out of adapters; 'rotation-merge lora' merges them into one adapter.")
     sources = data or (usual_data(names[0]),)
-    config = SearchConfig(tuple(names), out, sources, usable_device(device), **{**asdict(options), "base": base})
+    values = {**asdict(options), "base": base, "device": usable_device(device)}
+    config = SearchConfig(models=tuple(names), out=out, data=sources, **values)
     line = StatusLine()
     with Clock(config.seconds, line.say, line.status, began) as clock:
         search = Search(config, clock)
@@ -131,16 +132,16 @@ def _polished(search: Search, out: str) -> dict[str, Any]:
 
 def _show(outcome: Outcome, out: str | None) -> None:
     from rotation_merge.model.naming import shortened
+    from rotation_merge.model.verdict import attempt_rows, headers, rows
 
     verdict = outcome.verdict
     parents = [parent.name for parent in verdict.parents]
     first, *details = verdict.sentences()
     say(first)
-    numbers = range(1, len(verdict.headers))
-    table(f"On {verdict.samples}:", verdict.headers, verdict.rows(shortened(parents)), [*numbers])
-    headers = [*verdict.headers, "seconds"]
+    columns = headers(verdict)
+    table(f"On {verdict.samples}:", columns, rows(verdict, shortened(parents)), [*range(1, len(columns))])
     caption = "Merges tried, with scores on the selection samples:"
-    table(caption, headers, verdict.attempt_rows(), [*range(1, len(headers))])
+    table(caption, [*columns, "seconds"], attempt_rows(verdict), [*range(1, len(columns) + 1)])
     for name, why in verdict.left_out.items():
         note(f"not tried: {name} ({why})")
     for words in details:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.config import KINDS
 from rotation_merge.errors import AlignmentError, RotationMergeError, StatisticsError, not_written, short
 from rotation_merge.files import Output, check_output, replacing
 from rotation_merge.linalg.finite import all_finite
@@ -249,7 +248,7 @@ class Alignment:
             RotationMergeError: unknown options, a seed that is no whole number, an unsupported architecture, or a group
                 that the model does not admit.
         """
-        if not KINDS[int].holds(seed):
+        if type(seed) is not int:
             raise AlignmentError(f"the seed {seed!r} is no whole number", remedy="give a whole number")
         opened = open_model(model, "model", untie=untie)
         checked = check_pair(opened, opened, AlignConfig.of(config, options), untie=untie)

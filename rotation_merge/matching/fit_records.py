@@ -4,69 +4,61 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, Literal
 
-from rotation_merge.config import NUMBERS, Config, option
-from rotation_merge.matching.objective import OBJECTIVES
-from rotation_merge.matching.options import MATCH_ON
+from pydantic.dataclasses import dataclass as config_dataclass
+
+from rotation_merge.config import Config, Count, NotNegative, Numbers, Rate, Share, option
+from rotation_merge.matching.objective import Objective
+from rotation_merge.matching.options import MatchOn
 
 LOOKS = 12
 """How often a fit looks at the held-out samples."""
 
 
-@dataclass(frozen=True)
+@config_dataclass(frozen=True)
 class FitConfig(Config):
     """Options of learning an alignment."""
 
-    objective: str = option(
+    objective: Objective = option(
         "auto",
         "`distill`: match the parents' outputs, without labels; `labels`: the models' own loss; `auto`: `labels` if "
         "the data has labels",
-        choices=OBJECTIVES,
     )
-    steps: int = option(600, "optimiser steps", low=1)
-    minutes: float = option(0.0, "stop after this many minutes; `0`: no limit", low=0)
-    patience: int = option(
+    steps: Count = option(600, "optimiser steps")
+    minutes: NotNegative = option(0.0, "stop after this many minutes; `0`: no limit")
+    patience: Count = option(
         5,
         f"stop after this many evaluations on held-out samples ({LOOKS} in all) without a better state",
-        low=1,
         command=False,
     )
-    learning_rate: float = option(0.02, "peak learning rate of Adam, with cosine decay to 0", low=0, above=True)
-    coefficients: tuple[float, ...] | None = option(
+    learning_rate: Rate = option(0.02, "peak learning rate of Adam, with cosine decay to 0")
+    coefficients: Numbers | None = option(
         None,
         "fixed shares of the models, anchor first. Not given: drawn at random around the middle",
-        NUMBERS,
         command=False,
     )
     permutations: bool = option(False, "also learn the order of FFN neurons")
-    start: str = option(
+    start: Literal["auto", "matched", "identity"] = option(
         "auto",
         "start of the search. `auto`: the better of the other two on held-out samples",
-        choices=("auto", "matched", "identity"),
     )
-    match_on: str = option(
+    match_on: MatchOn = option(
         "weights",
         "what chooses the start's maps: `weights`, `activations` of both models on the samples, or `both`",
-        choices=MATCH_ON,
     )
-    mixing: float = option(
+    mixing: Share = option(
         0.5,
         "share of distillation steps on mixtures of two samples, which helps with few samples; token ids are not mixed",
-        low=0,
-        high=1,
         command=False,
     )
-    held_out: float = option(
-        0.15, "share of the batches that is held out to choose the best state", low=0, high=1, command=False
-    )
+    held_out: Share = option(0.15, "share of the batches that is held out to choose the best state", command=False)
     seed: int = option(0, "seed of all random numbers")
     half: bool = option(False, "mixed precision (bfloat16) on CUDA", command=False)
     checkpointing: bool = option(False, "gradient checkpointing: less memory, more time")
     state: FilePath | None = option(
         None,
         "file for the state of an unfinished fit. A fit continues from it if it exists",
-        FilePath,
         command=False,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,8 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.matching.engine import Batch
 from rotation_merge.run.functions import predicts_next, unlabelled
 
-OBJECTIVES = ("auto", "distill", "labels")
+Objective = Literal["auto", "distill", "labels"]
+OBJECTIVES = get_args(Objective)
 """distill: the parents' outputs (no labels needed); labels: the model's own loss on the labels in the data."""
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from rotation_merge.config import RECIPE, WHOLE, Config, Kind, option
+from annotated_types import Predicate
+from pydantic.dataclasses import dataclass
+
+from rotation_merge.config import RECIPE, WHOLE, Config, Count, Kind, option
 from rotation_merge.errors import RecipeError
 from rotation_merge.symmetry.admitted import GroupOptions
 
 if TYPE_CHECKING:
     from rotation_merge.architecture.model import Architecture, Block
 
-WEIGHTS, ACTIVATIONS, BOTH = MATCH_ON = ("weights", "activations", "both")
+MatchOn = Literal["weights", "activations", "both"]
+WEIGHTS, ACTIVATIONS, BOTH = MATCH_ON = get_args(MatchOn)
 """What chooses the elements; both: weights and activations together, starting the streams from activations."""
 
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -28,14 +32,14 @@ def _are_ranges(value: object) -> bool:
     )
 
 
-RANGES = Kind("all, or ranges such as 0-5,11", _are_ranges)
+Ranges = Annotated[Any, Predicate(_are_ranges), Kind("all, or ranges such as 0-5,11")]
 
 
 @dataclass(frozen=True)
 class AlignConfig(GroupOptions):
     """The groups that matching may use, and the layers."""
 
-    layers: str = option("all", "layers to match, as `0-5,11`", RANGES, scope=WHOLE)
+    layers: Ranges = option("all", "layers to match, as `0-5,11`", scope=WHOLE)
 
     def layer_ranges(self) -> tuple[range, ...] | None:
         """Layers to match, as ranges of numbers; None for all."""
@@ -81,13 +85,12 @@ class AlignConfig(GroupOptions):
 class MatchConfig(Config):
     """Options for finding an alignment's maps and for opening its models."""
 
-    match_on: str = option(
+    match_on: MatchOn = option(
         WEIGHTS,
         "what chooses the maps: `weights`, `activations` of both models on samples, or `both`",
-        choices=MATCH_ON,
     )
     data: str = option("self", "samples for activations. `self`: text of which each of the two models writes half")
-    samples: int = option(64, "number of samples", low=1)
+    samples: Count = option(64, "number of samples")
     seed: int = option(0, "seed of the samples that models write")
     untie: bool = option(
         False, "give a tied output head a tensor of its own, which a residual rotation needs", scope=RECIPE

@@ -15,6 +15,7 @@ from rotation_merge.errors import RotationMergeError, printable, short
 from rotation_merge.files import write_text
 from rotation_merge.model.markdown import code, encoded, plain, prose
 from rotation_merge.model.naming import without_paths
+from rotation_merge.model.verdict import markdown
 from rotation_merge.record import MergeReport
 
 BEGIN, END = "<!-- rotation-merge: written by the tool, and anew by 'push' -->", "<!-- /rotation-merge -->"
@@ -147,7 +148,7 @@ def section(report: MergeReport, name: str = "", model_class: str | None = None,
     if report.relation == "merge":
         lines = [BEGIN, "### Alignment", "", *_done(report), *(f"\n{note}" for note in notes(report))]
         lines += ["", "Per space: `rotation_merge.json`."]
-    lines += [] if report.search is None else report.search.markdown()
+    lines += [] if report.search is None else markdown(report.search)
     lines += [*origins(report), *_data(report), *(usage_lines(report, name, model_class, first) if name else [])]
     return "\n".join([*lines, "", END, ""])
 

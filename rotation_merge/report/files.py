@@ -33,9 +33,8 @@ def read_report(path: str) -> MergeReport:
     except NotADirectoryError as error:
         remedy = "name the directory of a model that rotation_merge wrote"
         raise RotationMergeError("is a file", where=os.path.dirname(path), remedy=remedy) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise RotationMergeError(f"is not a report ({problem})", where=path, remedy="merge again") from error
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise RotationMergeError(f"is not a report ({error})", where=path, remedy="merge again") from error
 
 
 def is_own_file(path: str) -> bool:

@@ -7,9 +7,11 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Le
+from pydantic.dataclasses import dataclass as config_dataclass
 from torch import Tensor
 
 from rotation_merge.config import option
@@ -26,16 +28,16 @@ from rotation_merge.run.tables import PAIRS
 LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@config_dataclass(frozen=True)
 class EvaluateConfig(ReadingConfig):
     """Options of evaluation."""
 
 
-@dataclass(frozen=True)
+@config_dataclass(frozen=True)
 class BarrierConfig(ReadingConfig):
     """Options of evaluating models on a path."""
 
-    points: int = option(11, "models on the path", low=3, high=101)
+    points: Annotated[int, Ge(3), Le(101)] = option(11, "models on the path")
 
 
 MOST_LOGITS = 1 << 26

@@ -11,19 +11,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import MinLen
+from pydantic.dataclasses import dataclass as config_dataclass
 from torch import Tensor, nn
 
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.config import Config, option
+from rotation_merge.config import Config, Count, Length, option
 from rotation_merge.errors import DataError, StatisticsError
 from rotation_merge.run.arrays import one_by_one
 from rotation_merge.run.functions import check_answers, device_of, unlabelled
 from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, packed, room, run_passes
 from rotation_merge.run.recorder import HookedModel
-from rotation_merge.run.sample_kinds import SAMPLES, STATISTICS
+from rotation_merge.run.sample_kinds import SAMPLES, Statistic
 from rotation_merge.run.statistics_file import DeferredTensor
 from rotation_merge.run.sums import Collector, Sums, finished
 
@@ -33,25 +35,24 @@ MOST_DIFFERENCE = 1e-3
 """Of outputs while the maps are watched, relative to their size; more means that they cannot be watched in this way."""
 
 
-@dataclass(frozen=True)
+@config_dataclass(frozen=True)
 class MeasureConfig(Config):
     """Options of measuring a model."""
 
-    kinds: tuple[str, ...] = option(("gram",), "what to measure", choices=STATISTICS)
-    labels: str = option(
+    kinds: Annotated[tuple[Statistic, ...], MinLen(1)] = option(("gram",), "what to measure")
+    labels: Literal["sampled", "data"] = option(
         "sampled",
         "labels of the gradients: sampled from the model (exact for classifiers), or those of the data",
-        choices=("sampled", "data"),
     )
     seed: int = option(0, "seed of the samples that the model writes and of sampled labels")
-    memory: int | None = option(
-        None, "largest number of bytes for the sums. Not given: half of the free memory", int, low=1, command=False
+    memory: Count | None = option(
+        None, "largest number of bytes for the sums. Not given: half of the free memory", command=False
     )
-    samples: int | None = option(
-        None, f"largest number of samples. Not given: all of a file, {SAMPLES} of `self` and `synthetic`", int, low=1
+    samples: Count | None = option(
+        None, f"largest number of samples. Not given: all of a file, {SAMPLES} of `self` and `synthetic`"
     )
-    batch_size: int = option(16, "examples in a batch", low=1)
-    length: int = option(128, "tokens in a window of text", low=2)
+    batch_size: Count = option(16, "examples in a batch")
+    length: Length = option(128, "tokens in a window of text")
 
 
 @dataclass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Literal, get_args
 
-from rotation_merge.config import Config, option
+from pydantic.dataclasses import dataclass
+
+from rotation_merge.config import Config, Count, Length, option
 
 KINDS = (
     "text (.txt, .md, .py ...), a table (.csv, .tsv) with a header, .jsonl or .json, .npz, .safetensors, a folder of "
@@ -14,7 +16,8 @@ KINDS = (
 SOURCES = ("self", "synthetic")
 """Samples that need no file: text that a language model writes, and images made of noise."""
 
-STATISTICS = ("gram", "fisher")
+Statistic = Literal["gram", "fisher"]
+STATISTICS = get_args(Statistic)
 """Kinds of statistics that `measure` writes."""
 
 SAMPLES = 64
@@ -25,6 +28,6 @@ SAMPLES = 64
 class ReadingConfig(Config):
     """Options of reading samples."""
 
-    limit: int | None = option(None, "largest number of examples of each data set", int, low=1)
-    batch_size: int = option(32, "examples in a batch", low=1)
-    length: int = option(128, "tokens in a window of text", low=2)
+    limit: Count | None = option(None, "largest number of examples of each data set")
+    batch_size: Count = option(32, "examples in a batch")
+    length: Length = option(128, "tokens in a window of text")

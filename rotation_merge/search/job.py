@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
+
+from pydantic.dataclasses import dataclass
 
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.model.gguf import weight_files

@@ -9,8 +9,10 @@ architecture makes from its norms.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
+
+from annotated_types import Predicate
+from pydantic.dataclasses import dataclass as config_dataclass
 
 from rotation_merge.config import BLOCK, WHOLE, Config, Kind, option
 from rotation_merge.errors import ArchitectureError, nearest
@@ -43,49 +45,44 @@ def by_stream(text: Any) -> dict[str, str] | None:
     return by_stream if by_stream and all(by_stream) and set(by_stream.values()) <= set(RESIDUAL) else None
 
 
-STREAMS = Kind("groups by stream (decoder=rotation,encoder=permutation)", lambda value: by_stream(value) is not None)
+Residual = Literal[RESIDUAL]  # type: ignore[valid-type]
+Streams = Annotated[str, Predicate(by_stream), Kind("groups by stream (decoder=rotation,encoder=permutation)")]
 
 
-@dataclass(frozen=True)
+@config_dataclass(frozen=True)
 class GroupOptions(Config):
     """Options that admit groups, by the names and values of recipes and of the command line."""
 
-    attention: str = option(
+    attention: Literal["rotation", "none", "permutation"] = option(
         "rotation",
         "maps inside attention heads. `permutation`: orders of coordinates; `rotation`: the largest compact group that "
         "the layer admits",
-        choices=("rotation", "none", "permutation"),
         scope=BLOCK,
     )
-    heads: str = option(
+    heads: Literal["none", "permutation", "spectral"] = option(
         "none",
         "order of the attention heads. `permutation`: the best order together with the maps inside heads; `spectral`: "
         "by singular values, as TransFusion does, for comparison",
-        choices=("none", "permutation", "spectral"),
         scope=BLOCK,
     )
-    ffn: str = option(
-        "permutation", "order of the FFN neurons and of the experts", choices=("permutation", "none"), scope=BLOCK
+    ffn: Literal["permutation", "none"] = option(
+        "permutation", "order of the FFN neurons and of the experts", scope=BLOCK
     )
-    scaling: bool | str = option(
+    scaling: Literal[True, False, "sequential"] = option(
         True,
         "scaling of heads and neurons, with a sign where the layer admits it. `sequential`: after the rotation, as "
         "in the ICML 2025 paper, instead of jointly",
-        choices=(True, False, "sequential"),
         scope=BLOCK,
     )
-    residual: str = option(
+    residual: Residual | Streams = option(
         "none",
         "group of the residual stream, one map for the whole model; or one group for each stream, as "
         "`decoder=rotation,encoder=permutation`",
-        STREAMS,
-        words=RESIDUAL,
         scope=WHOLE,
     )
-    shift_head: bool = option(
+    shift_head: Literal[False, True] = option(
         False,
         "shift all rows of an untied output head by one vector; this changes logits, but no probabilities",
-        choices=(False, True),
         scope=BLOCK,
     )
 

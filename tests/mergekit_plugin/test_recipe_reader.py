@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
@@ -12,7 +12,7 @@ from cli_support import run
 from mergekit.config import MergeConfiguration
 from plugin_support import recipe_for, write_recipe
 
-from rotation_merge.config import EACH, FILE, Option
+from rotation_merge.config import EACH, FILE, Count, Option
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.recipe.document import Document, documents
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, KEYS, Key
@@ -83,7 +83,7 @@ def test_samples_of_carried_donors_may_stand_under_the_recipe() -> None:
 
 def test_a_parameter_is_one_line_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key added to the table is read, checked and placed with no further code."""
-    each = Key("samples", Option("how many", int, low=1, scope=EACH, delegates=("linear",)), 64)
+    each = Key("samples", Option(Count, "how many", scope=EACH, delegates=("linear",)), 64)
     monkeypatch.setitem(BY_NAME, "samples", each)
     monkeypatch.setattr("rotation_merge.mergekit_plugin.recipe.names.KEYS", (*KEYS, each))
     (document,) = documents(recipe("{weight: 0.5}\np", "{weight: 0.5, samples: 8}\np"))
@@ -97,9 +97,9 @@ def test_a_parameter_is_one_line_of_data(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("option", "good", "bad"),
     [
-        (Option("", FILE, words=(True,)), ["a.st", True], [3, 1, False, " ", None]),
-        (Option("", float, words=("auto",)), [0.5, 1, "auto"], ["half", float("inf"), True]),
-        (Option("", str, choices=("own", "mean")), ["own"], ["owm", 1]),
+        (Option(Annotated[str, FILE] | Literal[True], ""), ["a.st", True], [3, 1, False, " ", None]),
+        (Option(float | Literal["auto"], ""), [0.5, 1, "auto"], ["half", float("inf"), True]),
+        (Option(Literal["own", "mean"], ""), ["own"], ["owm", 1]),
     ],
 )
 def test_values_of_a_key(option: Option, good: list[Any], bad: list[Any]) -> None:

@@ -207,7 +207,7 @@ def test_what_another_search_left_is_neither_used_nor_lost(tmp_path: Path):
     """Files beside OUT are those of these models and samples; a merge that is there keeps what its recipe names."""
     text = tmp_path / "a.txt"
     text.write_text("a" * 4000)
-    config = SearchConfig((ENGLISH, C), str(tmp_path / "out"), (str(text),), samples=8)
+    config = SearchConfig(models=(ENGLISH, C), out=str(tmp_path / "out"), data=(str(text),), samples=8)
     first = Search(config, quiet_clock())
     assert Search(replace(config, budget=5.0), quiet_clock()).files == first.files
     assert Search(replace(config, seed=1), quiet_clock()).files != first.files
@@ -394,7 +394,7 @@ def test_a_soup_keeps_what_helps(monkeypatch: pytest.MonkeyPatch):
         seen.append("".join(sorted(candidate.models)))
         return Trial(candidate.name, Figures(worth[seen[-1]], None, []), 1.0, "")
 
-    search = Search(SearchConfig(tuple("abcde"), "out", ("self",)), quiet_clock())
+    search = Search(SearchConfig(models=tuple("abcde"), out="out", data=("self",)), quiet_clock())
     search.parents = SimpleNamespace(order=list("abcde"))
     monkeypatch.setattr(search, "_try", trying)
     worth["abde"] = 5.0

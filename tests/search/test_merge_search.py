@@ -219,7 +219,9 @@ def test_signs_of_life_come_at_least_every_few_seconds(monkeypatch: pytest.Monke
 def test_an_image_is_read_in_one_piece_not_as_a_text_of_many_tokens(tmp_path: Path) -> None:
     """Else a refit of vision models on noise seems to take as many times too long."""
     models = tuple(str(CHECKPOINTS / f"vit-{seed}") for seed in range(2))
-    config = SearchConfig(models, str(tmp_path / "out"), ("synthetic",), samples=8, batch_size=4, budget=60.0)
+    config = SearchConfig(
+        models=models, out=str(tmp_path / "out"), data=("synthetic",), samples=8, batch_size=4, budget=60.0
+    )
     with Clock(60.0, lambda _: None, lambda _: None) as clock:
         parents = Preparation(config, clock, tmp_path).run()
     assert parents.costs.tokens == 8

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic.dataclasses import dataclass as config_dataclass
 
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.carrying.config import TransferConfig
@@ -19,7 +21,6 @@ from rotation_merge.config import (
     Config,
     Kind,
     Option,
-    is_text,
     option,
 )
 from rotation_merge.matching.options import AlignConfig, MatchConfig
@@ -33,9 +34,6 @@ LEGACY = ("int8_mask",)
 SHARES = ("t", "density")
 """Parameters of delegates that are shares of something, which mergekit takes beyond it, too."""
 
-NAMES = Kind("names", is_text)
-METHOD_NAME = Kind("a merge method", is_text)
-
 PLACES = {
     BLOCK: "anywhere",
     WHOLE: "anywhere",
@@ -46,78 +44,65 @@ PLACES = {
 """Where parameters of a scope stand, in words."""
 
 
-@dataclass(frozen=True)
+@config_dataclass(frozen=True)
 class RecipeConfig(Config):
     """Recipe keys other than the options of aligning, carrying and refitting."""
 
-    finetuned_from: str | None = option(
+    finetuned_from: Annotated[str, MODEL] | None = option(
         None,
         "base that the donor was fine-tuned from. It is aligned to the anchor, and the delegate receives anchor + "
         "map(donor - base)",
-        MODEL,
         scope=DONOR_ONLY,
     )
-    alignment: str | None = option(
+    alignment: Annotated[str, FILE] | None = option(
         None,
         "alignment file to apply instead of matching, written by `rotation-merge align --alignment` or `rotation-merge "
         "fit`: a path, or `org/repo/file@revision` on the hub",
-        FILE,
         scope=DONOR_ONLY,
     )
-    statistics: str | None = option(
+    statistics: Annotated[str, FILE] | None = option(
         None,
         "file that `rotation-merge measure` wrote. Not given: the one beside the model",
-        FILE,
         scope=EACH,
         delegates=("regmean", "fisher"),
     )
-    data: str | None = option(
+    data: Annotated[str, FILE] | Literal["self", "synthetic"] | None = option(
         None,
         "samples: one pool for all models with `ot_fusion` (not given: it matches on weights), else those of each "
         "model; also for `carry`, `carry_scale: auto` and `match_on`",
-        FILE,
-        words=("self", "synthetic"),
         scope=EACH,
         delegates=("ot_fusion", "refit"),
     )
-    delegate: str = option("linear", "merge method that averages", METHOD_NAME, scope=RECIPE)
-    unsupported: str = option(
+    delegate: Annotated[str, Kind("a merge method")] = option("linear", "merge method that averages", scope=RECIPE)
+    unsupported: Literal["error", "merge"] = option(
         "error",
         "tensors that cannot be aligned. `merge`: merge them as they are; the report names them",
-        choices=("error", "merge"),
         scope=RECIPE,
     )
-    exclude: str | None = option(
+    exclude: Annotated[str, Kind("names")] | None = option(
         None,
         "comma-separated parts of tensor names; tensors with such names are copied from `base_model`",
-        NAMES,
         scope=RECIPE,
     )
-    heads_of: str = option(
+    heads_of: Literal["base", "each"] = option(
         "base",
         "output head of the merge. `each`: also write the merged body under every donor's head",
-        choices=("base", "each"),
         scope=RECIPE,
     )
-    anchor: str = option(
+    anchor: Literal["base", "mean"] = option(
         "base",
         "model that donors are aligned to. `mean`: the running mean of all models, in the coordinates of `base_model`",
-        choices=("base", "mean"),
         scope=RECIPE,
     )
-    save_alignment: bool | str | None = option(
+    save_alignment: Annotated[str, NEW_FILE] | Literal[False, True] | None = option(
         None,
         "write the alignment for `alignment:`. `true`: to `alignment.safetensors` beside the model. Of further donors: "
         "to `NAME-2`, `NAME-3`",
-        NEW_FILE,
-        words=(False, True),
         scope=RECIPE,
     )
-    preset: str | None = option(
+    preset: Literal["near", "far", "auto"] | None = option(
         None,
         "options for near or for far models. `auto`: chosen from the weights",
-        str,
-        choices=("near", "far", "auto"),
         scope=RECIPE,
     )
     prove: bool = option(False, "check that donors moved by alignment files keep their outputs", scope=RECIPE)

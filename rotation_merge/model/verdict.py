@@ -1,0 +1,65 @@
+"""A search's verdict as tables, for the terminal and for the model card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rotation_merge.record import Attempt, Score, Verdict
+
+
+def headers(verdict: Verdict) -> list[str]:
+    """Headers of a table with one row for each model."""
+    beside = [verdict.figure] if verdict.best.accuracy is not None else []
+    own_text = [] if verdict.base is None else [f"base's own text ({verdict.base:.4f})"]
+    return ["", verdict.unit, *beside, *own_text]
+
+
+def rows(verdict: Verdict, names: Mapping[str, str]) -> list[list[str]]:
+    """Rows of that table: parents, ensemble, plain average and the best merge.
+
+    Args:
+        names: names of models to show.
+    """
+    scores = [(f"{names.get(parent.name, parent.name)} alone", parent) for parent in verdict.parents]
+    others = (("ensemble of all", verdict.ensemble), ("plain average", verdict.plain))
+    scores += [(words, score) for words, score in others if score is not None]
+    scores.append((f"best merge: {verdict.best.name}", verdict.best))
+    return [_row(verdict, words, score) for words, score in scores]
+
+
+def attempt_rows(verdict: Verdict) -> list[list[str]]:
+    """Rows of a table of all attempts: `headers`, and seconds."""
+    names = [f"{attempt.name}{' (stopped early)' if attempt.unfinished else ''}" for attempt in verdict.tried]
+    attempts = zip(names, verdict.tried, strict=True)
+    return [[*_row(verdict, name, attempt), f"{attempt.seconds:.0f}"] for name, attempt in attempts]
+
+
+def _row(verdict: Verdict, words: str, score: Score) -> list[str]:
+    """One row of a table with `headers`; unknown cells are empty."""
+    row = [words, f"{score.score:.4f}"]
+    if verdict.best.accuracy is not None:
+        row.append("" if score.accuracy is None else verdict.shown(score.accuracy))
+    if verdict.base is not None:
+        row.append("" if score.on_base is None else f"{score.on_base:.4f}")
+    return row
+
+
+def markdown(verdict: Verdict) -> list[str]:
+    """The verdict as Markdown lines for a model card."""
+    table = [headers(verdict), ["---"] * len(headers(verdict)), *rows(verdict, {})]
+    lines = ["", "### How this merge was chosen", "", " ".join(verdict.sentences()), ""]
+    lines += [f"On {verdict.samples}, less is better:", "", *(f"| {' | '.join(row)} |" for row in table)]
+    return [*lines, "", " ".join(_attempts(verdict))]
+
+
+def _attempts(verdict: Verdict) -> list[str]:
+    """Sentences on the merges that were tried and those that were not."""
+    tried = "; ".join(map(_words, verdict.tried))
+    left_out = "; ".join(f"{name} ({why})" for name, why in verdict.left_out.items())
+    sentences = [f"Merges tried, with scores on the selection samples: {tried}."] if tried else []
+    return [*sentences, *([f"Not tried: {left_out}."] if left_out else [])]
+
+
+def _words(attempt: Attempt) -> str:
+    early = " estimated from its first samples, stopped early" if attempt.unfinished else ""
+    return f"{attempt.name} {attempt.score:.4f}{early}"
