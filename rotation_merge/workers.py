@@ -195,7 +195,7 @@ def on_backend(name: str, device: str = "cpu") -> Iterator[Spread]:
             raise RotationMergeError(problem, where=where, remedy="check its address and workers") from error
 
         def spread(work: Workload, step: Any, items: Sequence[Any]) -> Iterator[Any]:
-            from joblib.externals import cloudpickle
+            import cloudpickle
 
             work = work if device == "cpu" else work.on(device, "cpu")
             piece = partial(_piece, __version__, cloudpickle.dumps(work), cloudpickle.dumps(step))

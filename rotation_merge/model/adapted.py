@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,9 +53,14 @@ def adapted(
     parts = _Checkpoint(adapter, architecture, tensors.shapes, config, tied, model).parts()
     entries = {part.name: part.entry for of_tensor in parts.values() for part in of_tensor if part.entry is not None}
 
-    @lru_cache(CACHED)
+    latest: dict[tuple[str, torch.dtype], Tensor] = {}
+
     def experts(name: str, dtype: torch.dtype) -> Tensor:
-        return _of_experts(adapter, name, entries[name], dtype)
+        if (name, dtype) not in latest:
+            while len(latest) >= CACHED:
+                latest.pop(next(iter(latest)), None)
+            latest[name, dtype] = _of_experts(adapter, name, entries[name], dtype)
+        return latest[name, dtype]
 
     def changed(name: str, tensor: Tensor) -> Tensor:
         if name not in parts:

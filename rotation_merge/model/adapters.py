@@ -104,6 +104,9 @@ class Adapter:
         self.shapes: Shapes = file_shapes(self._file)
         self.changes = self._read_names()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Adapter, (os.path.abspath(self.path),)
+
     @property
     def rank(self) -> int:
         """The largest rank of its factors, which the carried adapter may have everywhere; one if it has none."""

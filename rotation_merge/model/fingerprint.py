@@ -45,6 +45,12 @@ class Fingerprint:
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
 
+    def __getstate__(self) -> dict[str, str]:
+        return self._tensors
+
+    def __setstate__(self, tensors: dict[str, str]) -> None:
+        self._tensors, self._lock = tensors, threading.Lock()
+
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a stored tensor; each name counts once."""
         with self._lock:

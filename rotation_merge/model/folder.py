@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -125,7 +125,7 @@ class ShardReader:
         self._loaders: dict[str, Any] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardReader, (self.shards,)
+        return ShardReader, (replace(self.shards, folder=os.path.abspath(self.shards.folder)),)
 
     def __call__(self, name: str) -> Tensor:
         shards = self.shards

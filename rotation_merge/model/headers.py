@@ -251,6 +251,8 @@ def _header(path: str, size: int, changed: int, number: int) -> Header:
 
 
 def _read_header(path: str) -> Header:
+    with open(path, "rb"):
+        pass  # which says better than the library that it is a directory, or must not be read
     if not path.endswith(".safetensors"):
         state = _unpickled(path)
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}

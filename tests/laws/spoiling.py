@@ -263,7 +263,7 @@ def two_files(bench: Bench) -> None:
 def tensor_in_two_shards(bench: Bench) -> None:
     sharded(bench)
     first, second = (load_file(f"donor/{shard}") for shard in SHARDS)
-    save_file({**first, **dict([second.popitem()])}, f"donor/{SHARDS[0]}", {"format": "pt"})
+    save_file({**second, **dict([first.popitem()])}, f"donor/{SHARDS[1]}", {"format": "pt"})
 
 
 def pickled(content: Any) -> Callable[[Bench], None]:

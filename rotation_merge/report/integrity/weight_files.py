@@ -107,14 +107,16 @@ def _disagreements(contents: Contents, index: str) -> Iterator[Defect]:
 
 
 def _twice(contents: Contents) -> Iterator[Defect]:
-    holders: dict[str, str] = {}
+    """A tensor that transformers reads from another shard, the last that holds it, than the index says."""
+    holders: dict[str, list[str]] = {}
     for file, tensors in contents.by_file.items():
         for name in tensors:
-            if name in holders:
-                problem = f"'{name}' is in {holders[name]}, too"
-                yield Defect("tensor twice", problem, file, "remove the files that are not the model's")
-                return
-            holders[name] = file
+            holders.setdefault(name, []).append(file)
+    for name, files in holders.items():
+        if len(files) > 1 and contents.weight_map.get(name) != files[-1]:
+            problem = f"'{name}' is in {files[0]} and in {files[-1]}"
+            yield Defect("tensor twice", problem, files[-1], "remove the files that are not the model's")
+            return
 
 
 def _format(contents: Contents) -> Iterator[Defect]:
