@@ -49,34 +49,19 @@ def write_checkpoint(
     Raises:
         CheckpointError: it has not passed; it is kept as OUT.rejected.
     """
-    dtype, written = dtype_from_name(storage.dtype), set[str]()
-    dtypes = like.stored_dtypes
-    apart: dict[str, Tensor] = {}
     with staged(out) as staging:
-        writer = TensorWriter(staging, max_shard_size=storage.shard_size)
-
-        def save(name: str, tensor: Tensor) -> None:
-            write(name, stored(tensor, dtype or dtypes.get(name)))
-
-        def write(name: str, storable: Tensor) -> None:
-            if module_of(name, like.modules) is None:
-                writer.save_tensor(name, storable, clone=True)
-            else:
-                apart[name] = storable.clone()
-            written.add(name)
-
+        files = _WeightFiles(like, staging, storage)
         for name, tensor in as_they_are:
-            write(name, tensor)
+            files.save(name, tensor)
         with unchanged([like.reference]):
             for name, tensor in tensors:
                 if progress is not None:
-                    progress("writing", len(written), len(like.names))
-                save(name, tensor)
+                    progress("writing", len(files.written), len(like.names))
+                files.save(name, files.rounded(name, tensor))
             for name in like.names:
-                if name not in written and name not in left_out:
-                    save(name, like[name])
-        writer.finalize()
-        write_modules(like.folder, staging, apart)
+                if name not in files.written and name not in left_out:
+                    files.save(name, files.rounded(name, like[name]))
+        files.finish()
         report.write(os.path.join(staging, "rotation_merge.json"))
         write_beside(like.folder, staging, storage, like.changed)
         beside(staging)
@@ -84,8 +69,33 @@ def write_checkpoint(
         if not passed:
             rejected = free_name(f"{out.rstrip(os.sep)}.rejected")
             shutil.move(staging, rejected)
-            problem = f"does not compute what {like.reference} computes ({words})"
+            problem = f"does not compute what {like.name} computes ({words})"
             raise CheckpointError(problem, where=rejected, remedy="nothing else was written; please report it")
         text = text if isinstance(text, str) else text()
         with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
             file.write(f"{text}\n{words[:1].upper()}{words[1:]}.\n" if words else text)
+
+
+class _WeightFiles:
+    """The weight files of a model in the making; modules of sentence-transformers have folders of their own."""
+
+    def __init__(self, like: View, folder: str, storage: StorageOptions) -> None:
+        self.like, self.folder, self.dtype = like, folder, dtype_from_name(storage.dtype)
+        self.written: set[str] = set()
+        self._writer = TensorWriter(folder, max_shard_size=storage.shard_size)
+        self._modules: dict[str, Tensor] = {}
+
+    def rounded(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor in its storage dtype: the one that is asked for, else that of the model's file."""
+        return stored(tensor, self.dtype or self.like.stored_dtypes.get(name))
+
+    def save(self, name: str, tensor: Tensor) -> None:
+        if module_of(name, self.like.modules) is None:
+            self._writer.save_tensor(name, tensor, clone=True)
+        else:
+            self._modules[name] = tensor.clone()
+        self.written.add(name)
+
+    def finish(self) -> None:
+        self._writer.finalize()
+        write_modules(self.like.folder, self.folder, self._modules)
