@@ -50,7 +50,7 @@ from rotation_merge.model.run_keys import mark_of, unchanged
 from rotation_merge.model.sentence import module_of, write_modules
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE, MergeReport
-from rotation_merge.workers import listener
+from rotation_merge.workers import keep_freed_memory, listener
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ def run(
     Raises:
         RotationMergeError: bad input; nothing has been written.
     """
+    keep_freed_memory()
     session = Session.of(Recipe.read(config), options)
     outputs = recipe_outputs(config, out_path)
     check_outputs(outputs, recipe_inputs(config), options.transformers_cache)
