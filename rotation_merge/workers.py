@@ -51,7 +51,7 @@ BYTES_A_WEIGHT = 16
 """Peak bytes per weight of matching a block: both models as stored, float32 copies, tables."""
 SHARE = 0.5
 """Of the free memory that workers may take together."""
-AHEAD = 4
+AHEAD = 2
 """Results per worker that may wait for the caller."""
 _CGROUP = Path("/sys/fs/cgroup")
 
