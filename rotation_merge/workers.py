@@ -7,15 +7,17 @@ all machines see.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import pickle
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
@@ -49,7 +51,7 @@ BYTES_A_WEIGHT = 16
 """Peak bytes per weight of matching a block: both models as stored, float32 copies, tables."""
 SHARE = 0.5
 """Of the free memory that workers may take together."""
-AHEAD = 4
+AHEAD = 2
 """Results per worker that may wait for the caller."""
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -68,6 +70,19 @@ def free_memory() -> int:
         return free if most == "max" else min(free, max(int(most) - int(used), 0))
     except (OSError, ValueError):
         return free
+
+
+KEPT_FREED, _OWN_PAGES = 1 << 29, 1 << 26
+"""Bytes of freed memory that stay with the process; bytes of a block of memory that is given back at once."""
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Lets glibc's allocator keep some of the memory that is freed, instead of getting it anew page by page."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(-1, KEPT_FREED)  # M_TRIM_THRESHOLD
+        mallopt(-3, _OWN_PAGES)  # M_MMAP_THRESHOLD
 
 
 class Workload(Protocol):

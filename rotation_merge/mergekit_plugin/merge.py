@@ -49,7 +49,7 @@ from rotation_merge.model.staging import staged
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.run.ledger import kept_beside
-from rotation_merge.workers import listener
+from rotation_merge.workers import keep_freed_memory, listener
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ def run(
     Raises:
         RotationMergeError: bad input; nothing has been written.
     """
+    keep_freed_memory()
     session = Session.of(Recipe.read(config), options)
     outputs = recipe_outputs(config, out_path)
     inputs = recipe_inputs(config)

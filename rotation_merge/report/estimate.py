@@ -24,7 +24,7 @@ from rotation_merge.model.tensors import KEPT
 from rotation_merge.run.maps import linear_map
 from rotation_merge.symmetry.admitted import admitted, heads
 from rotation_merge.symmetry.space import MatchingCost
-from rotation_merge.workers import BYTES_A_WEIGHT, workers_for
+from rotation_merge.workers import BYTES_A_WEIGHT, KEPT_FREED, workers_for
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -43,8 +43,6 @@ SHARD = 5_000_000_000
 """Bytes of output that are held before a file is written."""
 READ_BYTES = 4.2e8
 """Bytes a second that reading, moving, averaging and writing manage on one core: near models of 300M to 70B shape."""
-KEPT_FREED = 1 << 29
-"""Bytes of freed memory that the allocator keeps, for each worker."""
 REACHED = 0.8
 """Share of the speed of one large product that matching reaches."""
 

@@ -32,7 +32,7 @@ from rotation_merge.matching.model_pair import ModelPair
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import VaryingOptions
 from rotation_merge.mergekit_plugin.planning import prefetch, tasks
-from rotation_merge.workers import AHEAD, BYTES_A_WEIGHT, SHARE, in_order, on_devices, workers_for
+from rotation_merge.workers import AHEAD, BYTES_A_WEIGHT, SHARE, in_order, keep_freed_memory, on_devices, workers_for
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -272,6 +272,20 @@ def test_a_donor_with_nan_ends_a_merge_that_matches_ahead(tmp_path: Path) -> Non
     assert "model.layers.1.mlp.up_proj.weight" in line
     assert str(donor) in line
     assert not (tmp_path / "out").exists()
+
+
+def test_freed_memory_is_asked_to_be_kept_where_the_allocator_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Library:
+        def mallopt(self, *limit: int) -> None:
+            asked.append((limit[0], limit[1]))
+
+    for library in (Library(), object()):
+        monkeypatch.setattr(workers.ctypes, "CDLL", lambda _, library=library: library)
+        monkeypatch.setattr(workers.sys, "platform", "linux")
+        keep_freed_memory.__wrapped__()
+    assert asked == [(-1, 1 << 29), (-3, 1 << 26)]
 
 
 @pytest.mark.parametrize("family", sorted(shipped()))
