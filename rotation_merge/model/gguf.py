@@ -69,9 +69,10 @@ def split_files(path: str) -> tuple[str, ...]:
 def _origin(folder: str) -> dict[str, Any]:
     try:
         with open(os.path.join(folder, ORIGIN), encoding="utf-8") as file:
-            return dict(json.load(file))
-    except FileNotFoundError:
-        return {"files": [], "note": ""}
+            known = json.load(file)
+    except (FileNotFoundError, ValueError):
+        known = []
+    return known if isinstance(known, dict) else {"files": known, "note": ""}  # a list: of an older version
 
 
 def gguf_files(folder: str) -> list[str]:

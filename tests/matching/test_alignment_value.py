@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,34 @@ def test_views_compute_nothing_before_they_are_asked(tmp_path: Path, monkeypatch
     assert set(reads) == {(str(donor.path), name)}
 
 
+def test_checksums_are_taken_when_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An alignment that is not saved reads stored models for nothing but itself."""
+    taken: list[int] = []
+    real = zlib.crc32
+    monkeypatch.setattr(zlib, "crc32", lambda data: (taken.append(1), real(data))[1])
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    alignment = rm.align(anchor.path, donor.path, heads="permutation")
+    moved = alignment.apply(donor.path).state_dict()
+    assert not taken
+    alignment.save(tmp_path / "map.safetensors")
+    assert len(taken) == len(anchor.state) + len(donor.state)
+    again = rm.Alignment.load(tmp_path / "map.safetensors")
+    assert all(torch.equal(moved[name], tensor) for name, tensor in again.apply(donor.path).state_dict().items())
+    with pytest.raises(RotationMergeError, match="is not that of"):
+        again.apply(anchor.path).state_dict()
+
+
+def test_a_model_that_changed_after_it_was_aligned_is_not_saved_for(tmp_path: Path) -> None:
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    alignment = rm.align(anchor.path, donor.path, heads="permutation")
+    weights = donor.path / "model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    with pytest.raises(RotationMergeError, match="was changed after it was aligned"):
+        alignment.save(tmp_path / "map.safetensors")
+    with pytest.raises(RotationMergeError, match="was changed after it was aligned"):
+        alignment.apply(donor.path).state_dict()
+
+
 @pytest.mark.parametrize("form", ["folder", "module"])
 def test_classes_in_another_order_take_their_names_along(form: str, tmp_path: Path) -> None:
     anchor, donor = (checkpoint("bert", "classifier", tmp_path / str(seed), seed=seed) for seed in range(2))
@@ -131,8 +160,14 @@ def test_classes_in_another_order_take_their_names_along(form: str, tmp_path: Pa
     models = [anchor.path, donor.path]
     if form == "module":
         models = [anchor.case.model_class.from_pretrained(path, attn_implementation="eager").eval() for path in models]
-    moved = rm.align(*models, heads="permutation").apply(models[1])
+    alignment = rm.align(*models, heads="permutation")
+    moved = alignment.apply(models[1])
     assert torch.equal(moved["classifier.bias"], donor.state["classifier.bias"].flip(0))
+    mean = rm.average([alignment.apply_anchor(models[0]), moved])
+    ends = anchor.state["classifier.bias"], donor.state["classifier.bias"].flip(0)
+    torch.testing.assert_close(mean["classifier.bias"], (ends[0] + ends[1]) / 2)
+    name = "bert.encoder.layer.0.intermediate.dense.weight"
+    torch.testing.assert_close(mean[name], (anchor.state[name] + moved[name]) / 2)
     moved.save_pretrained(tmp_path / "out")
     kept = json.loads((tmp_path / "out" / "config.json").read_text())
     assert [kept["id2label"][str(i)] for i in range(count)] == names

@@ -129,6 +129,7 @@ UNITS = {
     "mergekit_plugin/test_session.py": ("architecture matching mergekit_plugin model", "what tasks of one merge share"),
     "mergekit_plugin/test_start.py": ("mergekit_plugin", "what happens when an interpreter starts"),
     "model/test_fold.py": ("architecture model", "what is folded into what, on blocks made by hand, dtype by dtype"),
+    "model/test_open.py": ("model", "the gate itself: classes of state dicts, shards"),
     "model/test_gguf.py": ("model", "the folder that a file is decoded into, byte by byte"),
     "model/test_hub_files.py": ("model", "one function for names on the hub"),
     "model/test_offline.py": ("model", "one function for names on the hub"),
