@@ -1,8 +1,8 @@
 """Work over the blocks of models: in threads, on several devices, or by the workers of a Ray or Dask cluster.
 
-joblib runs the pieces. Each is computed with one torch thread, so that results have the same bytes however many workers
-there are, and results come in the order of the pieces. Workers of a cluster read the models themselves, from paths that
-all machines see.
+Threads run the pieces here, joblib on a cluster. Each is computed with one torch thread, so that results have the same
+bytes however many workers there are, and results come in the order of the pieces. Workers of a cluster read the models
+themselves, from paths that all machines see.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import pickle
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from functools import cache, lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Thread
 from typing import Any, NamedTuple, Protocol
 
 import psutil
@@ -52,7 +54,7 @@ BYTES_A_WEIGHT = 16
 SHARE = 0.5
 """Of the free memory that workers may take together."""
 AHEAD = 2
-"""Results per worker that may wait for the caller."""
+"""Results per worker of a cluster that may wait for the caller."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -134,29 +136,53 @@ class Failure(NamedTuple):
     error: Exception
 
 
-def in_order(function: Callable[[Any], Any], items: Iterable[Any], count: int, parallel: Any = None) -> Iterator[Any]:
-    """`function` of every item, in order, by joblib; at most `AHEAD * count` results wait to be taken.
+def in_order(function: Callable[[Any], Any], items: Iterable[Any], count: int) -> Iterator[Any]:
+    """`function` of every item, in order, in threads; at most one finished result for each waits to be taken.
+
+    A pool's further threads, and joblib's list of results, would cost memory: each thread has an arena of its own. No
+    process waits for these when it ends.
 
     Args:
-        count: workers; 0: everything on the thread that asks, nothing ahead.
-        parallel: joblib's `Parallel` with workers in other processes; None: threads.
+        count: threads; 0: everything on the thread that asks, nothing ahead.
     """
     if not count:
         yield from map(function, items)
         return
-    from joblib import Parallel, delayed
-
-    parallel = parallel or Parallel(count, backend="threading", batch_size=1, return_as="generator")
-    call = delayed(partial(on_one_thread, torch.is_grad_enabled(), function))
-    threads, rest = torch.get_num_threads(), iter(items)
+    call, threads = partial(on_one_thread, torch.is_grad_enabled(), function), torch.get_num_threads()
+    jobs: SimpleQueue[tuple[Future[Any], Any] | None] = SimpleQueue()
+    waiting: deque[Future[Any]] = deque()
+    for _ in range(count):
+        Thread(target=_serve, args=(jobs, call), daemon=True).start()
     try:
-        while chunk := list(islice(rest, AHEAD * count)):
-            for result in parallel(call(item) for item in chunk):
-                if isinstance(result, Failure):
-                    raise result.error
-                yield result
+        for item in items:
+            waiting.append(Future())
+            jobs.put((waiting[-1], item))
+            if len(waiting) > count:
+                yield _taken(waiting.popleft().result())
+        while waiting:
+            yield _taken(waiting.popleft().result())
     finally:
+        for future in waiting:
+            future.cancel()
+        for _ in range(count):
+            jobs.put(None)
         torch.set_num_threads(threads)  # which those of new threads are taken from
+
+
+def _serve(jobs: SimpleQueue[tuple[Future[Any], Any] | None], call: Callable[[Any], Any]) -> None:
+    """Runs in a thread: does jobs until there is none."""
+    while (job := jobs.get()) is not None:
+        future, item = job
+        if future.set_running_or_notify_cancel():
+            future.set_result(call(item))
+        del job, future, item  # which are somebody else's now
+
+
+def _taken(result: Any) -> Any:
+    """A worker's result; a failure is raised."""
+    if isinstance(result, Failure):
+        raise result.error
+    return result
 
 
 def on_one_thread(gradients: bool, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -194,7 +220,7 @@ def on_backend(name: str, device: str = "cpu") -> Iterator[Spread]:
         yield in_threads
         return
     where = f"--backend {name}"
-    from joblib import Parallel, effective_n_jobs, parallel_config
+    from joblib import Parallel, delayed, effective_n_jobs, parallel_config
     from joblib.parallel import get_active_backend
 
     with ExitStack() as stack:
@@ -214,8 +240,10 @@ def on_backend(name: str, device: str = "cpu") -> Iterator[Spread]:
 
             work = work if device == "cpu" else work.on(device, "cpu")
             piece = partial(_piece, __version__, cloudpickle.dumps(work), cloudpickle.dumps(step))
+            call, rest = delayed(partial(on_one_thread, torch.is_grad_enabled(), piece)), iter(items)
             try:
-                yield from in_order(piece, items, count, parallel)
+                while chunk := list(islice(rest, AHEAD * count)):
+                    yield from map(_taken, parallel(call(item) for item in chunk))
             except RotationMergeError:
                 raise
             except Exception as error:

@@ -272,15 +272,10 @@ class View(Mapping[str, Tensor]):
         computed = blockwise(self.architecture, rounded, lambda block, info: compute(block, info, dtype))
         tensors = Tensors(computed.shapes, dtypes, computed.read, computed.stack)
         config = stored.config if dtype is None else {**stored.config, "dtype": str(dtype).removeprefix("torch.")}
-        computed_view = {
-            "tensors": tensors,
-            "config": config,
-            "compute": compute,
-            "dtype": dtype,
-            "rows": {},
-            "filed": None,
-        }
-        return replace(stored, origin=self.origin or self, **computed_view, **changes)
+        computed_view = replace(
+            stored, tensors=tensors, config=config, compute=compute, dtype=dtype, rows={}, filed=None
+        )
+        return replace(computed_view, origin=self.origin or self, **changes)
 
     def to(self, dtype: torch.dtype) -> View:
         """The same with floating tensors of another dtype, each rounded once.
