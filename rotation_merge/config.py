@@ -103,14 +103,14 @@ class Option:
         members = dict(_members(type))
         self.optional = members.pop(NoneType, None) is not None
         literals = tuple(word for member in members if get_origin(member) is Literal for word in get_args(member))
-        other = next((member for member in members if get_origin(member) is not Literal), None)
-        facts = {fact.__class__: fact for fact in members.get(other, ())}
-        self.base = get_origin(other) or other or literals[0].__class__
+        plain_type = next((member for member in members if get_origin(member) is not Literal), None)
+        facts = {fact.__class__: fact for fact in members.get(plain_type, ())}
+        self.base = get_origin(plain_type) or plain_type or literals[0].__class__
         self.kind: Any = facts.get(Kind, self.base)
-        self.choices: tuple[Any, ...] = literals if other is None else ()
-        self.words: tuple[Any, ...] = () if other is None else literals
+        self.choices: tuple[Any, ...] = literals if plain_type is None else ()
+        self.words: tuple[Any, ...] = () if plain_type is None else literals
         if self.kind is tuple:
-            self.choices = get_args(get_args(other)[0])
+            self.choices = get_args(get_args(plain_type)[0])
         self.above = Gt in facts
         self.low = facts[Gt].gt if Gt in facts else facts[Ge].ge if Ge in facts else -math.inf
         self.high = facts[Le].le if Le in facts else math.inf

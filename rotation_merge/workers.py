@@ -240,9 +240,9 @@ def on_backend(name: str, device: str = "cpu") -> Iterator[Spread]:
 
             work = work if device == "cpu" else work.on(device, "cpu")
             piece = partial(_piece, __version__, cloudpickle.dumps(work), cloudpickle.dumps(step))
-            call, rest = delayed(partial(on_one_thread, torch.is_grad_enabled(), piece)), iter(items)
+            call, remaining = delayed(partial(on_one_thread, torch.is_grad_enabled(), piece)), iter(items)
             try:
-                while chunk := list(islice(rest, AHEAD * count)):
+                while chunk := list(islice(remaining, AHEAD * count)):
                     yield from map(_taken, parallel(call(item) for item in chunk))
             except RotationMergeError:
                 raise

@@ -100,16 +100,15 @@ class Tensors(Mapping[str, Tensor]):
             lambda names: self.stack([present[name] for name in names]),
         )
 
-    def replaced(self, others: Mapping[str, Tensor]) -> Tensors:
+    def replaced(self, replacements: Mapping[str, Tensor]) -> Tensors:
         """The same with some tensors replaced, or added."""
-        further = as_tensors(others)
+        further = as_tensors(replacements)
 
         def stack(names: Sequence[str]) -> Tensor:
-            if all(name in further for name in names):
-                return further.stack(names)
-            return (
-                torch.stack([read(name) for name in names]) if any(n in further for n in names) else self.stack(names)
-            )
+            holders = {name in further for name in names}
+            if len(holders) > 1:
+                return torch.stack([read(name) for name in names])
+            return further.stack(names) if holders == {True} else self.stack(names)
 
         def read(name: str) -> Tensor:
             return further.read(name) if name in further else self.read(name)

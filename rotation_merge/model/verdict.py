@@ -21,8 +21,8 @@ def rows(verdict: Verdict, names: Mapping[str, str]) -> list[list[str]]:
         names: names of models to show.
     """
     scores = [(f"{names.get(parent.name, parent.name)} alone", parent) for parent in verdict.parents]
-    others = (("ensemble of all", verdict.ensemble), ("plain average", verdict.plain))
-    scores += [(words, score) for words, score in others if score is not None]
+    beside = (("ensemble of all", verdict.ensemble), ("plain average", verdict.plain))
+    scores += [(words, score) for words, score in beside if score is not None]
     scores.append((f"best merge: {verdict.best.name}", verdict.best))
     return [_row(verdict, words, score) for words, score in scores]
 

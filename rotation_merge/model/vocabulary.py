@@ -43,9 +43,9 @@ def shared_rows(models: Sequence[View]) -> list[Tensor] | None:
         if len(set(sizes)) == 1:
             return None
         size = sizes[models.index(lacking)]
-        other, other_size = next((m, s) for m, s in zip(models, sizes, strict=True) if s != size)
+        unequal, unequal_size = next((m, s) for m, s in zip(models, sizes, strict=True) if s != size)
         raise CheckpointError(
-            f"has {size} tokens, {other.reference} has {other_size}, and no tokenizer says which tokens are the same",
+            f"has {size} tokens, {unequal.name} has {unequal_size}, and no tokenizer says which tokens are the same",
             where=str(lacking.reference),
             remedy="put both models' tokenizers beside their weights",
         )
