@@ -285,22 +285,6 @@ def file_codes(path: str) -> dict[str, str]:
     return codes({name: (kind, known.shapes[name]) for name, kind in known.kinds.items()})
 
 
-def check_folder(folder: str) -> None:
-    """Refuse a directory with quantised weights; see `check_codes`."""
-    stems = [os.path.join(folder, stem) for stem in _STEMS]
-    index = next((f"{stem}.index.json" for stem in stems if os.path.exists(f"{stem}.index.json")), None)
-    file = single_file(folder)
-    if index is not None:
-        files = [os.path.join(folder, shard) for shard in sorted(set(_places(index).values()))]
-    else:
-        files = [] if file is None else [file]
-    shapes, code_types = dict[str, Any](), dict[str, str]()
-    for path in filter(os.path.isfile, files):
-        code_types.update(file_codes(path))
-        shapes.update(file_shapes(path) if code_types else {})
-    check_codes(code_types, shapes, folder)
-
-
 def codes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, str]:
     """Matrices stored in a dtype that only quantised codes have, and that dtype.
 

@@ -16,8 +16,8 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import stores_codes
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.errors import CheckpointError, DataError, short
-from rotation_merge.model.gguf import downloaded, gguf_files
-from rotation_merge.model.headers import check_config, check_folder, check_local, read_json
+from rotation_merge.model.gguf import downloaded
+from rotation_merge.model.headers import read_json
 from rotation_merge.model.labels import LabelRows, in_order, label_rows, labels
 from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.model.sentence import module_tensors, read_modules
@@ -90,14 +90,11 @@ def load(
 
     directory = local_path(path)
     kind = kind_at(path)
-    check_local(directory)
-    check_config(directory)
-    if not stores_codes(read_config(directory)):
-        check_folder(directory)
+    if parse_reference(path).lora is not None or not stores_codes(read_config(directory)):
+        view = open_model(path, unsupported="merge")  # whose gate says what is wrong with the files
+        if state is None and view.adapter is not None:
+            state = {name: tensor.clone() for name, tensor in view.items()}  # what the files stay mapped to is not
     options = {"dtype": dtype, "output_loading_info": True, "attn_implementation": "eager"}
-    if state is None and (parse_reference(path).lora is not None or gguf_files(directory)):
-        view = open_model(path, unsupported="merge")
-        state = {name: tensor.clone() for name, tensor in view.items()}  # what the files stay mapped to is not
     try:
         if state is None:
             model, info = kind.from_pretrained(directory, local_files_only=True, **options)
