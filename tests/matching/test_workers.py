@@ -83,6 +83,7 @@ def test_an_interrupted_process_does_not_wait_for_running_blocks() -> None:
 import os, signal, threading, time
 from rotation_merge.workers import in_order
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job's shell has it ignore
 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 list(in_order(lambda _: time.sleep(600), range(2), 2))
 """
