@@ -98,6 +98,12 @@ class Identity:
             self._marks, self._view = (self._view.fingerprint, self._view.mark.sums()), None
         return self._marks
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and (self.name, self._taken()) == (other.name, other._taken())
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def __getstate__(self) -> dict[str, Any]:
         return {"name": self.name, "_marks": self._taken(), "_view": None, "_stamps": None}
 

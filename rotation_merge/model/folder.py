@@ -132,6 +132,8 @@ class ShardReader:
         file = shards.files[name]
         prefix = shards.prefixes.get(file)
         place = shards.folder if prefix is None else os.path.join(shards.folder, os.path.dirname(file))
+        if not os.path.isdir(place):  # where it was opened it was there
+            raise CheckpointError("no such directory", where=place, remedy="put the model under the same path")
         if place not in self._loaders:
             self._loaders[place] = _loader(place, shards.lazy_unpickle)
         tensor: Tensor = self._loaders[place].get_tensor(name.removeprefix(prefix or ""))
