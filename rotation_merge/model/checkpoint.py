@@ -63,7 +63,7 @@ def write_checkpoint(
                     files.save(name, files.rounded(name, like[name]))
         files.finish()
         report.write(os.path.join(staging, "rotation_merge.json"))
-        write_beside(like.folder, staging, storage, like.changed)
+        write_beside(like.template or like.folder, staging, storage, like.changed)
         beside(staging)
         passed, words = check(staging) if check is not None else (True, "")
         if not passed:
@@ -98,4 +98,4 @@ class _WeightFiles:
 
     def finish(self) -> None:
         self._writer.finalize()
-        write_modules(self.like.folder, self.folder, self._modules)
+        write_modules(self.like.template or self.like.folder, self.folder, self._modules)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rotation_merge.architecture import resolve
@@ -94,7 +95,9 @@ def within(view: View, anchor: View, complete: bool = False) -> View | None:
         tensors = tensors.replaced(stored.only(half.remaining))
         remarks = (*view.remarks, f"`{view.name}` {NOTE.format(anchor=f'`{anchor.name}`')}.")
         architecture = resolve(config, list(tensors), view.name, keep_unknown=True, untie=view.untie)
-        return view.with_tensors(tensors, config=config, architecture=architecture, remarks=remarks)
+        files = None if view.files is None else replace(view.files, dtypes=tensors.dtypes)
+        changes = {"config": config, "architecture": architecture, "remarks": remarks, "files": files}
+        return view.with_tensors(tensors, template=anchor.files and anchor.files.folder, **changes)
     absent = {info.name for info in anchor.architecture.tensors() if info.names[0] not in names}
     architecture = anchor.architecture.without(absent)  # which no file describes by itself
     return view.with_tensors(tensors, config=config, architecture=architecture, text=view, text_names=names)

@@ -77,6 +77,8 @@ class View(Mapping[str, Tensor]):
         filed: the model with its classes in the order of its files, where that is another: whose identity it has.
         text: of the language half of a multimodal model the text-only model that it was made of.
         text_names: of such a half, its names of the tensors, and the text-only model's.
+        template: folder whose config and small files it is written with, where these are not its own: the anchor's, of
+            a model that completes the anchor's class.
         compute: computes the tensors of the architecture; None: they are read.
         origin: the view that they are computed from.
         dtype: of floating tensors; None: each has that of the model's tensor.
@@ -102,6 +104,7 @@ class View(Mapping[str, Tensor]):
     filed: View | None = None
     text: View | None = None
     text_names: Mapping[str, str] = field(default_factory=dict)
+    template: str | None = None
     compute: TensorOf | None = None
     origin: View | None = None
     dtype: torch.dtype | None = None
