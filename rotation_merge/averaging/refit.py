@@ -27,7 +27,7 @@ from rotation_merge.run.maps import linear_map, same_map
 from rotation_merge.run.recorder import BlockActivations, BlockHooks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.stages import Stage, rows, stages
-from rotation_merge.run.store import BatchStore, Store, hooked
+from rotation_merge.run.store import BatchStore, StateStore, hooked
 from rotation_merge.workers import Progress
 
 ROUNDED = 1e-3
@@ -67,7 +67,7 @@ class Teachers:
     """
 
     def __init__(
-        self, runners: Sequence[Runner], batch_teachers: Sequence[Sequence[tuple[int, int, float]]], store: Store
+        self, runners: Sequence[Runner], batch_teachers: Sequence[Sequence[tuple[int, int, float]]], store: StateStore
     ) -> None:
         self.runners: Sequence[Runner] = runners
         self.batch_teachers, self.kept = batch_teachers, BatchStore(store, "answer")

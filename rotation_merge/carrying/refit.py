@@ -31,7 +31,7 @@ from rotation_merge.run.functions import Batch
 from rotation_merge.run.recorder import BlockHooks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.stages import rows
-from rotation_merge.run.store import BatchStore, Store
+from rotation_merge.run.store import BatchStore, StateStore
 from rotation_merge.workers import Progress
 
 HEAD_RIDGE = 3e-3
@@ -52,7 +52,7 @@ class ChangedAnswers:
     new: Runner
     old: Runner
     tuned: Runner
-    store: Store
+    store: StateStore
     weights: list[float]
     scale: float = 1.0
     ridge: float = 0.2
@@ -170,7 +170,7 @@ def refit_change(
     tuned: TensorSource,
     batches: Sequence[Batch],
     options: ChangeOptions,
-    store: Store | None = None,
+    store: StateStore | None = None,
     progress: Progress | None = None,
     base_texts: Sequence[Batch] = (),
 ) -> tuple[dict[str, Tensor], RefitResult]:
@@ -186,7 +186,7 @@ def refit_change(
     Returns:
         The solved tensors by the new base's names, in float32, and the errors of each map.
     """
-    store, batches = Store() if store is None else store, [*with_small_first_batch(batches), *base_texts]
+    store, batches = StateStore() if store is None else store, [*with_small_first_batch(batches), *base_texts]
     architecture = carrier.architecture
     solved: dict[str, Tensor] = {}
 

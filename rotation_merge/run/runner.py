@@ -29,7 +29,7 @@ from rotation_merge.model.forms import restructured, translated
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.run.empty_models import empty_model, whole_model
 from rotation_merge.run.functions import Batch, architecture_of, unlabelled
-from rotation_merge.run.store import Arguments, LayerArguments, Place, SharedKVCache, Store
+from rotation_merge.run.store import Arguments, LayerArguments, Place, SharedKVCache, StateStore
 
 INNER = ("use_weighted_layer_sum", "vision_feature_layer")
 """Entries of a config for models that read outputs of inner layers after the last layer."""
@@ -81,7 +81,7 @@ class Runner:
         source: TensorSource,
         stored: Architecture,
         batches: Sequence[Batch],
-        store: Store | None = None,
+        store: StateStore | None = None,
         prefix: str = "",
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
@@ -90,7 +90,7 @@ class Runner:
         layered: str | None = None,
     ) -> None:
         self.dtype, self.device, self.fill, self.prefix = dtype, torch.device(device), fill, prefix
-        self.store = Store() if store is None else store
+        self.store = StateStore() if store is None else store
         self.model = empty_model(config, untie)
         self.architecture = architecture_of(self.model, untie)
         named = translated if layered is None else restructured

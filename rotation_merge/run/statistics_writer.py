@@ -33,7 +33,7 @@ from rotation_merge.run.measure import MeasureConfig, MeasuredStatistics, ModelM
 from rotation_merge.run.passes import Progress, UnfinishedMeasurement
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.statistics_file import NAME, SPACE, DeferredTensor, Statistics, write_statistics
-from rotation_merge.run.store import Store
+from rotation_merge.run.store import StateStore
 
 
 def checkpoint_of(name: str) -> View:
@@ -155,7 +155,7 @@ def _measured(
     if model is not None:
         measurement = ModelMeasurement(model, architecture_of(model), batches, task)
         return measurement.run(options, state, progress), measurement.architecture
-    states = Store(str(state.path), SPACE)
+    states = StateStore(str(state.path), SPACE)
     config = checkpoint.transformers_config
     runner = Runner(
         config, checkpoint.tensors, checkpoint.architecture, with_small_first_batch(batches), states, device=device

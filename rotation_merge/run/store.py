@@ -1,6 +1,6 @@
 """Stored states between layers and between forwards of one layer: in memory, or in files.
 
-They are the hidden states that a layer gives to the next (`Store`), the arguments with which it can be run again
+They are the hidden states that a layer gives to the next (`StateStore`), the arguments with which it can be run again
 (`LayerArguments`), keys and values that layers after it read (`SharedKVCache`), and outputs of its solved modules
 (`SettledOutputs`).
 """
@@ -28,7 +28,7 @@ SPILL = "name a folder for 'spill' that has more space, or give fewer samples"
 """Remedy in a recipe if hidden states do not fit."""
 
 
-class Store:
+class StateStore:
     """Tensors by key, off the accelerator.
 
     Args:
@@ -45,7 +45,7 @@ class Store:
         self.folder = None if self._scratch is None else self._scratch.path
 
     def put(self, key: str, tensors: Sequence[Tensor], owned: bool = False) -> None:
-        """Store tensors under a key; earlier ones are replaced.
+        """StateStore tensors under a key; earlier ones are replaced.
 
         Args:
             owned: nobody else has them, so that they need not be copied.
@@ -95,12 +95,12 @@ class Store:
 class BatchStore:
     """Named tensors of each batch in a store, which can be dropped one by one."""
 
-    def __init__(self, store: Store, prefix: str) -> None:
+    def __init__(self, store: StateStore, prefix: str) -> None:
         self.store, self.prefix = store, prefix
         self._names: dict[int, list[str]] = {}
 
     def put(self, batch: int, known: Mapping[str, Tensor]) -> None:
-        """Store a batch's tensors; earlier ones are replaced."""
+        """StateStore a batch's tensors; earlier ones are replaced."""
         self.drop(batch, set(self._names.get(batch, [])) - known.keys())
         self.add(batch, known)
 
@@ -155,7 +155,7 @@ class LayerArguments:
             plain values, and leaves them as they are.
     """
 
-    def __init__(self, store: Store, prefix: str) -> None:
+    def __init__(self, store: StateStore, prefix: str) -> None:
         self.store, self.prefix = store, prefix
         self.alone = False
         self._looks: list[list[tuple[Tensor, int]]] | None = None
@@ -232,7 +232,7 @@ _OWN = object()
 class SharedKVCache:
     """Entries that layers add to shared mappings, kept in the store of hidden states."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: StateStore) -> None:
         self.store = store
         self._before: dict[str, dict[Any, Any]] = {}
         self._forms: dict[str, Any] = {}
@@ -244,7 +244,7 @@ class SharedKVCache:
         }
 
     def keep(self, key: str, arguments: Mapping[str, Any]) -> None:
-        """Store the entries that the layer has added."""
+        """StateStore the entries that the layer has added."""
         put = {
             name: {entry: x for entry, x in arguments[name].items() if before.get(entry) is not x}
             for name, before in self._before.items()
@@ -274,7 +274,7 @@ class SettledOutputs:
         keys: see above.
     """
 
-    def __init__(self, store: Store, prefix: str, maps: Mapping[str, nn.Module], layer: nn.Module | None) -> None:
+    def __init__(self, store: StateStore, prefix: str, maps: Mapping[str, nn.Module], layer: nn.Module | None) -> None:
         self.keys: set[str] = set()
         self.pending: set[str] = set()
         self.maps = maps

@@ -21,7 +21,7 @@ from rotation_merge.run.data import batched_by_length
 from rotation_merge.run.recorder import BlockHooks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.stages import stages
-from rotation_merge.run.store import Store
+from rotation_merge.run.store import StateStore
 
 FIRST = list({case.family: case for case in reversed(ALL)}.values())
 State = dict[str, Tensor]
@@ -43,7 +43,7 @@ class Few:
         mean = {name: sum(s[name] for s in self.states) / len(self.states) for name in first}
         return {name: mean[name] if x.is_floating_point() else x for name, x in first.items()}  # type: ignore[misc]
 
-    def runner(self, of: State, batches: list[Any], store: Store, name: str) -> Runner:
+    def runner(self, of: State, batches: list[Any], store: StateStore, name: str) -> Runner:
         return Runner(self.config, of, self.architecture, batches, store, name, torch.float64)
 
     def refit(
@@ -51,10 +51,10 @@ class Few:
         ridge: float = 0.01,
         mean: bool = False,
         batches: list[Any] | None = None,
-        store: Store | None = None,
+        store: StateStore | None = None,
     ) -> tuple[State, RefitResult]:
         """Each model answers to its own samples, or all to all (`batches`)."""
-        store = store or Store()
+        store = store or StateStore()
         given = batches or self.given
         count = len(self.states)
         if mean:
@@ -133,7 +133,7 @@ PLACES = {
 @pytest.mark.parametrize("key", PLACES, ids="-".join)
 def test_where_writers_aim(key: tuple[str, str], tmp_path: Path) -> None:
     few = Few(case_of(*key), tmp_path, (0,))
-    run = few.runner(few.states[0], few.given, Store(), "one")
+    run = few.runner(few.states[0], few.given, StateStore(), "one")
     branches = {}
     with keep_float64():
         while (block := run.advance()) is not None and block.index != 0:
@@ -151,7 +151,7 @@ def test_where_writers_aim(key: tuple[str, str], tmp_path: Path) -> None:
 def test_layer_scales_and_parallel_branches(tmp_path: Path) -> None:
     """A layer scale is found as the gain of each coordinate; attention leaves the MLP of its own layer out."""
     few = Few(case_of("dinov2", "bare"), tmp_path / "dino", (0,))
-    run = few.runner(few.states[0], few.given, Store(), "one")
+    run = few.runner(few.states[0], few.given, StateStore(), "one")
     with keep_float64():
         while (block := run.advance()) is not None and block.index != 0:
             continue
@@ -162,7 +162,7 @@ def test_layer_scales_and_parallel_branches(tmp_path: Path) -> None:
     scales = [few.states[0][name] for name in sorted(few.states[0]) if "layer.0.layer_scale" in name]
     assert all(torch.allclose(b.gain, scale) for b, scale in zip(found, scales, strict=True))
     few = Few(case_of("phi"), tmp_path / "phi", (0,))
-    run = few.runner(few.states[0], few.given, Store(), "one")
+    run = few.runner(few.states[0], few.given, StateStore(), "one")
     with keep_float64():
         while (block := run.advance()) is not None and block.index != 0:
             continue
@@ -242,7 +242,7 @@ def test_how_samples_are_cut_and_where_they_wait_changes_nothing(tmp_path: Path)
     ids = torch.randint(3, 50, (6, 9), generator=torch.Generator().manual_seed(0))
     once, _ = few.refit(mean=True, batches=[{"input_ids": ids}])
     cut, _ = few.refit(mean=True, batches=[{"input_ids": part} for part in ids.split([1, 3, 2])])
-    spilled, _ = few.refit(mean=True, batches=[{"input_ids": ids}], store=Store(str(tmp_path / "spill")))
+    spilled, _ = few.refit(mean=True, batches=[{"input_ids": ids}], store=StateStore(str(tmp_path / "spill")))
     texts = [{"input_ids": row[None, :length]} for row, length in zip(ids, (9, 8, 8, 7, 9, 3), strict=True)]
     alone, padded = (few.refit(mean=True, batches=batches)[0] for batches in (texts, batched_by_length(texts, 30)))
     assert max(float((alone[name] - padded[name]).abs().max()) for name in alone) <= 1e-9
@@ -321,7 +321,7 @@ def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
 
         forget()
         with keep_float64():
-            store = Store(str(tmp_path / "states"))
+            store = StateStore(str(tmp_path / "states"))
             teachers = [few.runner(Copies(few.states[k]), [few.given[k]], store, str(k)) for k in range(2)]
             merge = few.runner(Copies(few.states[0]), few.given, store, "merge")
             answers = Teachers(teachers, [[(k, 0, 1.0)] for k in range(2)], store)

@@ -15,7 +15,7 @@ from rotation_merge.architecture import resolve
 from rotation_merge.run import functions
 from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.store import Store
+from rotation_merge.run.store import StateStore
 
 HELD = ("nomic_bert",)
 """Families that transformers takes apart, and that are held whole."""
@@ -24,7 +24,7 @@ FIRST = list({case.family: case for case in reversed(ALL)}.values())
 HARD = [case for case in ALL if case.name in ("classifier, all layers", "t5-mt5", "v2, own keys, convolution")]
 
 
-def runner(case: Case, folder: Path, store: Store | None = None) -> tuple[Runner, dict[str, torch.Tensor]]:
+def runner(case: Case, folder: Path, store: StateStore | None = None) -> tuple[Runner, dict[str, torch.Tensor]]:
     """A tiny model about to run on two batches of the same random examples, and what it answers.
 
     Mixtures too, whose experts stand one by one in their files and together in transformers' models.
@@ -59,7 +59,7 @@ def test_block_by_block_is_the_whole_model(case: Case, tmp_path: Path) -> None:
 
 def test_states_wait_on_disk(tmp_path: Path) -> None:
     """Hidden states in a folder give the same as in memory, and the folder is left as it was."""
-    store = Store(str(tmp_path / "spill"))
+    store = StateStore(str(tmp_path / "spill"))
     case = next(case for case in ALL if case.family == "llama")
     run, expected = runner(case, tmp_path / "model", store)
     with keep_float64():
@@ -78,14 +78,14 @@ def test_states_wait_on_disk(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RotationMergeError, match="cannot be written to"):
-        Store(str(tmp_path / "file"))
+        StateStore(str(tmp_path / "file"))
 
 
 def test_states_that_find_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    store = Store(str(tmp_path / "spill"))
+    store = StateStore(str(tmp_path / "spill"))
     monkeypatch.setattr("rotation_merge.run.store.save_file", full)
     with pytest.raises(RotationMergeError, match=r"No space left.*name a folder for 'spill' that has more space"):
         store.put("a", [torch.zeros(2)])

@@ -12,7 +12,7 @@ from test_refit import Few, case_of
 from torch import Tensor, nn
 from transformers.models.bert import modeling_bert
 
-from rotation_merge.run.store import LayerArguments, SettledOutputs, Store
+from rotation_merge.run.store import LayerArguments, SettledOutputs, StateStore
 
 
 class Part(nn.Module):
@@ -47,7 +47,7 @@ def test_parts_give_what_they_gave(what: str, runs: int) -> None:
     """Not where a map that is to be solved ran before, where the part leaves something, or is changed afterwards."""
     torch.manual_seed(0)
     layer, x, cpu = Layer(what), torch.randn(3, 4), torch.device("cpu")
-    settled = SettledOutputs(Store(), "one", {"a": layer.part.inner, "b": layer.last}, layer)
+    settled = SettledOutputs(StateStore(), "one", {"a": layer.part.inner, "b": layer.last}, layer)
     settled.pending.update("ab")
     with torch.no_grad():
         with settled.counting():
@@ -63,7 +63,7 @@ def test_parts_give_what_they_gave(what: str, runs: int) -> None:
 def test_a_layer_that_changes_what_it_is_given_is_not_run_alone() -> None:
     x = torch.ones(2, 3)
     for change, arguments, alone in [(0.0, (x,), True), (1.0, (x,), False), (0.0, (x, object()), False)]:
-        given = LayerArguments(Store(), "one")
+        given = LayerArguments(StateStore(), "one")
         given.look()
         given.begins()
         given.entered(0, (arguments, {"scale": 2.0}), {})

@@ -38,7 +38,7 @@ from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch, local_path
 from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Fill, Runner, filled_model
-from rotation_merge.run.store import Store
+from rotation_merge.run.store import StateStore
 from rotation_merge.workers import Progress
 
 ELSEWHERE = "free some space, or name a folder that has more in TMPDIR (in a recipe: 'spill')"
@@ -57,12 +57,12 @@ class RefitModels:
     def tensor(self, name: str) -> DelegateTask:
         """The task that gives one tensor of the refitted merge."""
 
-        def take(all: Store) -> Tensor:
+        def take(all: StateStore) -> Tensor:
             return all.get(name)[0]
 
         return DelegateTask(key=f"refit:{name}", label=name, work=take, needs={"all": self.all}, moved=False)
 
-    def _run(self, **alignments: Alignment) -> Store:
+    def _run(self, **alignments: Alignment) -> StateStore:
         with progress_bar("Refitting", self.donors.options.quiet) as progress:
             work = _RefitRun(self.lesson, self.donors, alignments)
             try:
@@ -111,9 +111,9 @@ class _RefitRun:
         self.lesson, self.donors, self.device = lesson, donors, str(donors.options.device or "cpu")
         self.recipe = self.donors.recipe
         self.base = self.donors.models[self.recipe.base]
-        self.states = Store(self.lesson.spill)
+        self.states = StateStore(self.lesson.spill)
         beside_states = self.lesson.spill or self.recipe.base in self.donors.models.held
-        self.results = Store(self.lesson.spill) if beside_states else Store(gettempdir(), ELSEWHERE)
+        self.results = StateStore(self.lesson.spill) if beside_states else StateStore(gettempdir(), ELSEWHERE)
         self.donors.run.endings.append(self.results.close)
         self.sources = [self._source(t, alignments.get(str(t.model))) for t in self.lesson.teachers]
         anchor = self._source(Teacher(self.recipe.base, 1.0, "", 0), None)
