@@ -374,7 +374,7 @@ class SampledTransfer:
         config = self.config
         solved, held_out = (unpadded(data.batches, config.data) for data in (parts.solved, parts.choice.tuned))
         options = f"{config} {self.session.execution} {self.rank}"
-        models = map(open_model, (self.name, self._old, self._new))
+        models = [open_model(name, any_base=True) for name in (self.name, self._old, self._new)]
         alignment = [config.alignment] if isinstance(config.alignment, str) else []
         work.begin(mark_of(models, alignment, options=options, samples=data_hash([*solved, *held_out, *base_texts])))
         last = len(held_out), max(1, round(HELD_OUT * len(base_texts)))

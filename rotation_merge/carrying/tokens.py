@@ -72,7 +72,7 @@ class AddedTokens:
             name: as it is loaded: a path, or `base+adapter`.
             rank: of the adapter that is written; 0: a model is.
         """
-        model = open_model(name)
+        model = open_model(name, any_base=True)
         lora = model.reference.lora
         folder = model.folder if lora is None else lora.path
         reason = NO_ROWS if rank else ""

@@ -164,7 +164,7 @@ def _teacher_answers(
     from rotation_merge.model.vocabulary import check_same_tokens
     from rotation_merge.run.functions import load
 
-    check_same_tokens(*(open_model(name, "merge") for name in (merged, *teachers)))
+    check_same_tokens(*(open_model(name, unsupported="merge") for name in (merged, *teachers)))
     result = []
     for number, (student, teacher, source) in enumerate(zip(students, teachers, sources, strict=True)):
         path, mark = work / f"answers-{number}.safetensors", f"{teacher} {source} {samples} {length} {seed}"
