@@ -102,6 +102,8 @@ def blockwise(architecture: Architecture, source: TensorSource, compute: BlockTe
         return computed[piece] if info.stacked else computed
 
     def stack(names: Sequence[str]) -> Tensor:
+        if names[0] not in places:
+            return stored.stack(names)
         block, info, _ = places[names[0]]
         computed = compute(block, info) if tuple(names) == tuple(info.names) else None
         return torch.stack([read(name) for name in names]) if computed is None else computed
