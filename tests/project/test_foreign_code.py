@@ -156,12 +156,12 @@ def test_only_what_the_user_said_is_handed_on() -> None:
 
 @pytest.mark.slow
 def test_pickles_are_only_read_as_weights() -> None:
-    """Every torch.load says weights_only=True, and nothing else unpickles."""
+    """Every torch.load says weights_only=True, and nothing else unpickles but a cluster's workers what the command sent."""
     loads = 0
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Import | ast.ImportFrom):
+            if isinstance(node, ast.Import | ast.ImportFrom) and path != PACKAGE / "workers.py":
                 modules = [alias.name for alias in node.names] + [str(getattr(node, "module", ""))]
                 assert not {"pickle", "dill", "cloudpickle", "joblib"} & set(modules), path
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
