@@ -156,7 +156,7 @@ def test_only_what_the_user_said_is_handed_on() -> None:
 
 @pytest.mark.slow
 def test_pickles_are_only_read_as_weights() -> None:
-    """Every torch.load says weights_only=True; nothing else unpickles, but a cluster's workers what the command sent."""
+    """Every torch.load says weights_only=True; nothing else unpickles, but cluster workers what the command sent."""
     loads = 0
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
