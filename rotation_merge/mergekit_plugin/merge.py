@@ -126,7 +126,8 @@ def _run(
 
                 donors = [m for m in config.referenced_models() if m != recipe.base]
                 moved_donors = {m: (session.models[m], done.transforms_of(str(m))) for m in donors}
-                write_heads(staging, session.models[recipe.base], moved_donors, done.folded, report, done.heads)
+                base, size = session.models[recipe.base], options.out_shard_size
+                write_heads(staging, base, moved_donors, done.folded, report, done.heads, size)
             if options.write_model_card:
                 add_section(os.path.join(staging, "README.md"), report)
         checked = [f"  check: {defect.line}" for defect in defects] or ["  check: the folder is complete"]

@@ -93,11 +93,13 @@ def write_heads(
     streams: Sequence[str],
     report: MergeReport,
     solved: Mapping[str, Mapping[str, Tensor]],
+    shard_size: int,
 ) -> list[str]:
     """Write the merged body under each donor's head to `merged`/heads/NAME; returns the names.
 
     Args:
         solved: by donor, tensors of its head that stand in the place of its own.
+        shard_size: bytes of a weight file at most.
 
     Raises:
         CheckpointError: a donor has tensors that the merge has not.
@@ -123,7 +125,7 @@ def write_heads(
         text = (
             f"---\nlibrary_name: transformers\n---\n# {name}\n\nThe merged body with the head of {code(reference)}.\n"
         )
-        storage = StorageOptions(dtype=str(dtype).removeprefix("torch."))
+        storage = StorageOptions(shard_size, str(dtype).removeprefix("torch."))
         write_checkpoint(model, head, report, text, os.path.join(merged, HEADS, name), storage, as_they_are=unchanged)
         names.append(name)
     return names
