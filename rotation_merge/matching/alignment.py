@@ -66,14 +66,14 @@ class Identity:
 
     @staticmethod
     def of(model: View) -> Identity:
-        """A model's identity; one in memory is read once."""
-        if model.files is None:
+        """A model's identity; one that is not as it is stored is read once."""
+        if not model.as_filed.is_stored:
             return Identity(model.name, model.fingerprint, model.mark.sums())
         return Identity(model.name, view=model)
 
     def is_view(self, model: View) -> bool:
-        """Whether a stored model is surely this one: read from the same files, which have not changed."""
-        return self._view is not None and model.files is not None and stamps_of(model) == self._stamps
+        """Whether a model is surely this one: what is stored in the same files, which have not changed."""
+        return self._stamps is not None and model.is_stored and stamps_of(model) == self._stamps
 
     @property
     def fingerprint(self) -> str:

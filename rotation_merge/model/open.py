@@ -172,10 +172,11 @@ def _open_files(
     if not stores_codes(config):  # with which the architecture refuses it
         check_codes(shards.facts(file_codes), tensors, name)
     architecture = _architecture(name, config, tensors.shapes, untie, unsupported)
-    files = Files(reference, folder, tensors.dtypes, options, adapter)
+    dtypes = tensors.dtypes
     if adapter is not None:
         tied = tied_head(config, list(tensors), name, None if untie else architecture)
         tensors = adapted(tensors, adapter, architecture, config, tied[0] if tied else None, name)
+    files = Files(reference, folder, dtypes, options, adapter, tensors)
     view = View(name, config, architecture, tensors, files, untie=untie, remarks=_remarks(name, folder, adapter))
     if adapter is not None and not (any_base or options.allow_crimes):
         check_own_base(view)

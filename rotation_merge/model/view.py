@@ -46,13 +46,15 @@ class Files:
         dtypes: of the stored tensors, by name, before an adapter changes them.
         options: of mergekit: caches, and what it may run.
         adapter: that is merged into its weights.
+        tensors: all that they hold, with the adapter's change.
     """
 
     reference: ModelReference
     folder: str
     dtypes: Mapping[str, torch.dtype] = field(repr=False)
     options: MergeOptions = field(repr=False)
-    adapter: Adapter | None = field(default=None, repr=False)
+    adapter: Adapter | None = field(repr=False)
+    tensors: Tensors = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -137,6 +139,11 @@ class View(Mapping[str, Tensor]):
     def as_filed(self) -> View:
         """The same model with its classes in the order of its files."""
         return self.filed or self
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether its tensors are those of its files: none is computed, reordered or replaced."""
+        return self.files is not None and self.tensors is self.files.tensors
 
     @property
     def names(self) -> list[str]:

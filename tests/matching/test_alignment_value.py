@@ -18,6 +18,7 @@ from tiny_models import difference, inputs, outputs
 
 import rotation_merge as rm
 from rotation_merge import RotationMergeError
+from rotation_merge.model.open import open_model
 
 CASES = [
     ("llama", "llama", "rotation"),
@@ -134,6 +135,21 @@ def test_checksums_are_taken_when_they_are_needed(tmp_path: Path, monkeypatch: p
     assert all(torch.equal(moved[name], tensor) for name, tensor in again.apply(donor.path).state_dict().items())
     with pytest.raises(RotationMergeError, match="is not that of"):
         again.apply(anchor.path).state_dict()
+
+
+def test_a_model_that_was_moved_is_another(tmp_path: Path) -> None:
+    """Also where it comes from the very files that the alignment was made for."""
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    alignment = rm.align(anchor.path, donor.path, heads="permutation")
+    moved = alignment.apply(donor.path)
+    others = [moved, open_model(donor.path).to(torch.bfloat16)]
+    for model in others:
+        with pytest.raises(RotationMergeError, match=f"is not that of {donor.path}"):
+            alignment.apply(model).state_dict()
+    again = rm.align(anchor.path, moved, heads="permutation")
+    with pytest.raises(RotationMergeError, match="is not that of"):
+        again.apply(donor.path).state_dict()
+    assert len(again.apply(moved).state_dict()) == len(alignment.apply(moved, strict=False).state_dict())
 
 
 def test_a_model_that_changed_after_it_was_aligned_is_not_saved_for(tmp_path: Path) -> None:
