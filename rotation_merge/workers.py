@@ -130,12 +130,6 @@ def on_devices(names: Sequence[str]) -> Spread:
     return spread
 
 
-class Failure(NamedTuple):
-    """An error in the place of a result, so that the first one in order is raised."""
-
-    error: Exception
-
-
 def in_order(function: Callable[[Any], Any], items: Iterable[Any], count: int) -> Iterator[Any]:
     """`function` of every item, in order, in threads; at most one finished result for each waits to be taken.
 
@@ -158,9 +152,9 @@ def in_order(function: Callable[[Any], Any], items: Iterable[Any], count: int) -
             waiting.append(Future())
             jobs.put((waiting[-1], item))
             if len(waiting) > count:
-                yield _taken(waiting.popleft().result())
+                yield waiting.popleft().result()
         while waiting:
-            yield _taken(waiting.popleft().result())
+            yield waiting.popleft().result()
     finally:
         for future in waiting:
             future.cancel()
@@ -170,30 +164,26 @@ def in_order(function: Callable[[Any], Any], items: Iterable[Any], count: int) -
 
 
 def _serve(jobs: SimpleQueue[tuple[Future[Any], Any] | None], call: Callable[[Any], Any]) -> None:
-    """Runs in a thread: does jobs until there is none."""
+    """Runs in a thread: does jobs until there is none, or one fails: nobody asks for those behind it."""
     while (job := jobs.get()) is not None:
         future, item = job
-        if future.set_running_or_notify_cancel():
-            future.set_result(call(item))
-        del job, future, item  # which are somebody else's now
-
-
-def _taken(result: Any) -> Any:
-    """A worker's result; a failure is raised."""
-    if isinstance(result, Failure):
-        raise result.error
-    return result
+        try:
+            if future.set_running_or_notify_cancel():
+                future.set_result(call(item))
+        except BaseException as error:
+            future.set_exception(error)
+            return
+        finally:
+            del job, future, item  # which are somebody else's now
 
 
 def on_one_thread(gradients: bool, function: Callable[..., Any], *arguments: Any) -> Any:
-    """A function's result or failure, computed with one torch thread and the caller's gradient mode."""
+    """A function's result, computed with one torch thread and the caller's gradient mode."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.set_grad_enabled(gradients):
             return function(*arguments)
-    except Exception as error:
-        return Failure(error)
     finally:
         torch.set_num_threads(threads)
 
@@ -240,7 +230,7 @@ def on_backend(name: str, device: str = "cpu") -> Iterator[Spread]:
 
             work = work if device == "cpu" else work.on(device, "cpu")
             piece = partial(_piece, __version__, cloudpickle.dumps(work), cloudpickle.dumps(step))
-            call, remaining = delayed(partial(on_one_thread, torch.is_grad_enabled(), piece)), iter(items)
+            call, remaining = delayed(partial(_attempt, torch.is_grad_enabled(), piece)), iter(items)
             try:
                 while chunk := list(islice(remaining, AHEAD * count)):
                     yield from map(_taken, parallel(call(item) for item in chunk))
@@ -290,6 +280,27 @@ def _report_deaths(backend: Any) -> None:
         return future
 
     backend.submit = reporting
+
+
+class _Failure(NamedTuple):
+    """An error in the place of a result, so that the first one in order is raised."""
+
+    error: Exception
+
+
+def _attempt(gradients: bool, piece: Callable[[Any], Any], item: Any) -> Any:
+    """Runs in a worker of a cluster: a result or a failure."""
+    try:
+        return on_one_thread(gradients, piece, item)
+    except Exception as error:
+        return _Failure(error)
+
+
+def _taken(result: Any) -> Any:
+    """A worker's result; a failure is raised."""
+    if isinstance(result, _Failure):
+        raise result.error
+    return result
 
 
 _CONNECT = {"ray": _ray, "dask": _dask}

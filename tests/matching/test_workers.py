@@ -77,6 +77,19 @@ def test_the_first_error_in_order_ends_it_and_workers_compute_with_one_thread() 
         assert list(in_order(lambda _: torch.is_grad_enabled(), [0], 1)) == [False]
 
 
+def test_nothing_is_begun_behind_a_failure() -> None:
+    begun: list[int] = []
+
+    def work(n: int) -> None:
+        begun.append(n)
+        raise SystemExit(f"block {n}")
+
+    with pytest.raises(SystemExit, match="block 0"):
+        list(in_order(work, range(9), 1))
+    time.sleep(0.1)
+    assert begun == [0]
+
+
 def test_an_interrupted_process_does_not_wait_for_running_blocks() -> None:
     """Ctrl-C: what other threads compute meanwhile is for nobody."""
     code = """

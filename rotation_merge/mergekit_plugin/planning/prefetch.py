@@ -15,7 +15,7 @@ import torch
 
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import BlockMatch
-from rotation_merge.workers import Failure, on_one_thread, workers_for
+from rotation_merge.workers import on_one_thread, workers_for
 
 
 class Job(Protocol):
@@ -40,7 +40,7 @@ class PrefetchScheduler:
         """
         self.single, self.weights = single, 1
         self._waiting: dict[str, Job] = {}
-        self._running: dict[str, AsyncResult[BlockMatch | Failure]] = {}
+        self._running: dict[str, AsyncResult[BlockMatch]] = {}
         self._whole: dict[str, Alignment | None] = {}
         self._pool: ThreadPool | None = None
         self._count, self._threads = 0, torch.get_num_threads()
@@ -69,8 +69,6 @@ class PrefetchScheduler:
             self._begin(queued, self._pool)
         try:
             block_match = self._running.pop(job.key).get()
-            if isinstance(block_match, Failure):
-                raise block_match.error
         except BaseException:
             self.end()
             raise
