@@ -54,7 +54,26 @@ def check_sources(
         made_earlier: names of merges that mergekit-multi makes first; nothing of them is there yet.
     """
     session = None if recipe is None else Session.of(recipe, options, watched=False)
-    models = session.models if session is not None else Models(options)
+    if session is None:
+        _check_models(document, recipe, made_earlier, options, refused, Models(options))
+        return
+    try:
+        complete = _check_models(document, recipe, made_earlier, options, refused, session.models)
+        if complete and document.first is None:
+            _plan(document, session, options)
+    finally:
+        session.run.end()
+
+
+def _check_models(
+    document: Document,
+    recipe: Recipe | None,
+    made_earlier: set[str],
+    options: MergeOptions,
+    refused: Mapping[str, RotationMergeError],
+    models: Models,
+) -> bool:
+    """Collect the faults of the models and files themselves; returns whether all of them are here."""
     opened: dict[str, tuple[Path, View]] = {}
     absent = False
     for path, name in references(document.value):
@@ -89,8 +108,7 @@ def check_sources(
         _compare(document, recipe, base[1], opened, models)
     if recipe is not None:
         _written(document, recipe, options)
-    if session is not None and not absent and document.first is None:
-        _plan(document, session, options)
+    return not absent
 
 
 def _written(document: Document, recipe: Recipe, options: MergeOptions) -> None:

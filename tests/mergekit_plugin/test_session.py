@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from cli_support import run as command
 from mergekit import card, merge
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
-from plugin_support import recipe_for, state, write_state
+from plugin_support import recipe_for, state, write_recipe, write_state
 
 from rotation_merge.architecture import build, registry
 from rotation_merge.matching.run import Run
@@ -125,3 +126,11 @@ def test_a_tensor_whose_mark_is_taken_elsewhere_is_new_to_the_merge() -> None:
     run.marks["model"].add("weight", tensor)
     assert run.add_fingerprint("model", "weight", tensor)
     assert not run.add_fingerprint("model", "weight", tensor)
+
+
+def test_commands_leave_no_model_in_mergekits_cache(pair: Pair, tmp_path: Path) -> None:
+    recipe = write_recipe(recipe_for("ties", *pair), tmp_path / "recipe.yml")
+    LoaderCache.loaders.clear()
+    for words in (["check", recipe], ["inspect", recipe]):
+        assert command(*words).exit_code == 0
+        assert not LoaderCache.loaders

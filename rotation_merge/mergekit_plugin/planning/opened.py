@@ -52,16 +52,18 @@ class Loader:
 class Models:
     """The models of one recipe by reference, each opened once.
 
-    mergekit reads them as it reads any model, until they are taken out again; those in memory stand there only while
-    tensors are asked for.
+    Args:
+        served: mergekit reads those that are stored, too, as it reads any model, until they are closed.
 
     Attributes:
         held: references of models in memory.
         statistics, samples: of models in memory, by reference.
     """
 
-    def __init__(self, options: MergeOptions, unsupported: str = "error", untie: bool = False) -> None:
-        self.options, self.unsupported, self.untie = options, unsupported, untie
+    def __init__(
+        self, options: MergeOptions, unsupported: str = "error", untie: bool = False, served: bool = False
+    ) -> None:
+        self.options, self.unsupported, self.untie, self.served = options, unsupported, untie, served
         self.held: set[ModelReference] = set()
         self.statistics: dict[ModelReference, Any] = {}
         self.samples: dict[ModelReference, list[dict[str, Tensor]]] = {}
@@ -80,7 +82,7 @@ class Models:
 
     def __setitem__(self, reference: ModelReference, view: View) -> None:
         self._opened[reference] = view
-        if reference not in self.held:
+        if self.served and reference not in self.held:
             LoaderCache.loaders[reference] = Loader(view.as_filed)
 
     def hold(self, view: View) -> ModelReference:

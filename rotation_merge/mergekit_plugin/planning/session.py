@@ -36,7 +36,7 @@ class Session:
     @classmethod
     def of(cls, recipe: Recipe, options: MergeOptions, watched: bool = True) -> Session:
         run = Run(watched=watched, kept_transforms={} if recipe.value("save_alignment") else None)
-        models = Models(options, recipe.unsupported, recipe.untie)
+        models = Models(options, recipe.unsupported, recipe.untie, served=True)
         run.endings.append(models.close)
         return cls(recipe, models, run)
 
