@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from mergekit.common import ModelPath, ModelReference
-from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
 from torch import Tensor, nn
 
@@ -25,10 +24,9 @@ from rotation_merge.files import FOLDER, Output, check_output, write_json
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.blocks import blockwise, read_tensor, unstack, with_tied
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.model.sentence import module_of, write_modules
 from rotation_merge.model.staging import HEADS, staged, write_files
 from rotation_merge.model.tensors import Shapes, Tensors
-from rotation_merge.model.writing import StorageOptions, parse_size, untied, write_beside
+from rotation_merge.model.writing import StorageOptions, WeightFiles, parse_size, untied, write_beside
 from rotation_merge.record import MergeReport
 
 TensorOf = Callable[[Block, TensorInfo, torch.dtype | None], Tensor | None]
@@ -388,18 +386,13 @@ class View(Mapping[str, Tensor]):
     def _write(self, folder: str, size: int) -> None:
         """Write weights, config and small files into a folder."""
         os.makedirs(folder, exist_ok=True)
-        writer = TensorWriter(folder, max_shard_size=size)
-        apart: dict[str, Tensor] = {}  # tensors of sentence-transformers modules, which have folders of their own
+        weights = WeightFiles(folder, size, self.modules, None if self.files is None else self.files.folder)
         for name, tensor in self.blocks():
-            if module_of(name, self.modules) is not None:
-                apart[name] = tensor.detach().cpu()
-            else:
-                writer.save_tensor(name, tensor.detach().cpu(), clone=True)
-        writer.finalize()
+            weights.save(name, tensor)
+        weights.finish()
         if self.files is not None:
             dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
             write_beside(self.files.folder, folder, StorageOptions(dtype=dtype, untie=self.untie), self.changed)
-            write_modules(self.files.folder, folder, apart)
             return
         values = json.loads(json.dumps(self.config, default=str))
         write_json(os.path.join(folder, "config.json"), values)

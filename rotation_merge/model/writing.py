@@ -1,4 +1,4 @@
-"""What is written beside the tensors of a model: config, tokenizer and other small files; sizes and storage types."""
+"""What a model's folder holds: weight files, config, tokenizer and other small files; sizes and storage types."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from mergekit.common import parse_kmb
+from mergekit.io.tensor_writer import TensorWriter
 from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError, nearest
 from rotation_merge.files import write_json
+from rotation_merge.model.sentence import module_of, write_modules
 from rotation_merge.model.staging import write_files
 
 KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
@@ -63,6 +65,38 @@ def check_dtype(name: str | None) -> None:
 def stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A tensor for storage: on the CPU, a floating one in a dtype (None: unchanged)."""
     return tensor.to("cpu", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+
+
+class WeightFiles:
+    """The weight files of a model in the making; modules of sentence-transformers have folders of their own.
+
+    Args:
+        folder: to write into.
+        shard_size: bytes of a file at most.
+        modules: after the transformer.
+        source: folder with the settings of the modules; None: there are none.
+    """
+
+    def __init__(
+        self, folder: str, shard_size: int, modules: list[dict[str, Any]] | None = None, source: str | None = None
+    ) -> None:
+        self.folder, self.modules, self.source = folder, modules or [], source
+        self.written: set[str] = set()
+        self._writer = TensorWriter(folder, max_shard_size=shard_size)
+        self._of_modules: dict[str, Tensor] = {}
+
+    def save(self, name: str, tensor: Tensor) -> None:
+        tensor = tensor.detach().cpu()
+        if module_of(name, self.modules) is None:
+            self._writer.save_tensor(name, tensor, clone=True)
+        else:
+            self._of_modules[name] = tensor.clone()
+        self.written.add(name)
+
+    def finish(self) -> None:
+        self._writer.finalize()
+        if self.source is not None:
+            write_modules(self.source, self.folder, self._of_modules)
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
