@@ -55,6 +55,25 @@ TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "
 """Beginnings of names of a tokenizer's files."""
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """transformers' words for special tokens, and those of metadata."""
+OWN_TOKENIZER = "put the model's tokenizer.json beside the file"
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+"""GPT-2's rule for splitting text into words, which transformers takes for every rule that it does not know."""
+THREES = {"type": "Split", "pattern": {"Regex": "[0-9][0-9][0-9]"}, "behavior": "Isolated", "invert": False}
+LIKE_GPT2 = "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "gigachat", "roberta-bpe"
+SINGLE_DIGITS = "smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b"
+SPLITS: dict[str, tuple[dict[str, Any], ...]] = {
+    **dict.fromkeys(LIKE_GPT2, (BYTES,)),
+    **dict.fromkeys(SINGLE_DIGITS, ({"type": "Digits", "individual_digits": True}, BYTES)),
+    "falcon": (
+        {"type": "Punctuation", "behavior": "Contiguous"},
+        BYTES,
+        {"type": "Digits", "individual_digits": False},
+        THREES,
+    ),
+}
+"""Rules for splitting text that transformers' reader does not tell from GPT-2's, by llama.cpp's names."""
+UNNAMED_SPLITS = {"gpt2": "gpt-2", "falcon": "falcon", "starcoder2": "starcoder"}
+"""Those of architectures whose older files name none."""
 UNUSED, PADDING = 5, re.compile(r"\[PAD\d+\]")
 """Type and name of rows of the embedding that have no token."""
 
@@ -410,9 +429,7 @@ def _convert_tokenizer(model: GgufFile, tokens: Sequence[str], folder: str) -> N
         tokenizer.save_pretrained(folder)
     except Exception as error:  # transformers and tokenizers raise errors of many classes
         problem = f"its tokenizer cannot be read by transformers ({short(error)})"
-        raise CheckpointError(
-            problem, where=model.paths[0], remedy="put the model's tokenizer.json beside the file"
-        ) from error
+        raise CheckpointError(problem, where=model.paths[0], remedy=OWN_TOKENIZER) from error
     path = os.path.join(folder, "tokenizer.json")
     with open(path, encoding="utf-8") as stream:
         content = json.load(stream)
@@ -420,4 +437,20 @@ def _convert_tokenizer(model: GgufFile, tokens: Sequence[str], folder: str) -> N
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, dict):
         content["model"]["vocab"] = {token: number for token, number in vocabulary.items() if number < len(tokens)}
+    if model.metadata("tokenizer.ggml.model") == "gpt2" and content["pre_tokenizer"]["type"] == "ByteLevel":
+        content["pre_tokenizer"] = _splitting(model)
     write_json(path, content)
+
+
+def _splitting(model: GgufFile) -> dict[str, Any]:
+    """The rule for splitting text that a file names, where transformers' reader took GPT-2's.
+
+    Raises:
+        CheckpointError: it names none, or one that is not known.
+    """
+    name = model.metadata("tokenizer.ggml.pre") or UNNAMED_SPLITS.get(model.architecture)
+    if name not in SPLITS:
+        words = f"by '{name}', which is not known" if name else "in a way that it does not name"
+        raise CheckpointError(f"its tokenizer splits text {words}", where=model.paths[0], remedy=OWN_TOKENIZER)
+    parts = SPLITS[name]
+    return parts[0] if len(parts) == 1 else {"type": "Sequence", "pretokenizers": parts}

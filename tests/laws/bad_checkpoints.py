@@ -452,6 +452,8 @@ GGUFS = [
             ("llama.feed_forward_length", [48, 64], "not the same in all layers"),
             ("llama.rope.scaling.type", "of-nobody", "'of-nobody'"),
             ("tokenizer.ggml.model", "of-nobody", "put the model's tokenizer.json beside the file"),
+            ("tokenizer.ggml.pre", "of-nobody", "'of-nobody'"),
+            ("tokenizer.ggml.pre", None, "in a way that it does not name"),
             ("tokenizer.ggml.eos_token_id", [1, 2], "its tokenizer cannot be read by transformers"),
         )
     ),
