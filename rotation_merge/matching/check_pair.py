@@ -12,11 +12,10 @@ from typing import Any
 
 from rotation_merge.architecture.fields import differences
 from rotation_merge.architecture.model import Architecture, Block, Norm, Space, TensorInfo
-from rotation_merge.architecture.registry import shipped
+from rotation_merge.architecture.registry import find, shipped
 from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, short
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.remarks import remarks
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.labels import LabelRows, label_rows, rows_note
@@ -26,6 +25,18 @@ from rotation_merge.symmetry.admitted import by_stream
 
 LITTLE = "a change carried from a base of another width or depth brings only -3 to 16% of its gain"
 UNLIKE = f"only models of equal sizes and symmetries can be averaged; {LITTLE}, so train on the new base instead"
+
+FLAGS = {
+    "attention_bias": ("attention",),
+    "qkv_bias": ("attention",),
+    "use_qkv_bias": ("attention",),
+    "mlp_bias": ("ffn",),
+    "use_bias": ("attention", "ffn", "mixer"),
+    "bias": ("attention", "ffn"),
+}
+"""Config entries that give linear maps a bias, and the kinds of spaces that those maps have an axis of."""
+
+NEW_BIASES = "transformers makes new ones (set it to false in config.json if the model has none)"
 
 Layers = Mapping[str, Sequence[tuple[int, int]]]
 """By module, which layer of the anchor meets which layer of the donor."""
@@ -54,7 +65,7 @@ class CheckedPair:
 
     def notes(self) -> list[str]:
         """Notes for the report beside the warnings."""
-        notes = list(dict.fromkeys(note for member in (self.anchor, self.donor) for note in remarks(member)))
+        notes = list(dict.fromkeys(note for member in (self.anchor, self.donor) for note in _remarks(member)))
         notes += rows_note(self.anchor.name, self.donor.name, self.rows)
         if self.unaligned:
             names = ", ".join(self.unaligned[:6]) + (", ..." if len(self.unaligned) > 6 else "")
@@ -381,3 +392,39 @@ def _config_warnings(anchor: View, donor: View) -> list[str]:
             )
         warnings.append(f"{donor.name}: {short(difference)} in {anchor.name}; {difference.field.why}.")
     return warnings
+
+
+def _missing_biases(config: Mapping[str, Any], architecture: Architecture, names: Collection[str]) -> Iterator[str]:
+    """Entries of a config that are true although some layer stores no such bias, as words for a note.
+
+    Args:
+        names: of all tensors that the checkpoint stores.
+    """
+    spec = find(config)
+    modules = {} if spec is None else spec.modules
+    holders = {
+        name[: at + 1] for name in names if name.endswith(".bias") for at, mark in enumerate(name) if mark == "."
+    }
+    for module, definition in modules.items():
+        settings = (config.get(definition.config) or {}) if definition.config else config
+        blocks = [block for block in architecture.blocks if block.module == module and block.index is not None]
+        for flag in (flag for flag in FLAGS if settings.get(flag) is True):
+            lacking = [block for block in blocks if not _linear_maps(block, FLAGS[flag]) <= holders]
+            if lacking:
+                entry = f"{definition.config}.{flag}" if definition.config else flag
+                yield f"'{entry}' is true, but no such bias is stored for {lacking[0].name}"
+
+
+def _linear_maps(block: Block, kinds: Collection[str]) -> set[str]:
+    """Weight names of the linear maps of a block with an axis in some kinds of spaces."""
+    return {
+        info.name.rsplit(".", 2)[0] + "."
+        for info in block.tensors
+        if info.name.endswith(".weight") and len(info.axes) == 2 and any(s.kind in kinds for s in info.spaces())
+    }
+
+
+def _remarks(view: View) -> list[str]:
+    """Notes on a model for the report, one line each."""
+    missing = _missing_biases(view.config, view.architecture, view.shapes)
+    return [*view.remarks, *(f"`{view.name}`: {words}; {NEW_BIASES}." for words in missing)]

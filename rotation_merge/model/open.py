@@ -178,7 +178,7 @@ def _open_files(
         tensors = adapted(tensors, adapter, architecture, config, tied[0] if tied else None, name)
     files = Files(reference, folder, dtypes, options, adapter, tensors)
     view = View(name, config, architecture, tensors, files, untie=untie, remarks=_remarks(name, folder, adapter))
-    if adapter is not None and not (any_base or options.allow_crimes):
+    if not any_base:
         check_own_base(view)
     return view
 

@@ -104,8 +104,6 @@ def load(
                 settings = type(settings).from_dict({**settings.to_dict(), **changed})
             model, info = kind.from_pretrained(None, config=settings, state_dict=state, **options)
     except Exception as error:
-        if "ignore_mismatched_sizes" in str(error):
-            open_model(path)  # names the tensor
         raise CheckpointError(f"cannot be loaded ({short(error)})", where=path, remedy="download it again") from error
     for failure in ("missing_keys", "mismatched_keys"):
         if wrong := sorted(map(str, info.get(failure) or [])):
