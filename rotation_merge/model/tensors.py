@@ -63,8 +63,9 @@ class Tensors(Mapping[str, Tensor]):
 
         def stack(names: Sequence[str]) -> Tensor:
             stored = self.stack(names)
-            changed = [change(name, tensor) for name, tensor in zip(names, stored, strict=True)]
-            unchanged = all(a.data_ptr() == b.data_ptr() for a, b in zip(changed, stored, strict=True))
+            pieces = stored.unbind(0)
+            changed = [change(name, piece) for name, piece in zip(names, pieces, strict=True)]
+            unchanged = all(after is before for after, before in zip(changed, pieces, strict=True))
             return stored if unchanged else torch.stack(changed)
 
         return Tensors(self.shapes, self.dtypes, lambda name: change(name, self.read(name)), stack)
