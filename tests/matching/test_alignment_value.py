@@ -18,7 +18,6 @@ from tiny_models import difference, inputs, outputs
 
 import rotation_merge as rm
 from rotation_merge import RotationMergeError
-from rotation_merge.model.open import open_model
 
 CASES = [
     ("llama", "llama", "rotation"),
@@ -142,7 +141,8 @@ def test_a_model_that_was_moved_is_another(tmp_path: Path) -> None:
     anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     alignment = rm.align(anchor.path, donor.path, heads="permutation")
     moved = alignment.apply(donor.path)
-    others = [moved, open_model(donor.path).to(torch.bfloat16)]
+    unmoved = rm.align(donor.path, anchor.path, heads="permutation").apply_anchor(donor.path)
+    others = [moved, unmoved.to(torch.bfloat16)]
     for model in others:
         with pytest.raises(RotationMergeError, match=f"is not that of {donor.path}"):
             alignment.apply(model).state_dict()
