@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
 from rotation_merge.errors import RotationMergeError, SpaceError, no_space, short
@@ -132,27 +132,32 @@ def locked(*outs: str | os.PathLike[str], wait: float = 0.0) -> Iterator[None]:
 @contextmanager
 def _locked(path: str, wait: float) -> Iterator[None]:
     missing = [folder for folder in Path(path).parents if not folder.exists()]
-    file = companion(path, LOCK)
+    lock = FileLock(companion(path, LOCK), is_singleton=True)
     try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        lock = FileLock(file, is_singleton=True)
-        lock.acquire(timeout=wait, poll_interval=0.05)
-    except OSError as error:
-        if isinstance(error, Timeout) and os.path.exists(file):
-            remedy = "wait until that has ended, or write somewhere else"
-            raise RotationMergeError("another run is writing it", where=path, remedy=remedy) from error
-        problem = f"cannot be written ({short(error.strerror or error).lower()})"
-        raise RotationMergeError(problem, where=path, remedy="write somewhere else") from error
-    try:
+        _acquire(lock, path, wait)
         yield
     finally:
-        if lock.lock_counter == 1:
-            with suppress(OSError):
-                os.remove(file)  # before it is released: whoever opened it meanwhile sees that it has no name
+        with suppress(OSError):
+            if not lock.is_locked:  # interrupted on the way: what it left is removed, unless another run has it
+                lock.acquire(timeout=0)
+            if lock.lock_counter == 1:
+                os.remove(lock.lock_file)  # before it is released: whoever opened it meanwhile sees it has no name
         lock.release()
         for folder in missing:
             with suppress(OSError):
                 folder.rmdir()
+
+
+def _acquire(lock: BaseFileLock, path: str, wait: float) -> None:
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        lock.acquire(timeout=wait, poll_interval=0.05)
+    except OSError as error:
+        if isinstance(error, Timeout) and os.path.exists(lock.lock_file):
+            remedy = "wait until that has ended, or write somewhere else"
+            raise RotationMergeError("another run is writing it", where=path, remedy=remedy) from error
+        problem = f"cannot be written ({short(error.strerror or error).lower()})"
+        raise RotationMergeError(problem, where=path, remedy="write somewhere else") from error
 
 
 # --- checked ---------------------------------------------------------------------------------------------------------
