@@ -59,7 +59,7 @@ def nearness(architecture: Architecture, first: TensorSource, second: TensorSour
     cosines = {}
     for name in _spread(architecture, first, second):
         first_matrix, second_matrix = first[name], second[name]
-        if first_matrix.ndim != 2 or first_matrix.shape != second_matrix.shape:
+        if first_matrix.shape != second_matrix.shape:
             continue
         first_matrix, second_matrix = first_matrix.flatten().float(), second_matrix.flatten().float()
         if bool(first_matrix.any()) and bool(second_matrix.any()):
