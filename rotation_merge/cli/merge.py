@@ -68,10 +68,8 @@ def command(
     if names[0].startswith((".", os.sep)) and not os.path.exists(names[0]) and os.path.exists(out):
         raise click.UsageError(f"{names[0]} does not exist, but {out} does: the directory to write comes last")
     from rotation_merge.model.naming import check_different
-    from rotation_merge.model.open import whole_path
 
     options = config_of(MergeConfig, values)
-    names, base = list(map(whole_path, names)), options.base and whole_path(options.base)
     check_different(names)
     out = out.rstrip(os.sep) or os.sep  # files beside it begin with its name
     context = click.get_current_context()
@@ -80,11 +78,13 @@ def command(
     note("loading libraries ...")
 
     from rotation_merge.model.adapter_base import on_base
+    from rotation_merge.model.open import whole_path
     from rotation_merge.search.clock import Clock
     from rotation_merge.search.job import SearchConfig, usual_data
     from rotation_merge.search.run import Search
 
-    bare, names = names, [on_base(name, base) for name in names]
+    base, bare = options.base and whole_path(options.base), list(map(whole_path, names))
+    names = [on_base(name, base) for name in bare]
     if all(adapter != model for adapter, model in zip(bare, names, strict=True)):
         note("Merging full models out of adapters; 'rotation-merge lora' merges them into one adapter.")
     sources = data or (usual_data(names[0]),)

@@ -26,7 +26,7 @@ LabelRows = Mapping[str, tuple[int, tuple[int, ...]]]
 
 
 def labels(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of a classifier's outputs in the order of its head's rows; None for default names."""
+    """Names of a classifier's outputs in the order of its head's rows; empty for default names."""
     id2label = config.get("id2label")
     if not isinstance(id2label, Mapping) or not all(str(key).isdigit() for key in id2label):
         return ()  # transformers loads no such model
@@ -82,7 +82,7 @@ def in_class_order(view: View, rows: LabelRows) -> View:
     if not rows:
         return view
     names, (_, order) = labels(view.config), next(iter(rows.values()))
-    named = {i: names[number] for i, number in enumerate(order)}
+    named = {i: names[number] if names else f"LABEL_{number}" for i, number in enumerate(order)}
     changed = {"id2label": {str(i): n for i, n in named.items()}, "label2id": {n: i for i, n in named.items()}}
     changes = {"config": {**view.config, **changed}, "changed": {**view.changed, **changed}}
     of_files = next((filed for _, filed in view.rows.values()), range(len(order)))
