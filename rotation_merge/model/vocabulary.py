@@ -127,13 +127,12 @@ def moved_tokens(anchor: View, donor: View, both: bool = False) -> tuple[int, in
     Args:
         both: count only tokens that both know, whatever the sizes.
     """
-    models = (anchor, donor)
     if anchor is donor or anchor.files is None or donor.files is None:
         return 0, 0
-    alike = len({_Tokenizer.of(model.folder, model.options.trust_remote_code) for model in models}) == 1
+    alike = _Tokenizer.of(anchor.folder) == _Tokenizer.of(donor.folder)
     if alike or (not both and vocabulary_size(anchor) != vocabulary_size(donor)):
         return 0, 0
-    known, donor_tokens = map(_tokens, models)
+    known, donor_tokens = _tokens(anchor), _tokens(donor)
     if known is None or donor_tokens is None:
         return 0, 0
     at = {} if both else {number: token for token, number in donor_tokens.items()}
@@ -159,7 +158,7 @@ def _tokens(model: View) -> Mapping[str, int] | None:
 
 def tokenizer_in(folder: str, trust_remote_code: bool = False) -> Any | None:
     """The tokenizer in a folder, read-only; None if it has none."""
-    return _loaded(_Tokenizer.of(folder, trust_remote_code))
+    return _loaded(_Tokenizer.of(folder), trust_remote_code)
 
 
 @dataclass(frozen=True)
@@ -171,26 +170,25 @@ class _Tokenizer:
     """
 
     folder: str = field(compare=False)
-    trust_remote_code: bool
     contents: str
 
     @classmethod
-    def of(cls, folder: str, trust_remote_code: bool) -> _Tokenizer:
+    def of(cls, folder: str) -> _Tokenizer:
         digest = hashlib.blake2b(digest_size=20)
         for name in sorted(filter(TOKENIZER.fullmatch, os.listdir(folder))):
             with open(os.path.join(folder, name), "rb") as file:
                 digest.update(name.encode() + b"\0" + file.read())
         with suppress(RotationMergeError):
             digest.update(str(read_json(os.path.join(folder, "config.json")).get("model_type")).encode())
-        return cls(folder, trust_remote_code, digest.hexdigest())
+        return cls(folder, digest.hexdigest())
 
 
 @lru_cache(maxsize=4)
-def _loaded(tokenizer: _Tokenizer) -> Any | None:
+def _loaded(tokenizer: _Tokenizer, trust_remote_code: bool) -> Any | None:
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(tokenizer.folder, trust_remote_code=tokenizer.trust_remote_code)
+        loaded = AutoTokenizer.from_pretrained(tokenizer.folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
         return None
     return None if has_only_special_tokens(loaded) else loaded
