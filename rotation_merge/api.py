@@ -36,11 +36,11 @@ from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.fold import unfolded_gain
-from rotation_merge.model.heads import free_name, head_names, heads_in, heads_of_teachers, under_head
+from rotation_merge.model.heads import head_names, heads_in, heads_of_teachers, under_heads
 from rotation_merge.model.labels import with_classes_of
-from rotation_merge.model.naming import anywhere, check_different
+from rotation_merge.model.naming import check_different
 from rotation_merge.model.nearness import nearness
-from rotation_merge.model.open import ModelLike, check_names, open_model, paths_of, several
+from rotation_merge.model.open import ModelLike, check_names, open_model, paths_of, several, whole_path
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import check_same_tokens
 from rotation_merge.model.writing import StorageOptions, small_files
@@ -184,12 +184,7 @@ def average(
             batches.append(read_samples(model, source, limit, seed=seed + number).batches)
             of_model[number]["data"] = "samples" if shared else f"samples of model {number + 1}"
     result = merge_views(views, opened, method, parameters, of_model, measured, batches, seed)
-    if not each_head:
-        return result
-    heads: dict[str, View] = {}
-    for view in views[1:]:
-        heads[free_name(os.path.basename(view.name.rstrip("/")), heads)] = under_head(result, view)
-    return result.with_heads(heads)
+    return result.with_heads(under_heads(result, views[1:])) if each_head else result
 
 
 def _check_folded(models: Sequence[View]) -> None:
@@ -433,12 +428,12 @@ def merge(
     Raises:
         RotationMergeError: models, data or the folder are of no use.
     """
-    names, place = [anywhere(model) for model in paths_of(models)], os.path.abspath(out)
+    names, place = [whole_path(model) for model in paths_of(models)], os.path.abspath(out)
     if len(names) < 2:
         raise RecipeError(f"{len(names)} models are given", remedy="name two or more")
     check_different(names)
     config = MergeConfig.or_default(config)
-    base = config.base and anywhere(config.base)
+    base = config.base and whole_path(config.base)
     names = [on_base(name, base) for name in names]
     sources = tuple(paths_of([data] if isinstance(data, str | os.PathLike) else data, "data source"))
     sources = sources or (usual_data(names[0]),)

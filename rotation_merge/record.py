@@ -1,7 +1,4 @@
-"""The report of one merge, as data: the content of `rotation_merge.json`.
-
-It includes the outcome of a search for the best merge.
-"""
+"""The report of one merge, as data: the content of `rotation_merge.json`, with the outcome of a search."""
 
 from __future__ import annotations
 
@@ -11,9 +8,10 @@ import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any, TypeVar
 
+from rotation_merge import __version__
 from rotation_merge.errors import AlignmentError, short
 
 T = TypeVar("T")
@@ -51,18 +49,20 @@ class SpaceRow:
 
 
 def figures(rows: Sequence[SpaceRow], whole: Mapping[str, object] | None = None) -> dict[str, Any]:
-    """Figures of one donor's match or fit, for the metadata of its alignment file; `rows_in` reads them."""
+    """Figures of one donor's match or fit, for the metadata of its alignment file; `figures_in` reads them."""
     return {"rows": [asdict(row) for row in rows], "whole": dict(whole or {})}
 
 
-def rows_in(metadata: Mapping[str, Any], path: str) -> list[SpaceRow]:
-    """The rows in the metadata of an alignment file; empty if it has none.
+def figures_in(metadata: Mapping[str, Any], path: str) -> tuple[list[SpaceRow], dict[str, object]]:
+    """The figures in the metadata of an alignment file: rows, and those of the whole model; empty if it has none.
 
     Raises:
         AlignmentError: they are damaged.
     """
     try:
-        return _read(list[SpaceRow], metadata.get("figures", {}).get("rows", []), finite=True)
+        known = metadata.get("figures", {})
+        whole = known.get("whole", {})
+        return _read(list[SpaceRow], known.get("rows", []), finite=True), whole if isinstance(whole, dict) else {}
     except (ValueError, AttributeError) as error:
         remedy = "write it again with 'rotation-merge align'"
         raise AlignmentError(f"its figures are damaged ({short(error)})", where=path, remedy=remedy) from error
@@ -72,21 +72,13 @@ def _read(kind: type[T], content: Any, finite: bool = False) -> T:
     """A value of a type out of JSON's content; a ValueError says in one line what is wrong with it."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+    adapter = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False) if finite else None)
     try:
-        value: T = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False) if finite else None).validate_python(
-            content
-        )
+        return adapter.validate_python(content)
     except ValidationError as error:
         fault = error.errors()[0]
         place = ".".join(map(str, fault["loc"]))
         raise ValueError(f"it lacks '{place}'" if fault["type"] == "missing" else f"{place}: {fault['msg']}") from error
-    return value
-
-
-def overall_figures(metadata: Mapping[str, Any]) -> dict[str, object]:
-    """Figures of the whole model in the metadata of an alignment file; see `rows_in`."""
-    figures = metadata.get("figures", {}).get("whole", {})
-    return dict(figures) if isinstance(figures, Mapping) else {}
 
 
 def relative_distance(rows: Sequence[SpaceRow]) -> tuple[float, float]:
@@ -109,21 +101,15 @@ def gained(before: float, after: float, own_method: bool = False) -> str:
     """
     if before == 0:
         return "the donor equals the anchor in every matched tensor: alignment has nothing to do"
-    gain = 1 - after / before
+    distances, gain = f"relative distance {before:.4g} before, {after:.4g} after", 1 - after / before
+    if gain >= SMALL_GAIN:
+        return f"{distances} alignment ({gain:.0%} less)"
     if gain < -SMALL_GAIN:
-        return (
-            f"the transforms increase the distance (relative distance {before:.4g} before, {after:.4g} after): "
-            "they were chosen by something other than distance, such as a loss"
-        )
-    if gain < SMALL_GAIN:
-        why = "the models share their coordinates" if before < RELATED else "no map brings the models nearer"
-        words = f"alignment changes next to nothing (relative distance {before:.4g} before, {after:.4g} after): {why}"
-        return words if own_method else f"{words}; the merge is practically the plain one"
-    return f"relative distance {before:.4g} before, {after:.4g} after alignment ({gain:.0%} less)"
-
-
-CORRELATIONS = ("Pearson", "Spearman")
-"""Figures that are no shares."""
+        why = "they were chosen by something other than distance, such as a loss"
+        return f"the transforms increase the distance ({distances}): {why}"
+    why = "the models share their coordinates" if before < RELATED else "no map brings the models nearer"
+    plain = "" if own_method else "; the merge is practically the plain one"
+    return f"alignment changes next to nothing ({distances}): {why}{plain}"
 
 
 @dataclass(frozen=True)
@@ -132,24 +118,14 @@ class Score:
 
     Attributes:
         on_base: the loss on text that the models' base wrote (nats a token), a measure of forgetting.
+        seconds: wall time of trying it, if it is a merge that was tried.
+        unfinished: whether that was stopped early: it could not win, and its score is estimated from its first samples.
     """
 
     name: str
     score: float
     accuracy: float | None = None
     on_base: float | None = None
-
-
-@dataclass(frozen=True)
-class Attempt(Score):
-    """A merge that was tried, with its figures on the selection samples.
-
-    Attributes:
-        seconds: wall time.
-        unfinished: whether it was stopped early: on its first samples it could not win, and from them its score is
-            estimated.
-    """
-
     seconds: float = 0.0
     unfinished: bool = False
 
@@ -162,7 +138,7 @@ class Verdict:
         unit, figure: unit of the scores, and name of the figure beside them.
         samples: which they are, in words.
         ensemble, plain: None where there is none; `notes` may say why.
-        tried: the best first.
+        tried: merges, the best first, on the selection samples.
         left_out: by merges, why they were not tried.
         base: the base's loss on its own text.
     """
@@ -174,7 +150,7 @@ class Verdict:
     best: Score
     plain: Score | None = None
     ensemble: Score | None = None
-    tried: list[Attempt] = field(default_factory=list)
+    tried: list[Score] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     base: float | None = None
@@ -187,32 +163,6 @@ class Verdict:
     def worth_it(self) -> bool:
         """Whether the best merge beats every parent alone."""
         return self.best.score < self.best_parent.score
-
-    def shown(self, value: float) -> str:
-        """The figure beside the scores, as text."""
-        return f"{value:.4f}" if self.figure in CORRELATIONS else f"{value:.1%}"
-
-    def sentences(self) -> list[str]:
-        """The verdict, then notes on the figures, as sentences."""
-        parent, best = self.best_parent, self.best
-        if self.worth_it:
-            scores = f"({best.score:.4f} against {parent.score:.4f})"
-            sentences = [f"Use the merge '{best.name}': it is better than each model alone {scores}."]
-            sentences.append(self._accuracy_note())
-        else:
-            scores = f"({parent.score:.4f} against {best.score:.4f})"
-            sentences = [f"Use {parent.name} alone: it is better than every merge {scores}."]
-        return [*filter(None, sentences), *self.notes]
-
-    def _accuracy_note(self) -> str:
-        """A sentence if the merge has a lower loss but a lower accuracy than a parent; else empty."""
-        shares = {parent.name: parent.accuracy for parent in self.parents if parent.accuracy is not None}
-        name = max(shares, key=lambda name: shares[name], default="")
-        share = self.best.accuracy
-        if share is None or not name or share >= shares[name]:
-            return ""
-        figures = f"{self.shown(share)} against {self.shown(shares[name])}"
-        return f"Its {self.figure} is lower than that of {name} ({figures})."
 
 
 @dataclass(frozen=True)
@@ -257,8 +207,7 @@ class MergeReport:
     def __str__(self) -> str:
         """A few lines to read; `text` gives all of it."""
         moved = [f"{donor}: {self.verdict(donor)}" for donor in self.donors()] or [self.unmoved()]
-        chosen = [] if self.search is None else self.search.sentences()
-        return "\n".join([f"anchor: {self.anchor}", *moved, *chosen, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([f"anchor: {self.anchor}", *moved, *(f"note: {note}" for note in self.notes)])
 
     def unmoved(self) -> str:
         """A sentence on a merge that moved no model."""
@@ -281,13 +230,10 @@ class MergeReport:
         return f"moved by the transforms in {self.files[donor]}: {words}" if donor in self.files else words
 
     def to_dict(self) -> dict[str, Any]:
-        summary = {
-            donor: dict(
-                zip(("relative_before", "relative_after"), self.relative_distances(donor), strict=True),
-                verdict=self.verdict(donor),
-            )
-            for donor in self.donors()
-        }
+        summary = {}
+        for donor in self.donors():
+            before, after = self.relative_distances(donor)
+            summary[donor] = {"relative_before": before, "relative_after": after, "verdict": self.verdict(donor)}
         return {"format": FORMAT, "summary": summary, **asdict(self)}
 
     @classmethod
@@ -311,10 +257,5 @@ class MergeReport:
 @functools.cache
 def versions() -> dict[str, str]:
     """Versions of the software that computed the result."""
-    versions = {"python": platform.python_version()}
-    for package in ("rotation-merge", "mergekit", "torch", "transformers"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+    used = {name: version(name) for name in ("mergekit", "torch", "transformers")}
+    return {"python": platform.python_version(), "rotation-merge": __version__, **used}

@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -107,58 +107,45 @@ Spread = Callable[[Workload, Any, Sequence[Any]], Iterator[Any]]
 
 def in_threads(work: Workload, step: Any, items: Sequence[Any]) -> Iterator[Any]:
     """Runs pieces in this process, on as many threads as the workload allows."""
-    return in_order(partial(work.piece, step), items, work.at_once)
+    piece = partial(work.piece, step)
+    return in_order([piece] * work.at_once, items) if work.at_once else map(piece, items)
 
 
 def on_devices(names: Sequence[str]) -> Spread:
     """Runs pieces on several devices of this machine, one at a time on each; results are moved to the first."""
 
     def spread(work: Workload, step: Any, items: Sequence[Any]) -> Iterator[Any]:
-        free: SimpleQueue[Workload] = SimpleQueue()
-        for name in names:
-            free.put(work.on(name, names[0]))
-
-        def piece(item: Any) -> Any:
-            device = free.get()
-            try:
-                return device.piece(step, item)
-            finally:
-                free.put(device)
-
-        return in_order(piece, items, len(names))
+        return in_order([partial(work.on(name, names[0]).piece, step) for name in names], items)
 
     return spread
 
 
-def in_order(function: Callable[[Any], Any], items: Iterable[Any], count: int) -> Iterator[Any]:
-    """`function` of every item, in order, in threads; at most one finished result for each waits to be taken.
+def in_order(functions: Sequence[Callable[[Any], Any]], items: Iterable[Any]) -> Iterator[Any]:
+    """A function of every item, in order, each function in a thread of its own.
 
-    A pool's further threads, and joblib's list of results, would cost memory: each thread has an arena of its own. No
-    process waits for these when it ends.
+    At most one finished result for each thread waits to be taken. A pool's further threads, and joblib's list of
+    results, would cost memory: each thread has an arena of its own. No process waits for these when it ends.
 
     Args:
-        count: threads; 0: everything on the thread that asks, nothing ahead.
+        functions: which give the same; the next item goes to the one that is free.
     """
-    if not count:
-        yield from map(function, items)
-        return
-    call, threads = partial(on_one_thread, torch.is_grad_enabled(), function), torch.get_num_threads()
+    gradients, threads = torch.is_grad_enabled(), torch.get_num_threads()
     jobs: SimpleQueue[tuple[Future[Any], Any] | None] = SimpleQueue()
     waiting: deque[Future[Any]] = deque()
-    for _ in range(count):
-        Thread(target=_serve, args=(jobs, call), daemon=True).start()
+    for function in functions:
+        Thread(target=_serve, args=(jobs, partial(on_one_thread, gradients, function)), daemon=True).start()
     try:
         for item in items:
             waiting.append(Future())
             jobs.put((waiting[-1], item))
-            if len(waiting) > count:
+            if len(waiting) > len(functions):
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     finally:
         for future in waiting:
             future.cancel()
-        for _ in range(count):
+        for _ in functions:
             jobs.put(None)
         torch.set_num_threads(threads)  # which those of new threads are taken from
 
@@ -215,7 +202,7 @@ def on_backend(name: str, device: str = "cpu") -> Iterator[Spread]:
 
     with ExitStack() as stack:
         try:
-            stack.enter_context(parallel_config(name, **_CONNECT[name](device, stack)))
+            stack.enter_context(parallel_config(name, **(_ray if name == "ray" else _dask)(device, stack)))
             _report_deaths(get_active_backend()[0])
             parallel, count = stack.enter_context(Parallel(batch_size=1)), effective_n_jobs(None)
         except ImportError as error:
@@ -229,15 +216,17 @@ def on_backend(name: str, device: str = "cpu") -> Iterator[Spread]:
             import cloudpickle
 
             work = work if device == "cpu" else work.on(device, "cpu")
-            piece = partial(_piece, __version__, cloudpickle.dumps(work), cloudpickle.dumps(step))
-            call, remaining = delayed(partial(_attempt, torch.is_grad_enabled(), piece)), iter(items)
-            try:
-                while chunk := list(islice(remaining, AHEAD * count)):
-                    yield from map(_taken, parallel(call(item) for item in chunk))
-            except RotationMergeError:
-                raise
-            except Exception as error:
-                raise WorkerError(f"{type(error).__name__}: {short(error)}", where=where, remedy=AGAIN) from error
+            pickled, remaining = (cloudpickle.dumps(work), cloudpickle.dumps(step)), iter(items)
+            call = delayed(partial(_piece, __version__, torch.is_grad_enabled(), *pickled))
+            while chunk := list(islice(remaining, AHEAD * count)):
+                try:
+                    results = parallel(map(call, chunk))
+                except Exception as error:
+                    raise WorkerError(f"{type(error).__name__}: {short(error)}", where=where, remedy=AGAIN) from error
+                for result in results:
+                    if isinstance(result, Exception):
+                        raise result
+                    yield result
 
         yield spread
 
@@ -282,41 +271,19 @@ def _report_deaths(backend: Any) -> None:
     backend.submit = reporting
 
 
-class _Failure(NamedTuple):
-    """An error in the place of a result, so that the first one in order is raised."""
-
-    error: Exception
-
-
-def _attempt(gradients: bool, piece: Callable[[Any], Any], item: Any) -> Any:
-    """Runs in a worker of a cluster: a result or a failure."""
-    try:
-        return on_one_thread(gradients, piece, item)
-    except Exception as error:
-        return _Failure(error)
-
-
-def _taken(result: Any) -> Any:
-    """A worker's result; a failure is raised."""
-    if isinstance(result, _Failure):
-        raise result.error
-    return result
-
-
-_CONNECT = {"ray": _ray, "dask": _dask}
 _unpickled = lru_cache(maxsize=2)(pickle.loads)
 """In a worker: the latest workload and step."""
 
 
-def _piece(version: str, work: bytes, step: bytes, item: Any) -> Any:
-    """Runs in a worker of a cluster: one piece; errors name the machine."""
+def _piece(version: str, gradients: bool, work: bytes, step: bytes, item: Any) -> Any:
+    """Runs in a worker of a cluster: the result of a piece, or in its place the error, which names the machine."""
     where = f"worker {socket.gethostname()}"
     try:
         if version != __version__:
             raise WorkerError(f"rotation-merge is {__version__} here, but {version} where the command runs")
-        return _unpickled(work).piece(_unpickled(step), item)
+        return on_one_thread(gradients, _unpickled(work).piece, _unpickled(step), item)
     except RotationMergeError as error:
         place = f"{error.where}, {where}" if error.where else where
-        raise type(error)(error.what, where=place, remedy=error.remedy or SAME) from error
+        return type(error)(error.what, where=place, remedy=error.remedy or SAME)
     except Exception as error:
-        raise WorkerError(f"{type(error).__name__}: {short(error)}", where=where, remedy=AGAIN) from error
+        return WorkerError(f"{type(error).__name__}: {short(error)}", where=where, remedy=AGAIN)

@@ -19,7 +19,7 @@ from torch import Tensor
 from rotation_merge.averaging.methods import TENSOR, DelegateMethod, MergeLog, Plan, Source, Target, parameter
 from rotation_merge.config import NotNegative
 from rotation_merge.linalg.sliced import Part, SlicedMatrix, beside, polar, weighted_sum
-from rotation_merge.model.slices import row_slices
+from rotation_merge.model.rows import row_slices
 
 SLICE = 1 << 22
 """Entries of a slice of a long vocabulary."""
@@ -124,7 +124,7 @@ class TaskVectorMethod(DelegateMethod):
         start, weights = base.weight, [source.share for source in tuned_sources]
         parts: list[Part] = [...]
         if target.info.vocabulary_axis is not None:
-            parts = [*row_slices(start, entries=SLICE)]
+            parts = [*row_slices(start, 0, SLICE)]
         changes = [TensorChange.of(start, source.weight, parts) for source in tuned_sources]
         lengths = [change.length for change in changes]
         if not any(lengths):

@@ -27,7 +27,7 @@ from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.rows import resized_vocabulary, vocabulary_subset
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import check_tuned_ids, shared_rows, vocabulary_size
+from rotation_merge.model.vocabulary import check_token_ids, shared_rows, vocabulary_size
 from rotation_merge.record import MergeReport
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers import Progress
@@ -84,7 +84,7 @@ class Bases:
             RotationMergeError: it is missing, damaged, or no fine-tune of that base.
         """
         pair = open_pair(str(self.old.reference), path, NOTHING, True, self.pair.device, words=False, any_base=True)
-        check_tuned_ids(pair.anchor, pair.donor)
+        check_token_ids(pair.anchor, pair.donor, tuned=True)
         donor = pair.donor.as_filed
         pair = replace(pair, donor=in_class_order(donor, label_rows(self.new, donor)))
         base, source = pair.sources

@@ -16,11 +16,11 @@ from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.carrying.carrier import Carrier, Change, Changes, is_bias, weight_key
 from rotation_merge.errors import AlignmentError, not_written
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.model import slices
 from rotation_merge.model.blocks import read_tensor, unstack
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.low_rank import LowRank, dense, stacks, transposed
 from rotation_merge.model.open import ModelLike, check_names, open_model
+from rotation_merge.model.rows import in_slices, views
 from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.view import View
 
@@ -199,16 +199,16 @@ class Delta:
         """A tensor of the new base with the change, long shared vocabularies in slices, and the squared norms."""
         sources, norms = (self.carrier.old, self.carrier.new, self.tuned), list[tuple[float, float]]()
         same = info.vocabulary_axis is not None and self.carrier.rows is None
-        views = slices.views(block, sources if same else [])
+        parts_of = views(block, sources if same else [])
 
         def made(part: slice | None) -> Tensor:
-            view = self if part is None else self._of(*views(part))
+            view = self if part is None else self._of(*parts_of(part))
             tensor, *both = view._with_change(block, info)
             norms.append((both[0], both[1]))
             return tensor
 
         known = [tensor for source in sources if same and (tensor := read_tensor(info, source)) is not None]
-        result = slices.in_slices(info, known, self.dtype or stored.dtype, made) if known else made(None)
+        result = in_slices(info, known, self.dtype or stored.dtype, made) if known else made(None)
         change, before = map(sum, zip(*norms, strict=True))
         return result, change, before
 

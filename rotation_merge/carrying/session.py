@@ -227,7 +227,7 @@ class TransferSession:
         """Tensors of the new base with rows for added tokens, except those that are written anyway."""
         if self.tokens is None or not self.tokens.rows:
             return
-        for name in vocabulary_axes(self.carrier.architecture):
+        for name in vocabulary_axes(self.carrier.architecture.tensors()):
             if name not in written and name in self.bases.new.shapes:
                 yield name, self.carrier.new[name]
 

@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from mergekit.common import ModelPath, ModelReference
 from torch import Tensor
 
 from rotation_merge.carrying.bases import Bases
@@ -31,7 +30,7 @@ from rotation_merge.model.open import open_model
 from rotation_merge.model.rows import resized_vocabulary, vocabulary_subset
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import tokenizer_of, vocabulary_size
+from rotation_merge.model.vocabulary import tokenizer_in, vocabulary_size
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Entries of a config and of generation_config.json that name tokens."""
@@ -90,9 +89,7 @@ class AddedTokens:
         """Tokenizers of the new base, the old base and the fine-tune; None for each that is missing."""
         if not self.old_length or not os.path.isdir(self.folder):
             return None, None, None
-        whole = self.model is not None and self.model.reference.lora is None
-        last = self.model.reference if self.model and whole else ModelReference(model=ModelPath(path=self.folder))
-        new, old, tuned = (tokenizer_of(each) for each in (self.bases.new.reference, self.bases.old.reference, last))
+        new, old, tuned = map(tokenizer_in, (self.bases.new.folder, self.bases.old.folder, self.folder))
         return new, old, tuned
 
     @cached_property

@@ -67,10 +67,9 @@ def command(
     *names, out = models
     if names[0].startswith((".", os.sep)) and not os.path.exists(names[0]) and os.path.exists(out):
         raise click.UsageError(f"{names[0]} does not exist, but {out} does: the directory to write comes last")
-    from rotation_merge.model.naming import anywhere, check_different
+    from rotation_merge.model.naming import check_different
 
     options = config_of(MergeConfig, values)
-    names, base = list(map(anywhere, names)), options.base and anywhere(options.base)
     check_different(names)
     out = out.rstrip(os.sep) or os.sep  # files beside it begin with its name
     context = click.get_current_context()
@@ -79,11 +78,13 @@ def command(
     note("loading libraries ...")
 
     from rotation_merge.model.adapter_base import on_base
+    from rotation_merge.model.open import whole_path
     from rotation_merge.search.clock import Clock
     from rotation_merge.search.job import SearchConfig, usual_data
     from rotation_merge.search.run import Search
 
-    bare, names = names, [on_base(name, base) for name in names]
+    base, bare = options.base and whole_path(options.base), list(map(whole_path, names))
+    names = [on_base(name, base) for name in bare]
     if all(adapter != model for adapter, model in zip(bare, names, strict=True)):
         note("Merging full models out of adapters; 'rotation-merge lora' merges them into one adapter.")
     sources = data or (usual_data(names[0]),)
@@ -132,11 +133,11 @@ def _polished(search: Search, out: str) -> dict[str, Any]:
 
 def _show(outcome: Outcome, out: str | None) -> None:
     from rotation_merge.model.naming import shortened
-    from rotation_merge.model.verdict import attempt_rows, headers, rows
+    from rotation_merge.model.verdict import attempt_rows, headers, rows, sentences
 
     verdict = outcome.verdict
     parents = [parent.name for parent in verdict.parents]
-    first, *details = verdict.sentences()
+    first, *details = sentences(verdict)
     say(first)
     columns = headers(verdict)
     table(f"On {verdict.samples}:", columns, rows(verdict, shortened(parents)), [*range(1, len(columns))])

@@ -27,7 +27,6 @@ from rotation_merge.matching.model_pair import Transforms
 from rotation_merge.matching.moved_statistics import MovedTensors
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.serialisation import packed, unpacked
-from rotation_merge.model import slices
 from rotation_merge.model.biases import holders, in_coordinates
 from rotation_merge.model.blocks import check_shapes, read_tensor, unstack
 from rotation_merge.model.fingerprint import Fingerprint, checksum
@@ -37,6 +36,7 @@ from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import LabelRows, in_class_order
 from rotation_merge.model.language_half import within
 from rotation_merge.model.open import ModelLike, open_model
+from rotation_merge.model.rows import in_slices, views
 from rotation_merge.model.run_keys import stamps_of
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import View, check_storage, described, stored_dtype
@@ -528,15 +528,15 @@ class Mover:
         if stored is None:
             return None
         rounded = stored_dtype(stored, dtype)
-        views = slices.views(block, [self.source] if info.vocabulary_axis is not None else [])
+        part_of = views(block, [self.source] if info.vocabulary_axis is not None else [])
 
         def moved(part: slice | None) -> Tensor:
-            aligned = self._aligned(dtype) if part is None else self._of(views(part)[0], None, dtype)
+            aligned = self._aligned(dtype) if part is None else self._of(part_of(part)[0], None, dtype)
             tensor = read_tensor(info, aligned)
             assert tensor is not None
             return tensor
 
-        return slices.in_slices(info, [stored], rounded, moved).to(rounded).contiguous()
+        return in_slices(info, [stored], rounded, moved).to(rounded).contiguous()
 
     def _aligned(self, dtype: torch.dtype | None) -> Tensors:
         """The whole aligned source, cached for each dtype."""

@@ -34,7 +34,7 @@ from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.open import open_model
 from rotation_merge.model.tensors import TensorSource, as_tensors
-from rotation_merge.model.vocabulary import moved_tokens, shared_rows
+from rotation_merge.model.vocabulary import same_tokens
 from rotation_merge.run.data import SAMPLES, Data, read_batches, unpadded
 from rotation_merge.run.functions import Batch, architecture_of, load, local_path, unlabelled
 from rotation_merge.run.generated_samples import SELF
@@ -180,7 +180,7 @@ class SampleMatcher:
 
     def _check_vocabularies(self) -> None:
         a, d = (open_model(name, any_base=True) for name in (self.anchor, self.donor))
-        if shared_rows([a, d]) is not None or moved_tokens(a, d)[0]:
+        if not same_tokens(a, d):
             problem = f"its vocabulary differs from that of {self.anchor}, so samples cannot be shared"
             raise DataError(problem, where=self.donor, remedy="match on weights (leave out 'match_on')")
 

@@ -18,11 +18,11 @@ from rotation_merge.matching.matrix_pairs import Tensors
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import StreamStatistics, compared
 from rotation_merge.matching.stream_products import TensorMeasurement, measured
-from rotation_merge.model import slices
 from rotation_merge.model.apply import at_least_float32, transform_tensor
 from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.model.blocks import read_block, read_tensor
 from rotation_merge.model.fold import folded_tensors
+from rotation_merge.model.rows import stored_tensors, vocabulary_axes, vocabulary_slices, with_rows
 from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.symmetry import HeadTransform, SpaceTransform
 from rotation_merge.workers import BYTES_A_WEIGHT, workers_for
@@ -202,12 +202,12 @@ class ModelPair:
             stored = [self._stored(block, source) for source in (self.anchor, self.donor)]
         long = {info.key: sliced for info in block.tensors if (sliced := _long(info, stored))}
         short = [info for info in block.tensors if info.key not in long]
-        names = [(name, info) for info in block.tensors for name in (*info.names, *info.tied)]
+        axes = vocabulary_axes(block.tensors)
         for infos, rows in [(short, None), *(([i], rows) for i in block.tensors for rows in long.get(i.key, ()))]:
             part = replace(block, tensors=tuple(infos))
             sources: list[TensorSource] = [*stored]
             if rows is not None:
-                sources = [slices.narrow_vocabulary(names, source, rows) for source in stored]
+                sources = [with_rows(source, axes, rows) for source in stored]
             if self.folded:
                 sources = [folded_tensors(self.architecture, source, self.folded) for source in sources]
             anchor, donor = (read_block(part, source) for source in sources)
@@ -217,16 +217,13 @@ class ModelPair:
 
     def _stored(self, block: Block, source: TensorSource) -> dict[str, Tensor]:
         """A block's stored tensors by name."""
-        return slices.stored_tensors(block, source if self.device is None else as_tensors(source).to(self.device))
+        return stored_tensors(block, source if self.device is None else as_tensors(source).to(self.device))
 
 
 def _long(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> list[slice]:
     """The vocabulary slices of a large tensor."""
     known = [tensor for tensors in stored if (tensor := read_tensor(info, tensors)) is not None]
-    if len(known) != 2 or known[0].shape != known[1].shape:
-        return []
-    row_slices = slices.rows(info, known[0])
-    return row_slices if len(row_slices) > 1 else []
+    return vocabulary_slices(info, known) if len(known) == 2 else []
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from rotation_merge.model.origin import origins
 from rotation_merge.model.rows import vocabulary_subset
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import matched_on, other_order, shared_rows
+from rotation_merge.model.vocabulary import TOGETHER, matched_on, other_ids, shared_rows
 from rotation_merge.record import MergeReport, figures, versions
 
 
@@ -201,12 +201,19 @@ def open_pair(
     architecture = resolve(dict(first.config), first.names, first.name, untie=True) if untie else first.architecture
     described_anchor = replace(first, architecture=architecture)
     checked = check_pair(described_anchor, second, options, untie=untie, excluded=excluded)
-    checked = replace(checked, warnings=(*checked.warnings, *other_order(first, second))) if words else checked
+    checked = _with_words(checked, first, second) if words else checked
     _check_shapes(first, second, architecture, lambda info: excluded(info.name) or _spared(info, words))
     if first.files is None and second.files is None:
         check_names(first, second)
     donor_in_order = in_class_order(second, checked.rows)
     return Pair(first, donor_in_order, architecture, checked, device, untie=untie, watched=watched)
+
+
+def _with_words(checked: CheckedPair, anchor: View, donor: View) -> CheckedPair:
+    """The same with a warning of tokens at other ids."""
+    if not (words := other_ids(anchor, donor)):
+        return checked
+    return replace(checked, warnings=(*checked.warnings, f"{donor.reference}: {words}; a merge needs '{TOGETHER}'."))
 
 
 def _spared(info: TensorInfo, words: bool) -> bool:
@@ -255,7 +262,7 @@ def check_models(
         return None
     a, d = open_together([first, second], unsupported=unsupported, any_base=any_base)
     checked = check_pair(a, d, options, untie=untie, excluded=excluded)
-    return replace(checked, warnings=(*checked.warnings, *other_order(a, d))) if words else checked
+    return _with_words(checked, a, d) if words else checked
 
 
 def read_alignment(pair: Pair, path: str, untie: bool = False) -> Alignment:

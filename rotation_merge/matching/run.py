@@ -16,7 +16,7 @@ from rotation_merge.architecture.model import Block
 from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.record import MergeReport, SpaceRow, overall_figures, rows_in, versions
+from rotation_merge.record import MergeReport, SpaceRow, figures_in, versions
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.symmetry import SpaceTransform
 
@@ -159,7 +159,7 @@ class Run:
         own_method: bool = False,
     ) -> MergeReport:
         """The report on the merge so far; arguments as the fields of `MergeReport`."""
-        of_files = {name: overall_figures(file.metadata) for name, file in self.alignment_files.items()}
+        of_files = {name: figures_in(file.metadata, file.file)[1] for name, file in self.alignment_files.items()}
         return MergeReport(
             str(anchor),
             delegate,
@@ -196,7 +196,7 @@ class Run:
             for donor, block, layer, match in sorted(self.records, key=lambda r: (r[0], r[2] is None, r[2] or 0, r[1]))
         ]
         for donor, file in sorted(self.alignment_files.items()):
-            rows += [replace(row, donor=donor) for row in rows_in(file.metadata, file.file)]
+            rows += [replace(row, donor=donor) for row in figures_in(file.metadata, file.file)[0]]
         return rows
 
     def end(self) -> None:

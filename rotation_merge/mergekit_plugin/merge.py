@@ -44,7 +44,7 @@ from rotation_merge.model.gguf import downloaded, in_cache, is_folder, is_gguf
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.origin import origins
 from rotation_merge.model.run_keys import mark_of, unchanged
-from rotation_merge.model.sentence import module_of, write_modules
+from rotation_merge.model.sentence import in_module, write_modules
 from rotation_merge.model.staging import staged
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE, MergeReport
@@ -122,12 +122,14 @@ def _run(
             )
             report.write(os.path.join(staging, REPORT_FILE))
             if recipe.value("heads_of") == "each":
-                from rotation_merge.model.heads import write_heads
+                from rotation_merge.model.heads import with_moved_head, write_heads
 
-                donors = [m for m in config.referenced_models() if m != recipe.base]
-                moved_donors = {m: (session.models[m], done.transforms_of(str(m))) for m in donors}
-                base, size = session.models[recipe.base], options.out_shard_size
-                write_heads(staging, base, moved_donors, done.folded, report, done.heads, size)
+                donors = {str(m): session.models[m] for m in config.referenced_models() if m != recipe.base}
+                moved_donors = [
+                    with_moved_head(donor, done.folded, done.transforms_of(name), done.heads.get(name, {}))
+                    for name, donor in donors.items()
+                ]
+                write_heads(staging, moved_donors, report, options.out_shard_size)
             if options.write_model_card:
                 add_section(os.path.join(staging, "README.md"), report)
         checked = [f"  check: {defect.line}" for defect in defects] or ["  check: the folder is complete"]
@@ -261,10 +263,10 @@ def _as_it_is_here(apart: SentenceModuleTensors) -> Iterator[None]:
 def _save(real: Callable[..., None], writer: TensorWriter, name: str, tensor: Tensor, **options: Any) -> None:
     check_tensor(tensor, name)
     apart = _apart.get()
-    if apart is None or module_of(name, apart.modules) is None:
-        real(writer, name=name, tensor=tensor, **options)
-    else:
+    if apart is not None and in_module(name, apart.modules):
         apart.tensors[name] = tensor.detach().cpu().clone()
+    else:
+        real(writer, name=name, tensor=tensor, **options)
     if apart is not None:
         apart.tick()
 

@@ -83,7 +83,7 @@ def _is_called(base: View, name: str, open_model: Open) -> bool:
     path = str(base.reference.model.path)
     if os.path.realpath(name) == os.path.realpath(path) or name == path:
         return True
-    near = Nearness({})
+    near = Nearness()
     with suppress(RotationMergeError):  # such as a folder without weights
         place = name if is_folder(name) or is_gguf(name) else in_cache(name, None) if is_hub_name(name) else None
         near = near if place is None else nearness(base.architecture, base.tensors, open_model(place).tensors)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 from mergekit.common import ModelReference
-from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.blocks import read_tensor, unstack
+from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.checkpoint import write_checkpoint
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.markdown import code
+from rotation_merge.model.open import open_model
 from rotation_merge.model.staging import HEADS
 from rotation_merge.model.view import View
 from rotation_merge.model.writing import StorageOptions
@@ -58,89 +59,71 @@ def compared(
     return base.architecture.without(odd | {name for name in head_tensors if name in known})
 
 
-def moved_head(
-    model: View, streams: Sequence[str], transforms: Mapping[str, SpaceTransform]
-) -> Iterator[tuple[str, Tensor]]:
-    """A donor's head in the anchor's coordinates.
+def under_heads(body: View, models: Iterable[View]) -> dict[str, View]:
+    """A merged body under the head of each model, all in the same coordinates, by the names of the models' folders."""
+    heads: dict[str, View] = {}
+    for model in models:
+        place = os.path.basename(model.reference.model.path.rstrip("/"))
+        numbered = (place if number == 1 else f"{place}-{number}" for number in itertools.count(1))
+        heads[next(name for name in numbered if name not in heads)] = _under_head(body, model)
+    return heads
+
+
+def _under_head(body: View, model: View) -> View:
+    dtypes = {dtype for dtype in body.stored_dtypes.values() if dtype.is_floating_point}
+    stored = body.dtype or max(dtypes, key=lambda dtype: dtype.itemsize)
+
+    def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor:
+        if (tensor := (model if is_head(block, info) else body).tensor(block, info)) is None:
+            problem = f"tensor '{info.name}' is not in the merged body"
+            raise CheckpointError(problem, where=model.name, remedy="leave out 'heads_of'")
+        return tensor.to(dtype) if tensor.is_floating_point() and is_head(block, info) else tensor
+
+    return (model.origin or model).blockwise(compute, stored, left_out=model.left_out)
+
+
+def with_moved_head(
+    model: View, streams: Sequence[str], transforms: Mapping[str, SpaceTransform], solved: Mapping[str, Tensor]
+) -> View:
+    """A donor with its head in the anchor's coordinates.
 
     Args:
         streams: whose gains the merge folds.
         transforms: of the streams.
+        solved: tensors that stand in the place of its head's.
 
     Raises:
         CheckpointError: the head has spaces of its own, which were not matched.
     """
-    architecture = model.architecture
-    source = folded_tensors(architecture, model.tensors, streams)
-    for block in architecture.blocks:
-        for info in block.tensors:
-            tensor = read_tensor(info, source) if is_head(block, info) else None
-            if tensor is None:
-                continue
-            if any(space.kind not in ("stream", "translation") for space in info.spaces()):
-                raise CheckpointError(
-                    f"the head's tensor '{info.name}' has neurons or heads of its own",
-                    where=str(model.reference),
-                    remedy="leave out 'heads_of'",
-                )
-            yield from unstack(info, transform_tensor(tensor, info, transforms)).items()
+    source = folded_tensors(model.architecture, model.tensors, streams)
+
+    def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
+        tensor = read_tensor(info, source) if is_head(block, info) else None
+        if tensor is not None and any(space.kind not in ("stream", "translation") for space in info.spaces()):
+            problem = f"the head's tensor '{info.name}' has neurons or heads of its own"
+            raise CheckpointError(problem, where=model.name, remedy="leave out 'heads_of'")
+        return None if tensor is None else transform_tensor(tensor, info, transforms)
+
+    moved = model.blockwise(compute)
+    return moved.with_tensors(moved.tensors.replaced(solved))
 
 
-def write_heads(
-    merged: str,
-    anchor: View,
-    donors: Mapping[ModelReference, tuple[View, Mapping[str, SpaceTransform]]],
-    streams: Sequence[str],
-    report: MergeReport,
-    solved: Mapping[str, Mapping[str, Tensor]],
-    shard_size: int,
-) -> list[str]:
-    """Write the merged body under each donor's head to `merged`/heads/NAME; returns the names.
+def write_heads(merged: str, donors: Sequence[View], report: MergeReport, shard_size: int) -> None:
+    """Write the merged body under each donor's head to `merged`/heads/NAME.
 
     Args:
-        solved: by donor, tensors of its head that stand in the place of its own.
+        donors: with their heads in the merge's coordinates.
         shard_size: bytes of a weight file at most.
 
     Raises:
         CheckpointError: a donor has tensors that the merge has not.
     """
-    body = LazyTensorLoader(ShardedTensorIndex.from_disk(merged), lazy_unpickle=False)
-    own_heads = head_names(anchor.architecture)
-    names: list[str] = []
-    for reference, (model, transforms) in donors.items():
-        name = free_name(os.path.basename(str(reference.model.path).rstrip("/")), names)
-        donor_heads = head_names(model.architecture)
-        body_names = [key for key in body.index.tensor_paths if key not in own_heads]
-        known = set(body_names) | donor_heads | set(model.ignored)
-        if lacking := next((key for key in model.names if key not in known), None):
-            raise CheckpointError(
-                f"tensor '{lacking}' is not in the merged body", where=str(reference), remedy="leave out 'heads_of'"
-            )
-        dtype = body.get_tensor(body_names[0]).dtype
-        solved_tensors = solved.get(str(reference), {})
-        head = (
-            (key, solved_tensors.get(key, tensor).to(dtype)) for key, tensor in moved_head(model, streams, transforms)
-        )
-        unchanged = ((key, body.get_tensor(key)) for key in body_names)
-        text = (
-            f"---\nlibrary_name: transformers\n---\n# {name}\n\nThe merged body with the head of {code(reference)}.\n"
-        )
-        storage = StorageOptions(shard_size, str(dtype).removeprefix("torch."))
-        write_checkpoint(model, head, report, text, os.path.join(merged, HEADS, name), storage, as_they_are=unchanged)
-        names.append(name)
-    return names
-
-
-def under_head(body: View, model: View) -> View:
-    """A merged body under the head of one of the models, both in the same coordinates."""
-    dtypes = {dtype for dtype in body.stored_dtypes.values() if dtype.is_floating_point}
-    stored = body.dtype or max(dtypes, key=lambda dtype: dtype.itemsize)
-
-    def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
-        tensor = (model if is_head(block, info) else body).tensor(block, info)
-        return tensor if tensor is None or not tensor.is_floating_point() else tensor.to(dtype)
-
-    return (model.origin or model).blockwise(compute, stored, left_out=model.left_out)
+    for name, view in under_heads(open_model(merged, unsupported="merge"), donors).items():
+        body = f"The merged body with the head of {code(view.reference)}."
+        text = f"---\nlibrary_name: transformers\n---\n# {name}\n\n{body}\n"
+        storage = StorageOptions(shard_size, str(view.dtype).removeprefix("torch."))
+        out = os.path.join(merged, HEADS, name)
+        write_checkpoint(view, (), report, text, out, storage, as_they_are=view.blocks())
 
 
 def heads_in(merged: str) -> dict[str, str]:
@@ -168,12 +151,3 @@ def heads_of_teachers(heads: Mapping[str, T], teachers: Sequence[ModelReference 
         problem = f"two teachers are called '{twice}', so their heads in {merged} cannot be told apart"
         raise RotationMergeError(problem, remedy="give each teacher's folder another name before the merge")
     return [heads.get(name) for name in names]
-
-
-def free_name(name: str, used: Collection[str]) -> str:
-    """A name that is not taken yet."""
-    number, free = 1, name
-    while free in used:
-        number += 1
-        free = f"{name}-{number}"
-    return free

@@ -6,6 +6,7 @@ same answers in another order, the one that the merge's config says.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,17 +26,12 @@ LabelRows = Mapping[str, tuple[int, tuple[int, ...]]]
 
 
 def labels(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of a classifier's outputs in the order of its head's rows; None for default names."""
+    """Names of a classifier's outputs in the order of its head's rows; empty for default names."""
     id2label = config.get("id2label")
     if not isinstance(id2label, Mapping) or not all(str(key).isdigit() for key in id2label):
         return ()  # transformers loads no such model
     names = tuple(str(id2label[key]) for key in sorted(id2label, key=int))
     return () if all(_NAMELESS.fullmatch(name) for name in names) else names
-
-
-def named_rows(names: tuple[str, ...]) -> dict[str, Any]:
-    """The entries of a config that name the rows of a head."""
-    return {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
 
 
 def label_rows(anchor: View, donor: View, excluded: Callable[[str], bool] = lambda _: False) -> LabelRows:
@@ -61,9 +57,8 @@ def label_rows(anchor: View, donor: View, excluded: Callable[[str], bool] = lamb
         order = tuple(map(donor_labels.index, ours))
         return {name: (dim, order) for name, dim in heads.items() if not excluded(name)}
     else:
-        problem = f"'id2label' has the names of {anchor.name} in another order"
-        why = "its head is not known" if not heads else "some labels occur twice"
-        problem = f"{problem}, and {why}"
+        why = "some labels occur twice" if heads else "its head is not known"
+        problem = f"'id2label' has the names of {anchor.name} in another order, and {why}"
         remedy = f"reorder the rows of one model's head, with its 'id2label' and 'label2id'; or {remedy}"
     raise CheckpointError(f"{problem}: {_differing(ours, donor_labels)}", where=donor.name, remedy=remedy)
 
@@ -87,25 +82,27 @@ def in_class_order(view: View, rows: LabelRows) -> View:
     if not rows:
         return view
     names, (_, order) = labels(view.config), next(iter(rows.values()))
-    changed = named_rows(tuple(names[i] for i in order))
-    tensors = view.tensors.map(lambda name, tensor: in_order(tensor, rows.get(name)))
+    named = {i: names[number] if names else f"LABEL_{number}" for i, number in enumerate(order)}
+    changed = {"id2label": {str(i): n for i, n in named.items()}, "label2id": {n: i for i, n in named.items()}}
     changes = {"config": {**view.config, **changed}, "changed": {**view.changed, **changed}}
-    before = {name: view.rows.get(name, (dim, tuple(range(len(places))))) for name, (dim, places) in rows.items()}
-    whole = {name: (dim, tuple(before[name][1][i] for i in places)) for name, (dim, places) in rows.items()}
-    return view.with_tensors(tensors, rows=whole, filed=view.as_filed, **changes)
+    of_files = next((filed for _, filed in view.rows.values()), range(len(order)))
+    whole = {name: (dim, tuple(of_files[i] for i in order)) for name, (dim, _) in rows.items()}
+    return view.with_tensors(_ordered(view.tensors, rows), rows=whole, filed=view.as_filed, **changes)
+
+
+def _ordered(tensors: Tensors, rows: LabelRows) -> Tensors:
+    return tensors.map(lambda name, tensor: in_order(tensor, rows.get(name)))
 
 
 def watched(view: View, mark: Fingerprint) -> Tensors:
     """A model's tensors; each that is read is added to the fingerprint of its files."""
-    stored = mark.watching(view.as_filed.tensors)
-    return stored.map(lambda name, tensor: in_order(tensor, view.rows.get(name))) if view.rows else stored
+    return _ordered(mark.watching(view.as_filed.tensors), view.rows)
 
 
 def with_classes_of(view: View, anchor: View) -> View:
     """A model with its classes in the anchor's order, if both name the same ones."""
-    if sorted(labels(view.config)) != sorted(labels(anchor.config)):
-        return view
-    return in_class_order(view, label_rows(anchor, view))
+    same = sorted(labels(view.config)) == sorted(labels(anchor.config))
+    return in_class_order(view, label_rows(anchor, view)) if same else view
 
 
 def in_order(tensor: Tensor, rows: tuple[int, tuple[int, ...]] | None) -> Tensor:
@@ -131,9 +128,7 @@ def _classifies(member: View) -> bool:
 
 def _differing(ours: tuple[str, ...], donor_labels: tuple[str, ...]) -> str:
     """The first row that differs, with both values."""
-    row = next(
-        (i for i, pair in enumerate(zip(ours, donor_labels, strict=False)) if pair[0] != pair[1]),
-        min(len(ours), len(donor_labels)),
-    )
-    its, anchor_label = (short(repr(names[row])) if row < len(names) else "nothing" for names in (donor_labels, ours))
+    pairs = itertools.zip_longest(donor_labels, ours)
+    row, names = next((row, pair) for row, pair in enumerate(pairs) if pair[0] != pair[1])
+    its, anchor_label = ("nothing" if name is None else short(repr(name)) for name in names)
     return f"row {row} is {its}, against {anchor_label}"

@@ -7,53 +7,27 @@ anchor's, so that these stay unchanged.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.architecture.registry import find
 from rotation_merge.model.view import View
 
-NOTE = "is text only. It is read as the language half of {anchor}; all other tensors stay as they are"
 
+def _language_part(wrapper: View, text_model: View) -> tuple[str, str, dict[str, str]] | None:
+    """The module of a multimodal model that a text-only one matches.
 
-@dataclasses.dataclass(frozen=True)
-class LanguageHalf:
-    """The language part of a multimodal model.
-
-    Attributes:
-        part: entry of the wrapper's config that describes it.
-        names: the wrapper's names of its tensors, and the text-only model's.
-        remaining: the wrapper's names of all other tensors.
+    Returns:
+        Its entry in the wrapper's config, its name, and by the wrapper's names of its tensors the text-only model's;
+        None if there is none.
     """
-
-    part: str
-    names: Mapping[str, str]
-    remaining: tuple[str, ...]
-
-    def config(self, anchor: Mapping[str, Any], text_config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config of the text-only model as one of the wrapper's class."""
-        text = {**(anchor.get(self.part) or {}), **{k: v for k, v in text_config.items() if k != "architectures"}}
-        top = {k: text_config[k] for k in ("tie_word_embeddings",) if k in anchor and k in text_config}
-        return {**anchor, **top, self.part: text}
-
-
-def language_half(wrapper: View, text_model: View) -> LanguageHalf | None:
-    """The language part of a multimodal model that another model matches; None if it matches none."""
     spec, anchor, donor = find(wrapper.config), wrapper.architecture, text_model.architecture
     if spec is None or anchor.family == donor.family or len(donor.layers_key) != 1:
         return None
     for module, definition in spec.modules.items():
-        names = _names(anchor, module, donor) if definition.config else None
-        if definition.config and names:
-            text = [info for block in anchor.blocks if block.module == module for info in block.tensors]
-            language_names = {name for info in text for name in (*info.names, *info.tied)} | names.keys()
-            return LanguageHalf(
-                definition.config, names, tuple(name for name in wrapper.shapes if name not in language_names)
-            )
+        if definition.config and (names := _names(anchor, module, donor)):
+            return definition.config, module, names
     return None
 
 
@@ -84,16 +58,22 @@ def within(view: View, anchor: View, complete: bool = False) -> View | None:
     Args:
         complete: give it the anchor's other tensors as well.
     """
-    half = language_half(anchor, view)
-    if half is None:
+    part = _language_part(anchor, view)
+    if part is None:
         return None
-    names = {name: text_name for name, text_name in half.names.items() if text_name in view.tensors}
+    entry, module, half = part
+    names = {name: text_name for name, text_name in half.items() if text_name in view.tensors}
     tensors = view.tensors.renamed(names).only(names)
-    config = half.config(anchor.config, view.config)
+    text = {**(anchor.config.get(entry) or {}), **{k: v for k, v in view.config.items() if k != "architectures"}}
+    top = {k: view.config[k] for k in ("tie_word_embeddings",) if k in anchor.config and k in view.config}
+    config = {**anchor.config, **top, entry: text}
     if complete:
-        stored = anchor.as_filed.tensors
-        tensors = tensors.replaced(stored.only(half.remaining))
-        remarks = (*view.remarks, f"`{view.name}` {NOTE.format(anchor=f'`{anchor.name}`')}.")
+        infos = [info for block in anchor.architecture.blocks if block.module == module for info in block.tensors]
+        language_names = {name for info in infos for name in (*info.names, *info.tied)} | half.keys()
+        remaining = (name for name in anchor.shapes if name not in language_names)
+        tensors = tensors.replaced(anchor.as_filed.tensors.only(remaining))
+        note = f"It is read as the language half of `{anchor.name}`; all other tensors stay as they are."
+        remarks = (*view.remarks, f"`{view.name}` is text only. {note}")
         architecture = resolve(config, list(tensors), view.name, keep_unknown=True, untie=view.untie)
         files = None if view.files is None else replace(view.files, dtypes=tensors.dtypes)
         changes = {"config": config, "architecture": architecture, "remarks": remarks, "files": files}

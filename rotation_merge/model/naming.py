@@ -38,11 +38,6 @@ def without_paths(names: Iterable[str], hub: Mapping[str, str]) -> Callable[[str
     return lambda text: pattern.sub(lambda match: shown[match[0]], text)
 
 
-def anywhere(model: str) -> str:
-    """A model by a name that a recipe can be run with from any folder."""
-    return "+".join(os.path.abspath(part) if os.path.exists(part) else part for part in model.split("+"))
-
-
 def check_different(models: Sequence[str]) -> None:
     """Refuse models that are named twice, before anything is opened.
 

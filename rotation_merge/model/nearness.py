@@ -22,17 +22,12 @@ above 0.9, models trained independently at 0 (a planted twin too: alignment has 
 class Nearness:
     """Cosines of the angles between matrices of the same name in two models."""
 
-    cosines: Mapping[str, float]
-
-    @property
-    def mean(self) -> float:
-        """Mean over all kinds; 1 where none could be compared."""
-        return sum(self.cosines.values()) / len(self.cosines) if self.cosines else 1.0
+    cosines: tuple[float, ...] = ()
 
     @property
     def least(self) -> float:
         """The smallest; 0 where none could be compared."""
-        return min(self.cosines.values(), default=0.0)
+        return min(self.cosines, default=0.0)
 
     @property
     def shared(self) -> bool:
@@ -42,7 +37,7 @@ class Nearness:
     @property
     def words(self) -> str:
         """The cosines in words, as part of a sentence."""
-        return f"cosines of {len(self.cosines)} of their matrices: {self.least:.2f} to {max(self.cosines.values()):.2f}"
+        return f"cosines of {len(self.cosines)} of their matrices: {self.least:.2f} to {max(self.cosines):.2f}"
 
 
 def cosine_text(value: float) -> str:
@@ -56,15 +51,15 @@ def nearness(architecture: Architecture, first: TensorSource, second: TensorSour
     Args:
         first, second: both under the architecture's names.
     """
-    cosines = {}
+    cosines = []
     for name in _spread(architecture, first, second):
         first_matrix, second_matrix = first[name], second[name]
-        if first_matrix.ndim != 2 or first_matrix.shape != second_matrix.shape:
+        if first_matrix.shape != second_matrix.shape:
             continue
         first_matrix, second_matrix = first_matrix.flatten().float(), second_matrix.flatten().float()
         if bool(first_matrix.any()) and bool(second_matrix.any()):
-            cosines[name] = float(torch.nn.functional.cosine_similarity(first_matrix, second_matrix, dim=0))
-    return Nearness(cosines)
+            cosines.append(float(torch.nn.functional.cosine_similarity(first_matrix, second_matrix, dim=0)))
+    return Nearness(tuple(cosines))
 
 
 def _spread(architecture: Architecture, first: TensorSource, second: TensorSource) -> list[str]:
@@ -81,7 +76,8 @@ def _spread(architecture: Architecture, first: TensorSource, second: TensorSourc
 
 def likeness(anchor: View, donor: View) -> float:
     """Mean cosine of the angle between matrices of the same name; 1 where no two can be compared."""
-    return nearness(anchor.architecture, anchor, donor).mean
+    cosines = nearness(anchor.architecture, anchor, donor).cosines
+    return sum(cosines) / len(cosines) if cosines else 1.0
 
 
 @dataclass(frozen=True)

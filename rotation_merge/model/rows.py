@@ -1,39 +1,67 @@
-"""Rows of vocabularies: some tokens of a model, in another order or number."""
+"""Rows of tensors along an axis: tokens of vocabularies, classes of heads, and slices of long vocabularies.
+
+An embedding or a head may be as large as several layers, so that it is computed in slices.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Architecture
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 
-
-def vocabulary_axes(architecture: Architecture) -> dict[str, int]:
-    """The vocabulary axis of each tensor that has one, by name, including names of tied tensors."""
-    infos = [info for info in architecture.tensors() if not info.stacked]
-    axes = {name: info.vocabulary_axis for info in infos for name in (*info.names, *info.tied)}
-    return {name: axis for name, axis in axes.items() if axis is not None}
+LONG = 1 << 25
+"""Entries that are looked at in one piece."""
 
 
-def _resized_shapes(tensors: Tensors, axes: dict[str, int], length: int) -> dict[str, tuple[int, ...]]:
-    """Shapes with another number of rows."""
-    return {
+def with_rows(source: TensorSource, axes: Mapping[str, int], rows: Tensor | slice) -> Tensors:
+    """Tensors with some of their rows, in the given order.
+
+    Args:
+        axes: whose rows are selected, by name; all other tensors stay as they are.
+        rows: int64, shape (rows,); a slice gives views.
+    """
+    tensors, count = as_tensors(source), rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+    def select(name: str, tensor: Tensor) -> Tensor:
+        if name not in axes:
+            return tensor
+        if isinstance(rows, slice):
+            return tensor.narrow(axes[name], rows.start, count)
+        return tensor.index_select(axes[name], rows.to(tensor.device))
+
+    return _resized(tensors, axes, count, select)
+
+
+def _resized(
+    tensors: Tensors, axes: Mapping[str, int], length: int, change: Callable[[str, Tensor], Tensor]
+) -> Tensors:
+    """Tensors with another number of rows."""
+    shapes = {
         name: shape if name not in axes else (*shape[: axes[name]], length, *shape[axes[name] + 1 :])
         for name, shape in tensors.shapes.items()
+    }
+    changed = tensors.map(change)
+    return Tensors(shapes, tensors.dtypes, changed.read, changed.stack)
+
+
+def vocabulary_axes(infos: Iterable[TensorInfo]) -> dict[str, int]:
+    """The vocabulary axis of each tensor that has one, by name, including names of tied tensors."""
+    return {
+        name: info.vocabulary_axis
+        for info in infos
+        for name in (*info.names, *info.tied)
+        if info.vocabulary_axis is not None and not info.stacked
     }
 
 
 def vocabulary_subset(architecture: Architecture, source: TensorSource, rows: Tensor) -> Tensors:
     """A model with selected tokens of its vocabulary, in the given order."""
-    tensors, axes = as_tensors(source), vocabulary_axes(architecture)
-
-    def select(name: str, tensor: Tensor) -> Tensor:
-        return tensor if name not in axes else tensor.index_select(axes[name], rows.to(tensor.device))
-
-    changed = tensors.map(select)
-    return Tensors(_resized_shapes(tensors, axes, len(rows)), tensors.dtypes, changed.read, changed.stack)
+    return with_rows(source, vocabulary_axes(architecture.tensors()), rows)
 
 
 def with_rows_of(tensor: Tensor, like: Tensor, axis: int) -> Tensor:
@@ -55,9 +83,8 @@ def resized_vocabulary(
     Args:
         rows: where rows of `further` stand in the result, and which of its rows these are, (rows,) each.
     """
-    tensors, axes = as_tensors(source), vocabulary_axes(architecture)
-    tied = {name: info for info in architecture.tensors() for name in info.tied}
-    infos = {**tied, **{name: info for info in architecture.tensors() for name in info.names}}
+    axes = vocabulary_axes(architecture.tensors())
+    infos = {**{name: info for info in architecture.tensors() for name in info.tied}, **architecture.named()}
 
     def resize(name: str, tensor: Tensor) -> Tensor:
         if name not in axes:
@@ -66,11 +93,59 @@ def resized_vocabulary(
         common = min(length, tensor.shape[axis])
         result = tensor.new_zeros((*tensor.shape[:axis], length, *tensor.shape[axis + 1 :]))
         result.narrow(axis, 0, common).copy_(tensor.narrow(axis, 0, common))
-        added = further[name] if name in further else read_tensor(infos[name], further)
+        added = read_tensor(infos[name], further)
         place, number = (index.to(tensor.device) for index in rows)
         if added is None or not len(place):
             return result
         return result.index_copy(axis, place, added.to(result).index_select(axis, number))
 
-    changed = tensors.map(resize)
-    return Tensors(_resized_shapes(tensors, axes, length), tensors.dtypes, changed.read, changed.stack)
+    return _resized(as_tensors(source), axes, length, resize)
+
+
+def row_slices(tensor: Tensor, axis: int, entries: int) -> list[slice]:
+    """Slices along an axis, of so many entries at most where they have several rows."""
+    count = tensor.shape[axis]
+    step = max(1, entries * count // max(1, tensor.numel()))
+    return [slice(start, min(count, start + step)) for start in range(0, count, step)]
+
+
+def vocabulary_slices(info: TensorInfo, stored: Sequence[Tensor]) -> list[slice]:
+    """The slices of a tensor's long vocabulary; none of a short one.
+
+    Args:
+        stored: the tensor in all models that are looked at; nothing is sliced where these differ in shape.
+    """
+    axis, alike = info.vocabulary_axis, len({copy.shape for copy in stored}) == 1
+    slices = [] if axis is None or info.stacked or not alike else row_slices(stored[0], axis, LONG)
+    return slices if len(slices) > 1 else []
+
+
+def stored_tensors(block: Block, source: TensorSource) -> dict[str, Tensor]:
+    """A block's tensors by their names, as they are stored."""
+    names = (name for info in block.tensors for name in (*info.names, *info.tied))
+    return {name: source[name] for name in dict.fromkeys(names) if name in source}
+
+
+def views(block: Block, sources: Iterable[TensorSource]) -> Callable[[slice], list[Tensors]]:
+    """Several models' tensors of a block, with a slice of its vocabularies."""
+    axes, known = vocabulary_axes(block.tensors), [stored_tensors(block, source) for source in sources]
+    return lambda part: [with_rows(source, axes, part) for source in known]
+
+
+def in_slices(
+    info: TensorInfo, stored: Sequence[Tensor], dtype: torch.dtype, make: Callable[[slice | None], Tensor]
+) -> Tensor:
+    """Applies `make` to a tensor, in slices of a long vocabulary, each rounded at once to save memory.
+
+    Args:
+        stored: the tensor in all models that are looked at, see `vocabulary_slices`.
+        dtype: that the slices are rounded to.
+        make: told which slice; None: all of it.
+    """
+    parts = vocabulary_slices(info, stored)
+    if not parts:
+        return make(None)
+    result = torch.empty(stored[0].shape, dtype=dtype, device=stored[0].device)
+    for part in parts:
+        result.narrow(info.vocabulary_axis or 0, part.start, part.stop - part.start).copy_(make(part))
+    return result

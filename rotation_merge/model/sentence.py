@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -31,10 +30,6 @@ KINDS = ("Transformer", "Pooling", "Dense", "Normalize", "Dropout")
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
-def is_sentence(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, FILE))
-
-
 def read_modules(folder: str) -> list[dict[str, Any]]:
     """The modules after the transformer, in order; empty for a plain model.
 
@@ -43,22 +38,15 @@ def read_modules(folder: str) -> list[dict[str, Any]]:
     Raises:
         CheckpointError: a module is of an unknown kind, or damaged.
     """
-    if not is_sentence(folder):
-        return []
-    entries = _listed(os.path.join(folder, FILE))
+    place = os.path.join(folder, FILE)
     modules = []
-    for entry in entries:
+    for entry in _listed(place) if os.path.isfile(place) else []:
         kind, path = str(entry.get("type", "")).rsplit(".", 1)[-1], str(entry.get("path", ""))
         if kind not in KINDS:
-            raise CheckpointError(
-                f"its module '{kind}' is not known",
-                where=os.path.join(folder, FILE),
-                remedy=f"known: {', '.join(KINDS)}",
-            )
+            raise CheckpointError(f"its module '{kind}' is not known", where=place, remedy=f"known: {', '.join(KINDS)}")
         if os.path.isabs(path) or ".." in path.replace("\\", "/").split("/"):
-            raise CheckpointError(
-                f"names a module outside of its folder, '{path}'", where=folder, remedy="do not use it"
-            )
+            problem = f"names a module outside of its folder, '{path}'"
+            raise CheckpointError(problem, where=folder, remedy="do not use it")
         if kind == "Transformer":
             if path:
                 transformer = os.path.join(folder, path)
@@ -122,44 +110,24 @@ def reading(folder: str) -> tuple[str, int | None]:
 
 
 def module_files(folder: str, modules: list[dict[str, Any]]) -> dict[str, str]:
-    """Weight files of the dense modules, from the folder, and what their tensors' names begin with in the model."""
-    return {_weights(folder, module["path"]): f"{module['path']}." for module in dense(modules)}
+    """Weight files of the dense modules, from the folder, and what their tensors' names begin with in the model.
+
+    Raises:
+        CheckpointError: a module has none.
+    """
+    files = {}
+    for path in (module["path"] for module in dense(modules)):
+        names = [name for name in WEIGHTS if os.path.isfile(os.path.join(folder, path, name))]
+        if not names:
+            place = os.path.join(folder, path)
+            raise CheckpointError("its weights are missing", where=place, remedy="download it again")
+        files[f"{path}/{names[0]}"] = f"{path}."
+    return files
 
 
-def module_tensors(folder: str, modules: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Tensors of the dense modules, by their names in the whole model."""
-    return {
-        f"{module['path']}.{name}": tensor
-        for module in dense(modules)
-        for name, tensor in _read(os.path.join(folder, _weights(folder, module["path"]))).items()
-    }
-
-
-def _weights(folder: str, path: str) -> str:
-    for name in WEIGHTS:
-        if os.path.isfile(os.path.join(folder, path, name)):
-            return f"{path}/{name}"
-    raise CheckpointError("its weights are missing", where=os.path.join(folder, path), remedy="download it again")
-
-
-def _read(path: str) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        if path.endswith(".safetensors"):
-            return load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
-    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, AttributeError, KeyError) as error:
-        raise CheckpointError(f"cannot be read: {reason(error)}", where=path, remedy="download it again") from error
-    except Exception as error:  # pickle errors come in every class
-        raise CheckpointError("holds more than tensors", where=path, remedy="do not use it") from error
-
-
-def module_of(name: str, modules: list[dict[str, Any]]) -> str | None:
-    """The path of a tensor's module; None for the transformer's."""
-    return next((module["path"] for module in dense(modules) if name.startswith(f"{module['path']}.")), None)
+def in_module(name: str, modules: list[dict[str, Any]]) -> bool:
+    """Whether a tensor is one of a dense module, not of the transformer."""
+    return any(name.startswith(f"{module['path']}.") for module in dense(modules))
 
 
 def write_modules(source: str, out: str, tensors: Mapping[str, Tensor]) -> None:
@@ -169,17 +137,15 @@ def write_modules(source: str, out: str, tensors: Mapping[str, Tensor]) -> None:
         tensors: of the dense modules, as the whole model names them; none: as in `source`.
     """
     modules = read_modules(source)
-    if not modules:
-        return
     for name in BESIDE:
-        if os.path.isfile(os.path.join(source, name)):
+        if modules and os.path.isfile(os.path.join(source, name)):
             shutil.copyfile(os.path.join(source, name), os.path.join(out, name))
     for path in dict.fromkeys(module["path"] for module in modules):
         target, origin = Path(out) / path, Path(source) / path
         target.mkdir(parents=True, exist_ok=True)
-        dense = {n.removeprefix(f"{path}."): t.contiguous() for n, t in tensors.items() if n.startswith(f"{path}.")}
+        weights = {n.removeprefix(f"{path}."): t.contiguous() for n, t in tensors.items() if n.startswith(f"{path}.")}
         for file in sorted(origin.iterdir()) if origin.is_dir() else []:
-            if file.is_file() and not (dense and file.name in WEIGHTS):
+            if file.is_file() and not (weights and file.name in WEIGHTS):
                 shutil.copyfile(file, target / file.name)
-        if dense:
-            save_file(dense, target / "model.safetensors", {"format": "pt"})
+        if weights:
+            save_file(weights, target / "model.safetensors", {"format": "pt"})

@@ -1,10 +1,36 @@
-"""A search's verdict as tables, for the terminal and for the model card."""
+"""A search's verdict in words and tables, for the terminal and for the model card."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rotation_merge.record import Attempt, Score, Verdict
+from rotation_merge.record import Score, Verdict
+
+CORRELATIONS = ("Pearson", "Spearman")
+"""Figures that are no shares."""
+
+
+def sentences(verdict: Verdict) -> list[str]:
+    """Which model to use, then notes on the figures."""
+    parent, best = verdict.best_parent, verdict.best
+    if not verdict.worth_it:
+        scores = f"({parent.score:.4f} against {best.score:.4f})"
+        return [f"Use {parent.name} alone: it is better than every merge {scores}.", *verdict.notes]
+    scores = f"({best.score:.4f} against {parent.score:.4f})"
+    lines = [f"Use the merge '{best.name}': it is better than each model alone {scores}."]
+    shares = {parent.name: parent.accuracy for parent in verdict.parents if parent.accuracy is not None}
+    most = max(shares, key=shares.__getitem__, default=None)
+    if most is not None and best.accuracy is not None and best.accuracy < shares[most]:
+        figures = f"{_share(verdict, best.accuracy)} against {_share(verdict, shares[most])}"
+        lines.append(f"Its {verdict.figure} is lower than that of {most} ({figures}).")
+    return [*lines, *verdict.notes]
+
+
+def _share(verdict: Verdict, value: float | None) -> str:
+    """The figure beside the scores; empty where it is unknown."""
+    if value is None:
+        return ""
+    return f"{value:.4f}" if verdict.figure in CORRELATIONS else f"{value:.1%}"
 
 
 def headers(verdict: Verdict) -> list[str]:
@@ -38,7 +64,7 @@ def _row(verdict: Verdict, words: str, score: Score) -> list[str]:
     """One row of a table with `headers`; unknown cells are empty."""
     row = [words, f"{score.score:.4f}"]
     if verdict.best.accuracy is not None:
-        row.append("" if score.accuracy is None else verdict.shown(score.accuracy))
+        row.append(_share(verdict, score.accuracy))
     if verdict.base is not None:
         row.append("" if score.on_base is None else f"{score.on_base:.4f}")
     return row
@@ -47,7 +73,7 @@ def _row(verdict: Verdict, words: str, score: Score) -> list[str]:
 def markdown(verdict: Verdict) -> list[str]:
     """The verdict as Markdown lines for a model card."""
     table = [headers(verdict), ["---"] * len(headers(verdict)), *rows(verdict, {})]
-    lines = ["", "### How this merge was chosen", "", " ".join(verdict.sentences()), ""]
+    lines = ["", "### How this merge was chosen", "", " ".join(sentences(verdict)), ""]
     lines += [f"On {verdict.samples}, less is better:", "", *(f"| {' | '.join(row)} |" for row in table)]
     return [*lines, "", " ".join(_attempts(verdict))]
 
@@ -56,10 +82,10 @@ def _attempts(verdict: Verdict) -> list[str]:
     """Sentences on the merges that were tried and those that were not."""
     tried = "; ".join(map(_words, verdict.tried))
     left_out = "; ".join(f"{name} ({why})" for name, why in verdict.left_out.items())
-    sentences = [f"Merges tried, with scores on the selection samples: {tried}."] if tried else []
-    return [*sentences, *([f"Not tried: {left_out}."] if left_out else [])]
+    lines = [f"Merges tried, with scores on the selection samples: {tried}."] if tried else []
+    return [*lines, *([f"Not tried: {left_out}."] if left_out else [])]
 
 
-def _words(attempt: Attempt) -> str:
+def _words(attempt: Score) -> str:
     early = " estimated from its first samples, stopped early" if attempt.unfinished else ""
     return f"{attempt.name} {attempt.score:.4f}{early}"

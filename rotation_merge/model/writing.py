@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError, nearest
 from rotation_merge.files import write_json
-from rotation_merge.model.sentence import module_of, write_modules
+from rotation_merge.model.sentence import in_module, write_modules
 from rotation_merge.model.staging import write_files
 
 KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
@@ -87,10 +87,10 @@ class WeightFiles:
 
     def save(self, name: str, tensor: Tensor) -> None:
         tensor = tensor.detach().cpu()
-        if module_of(name, self.modules) is None:
-            self._writer.save_tensor(name, tensor, clone=True)
-        else:
+        if in_module(name, self.modules):
             self._of_modules[name] = tensor.clone()
+        else:
+            self._writer.save_tensor(name, tensor, clone=True)
         self.written.add(name)
 
     def finish(self) -> None:

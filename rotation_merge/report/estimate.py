@@ -19,7 +19,7 @@ from rotation_merge.matching.model_pair import BYTES_FOLDED
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.passes import PARTS, SAMPLE
 from rotation_merge.matching.stream import residual_groups
-from rotation_merge.model.slices import LONG
+from rotation_merge.model.rows import LONG
 from rotation_merge.model.tensors import KEPT
 from rotation_merge.run.maps import linear_map
 from rotation_merge.symmetry.admitted import admitted, heads

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rotation_merge.errors import RotationMergeError, short
-from rotation_merge.record import MergeReport, gained, relative_distance, rows_in
+from rotation_merge.record import MergeReport, figures_in, gained, relative_distance
 
 NEITHER, MAKES = "is neither an alignment nor statistics", "give a file that 'align', 'fit' or 'measure' wrote"
 ALIGNMENT, STATISTICS = "rotation_merge.alignment.", "rotation_merge.statistics."
@@ -68,7 +68,7 @@ def _tensors(path: str) -> dict[str, Any]:
             marks = {metadata.get("anchor", "anchor"): meta["anchor"], metadata.get("donor", "donor"): meta["donor"]}
             spaces = Counter(json.loads(meta["kinds"]).values())
             holds = {"architecture": meta["family"], "folded": json.loads(meta["folded"]), "spaces": dict(spaces)}
-            rows = rows_in(metadata, path)
+            rows, _ = figures_in(metadata, path)
             facts = {name: value for name, value in metadata.items() if name not in ("anchor", "donor", "figures")}
             figures = (
                 dict(zip(("relative_before", "relative_after"), relative_distance(rows), strict=True)) if rows else {}

@@ -16,11 +16,12 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import stores_codes
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.errors import CheckpointError, DataError, short
+from rotation_merge.model.folder import Shards
 from rotation_merge.model.gguf import downloaded
 from rotation_merge.model.headers import read_json
 from rotation_merge.model.labels import LabelRows, in_order, label_rows, labels
 from rotation_merge.model.open import open_model, parse_reference
-from rotation_merge.model.sentence import module_tensors, read_modules
+from rotation_merge.model.sentence import read_modules
 from rotation_merge.model.view import View, as_stored, described
 from rotation_merge.run.sentence import is_sentence_model, with_modules
 
@@ -114,7 +115,7 @@ def load(
             )
     model.config._experts_implementation = "eager"  # grouped products know no double precision
     if modules := read_modules(directory):
-        with_modules(model, modules, module_tensors(directory, modules) if state is None else state, path)
+        with_modules(model, modules, Shards.of(directory, path).tensors() if state is None else state, path)
     if like is not None:
         _relabel(model, read_config(local_path(like)), like)
     disable_extra_outputs(model.config)

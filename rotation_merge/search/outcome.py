@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rotation_merge.record import Attempt, Score, Verdict
+from rotation_merge.model.verdict import sentences
+from rotation_merge.record import Score, Verdict
 from rotation_merge.search.judge import Figures
 
 
@@ -26,11 +27,11 @@ class Trial:
     scale: float | None = None
 
     @property
-    def attempt(self) -> Attempt:
+    def attempt(self) -> Score:
         """The candidate as a row of report and card."""
         f = self.figures
         name = self.name if self.scale is None else f"{self.name}, lambda {self.scale:g}"
-        return Attempt(name, f.score, f.accuracy, f.on_base, self.seconds, f.unfinished)
+        return Score(name, f.score, f.accuracy, f.on_base, self.seconds, f.unfinished)
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Outcome:
     base: Figures | None = None
 
     def __repr__(self) -> str:
-        return f"Outcome({' '.join(self.verdict.sentences())})"
+        return f"Outcome({' '.join(sentences(self.verdict))})"
 
     @property
     def verdict(self) -> Verdict:

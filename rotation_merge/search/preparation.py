@@ -23,7 +23,7 @@ from rotation_merge.model.folder import close_files
 from rotation_merge.model.naming import shortened
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import token_ids_differ
+from rotation_merge.model.vocabulary import moved_tokens, vocabulary_size
 from rotation_merge.record import SMALL_GAIN
 from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches
 from rotation_merge.run.examples import tokenizer_of
@@ -179,7 +179,9 @@ class Preparation:
         pairs = {model: open_pair(models[0], model, NOTHING) for model in models[1:]}
         for pair in pairs.values():
             check_forward(pair.checked.anchor, pair.checked.donor)
-        self.other_ids = any(token_ids_differ(anchor, pair.donor) for pair in pairs.values())
+        donors = [pair.donor for pair in pairs.values()]
+        sizes = {vocabulary_size(model) for model in (anchor, *donors)}
+        self.other_ids = len(sizes) > 1 or any(moved_tokens(anchor, donor)[0] for donor in donors)
         return {model: self._relate(pair, model) for model, pair in pairs.items()}
 
     def _base(self, relation: str) -> TaskVectorBase | None:

@@ -43,7 +43,7 @@ from rotation_merge.carrying.refit import ChangeOptions, of_rank, refit_change
 from rotation_merge.carrying.sampled import JudgedChange, SampledTransfer
 from rotation_merge.matching.match import match_model
 from rotation_merge.mergekit_plugin.planning import tasks
-from rotation_merge.model import biases, slices
+from rotation_merge.model import biases, rows
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.low_rank import dense
@@ -81,8 +81,8 @@ def test_long_vocabularies_are_moved_in_slices(tmp_path: Path, monkeypatch: pyte
     for module in (biases, carry, tasks):
         watch(module)
     states, norms, seen = list[dict[str, Tensor]](), list[float](), list[dict[str, int]]()
-    for most in (slices.LONG, 1000):
-        monkeypatch.setattr(slices, "LONG", most)
+    for most in (rows.LONG, 1000):
+        monkeypatch.setattr(rows, "LONG", most)
         carried = [*tuned.tensors()]
         merge = merged(transport(anchor, (fine, old), residual="rotation"), tmp_path / str(most))
         aligned = rm.align(anchor.path, old.path, residual="rotation").apply(old.path)

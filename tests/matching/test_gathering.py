@@ -19,7 +19,7 @@ from rotation_merge.matching.model_pair import MatchingPass, ModelPair
 from rotation_merge.matching.passes import Walk
 from rotation_merge.matching.stream import StreamStatistics
 from rotation_merge.matching.stream_products import measured
-from rotation_merge.model import slices
+from rotation_merge.model import rows
 from rotation_merge.workers import in_threads
 
 
@@ -56,8 +56,8 @@ def test_long_vocabularies_are_looked_at_in_slices(
     monkeypatch.setattr(
         model_pair, "measured", lambda info, a, b, *rest: seen.append(len(a)) or measured(info, a, b, *rest)
     )
-    for most in (slices.LONG, 1000):
-        monkeypatch.setattr(slices, "LONG", most)
+    for most in (rows.LONG, 1000):
+        monkeypatch.setattr(rows, "LONG", most)
         seen.clear()
         found.append(match_model(anchor.architecture, anchor.state, donor.state, options))
     assert len(seen) > 4
@@ -68,7 +68,7 @@ def test_long_vocabularies_are_looked_at_in_slices(
     assert told[0] == pytest.approx(told[1], rel=1e-6)
     outputs = []
     for most in (1 << 25, 1000):
-        monkeypatch.setattr(slices, "LONG", most)
+        monkeypatch.setattr(rows, "LONG", most)
         outputs.append(merged(recipe(anchor, donor, residual="rotation"), tmp_path / f"out-{most}"))
     assert outputs[0].keys() == outputs[1].keys()
     assert all(torch.allclose(x, outputs[1][n], atol=1e-5) for n, x in outputs[0].items())

@@ -426,11 +426,11 @@ def test_polish_is_a_step_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_lower_loss_with_fewer_right_answers_is_said():
-    def of(*shares: float | None) -> list[str]:
+    def of(*shares: float | None) -> str:
         parents = {name: Figures(1.0, share, []) for name, share in zip("ab", shares, strict=False)}
         best = Figures(0.5, shares[2], [])
         tried = [Trial("plain", best, 1.0, "")]
-        return Outcome(True, tried, parents, None, best, None).verdict.sentences()[1:]
+        return repr(Outcome(True, tried, parents, None, best, None))
 
-    assert of(0.5, 0.25, 0.375) == ["Its accuracy is lower than that of a (37.5% against 50.0%)."]
-    assert of(0.5, 0.25, 0.5) == of(None, None, None) == []
+    assert of(0.5, 0.25, 0.375).endswith(". Its accuracy is lower than that of a (37.5% against 50.0%).)")
+    assert "accuracy" not in of(0.5, 0.25, 0.5) + of(None, None, None)

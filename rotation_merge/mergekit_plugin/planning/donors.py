@@ -48,8 +48,8 @@ from rotation_merge.model.labels import in_class_order, label_rows, rows_note
 from rotation_merge.model.rows import vocabulary_subset
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import check_tuned_ids, matched_on, shared_rows
-from rotation_merge.record import rows_in
+from rotation_merge.model.vocabulary import check_token_ids, matched_on, shared_rows
+from rotation_merge.record import figures_in
 
 LOG = logging.getLogger(__name__)
 
@@ -316,7 +316,7 @@ class Donors:
             return None
         origin = ModelReference.model_validate(path)
         self.models.together(self.recipe.base, [origin])
-        check_tuned_ids(self.models[origin], self.models[model])
+        check_token_ids(self.models[origin], self.models[model], tuned=True)
         check_adapter(self.models[origin])
         return origin
 
@@ -328,7 +328,7 @@ class Donors:
         self._check(donor, donor, NOTHING.with_residual(residual), whole=residual != "none")
         self._fold(file.alignment.folded)
         self.run.moved_by(name, AppliedAlignment(path, str(donor), file.metadata))
-        rows_in(file.metadata, path)
+        figures_in(file.metadata, path)
         if isinstance(file.metadata.get("data"), str):
             self.run.used(
                 f"learning how {donor} is aligned", file.metadata["data"], int(file.metadata.get("samples") or 0)

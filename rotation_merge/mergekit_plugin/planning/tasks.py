@@ -23,13 +23,12 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
 from rotation_merge.matching.serialisation import match_once
 from rotation_merge.mergekit_plugin.planning.prefetch import PrefetchScheduler
-from rotation_merge.model import slices
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import with_biases
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.labels import in_order
-from rotation_merge.model.rows import with_rows_of
+from rotation_merge.model.rows import in_slices, with_rows, with_rows_of
 from rotation_merge.symmetry import SpaceTransform
 
 
@@ -235,15 +234,16 @@ class MoveTensor(KeyedTask):
     def _in_slices(self, stored: Tensor, values: Values, make: Callable[[Values], Tensor]) -> Tensor:
         """Apply `make` to the loaded tensors, slice by slice for a long vocabulary if all models have the same."""
         known = {name: tensor for name, tensor in values.items() if tensor is not None}
-        infos = [(name, info) for name in known if (info := self.block.tensor(name.split(":")[1])) is not None]
+        infos = {name: info for name in known if (info := self.block.tensor(name.split(":")[1])) is not None}
+        axes = {name: info.vocabulary_axis for name, info in infos.items() if info.vocabulary_axis is not None}
         alike = [stored, *(tensor for name, tensor in known.items() if name.split(":")[1] == self.info.key)]
 
         def made(part: slice | None) -> Tensor:
-            return make(values if part is None else {**values, **slices.narrow_vocabulary(infos, known, part)})
+            return make(values if part is None else {**values, **with_rows(known, axes, part)})
 
         if self.rows is not None or self.info.stacked:
             return made(None)
-        return slices.in_slices(self.info, alike, self.dtype or stored.dtype, made)
+        return in_slices(self.info, alike, self.dtype or stored.dtype, made)
 
     def _moved(self, maps: Mapping[str, SpaceTransform], values: Values) -> Tensor:
         """The donor's tensor in the anchor's coordinates, with the anchor's unseen biases."""
