@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -18,14 +18,13 @@ from rotation_merge.architecture.model import Architecture, TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model import peft_merge
-from rotation_merge.model.adapter_entries import AdapterEntry, entry_of
-from rotation_merge.model.adapters import Adapter
-from rotation_merge.model.forms import ComposedTensor, TensorSlice, other_form
-from rotation_merge.model.low_rank import stacks, transposed
+from rotation_merge.model.adapters import Adapter, Change, PlacedChange, placed
+from rotation_merge.model.forms import ComposedTensor, other_form
+from rotation_merge.model.low_rank import LowRank, stacks, transposed
 from rotation_merge.model.tensors import Tensors
 
 ANOTHER_MODEL = "was it trained on another model?"
-CACHED = 4
+CACHED = 3
 """Changes of fused experts that stay in memory, where a checkpoint stores experts apart."""
 
 Index = tuple[int | slice, ...]
@@ -51,16 +50,11 @@ def adapted(
         CheckpointError: the adapter changes something that the model does not have, or that has another shape.
     """
     parts = _Checkpoint(adapter, architecture, tensors.shapes, config, tied, model).parts()
-    entries = {part.name: part.entry for of_tensor in parts.values() for part in of_tensor if part.entry is not None}
 
-    latest: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def experts(name: str, dtype: torch.dtype) -> Tensor:
-        if (name, dtype) not in latest:
-            while len(latest) >= CACHED:
-                latest.pop(next(iter(latest)), None)
-            latest[name, dtype] = _of_experts(adapter, name, entries[name], dtype)
-        return latest[name, dtype]
+    @lru_cache(CACHED)
+    def of_experts(change: Change, flipped: bool, dtype: torch.dtype) -> Tensor:
+        dense = peft_merge.fused_experts(_factors(adapter, change, dtype), change.experts)
+        return dense if flipped else dense.mT
 
     def changed(name: str, tensor: Tensor) -> Tensor:
         if name not in parts:
@@ -68,8 +62,8 @@ def adapted(
         tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
         for part in parts[name]:
             region = tensor[part.target]
-            if part.entry is not None and part.entry.experts:
-                region += experts(part.name, tensor.dtype)[part.source]
+            if part.change.a and part.change.experts:
+                region += of_experts(part.change, part.flipped, tensor.dtype)[part.source]
             else:
                 _apply(adapter, part, region)
         return tensor
@@ -84,43 +78,37 @@ class _Part:
     """A part of an adapter's change, and the part of a stored tensor that it falls on.
 
     Attributes:
-        name: of the changed parameter in the adapter.
-        flipped: the weight is stored [in, out].
-        entry: the low-rank change, where the tensor is stored under another name or in another form.
+        flipped: the adapter takes the weight for [in, out].
         source, target: indices of the parts in the change and in the stored tensor; empty: all.
     """
 
-    name: str
+    change: Change
     flipped: bool
-    entry: AdapterEntry | None = None
     source: Index = ()
     target: Index = ()
 
 
+def _factors(adapter: Adapter, change: Change, dtype: torch.dtype) -> LowRank:
+    low = adapter.low_rank(change)
+    return replace(low, a=low.a.to(dtype), b=low.b.to(dtype))
+
+
 def _apply(adapter: Adapter, part: _Part, region: Tensor) -> None:
     """Put a part of a change into a tensor, in place."""
-    change, low = adapter.changes[part.name], adapter.low_rank(part.name)
-    if change.value is not None:
+    change = part.change
+    if change.value:
         region.copy_(adapter.tensor(change.value)[part.source])
-    if change.shift is not None:
+    if change.shift:
         region += (change.scale * adapter.tensor(change.shift).to(region.dtype))[part.source]
-    if low is None:
+    if not change.a:
         return
-    low = replace(low.to(region.dtype), scale=part.entry.scale if part.entry else low.scale)
-    if change.magnitude is not None:
+    low = _factors(adapter, change, region.dtype)
+    if change.magnitude:
         weight = region.T if part.flipped and not change.embedding else region
         magnitude = adapter.tensor(change.magnitude).to(region.dtype)
         weight.copy_(peft_merge.dora(weight.contiguous(), low, magnitude))
     else:
         region += (low.product().mT if part.flipped else low.product())[part.source]
-
-
-def _of_experts(adapter: Adapter, name: str, entry: AdapterEntry, dtype: torch.dtype) -> Tensor:
-    """The change of all experts of a parameter, as the model's class stores it; not to be modified."""
-    low = adapter.low_rank(name)
-    assert low is not None
-    change = peft_merge.fused_experts(replace(low.to(dtype), scale=entry.scale), entry.experts)
-    return change if entry.transposed else change.mT
 
 
 @dataclass(frozen=True)
@@ -142,119 +130,101 @@ class _Checkpoint:
         """The parts of all changes, by the stored tensor that each falls on."""
         result: dict[str, list[_Part]] = {}
         infos = self.architecture.named()
-        for name in self.adapter.changes:
+        for name, change in self.adapter.changes.items():
             info = infos.get(name)
             if name in self.shapes and (info is None or info.stacked or not stacks(info)):
-                parts: Iterable[tuple[str, _Part]] = [self._whole(name, name, info)]
-            elif name not in self.shapes and self._adds_nothing(name):
+                parts: Iterable[tuple[str, _Part]] = [self._whole(change, name, info)]
+            elif name not in self.shapes and self._adds_nothing(change):
                 continue
             else:
-                parts = self._in_another_form(name)
+                parts = self._in_another_form(change)
             for key, part in parts:
                 self._check_shape(key, part)
                 result.setdefault(key, []).append(part)
         return result
 
-    def _adds_nothing(self, name: str) -> bool:
+    def _adds_nothing(self, change: Change) -> bool:
         """Whether it is a bias of zeros: peft's `lora_bias` gives one to every module, also to those without a bias."""
-        change = self.adapter.changes[name]
-        alone = change.shift is not None and change.value is None
-        return alone and not bool(self.adapter.tensor(str(change.shift)).any())
+        return bool(change.shift) and not change.value and not bool(self.adapter.tensor(change.shift).any())
 
     def _refused(self, problem: str, remedy: str = ANOTHER_MODEL) -> CheckpointError:
         return CheckpointError(f"the adapter {problem}", where=self.model, remedy=remedy)
 
-    def _absent(self, name: str) -> CheckpointError:
-        return self._refused(f"changes '{name}', which the model does not store")
+    def _absent(self, change: Change) -> CheckpointError:
+        return self._refused(f"changes '{change.name}', which the model does not store")
 
-    def _whole(
-        self, name: str, place: str, info: TensorInfo | None, entry: AdapterEntry | None = None
-    ) -> tuple[str, _Part]:
+    def _whole(self, change: Change, place: str, info: TensorInfo | None) -> tuple[str, _Part]:
         """The change of a whole stored tensor, `place`."""
         if place not in self.shapes:
-            raise self._absent(name)
-        shape, change = self.shapes[place], self.adapter.changes[name]
+            raise self._absent(change)
+        shape = self.shapes[place]
         if self.tied is not None and info is not None and info.vocabulary_axis is not None and len(shape) == 2:
             raise self._refused(
                 f"changes '{place}' and not the head '{self.tied}', which is tied to it",
                 "store the head as a tensor of its own, with 'tie_word_embeddings': false",
             )
-        if change.embedding or change.a is None or len(shape) != 2:
-            flipped = change.embedding
+        if not change.a or len(shape) != 2:
+            flipped = change.transposed
+        elif change.embedding:
+            flipped = True
         elif shape[0] != shape[1]:
-            flipped = shape == _low_rank_shape(self.adapter, name)[::-1]
+            flipped = shape == _low_rank_shape(self.adapter, change)[::-1]
         else:
             labelled = info is not None and any(axis.parts for axis in info.axes)
             flipped = transposed(info) if info and labelled else bool(self.adapter.config.get("fan_in_fan_out"))
-        return place, _Part(name, flipped, entry)
+        return place, _Part(change, flipped)
 
-    def _in_another_form(self, name: str) -> Iterable[tuple[str, _Part]]:
+    def _in_another_form(self, change: Change) -> Iterable[tuple[str, _Part]]:
         """A change's parts, by the tensors that the checkpoint stores for the parameter."""
-        change = self.adapter.changes[name]
-        entry = entry_of(self.adapter, name, self._names) if change.a is not None else None
-        spot = entry.spot if entry is not None else self._names.get(name)
-        block = next((block for block in self.architecture.blocks if spot is not None and spot.in_block(block)), None)
-        if spot is None or block is None:
-            raise self._absent(name)
-        info, stored = spot.info, block.tensor(spot.info.key)
-        expert = entry.expert if entry is not None else (info.names.index(name) if info.stacked else None)
-        if stored is not None and stored.stacked == info.stacked and not (stacks(info) and expert is None):
-            return [self._whole(name, stored.names[expert or 0], stored, entry)]
-        named = replace(block, tensors=(*block.tensors, info))
-        form = _same(stored) if stored is not None else other_form(block, named).get(info.key)
-        if form is None or change.magnitude is not None:
-            raise self._absent(name)
-        return self._cuts(name, entry, info, expert, form)
-
-    def _cuts(
-        self, name: str, entry: AdapterEntry | None, info: TensorInfo, expert: int | None, form: ComposedTensor
-    ) -> Iterator[tuple[str, _Part]]:
-        """The parts of a change of a tensor that the checkpoint stores in another form; of one expert, or of all."""
-        start, axes = 0, len(info.axes)
-        for cut in form.cuts:
-            length = cut.length if cut.dim == form.dim else (cut.info.axes[form.dim].size or 0)
-            source_span, target_span = slice(start, start + length), slice(cut.start, cut.start + cut.length)
-            start += length
-            apart = bool(stacks(info)) and expert is None and cut.info.stacked
-            for each in range(info.axes[0].size or 0) if apart else (expert,):
-                source = _index(axes, form.dim, source_span, each, expert is None)
-                target = _index(axes, cut.dim, target_span, each, not cut.info.stacked)
-                key = cut.info.names[each or 0] if cut.info.stacked else cut.info.name
-                yield key, _Part(name, entry is not None and entry.transposed, entry, source, target)
+        place = placed(self.adapter, change, self._names)
+        block = next((block for block in self.architecture.blocks if place and place.spot.in_block(block)), None)
+        if place is None or block is None:
+            raise self._absent(change)
+        info, stored = place.spot.info, block.tensor(place.spot.info.key)
+        if stored is not None:
+            return [self._whole(place, stored.names[place.expert or 0], stored)]
+        form = other_form(block, replace(block, tensors=(*block.tensors, info))).get(info.key)
+        if form is None or change.magnitude:
+            raise self._absent(change)
+        return _cuts(place, form)
 
     def _check_shape(self, key: str, part: _Part) -> None:
         """Refuse a change of another shape than the tensor that it falls on."""
-        adapter, stored = self.adapter, self.shapes[key]
-        change = adapter.changes[part.name]
-        shapes = [adapter.shapes[name] for name in (change.value, change.shift) if name is not None]
-        if change.a is not None:
-            shape = _low_rank_shape(adapter, part.name)[:: -1 if part.flipped else 1]
-            experts = part.entry.experts if part.entry is not None else 0
-            shapes.append((experts, *shape) if experts else shape)
+        adapter, change, stored = self.adapter, part.change, self.shapes[key]
+        shapes = [adapter.shapes[name] for name in (change.value, change.shift) if name]
+        if change.a:
+            shape = _low_rank_shape(adapter, change)[:: -1 if part.flipped else 1]
+            shapes.append((change.experts, *shape) if change.experts else shape)
         for shape in shapes:
             if _shape_at(shape, part.source) != _shape_at(stored, part.target):
-                problem = f"has {list(shape)} for '{part.name}', the model has {list(stored)}"
-                raise self._refused(problem if key == part.name else f"{problem} in '{key}'")
+                problem = f"has {list(shape)} for '{change.name}', the model has {list(stored)}"
+                raise self._refused(problem if key == change.name else f"{problem} in '{key}'")
 
 
-def _same(info: TensorInfo) -> ComposedTensor:
-    """A tensor as composed of itself."""
-    return ComposedTensor(0, (TensorSlice(info, 0, 0, info.axes[0].size or 0),))
+def _cuts(change: PlacedChange, form: ComposedTensor) -> Iterator[tuple[str, _Part]]:
+    """The parts of a change of a tensor that the checkpoint stores in another form; of one expert, or of all."""
+    start, axes = 0, len(change.spot.info.axes)
+    for cut in form.cuts:
+        length = cut.length if cut.dim == form.dim else (cut.info.axes[form.dim].size or 0)
+        source, target = [slice(None)] * axes, [slice(None)] * axes
+        source[form.dim], target[cut.dim] = slice(start, start + length), slice(cut.start, cut.start + cut.length)
+        start += length
+        for each in range(change.experts) if change.experts and cut.info.stacked else (change.expert,):
+            key = cut.info.names[each or 0] if cut.info.stacked else cut.info.name
+            indices = _of_expert(source, each, change.expert is None), _of_expert(target, each, not cut.info.stacked)
+            yield key, _Part(change, change.transposed, *indices)
 
 
-def _index(axes: int, dim: int, span: slice, expert: int | None, holds_all: bool) -> Index:
-    """Index of a span along one dimension, of one expert; holds_all: whether the tensor is one of all experts."""
-    index: list[int | slice] = [slice(None)] * axes
-    index[dim] = span
+def _of_expert(index: list[slice], expert: int | None, holds_all: bool) -> Index:
+    """An index of one expert, if it is of one; holds_all: whether the tensor is one of all experts."""
     if expert is None:
         return tuple(index)
     return (expert, *index[1:]) if holds_all else tuple(index[1:])
 
 
-def _low_rank_shape(adapter: Adapter, name: str) -> tuple[int, ...]:
+def _low_rank_shape(adapter: Adapter, change: Change) -> tuple[int, ...]:
     """Shape of a low-rank change, (out, in) or (out, in, kernel...)."""
-    change = adapter.changes[name]
-    return adapter.shapes[str(change.b)][0], *adapter.shapes[str(change.a)][1:]
+    return adapter.shapes[change.b][0], *adapter.shapes[change.a][1:]
 
 
 def _shape_at(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
