@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,18 +23,12 @@ def dora(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
 
     Source: DoRA, arXiv 2402.09353, eq. 5.
     """
-    layer: Any
     if change.embedding:
-        layer = nn.Embedding.from_pretrained(weight)
-    else:
-        kernel = [weight.shape[2:]] * (weight.ndim > 2)
-        layer = nn.utils.skip_init(KINDS[weight.ndim], weight.shape[1], weight.shape[0], *kernel, bias=False)
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-    a, b = ("lora_embedding_A", "lora_embedding_B") if change.embedding else ("lora_A.weight", "lora_B.weight")
-    factors = {a: change.a, b: change.b, "lora_magnitude_vector": magnitude}
-    alpha = change.scale * change.rank
-    config = {"r": change.rank, "lora_alpha": alpha, "target_modules": ["layer"], "use_dora": True}
-    return _merged(layer, factors, config)
+        return _merged(nn.Embedding.from_pretrained(weight), change, change.rank, magnitude, target_modules=["layer"])
+    kernel = [weight.shape[2:]] * (weight.ndim > 2)
+    layer: Any = nn.utils.skip_init(KINDS[weight.ndim], weight.shape[1], weight.shape[0], *kernel, bias=False)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return _merged(layer, change, change.rank, magnitude, target_modules=["layer"])
 
 
 def fused_experts(change: LowRank, count: int) -> Tensor:
@@ -45,21 +38,14 @@ def fused_experts(change: LowRank, count: int) -> Tensor:
         change: A and B of all experts as peft stores them, with the scale of one expert's product.
         count: of experts.
     """
-    a, b = change.a, change.b
     layer: Any = nn.Module()
-    layer.weight = nn.Parameter(a.new_zeros(count, a.shape[1], len(b)), requires_grad=False)
+    layer.weight = nn.Parameter(change.a.new_zeros(count, change.a.shape[1], len(change.b)), requires_grad=False)
     layer.is_transposed = True  # so that every peft takes it for (experts, in, out)
-    rank, parameters = len(a) // count, ["layer.weight"]
-    config = {"r": rank, "lora_alpha": change.scale * rank, "target_modules": [], "target_parameters": parameters}
-    return _merged(layer, {"lora_A.weight": a, "lora_B.weight": b}, config)
+    return _merged(layer, change, change.rank // count, target_modules=[], target_parameters=["layer.weight"])
 
 
-def _merged(layer: nn.Module, factors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
-    """The weight of a layer with an adapter merged by peft.
-
-    Args:
-        factors: by peft's names inside the layer.
-        config: of peft.
+def _merged(layer: nn.Module, change: LowRank, rank: int, magnitude: Tensor | None = None, **targets: Any) -> Tensor:
+    """The weight of a layer with a change merged by peft.
 
     Raises:
         CheckpointError: peft is missing.
@@ -68,12 +54,16 @@ def _merged(layer: nn.Module, factors: Mapping[str, Tensor], config: Mapping[str
         import peft
     except ImportError as error:
         raise CheckpointError("DoRA and adapters of fused experts need peft", remedy="pip install peft") from error
+    config = peft.LoraConfig(r=rank, lora_alpha=change.scale * rank, use_dora=magnitude is not None, **targets)
+    a, b = ("lora_embedding_A", "lora_embedding_B") if change.embedding else ("lora_A.weight", "lora_B.weight")
+    state = {f"layer.{a}": change.a, f"layer.{b}": change.b}
+    if magnitude is not None:
+        state["layer.lora_magnitude_vector"] = magnitude
     parent: Any = nn.Module()
     parent.layer = layer
-    state = {f"layer.{name}": tensor for name, tensor in factors.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        peft.inject_adapter_in_model(peft.LoraConfig(**config), parent, low_cpu_mem_usage=True)  # draws no numbers
+        peft.inject_adapter_in_model(config, parent, low_cpu_mem_usage=True)  # draws no numbers
         peft.set_peft_model_state_dict(parent, state, low_cpu_mem_usage=True)
         parent.layer.merge()
     merged: Tensor = parent.layer.get_base_layer().weight.data
