@@ -7,26 +7,29 @@ the class, changed, and brought back.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model import peft_merge
 from rotation_merge.model.adapters import Adapter, Change, PlacedChange, placed
-from rotation_merge.model.forms import other_form, restructured
-from rotation_merge.model.low_rank import stacks, transposed
+from rotation_merge.model.forms import ComposedTensor, other_form, restructured
+from rotation_merge.model.low_rank import LowRank, stacks, transposed
 from rotation_merge.model.tensors import Shapes, Tensors
 
 ANOTHER_MODEL = "was it trained on another model?"
 CACHED = 3
 """Changed tensors of the class that stay in memory, where a checkpoint stores their parts apart (experts)."""
+
+KINDS: dict[int, type[nn.Module]] = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+"""Layers by the number of dimensions of their weights."""
 
 Shape = tuple[int, ...]
 
@@ -85,13 +88,71 @@ def _changed(adapter: Adapter, change: Change, tensor: Tensor) -> Tensor:
     low = adapter.low_rank(change)
     low = replace(low, a=low.a.to(tensor.dtype), b=low.b.to(tensor.dtype))
     if change.experts:
-        product = peft_merge.fused_experts(low, change.experts).mT
+        product = _fused_experts(low, change.experts).mT
         return tensor.add_(product.mT if change.transposed else product)
     if change.magnitude:
         weight = tensor.T if change.transposed and not change.embedding else tensor
-        weight.copy_(peft_merge.dora(weight.contiguous(), low, adapter.tensor(change.magnitude).to(tensor.dtype)))
+        weight.copy_(_dora(weight.contiguous(), low, adapter.tensor(change.magnitude).to(tensor.dtype)))
         return tensor
     return tensor.add_(low.product().mT if change.transposed else low.product())
+
+
+def _dora(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
+    """m (W + s B A) / |W + s B A|, in the dtype of the weight.
+
+    Args:
+        weight: (out, in), a convolution's (out, in, kernel...), an embedding's (tokens, width).
+        magnitude: m, one number an output.
+
+    Source: DoRA, arXiv 2402.09353, eq. 5.
+    """
+    layer: Any
+    if change.embedding:
+        layer = nn.Embedding.from_pretrained(weight)
+    else:
+        kernel = [weight.shape[2:]] * (weight.ndim > 2)
+        layer = nn.utils.skip_init(KINDS[weight.ndim], weight.shape[1], weight.shape[0], *kernel, bias=False)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    return _by_peft(layer, change, change.rank, magnitude, target_modules=["layer"])
+
+
+def _fused_experts(change: LowRank, count: int) -> Tensor:
+    """The change of all experts of a parameter, (experts, in, out), in the dtype of the factors.
+
+    Args:
+        change: A and B of all experts as peft stores them, with the scale of one expert's product.
+        count: of experts.
+    """
+    layer: Any = nn.Module()
+    layer.weight = nn.Parameter(change.a.new_zeros(count, change.a.shape[1], len(change.b)), requires_grad=False)
+    layer.is_transposed = True  # so that every peft takes it for (experts, in, out)
+    return _by_peft(layer, change, change.rank // count, target_modules=[], target_parameters=["layer.weight"])
+
+
+def _by_peft(layer: nn.Module, change: LowRank, rank: int, magnitude: Tensor | None = None, **targets: Any) -> Tensor:
+    """The weight of a layer with a change merged by peft.
+
+    Raises:
+        CheckpointError: peft is missing.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise CheckpointError("DoRA and adapters of fused experts need peft", remedy="pip install peft") from error
+    config = peft.LoraConfig(r=rank, lora_alpha=change.scale * rank, use_dora=magnitude is not None, **targets)
+    a, b = ("lora_embedding_A", "lora_embedding_B") if change.embedding else ("lora_A.weight", "lora_B.weight")
+    state = {f"layer.{a}": change.a, f"layer.{b}": change.b}
+    if magnitude is not None:
+        state["layer.lora_magnitude_vector"] = magnitude
+    parent: Any = nn.Module()
+    parent.layer = layer
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft.inject_adapter_in_model(config, parent, low_cpu_mem_usage=True)  # draws no numbers
+        peft.set_peft_model_state_dict(parent, state, low_cpu_mem_usage=True)
+        parent.layer.merge()
+    merged: Tensor = parent.layer.get_base_layer().weight.data
+    return merged
 
 
 @dataclass(frozen=True)
@@ -156,6 +217,7 @@ class _Checkpoint:
         if all((stored := block.tensor(key)) and stored.names == info.names for key, info in infos.items()):
             return block
         forms = other_form(block, replace(block, tensors=tuple(infos.values())))
+        forms = {key: form for key, form in forms.items() if not _is_another_vector(infos[key], form)}
         spent = {cut.info.key for form in forms.values() for cut in form.cuts}
         kept = {info.key: info for info in block.tensors if info.key not in spent} | infos
         if spent - other_form(replace(block, tensors=tuple(kept.values())), block).keys():
@@ -205,3 +267,9 @@ class _Checkpoint:
             return shape == low[::-1]
         labelled = info is not None and any(axis.parts for axis in info.axes)
         return transposed(info) if info and labelled else bool(self.adapter.config.get("fan_in_fan_out"))
+
+
+def _is_another_vector(info: TensorInfo, form: ComposedTensor) -> bool:
+    """Whether a vector only looks like a stored one, as the biases of two maps into one stream do."""
+    cut = form.cuts[0]
+    return len(info.axes) == len(form.cuts) == 1 and cut.length == cut.info.axes[0].size

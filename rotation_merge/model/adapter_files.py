@@ -25,8 +25,6 @@ from rotation_merge.record import MergeReport
 BASE_LAYER = ".base_layer."
 """In the names of weights of the base that peft stores where an embedding or a head has factors."""
 
-IN_BASE = "merge it into its base model first, then merge the models"
-
 
 @dataclass(frozen=True)
 class AdapterWeights:
@@ -102,16 +100,18 @@ def plain_adapter(path: str) -> Adapter:
     """
     remote = is_hub_name(path) and not os.path.exists(path) and not path.endswith(SUFFIX)
     adapter = Adapter(downloaded(path, None, None, ADAPTER_FILES) if remote else path)
-    problem = "changes stacked experts ('target_parameters')" if adapter.config.get("target_parameters") else ""
-    for change in adapter.changes.values():
-        if change.magnitude or adapter.config.get("use_dora"):
-            problem = "is a DoRA: its changes are not of low rank"
-        elif change.shift:
-            problem = f"changes the bias '{change.name}', which has no factors"
-        elif change.value and not (change.a and BASE_LAYER in change.value):
-            problem = f"holds '{change.name}', which has no factors"
-    if problem:
-        raise CheckpointError(problem, where=path, remedy=IN_BASE)
+    problems = [
+        f"changes '{change.name}' otherwise than by two factors"
+        for change in adapter.changes.values()
+        if change.magnitude or change.shift or not change.a or (change.value and BASE_LAYER not in change.value)
+    ]
+    if adapter.config.get("target_parameters"):
+        problems = ["changes stacked experts ('target_parameters')"]
+    elif adapter.config.get("use_dora"):
+        problems = ["is a DoRA: its changes are not of low rank"]
+    if problems:
+        remedy = "merge it into its base model first, then merge the models"
+        raise CheckpointError(problems[0], where=path, remedy=remedy)
     return adapter
 
 
