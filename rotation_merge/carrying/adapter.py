@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,9 +14,8 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor
 from rotation_merge.carrying.carrier import Carrier, Change, Changes
 from rotation_merge.errors import AlignmentError, CheckpointError
-from rotation_merge.model.adapter_entries import WHOLE, WRONG_BASE, AdapterEntry, ParsedAdapter, parse
 from rotation_merge.model.adapter_files import AdapterWeights
-from rotation_merge.model.adapters import Adapter
+from rotation_merge.model.adapters import WHOLE, WRONG_BASE, Adapter, PlacedChange, placed_changes
 from rotation_merge.model.blocks import check_shape, read_tensor
 from rotation_merge.model.forms import ComposedTensor, other_form, restructured
 from rotation_merge.model.labels import LabelRows, in_order
@@ -70,20 +69,20 @@ def carry_adapter(
         CheckpointError: the adapter does not belong to the old base, or changes a tensor that the new base lacks.
         AlignmentError: a form of change that these maps cannot carry; names it and the remedy.
     """
-    parsed = parse(adapter, config)
+    changes = placed_changes(adapter, config)
     result = CarriedAdapter(
         AdapterWeights({**adapter.config, "base_model_name_or_path": new_name, "revision": None}, {})
     )
-    spots = [*(entry.spot for entry in parsed.entries), *parsed.saved.values()]
-    stored, carrier = carrier.architecture, _with_all(carrier, spots)
+    stored, carrier = carrier.architecture, _with_all(carrier, [change.spot for change in changes])
     for block in carrier.architecture.blocks:
-        entries = [entry for entry in parsed.entries if entry.spot.in_block(block)]
-        saved = {key: spot.info.key for key, spot in parsed.saved.items() if spot.in_block(block)}
+        in_block = [change for change in changes if change.spot.in_block(block)]
+        entries = [change for change in in_block if change.a]
+        saved = {change.value: change.spot.info.key for change in in_block if change.value}
         if entries or saved:
             _BlockOfAdapter(adapter, carrier, block, result, scale, rows or {}).carry(entries, saved)
     if result.constants:
-        _give_biases(adapter, parsed.entries, result)
-    result.adapter = separated_adapter(result.adapter, parsed, stored, adapter.path)
+        _give_biases(adapter, [change for change in changes if change.a], result)
+    result.adapter = separated_adapter(result.adapter, changes, stored, adapter.path)
     return result
 
 
@@ -117,13 +116,13 @@ class _BlockOfAdapter:
     scale: float = 1.0
     rows: LabelRows = field(default_factory=dict)
 
-    def carry(self, entries: list[AdapterEntry], saved: Mapping[str, str]) -> None:
+    def carry(self, entries: list[PlacedChange], saved: Mapping[str, str]) -> None:
         """Carry the adapter's entries of this block, and its whole tensors.
 
         Args:
             saved: keys of the block's tensors that the adapter holds whole, by their names in it.
         """
-        groups: dict[str, list[AdapterEntry]] = {}
+        groups: dict[str, list[PlacedChange]] = {}
         for entry in entries:
             groups.setdefault(entry.spot.info.key, []).append(entry)
         low: Changes = {key: self._change(group) for key, group in groups.items()}
@@ -133,7 +132,7 @@ class _BlockOfAdapter:
             self._there(key)
             self._write(group, low[key], moved[key])
             constant = self._dense(_bias_of(key), moved[_bias_of(key)]) if _bias_of(key) in moved else None
-            if group[0].change.magnitude is not None:
+            if group[0].magnitude:
                 self._write_magnitude(group[0], low[key], moved[key], constant)
             elif constant is not None and _bias_of(key) in saved.values():
                 whole[_bias_of(key)] = self._dense(_bias_of(key), whole[_bias_of(key)]) + constant.reshape(-1)
@@ -166,7 +165,7 @@ class _BlockOfAdapter:
 
     # --- factors
 
-    def _change(self, entries: list[AdapterEntry]) -> LowRank:
+    def _change(self, entries: list[PlacedChange]) -> LowRank:
         """The change of one tensor, or of all separately stored experts."""
         first, info = entries[0], self._info(entries[0].spot.info.key)
         a, b = self._factors(first, info)
@@ -186,7 +185,7 @@ class _BlockOfAdapter:
         self._check(info, a, b)
         return LowRank(a, b, first.scale)
 
-    def _factors(self, entry: AdapterEntry, info: TensorInfo) -> tuple[Tensor, Tensor]:
+    def _factors(self, entry: PlacedChange, info: TensorInfo) -> tuple[Tensor, Tensor]:
         """Both factors in float64; a bias (`lora_bias`) is one more column of b and a zero row of a."""
         a, b = (self.adapter.tensor(key).double() for key in (entry.a, entry.b))
         if entry.bias in self.adapter.shapes:
@@ -215,7 +214,7 @@ class _BlockOfAdapter:
                     remedy=WRONG_BASE,
                 )
 
-    def _write(self, entries: list[AdapterEntry], before: Change, moved: Change) -> None:
+    def _write(self, entries: list[PlacedChange], before: Change, moved: Change) -> None:
         """Put a carried change back under the adapter's names."""
         assert isinstance(moved, LowRank)
         first, info = entries[0], self._info(entries[0].spot.info.key)
@@ -233,9 +232,9 @@ class _BlockOfAdapter:
     def _put(self, key: str, tensor: Tensor) -> None:
         self.result.adapter.tensors[key] = tensor.to(self.adapter.tensor(key).dtype).contiguous()
 
-    def _write_constant(self, entry: AdapterEntry, constant: Tensor) -> None:
+    def _write_constant(self, entry: PlacedChange, constant: Tensor) -> None:
         """Write the constant from a norm's shift as peft's `lora_bias` (which is multiplied by the scale)."""
-        if stacks(self._info(entry.spot.info.key)) or entry.change.embedding:
+        if stacks(self._info(entry.spot.info.key)) or entry.embedding:
             raise self._refused(
                 f"the shift of a norm adds a constant to '{entry.module}', which cannot hold it", SMALLER
             )
@@ -245,7 +244,7 @@ class _BlockOfAdapter:
         tensors[entry.bias] = added.to(tensors[entry.b].dtype)
         self.result.constants.append(entry.module)
 
-    def _write_magnitude(self, entry: AdapterEntry, before: Change, moved: Change, constant: Tensor | None) -> None:
+    def _write_magnitude(self, entry: PlacedChange, before: Change, moved: Change, constant: Tensor | None) -> None:
         """DoRA: each output keeps the ratio of its magnitude to the norm of its row with the product added.
 
         Source: DoRA, arXiv 2402.09353, eq. 5: the weight is ``m V / |V|``, row by row, with ``V = W + s B A``.
@@ -255,12 +254,12 @@ class _BlockOfAdapter:
         maps, centred = self.carrier.alignment.transforms, self.carrier.fold.centred
         turned = any(p.space.name in maps and maps[p.space.name].mixes(p.role) for p in axis.parts)
         turned = turned or any(p.space.name in centred and p.role == "write" for p in axis.parts)
-        if turned or constant is not None or self.scale != 1 or len(info.axes) != 2 or entry.change.embedding:
+        if turned or constant is not None or self.scale != 1 or len(info.axes) != 2 or entry.embedding:
             why = "its outputs are rotated" if turned else "it has a form without magnitudes of its own"
             why = "the shift of a norm adds a constant" if constant is not None else why
             why = "its change cannot be scaled" if self.scale != 1 else why
             raise self._refused(f"the DoRA of '{entry.module}' cannot be carried exactly: {why}", WHOLE)
-        stored = in_order(self.adapter.tensor(str(entry.change.magnitude)), self._order(info))
+        stored = in_order(self.adapter.tensor(entry.magnitude), self._order(info))
         lengths = []
         for source, change in ((self.carrier.old, before), (self.carrier.new, moved)):
             weight = read_tensor(info, source)
@@ -275,7 +274,7 @@ class _BlockOfAdapter:
             1
         )  # both permuted and rescaled; zero at tokens that only the new base has
         ratio = torch.where(carried_ones == 0, torch.ones_like(carried_ones), ratio / carried_ones)
-        self._put(str(entry.change.magnitude), (ratio * lengths[1]).reshape(-1, *stored.shape[1:]))
+        self._put(entry.magnitude, (ratio * lengths[1]).reshape(-1, *stored.shape[1:]))
 
     # --- whole tensors
 
@@ -307,11 +306,11 @@ def _bias_of(key: str) -> str:
     return key.removesuffix("weight") + "bias"
 
 
-def _give_biases(adapter: Adapter, entries: Iterable[AdapterEntry], result: CarriedAdapter) -> None:
+def _give_biases(adapter: Adapter, entries: Iterable[PlacedChange], result: CarriedAdapter) -> None:
     """Give every module a zero bias if any has one: peft knows only all or none (`lora_bias`)."""
     tensors = result.adapter.tensors
     for entry in entries:
-        if entry.change.embedding or (stacks(entry.spot.info) and entry.expert is None):
+        if entry.embedding or (stacks(entry.spot.info) and entry.expert is None):
             raise AlignmentError(
                 f"a norm's shift adds a constant, but peft has no bias for '{entry.module}'",
                 where=adapter.path,
@@ -323,7 +322,7 @@ def _give_biases(adapter: Adapter, entries: Iterable[AdapterEntry], result: Carr
 
 
 def separated_adapter(
-    written: AdapterWeights, parsed: ParsedAdapter, stored: Architecture, label: str
+    written: AdapterWeights, changes: Sequence[PlacedChange], stored: Architecture, label: str
 ) -> AdapterWeights:
     """Split an adapter's fused modules if its base stores their parts separately.
 
@@ -333,25 +332,26 @@ def separated_adapter(
 
     Args:
         written: carried to the new base.
-        parsed: its changes.
+        changes: of the adapter that was carried.
         stored: of the new base.
 
     Raises:
         CheckpointError: it also holds whole modules.
     """
-    forms = [_apart(entry, stored) for entry in parsed.entries]
+    entries = [change for change in changes if change.a]
+    forms = [_apart(entry, stored) for entry in entries]
     if not any(forms):
         return written
-    if parsed.saved:
-        problem = f"stores '{next(iter(parsed.saved))}' whole, and fuses modules that are separate in the new base"
+    if whole := next((change.value for change in changes if change.value), None):
+        problem = f"stores '{whole}' whole, and fuses modules that are separate in the new base"
         raise CheckpointError(problem, where=label, remedy=WHOLE)
     tensors = dict(written.tensors)
     modules: list[str] = []
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for entry, apart in zip(parsed.entries, forms, strict=True):
-        module_keys = [key for key in (entry.a, entry.b, entry.bias, entry.change.magnitude) if key in tensors]
-        parts = {str(key): tensors.pop(str(key)) for key in module_keys}
+    for entry, apart in zip(entries, forms, strict=True):
+        module_keys = [key for key in (entry.a, entry.b, entry.bias, entry.magnitude) if key in tensors]
+        parts = {key: tensors.pop(key) for key in module_keys}
         rank = parts[entry.a].shape[0]
         for module, start, length in _places(entry, apart, stored):
             for key, tensor in parts.items():
@@ -364,7 +364,7 @@ def separated_adapter(
     return AdapterWeights({**written.config, **targets}, tensors)
 
 
-def _apart(entry: AdapterEntry, stored: Architecture) -> ComposedTensor | None:
+def _apart(entry: PlacedChange, stored: Architecture) -> ComposedTensor | None:
     """The tensors that the new base stores instead of the changed one; None if it stores the same one."""
     info = entry.spot.info
     if stacks(info):
@@ -377,7 +377,7 @@ def _apart(entry: AdapterEntry, stored: Architecture) -> ComposedTensor | None:
 
 
 def _places(
-    entry: AdapterEntry, form: ComposedTensor | None, stored: Architecture
+    entry: PlacedChange, form: ComposedTensor | None, stored: Architecture
 ) -> Iterator[tuple[str, int, int | None]]:
     """The new base's modules that an entry is for, with the outputs of it that are theirs: first and number."""
     info, start = entry.spot.info, 0

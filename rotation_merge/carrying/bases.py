@@ -18,8 +18,7 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import Pair, open_pair, read_file
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.run import AppliedAlignment, Run
-from rotation_merge.model.adapter_entries import parse
-from rotation_merge.model.adapters import Adapter, is_adapter
+from rotation_merge.model.adapters import Adapter, is_adapter, placed_changes
 from rotation_merge.model.blocks import with_tied
 from rotation_merge.model.forms import other_form, restructured, same_form
 from rotation_merge.model.labels import in_class_order, label_rows
@@ -191,10 +190,10 @@ def usable_as_it_is(works: Mapping[str, str], bases: Bases) -> dict[str, list[st
     for out, work in works.items():
         subject = f"{old} and {new} share their coordinates ({near.words})"
         if is_adapter(work):
-            parsed = parse(Adapter(work), bases.old.config)
+            whole = [change.value for change in placed_changes(Adapter(work), bases.old.config) if change.value]
             lines[out] = [f"{subject}: {work} can be used on {new} as it is."]
-            if parsed.saved:
-                lines[out].append(f"It replaces {len(parsed.saved)} whole tensors of the new base.")
+            if whole:
+                lines[out].append(f"It replaces {len(whole)} whole tensors of the new base.")
         else:
             bases.tuned(work)  # opened, so that what is no fine-tune of the old base is refused
             recipe = f"merge_method: task_arithmetic, base_model: {new}, weight 1 for {work} and -1 for {old}"
@@ -212,6 +211,5 @@ def _by_token(work: str, bases: Bases) -> bool:
     """Whether work changes rows of a vocabulary, which may mean other tokens in another base."""
     if not is_adapter(work):
         return True
-    parsed = parse(Adapter(work), bases.old.config)
-    spots = [*(entry.spot for entry in parsed.entries), *parsed.saved.values()]
-    return any(spot.info.vocabulary_axis is not None for spot in spots)
+    changes = placed_changes(Adapter(work), bases.old.config)
+    return any(change.spot.info.vocabulary_axis is not None for change in changes)

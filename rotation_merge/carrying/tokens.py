@@ -21,8 +21,7 @@ from torch import Tensor
 from rotation_merge.carrying.bases import Bases
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.files import write_json
-from rotation_merge.model.adapter_entries import parse
-from rotation_merge.model.adapters import Adapter, is_adapter
+from rotation_merge.model.adapters import Adapter, is_adapter, placed_changes
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.headers import TOKENIZER, read_json
 from rotation_merge.model.low_rank import dense
@@ -321,8 +320,8 @@ def _moved(carrier: Carrier, rows: TensorSource, count: int) -> dict[str, Tensor
 
 def saved_rows(adapter: Adapter, bases: Bases) -> dict[str, Tensor]:
     """An adapter's whole embedding and head, by tensor name; empty if either is missing."""
-    parsed = parse(adapter, bases.old.config)
-    held = {spot.info.name: name for name, spot in parsed.saved.items() if spot.info.vocabulary_axis is not None}
+    whole = [change for change in placed_changes(adapter, bases.old.config) if change.value]
+    held = {c.spot.info.name: c.value for c in whole if c.spot.info.vocabulary_axis is not None}
     tied = bases.new.tied_head
     names = [i.name for i in bases.old.architecture.tensors() if i.vocabulary_axis is not None and i.name != tied]
     if not held or any(name not in held for name in names if name in bases.old.shapes):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from rotation_merge.files import FILE, FOLDER, Input, Output, check_output
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.mergekit_plugin.recipe.settings import check_value
-from rotation_merge.model.adapter_files import PEFT, SUFFIX, AdapterFactors, read_adapter, write_adapter
+from rotation_merge.model.adapter_files import AdapterWeights, plain_adapter, with_factors
+from rotation_merge.model.adapters import PEFT, SUFFIX, Adapter
 from rotation_merge.model.low_rank import LowRank
 from rotation_merge.model.open import paths_of
 
@@ -75,7 +76,7 @@ class MergedAdapter:
         maps: rank and energy of each map, by module.
     """
 
-    adapter: AdapterFactors
+    adapter: AdapterWeights
     sources: tuple[str, ...]
     maps: Mapping[str, MergedMap]
 
@@ -107,7 +108,7 @@ class MergedAdapter:
         path = os.fspath(out)
         output = Output(path, "out", FILE if path.endswith(SUFFIX) else FOLDER)
         check_output(output, [Input(source, "adapter") for source in self.sources], force)
-        write_adapter(self.adapter, path)
+        self.adapter.save(path)
 
 
 def merge_adapters(
@@ -143,19 +144,19 @@ def merge_adapters(
         )
     if chosen.energy != AdapterMergeConfig.energy and chosen.rank != AUTO:
         raise RecipeError(f"'energy' has no effect with rank {chosen.rank or 'not given'}", remedy="choose rank auto")
-    read = [read_adapter(path) for path in paths]
-    _check_alike(read, same_base)
+    read = [plain_adapter(path) for path in paths]
+    base_weights = _check_alike(read, same_base)
     rule = _rule(method, dict(parameters or {}))
     shares = _weights(weights, len(read))
     _check_rank(chosen.rank, read)
     maps: dict[str, LowRank] = {}
     maps_by_module: dict[str, MergedMap] = {}
+    modules = {change.module: name for adapter in read for name, change in adapter.changes.items()}
     with seeded(chosen.seed):
-        for module in sorted({module for adapter in read for module in adapter.maps}):
-            maps[module], maps_by_module[module] = _merged([a.maps.get(module) for a in read], shares, rule, chosen)
-    base_weights = {name: tensor for adapter in read for name, tensor in adapter.base_weights.items()}
-    merged = replace(read[0], maps=maps, base_weights=base_weights)
-    return MergedAdapter(merged, tuple(adapter.path for adapter in read), maps_by_module)
+        for module, name in sorted(modules.items()):
+            parts = [a.low_rank(a.changes[name]) if name in a.changes else None for a in read]
+            maps[module], maps_by_module[module] = _merged(parts, shares, rule, chosen)
+    return MergedAdapter(with_factors(read[0], maps, base_weights), tuple(a.path for a in read), maps_by_module)
 
 
 def _merged(
@@ -301,10 +302,11 @@ def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
     return values
 
 
-def _check_alike(read: Sequence[AdapterFactors], same_base: bool) -> None:
-    """Refuse adapters of different forms, bases, or shapes of one map."""
-    first, shapes = read[0], {module: (factors.shape, read[0].path) for module, factors in read[0].maps.items()}
-    for adapter in read[1:]:
+def _check_alike(read: Sequence[Adapter], same_base: bool) -> dict[str, Tensor]:
+    """Refuse adapters of different forms, bases, or shapes of one map; returns weights of the base beside factors."""
+    first, known = read[0], dict[str, Tensor]()
+    shapes: dict[str, tuple[tuple[int, int], str]] = {}
+    for adapter in read:
         if adapter.form != first.form:
             problem = f"is in the format of {adapter.form}, {first.path} in that of {first.form}"
             raise CheckpointError(problem, where=adapter.path, remedy="convert one of them first")
@@ -313,21 +315,26 @@ def _check_alike(read: Sequence[AdapterFactors], same_base: bool) -> None:
             problem = f"is an adapter of {bases[0]}, {first.path} one of {bases[1]}"
             remedy = "carry one of them first; if the two are the same model, use --force (in Python: same_base=False)"
             raise CheckpointError(problem, where=adapter.path, remedy=remedy)
-        for module, factors in adapter.maps.items():
-            shape, first_path = shapes.setdefault(module, (factors.shape, adapter.path))
-            if shape != factors.shape:
-                problem = f"changes '{module}' of shape {list(factors.shape)}, {first_path} of {list(shape)}"
+        for name, change in adapter.changes.items():
+            shape = _shape(adapter, name)
+            first_shape, first_path = shapes.setdefault(name, (shape, adapter.path))
+            if shape != first_shape:
+                problem = f"changes '{change.module}' of shape {list(shape)}, {first_path} of {list(first_shape)}"
                 raise CheckpointError(problem, where=adapter.path, remedy="they belong to different models")
-    known: dict[str, Tensor] = {}
-    for adapter in read:
-        for name, tensor in adapter.base_weights.items():
-            if not torch.equal(known.setdefault(name, tensor), tensor):
-                problem = f"holds another '{name}' of the base than the adapters before it"
+            weight = adapter.tensor(change.value) if change.value else None
+            if weight is not None and not torch.equal(known.setdefault(change.value, weight), weight):
+                problem = f"holds another '{change.value}' of the base than the adapters before it"
                 raise CheckpointError(problem, where=adapter.path, remedy="they belong to different bases")
-    if not any(set(first.maps) & set(adapter.maps) for adapter in read[1:]) and first.form != PEFT:
-        raise CheckpointError(
-            f"has no map in common with {first.path}", where=read[1].path, remedy="they belong to different models"
-        )
+    if first.form != PEFT and not any(set(first.changes) & set(adapter.changes) for adapter in read[1:]):
+        problem = f"has no map in common with {first.path}"
+        raise CheckpointError(problem, where=read[1].path, remedy="they belong to different models")
+    return known
+
+
+def _shape(adapter: Adapter, name: str) -> tuple[int, int]:
+    """(outputs, inputs) of an adapter's change of one map."""
+    change = adapter.changes[name]
+    return adapter.shapes[change.b][0], math.prod(adapter.shapes[change.a][1:])
 
 
 def _place(base: str | None) -> str | None:
@@ -335,7 +342,7 @@ def _place(base: str | None) -> str | None:
     return os.path.realpath(base) if base and os.path.isdir(base) else base
 
 
-def _check_rank(rank: int | str | None, read: Sequence[AdapterFactors]) -> None:
-    most = sum(max(factors.rank for factors in adapter.maps.values()) for adapter in read)
+def _check_rank(rank: int | str | None, read: Sequence[Adapter]) -> None:
+    most = sum(adapter.rank for adapter in read)
     if isinstance(rank, int) and rank > most:
         raise RecipeError(f"option 'rank' is {rank}", remedy=f"it must be from 1 to {most}, the ranks together")

@@ -1,34 +1,37 @@
 """A model's tensors with a LoRA adapter merged into them, tensor by tensor.
 
-An adapter may change in one form what a checkpoint stores in another: experts apart or all in one tensor, gates and
-values (or queries, keys and values) apart or one after the other.
+An adapter changes tensors as the model's class has them. What a checkpoint stores in another form (experts apart or all
+in one tensor; queries, keys and values, or gates and values, apart or one after the other) is brought into the form of
+the class, changed, and brought back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rotation_merge.architecture.model import Architecture, TensorInfo
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model import peft_merge
-from rotation_merge.model.adapter_entries import AdapterEntry, entry_of
-from rotation_merge.model.adapters import Adapter
-from rotation_merge.model.forms import ComposedTensor, TensorSlice, other_form
-from rotation_merge.model.low_rank import stacks, transposed
-from rotation_merge.model.tensors import Tensors
+from rotation_merge.model.adapters import Adapter, Change, PlacedChange, placed
+from rotation_merge.model.forms import ComposedTensor, other_form, restructured
+from rotation_merge.model.low_rank import LowRank, stacks, transposed
+from rotation_merge.model.tensors import Shapes, Tensors
 
 ANOTHER_MODEL = "was it trained on another model?"
-CACHED = 4
-"""Changes of fused experts that stay in memory, where a checkpoint stores experts apart."""
+CACHED = 3
+"""Changed tensors of the class that stay in memory, where a checkpoint stores their parts apart (experts)."""
 
-Index = tuple[int | slice, ...]
+KINDS: dict[int, type[nn.Module]] = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+"""Layers by the number of dimensions of their weights."""
+
+Shape = tuple[int, ...]
 
 
 def adapted(
@@ -50,77 +53,106 @@ def adapted(
     Raises:
         CheckpointError: the adapter changes something that the model does not have, or that has another shape.
     """
-    parts = _Checkpoint(adapter, architecture, tensors.shapes, config, tied, model).parts()
-    entries = {part.name: part.entry for of_tensor in parts.values() for part in of_tensor if part.entry is not None}
-
-    latest: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def experts(name: str, dtype: torch.dtype) -> Tensor:
-        if (name, dtype) not in latest:
-            while len(latest) >= CACHED:
-                latest.pop(next(iter(latest)), None)
-            latest[name, dtype] = _of_experts(adapter, name, entries[name], dtype)
-        return latest[name, dtype]
+    checkpoint = _Checkpoint(adapter, architecture, tensors.shapes, config, tied, model)
+    direct, others = checkpoint.places()
+    named = checkpoint.in_class_form(others)
+    inside = tensors if named is architecture else restructured(tensors, architecture, named)
+    parameters = {change.spot.info.names[change.expert or 0]: change for change in others}
+    changes = {n: checkpoint.checked(n, change, inside.shapes) for n, change in {**direct, **parameters}.items()}
 
     def changed(name: str, tensor: Tensor) -> Tensor:
-        if name not in parts:
-            return tensor
-        tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
-        for part in parts[name]:
-            region = tensor[part.target]
-            if part.entry is not None and part.entry.experts:
-                region += experts(part.name, tensor.dtype)[part.source]
-            else:
-                _apply(adapter, part, region)
+        return _changed(adapter, changes[name], tensor) if name in changes else tensor
+
+    result, wide = tensors.map(changed), set(changes)
+    if named is not architecture:
+        cached = lru_cache(CACHED)(inside.map(changed).read)
+        merged = Tensors(inside.shapes, inside.dtypes, lambda name: cached(name) if name in changes else inside[name])
+        forms = zip(architecture.blocks, named.blocks, strict=True)
+        spent = [info for block, form in forms for info in block.tensors if info not in form.tensors]
+        restored = {name for info in spent for name in info.names}
+        back = restructured(merged, named, architecture).only(restored)
+        result, wide = result.replaced(back.map(lambda _, tensor: tensor.clone())), wide | restored
+    dtypes = {n: torch.promote_types(kind, torch.float32) if n in wide else kind for n, kind in tensors.dtypes.items()}
+    return Tensors(tensors.shapes, dtypes, result.read, result.stack)
+
+
+def _changed(adapter: Adapter, change: Change, tensor: Tensor) -> Tensor:
+    """A parameter with an adapter's change, in float32 at least."""
+    tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+    if change.value:
+        tensor.copy_(adapter.tensor(change.value))
+    if change.shift:
+        tensor += change.scale * adapter.tensor(change.shift).to(tensor.dtype)
+    if not change.a:
         return tensor
+    low = adapter.low_rank(change)
+    low = replace(low, a=low.a.to(tensor.dtype), b=low.b.to(tensor.dtype))
+    if change.experts:
+        product = _fused_experts(low, change.experts).mT
+        return tensor.add_(product.mT if change.transposed else product)
+    if change.magnitude:
+        weight = tensor.T if change.transposed and not change.embedding else tensor
+        weight.copy_(_dora(weight.contiguous(), low, adapter.tensor(change.magnitude).to(tensor.dtype)))
+        return tensor
+    return tensor.add_(low.product().mT if change.transposed else low.product())
 
-    merged = tensors.map(changed)
-    wide = {name: torch.promote_types(kind, torch.float32) for name, kind in tensors.dtypes.items() if name in parts}
-    return Tensors(tensors.shapes, {**tensors.dtypes, **wide}, merged.read, merged.stack)
 
+def _dora(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
+    """m (W + s B A) / |W + s B A|, in the dtype of the weight.
 
-@dataclass(frozen=True)
-class _Part:
-    """A part of an adapter's change, and the part of a stored tensor that it falls on.
+    Args:
+        weight: (out, in), a convolution's (out, in, kernel...), an embedding's (tokens, width).
+        magnitude: m, one number an output.
 
-    Attributes:
-        name: of the changed parameter in the adapter.
-        flipped: the weight is stored [in, out].
-        entry: the low-rank change, where the tensor is stored under another name or in another form.
-        source, target: indices of the parts in the change and in the stored tensor; empty: all.
+    Source: DoRA, arXiv 2402.09353, eq. 5.
     """
-
-    name: str
-    flipped: bool
-    entry: AdapterEntry | None = None
-    source: Index = ()
-    target: Index = ()
-
-
-def _apply(adapter: Adapter, part: _Part, region: Tensor) -> None:
-    """Put a part of a change into a tensor, in place."""
-    change, low = adapter.changes[part.name], adapter.low_rank(part.name)
-    if change.value is not None:
-        region.copy_(adapter.tensor(change.value)[part.source])
-    if change.shift is not None:
-        region += (change.scale * adapter.tensor(change.shift).to(region.dtype))[part.source]
-    if low is None:
-        return
-    low = replace(low.to(region.dtype), scale=part.entry.scale if part.entry else low.scale)
-    if change.magnitude is not None:
-        weight = region.T if part.flipped and not change.embedding else region
-        magnitude = adapter.tensor(change.magnitude).to(region.dtype)
-        weight.copy_(peft_merge.dora(weight.contiguous(), low, magnitude))
+    layer: Any
+    if change.embedding:
+        layer = nn.Embedding.from_pretrained(weight)
     else:
-        region += (low.product().mT if part.flipped else low.product())[part.source]
+        kernel = [weight.shape[2:]] * (weight.ndim > 2)
+        layer = nn.utils.skip_init(KINDS[weight.ndim], weight.shape[1], weight.shape[0], *kernel, bias=False)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    return _by_peft(layer, change, change.rank, magnitude, target_modules=["layer"])
 
 
-def _of_experts(adapter: Adapter, name: str, entry: AdapterEntry, dtype: torch.dtype) -> Tensor:
-    """The change of all experts of a parameter, as the model's class stores it; not to be modified."""
-    low = adapter.low_rank(name)
-    assert low is not None
-    change = peft_merge.fused_experts(replace(low.to(dtype), scale=entry.scale), entry.experts)
-    return change if entry.transposed else change.mT
+def _fused_experts(change: LowRank, count: int) -> Tensor:
+    """The change of all experts of a parameter, (experts, in, out), in the dtype of the factors.
+
+    Args:
+        change: A and B of all experts as peft stores them, with the scale of one expert's product.
+        count: of experts.
+    """
+    layer: Any = nn.Module()
+    layer.weight = nn.Parameter(change.a.new_zeros(count, change.a.shape[1], len(change.b)), requires_grad=False)
+    layer.is_transposed = True  # so that every peft takes it for (experts, in, out)
+    return _by_peft(layer, change, change.rank // count, target_modules=[], target_parameters=["layer.weight"])
+
+
+def _by_peft(layer: nn.Module, change: LowRank, rank: int, magnitude: Tensor | None = None, **targets: Any) -> Tensor:
+    """The weight of a layer with a change merged by peft.
+
+    Raises:
+        CheckpointError: peft is missing.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise CheckpointError("DoRA and adapters of fused experts need peft", remedy="pip install peft") from error
+    config = peft.LoraConfig(r=rank, lora_alpha=change.scale * rank, use_dora=magnitude is not None, **targets)
+    a, b = ("lora_embedding_A", "lora_embedding_B") if change.embedding else ("lora_A.weight", "lora_B.weight")
+    state = {f"layer.{a}": change.a, f"layer.{b}": change.b}
+    if magnitude is not None:
+        state["layer.lora_magnitude_vector"] = magnitude
+    parent: Any = nn.Module()
+    parent.layer = layer
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft.inject_adapter_in_model(config, parent, low_cpu_mem_usage=True)  # draws no numbers
+        peft.set_peft_model_state_dict(parent, state, low_cpu_mem_usage=True)
+        parent.layer.merge()
+    merged: Tensor = parent.layer.get_base_layer().weight.data
+    return merged
 
 
 @dataclass(frozen=True)
@@ -129,137 +161,115 @@ class _Checkpoint:
 
     adapter: Adapter
     architecture: Architecture
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Shapes
     config: Mapping[str, Any]
     tied: str | None
     model: str
 
     @cached_property
+    def _infos(self) -> dict[str, TensorInfo]:
+        return self.architecture.named()
+
+    @cached_property
     def _names(self) -> dict[str, PossibleTensor]:
         return every_name(self.config)
-
-    def parts(self) -> dict[str, list[_Part]]:
-        """The parts of all changes, by the stored tensor that each falls on."""
-        result: dict[str, list[_Part]] = {}
-        infos = self.architecture.named()
-        for name in self.adapter.changes:
-            info = infos.get(name)
-            if name in self.shapes and (info is None or info.stacked or not stacks(info)):
-                parts: Iterable[tuple[str, _Part]] = [self._whole(name, name, info)]
-            elif name not in self.shapes and self._adds_nothing(name):
-                continue
-            else:
-                parts = self._in_another_form(name)
-            for key, part in parts:
-                self._check_shape(key, part)
-                result.setdefault(key, []).append(part)
-        return result
-
-    def _adds_nothing(self, name: str) -> bool:
-        """Whether it is a bias of zeros: peft's `lora_bias` gives one to every module, also to those without a bias."""
-        change = self.adapter.changes[name]
-        alone = change.shift is not None and change.value is None
-        return alone and not bool(self.adapter.tensor(str(change.shift)).any())
 
     def _refused(self, problem: str, remedy: str = ANOTHER_MODEL) -> CheckpointError:
         return CheckpointError(f"the adapter {problem}", where=self.model, remedy=remedy)
 
-    def _absent(self, name: str) -> CheckpointError:
-        return self._refused(f"changes '{name}', which the model does not store")
+    def _absent(self, change: Change) -> CheckpointError:
+        return self._refused(f"changes '{change.name}', which the model does not store")
 
-    def _whole(
-        self, name: str, place: str, info: TensorInfo | None, entry: AdapterEntry | None = None
-    ) -> tuple[str, _Part]:
-        """The change of a whole stored tensor, `place`."""
-        if place not in self.shapes:
-            raise self._absent(name)
-        shape, change = self.shapes[place], self.adapter.changes[name]
+    def places(self) -> tuple[dict[str, Change], list[PlacedChange]]:
+        """The changes of tensors that are stored under their names, by these, and the other changes."""
+        direct: dict[str, Change] = {}
+        others: list[PlacedChange] = []
+        for name, change in self.adapter.changes.items():
+            info = self._infos.get(name)
+            if name in self.shapes and (info is None or info.stacked or not stacks(info)):
+                direct[name] = change
+            elif name in self.shapes or not self._adds_nothing(change):
+                place = placed(self.adapter, change, self._names)
+                if place is None:
+                    raise self._absent(change)
+                others.append(place)
+        return direct, others
+
+    def _adds_nothing(self, change: Change) -> bool:
+        """Whether it is a bias of zeros: peft's `lora_bias` gives one to every module, also to those without a bias."""
+        return bool(change.shift) and not change.value and not bool(self.adapter.tensor(change.shift).any())
+
+    def in_class_form(self, changes: Sequence[PlacedChange]) -> Architecture:
+        """The architecture with the changed tensors as the model's class has them; itself if it stores them so."""
+        remaining = list(changes)
+        blocks = []
+        for block in self.architecture.blocks:
+            of_block = [change for change in remaining if change.spot.in_block(block)]
+            remaining = [change for change in remaining if not change.spot.in_block(block)] if of_block else remaining
+            blocks.append(self._block_in_class_form(block, of_block))
+        if remaining:
+            raise self._absent(remaining[0])
+        same = all(form is block for form, block in zip(blocks, self.architecture.blocks, strict=True))
+        return self.architecture if same else replace(self.architecture, blocks=tuple(blocks))
+
+    def _block_in_class_form(self, block: Block, changes: Sequence[PlacedChange]) -> Block:
+        infos = {change.spot.info.key: change.spot.info for change in changes}
+        if all((stored := block.tensor(key)) and stored.names == info.names for key, info in infos.items()):
+            return block
+        forms = other_form(block, replace(block, tensors=tuple(infos.values())))
+        forms = {key: form for key, form in forms.items() if not _is_another_vector(infos[key], form)}
+        spent = {cut.info.key for form in forms.values() for cut in form.cuts}
+        kept = {info.key: info for info in block.tensors if info.key not in spent} | infos
+        if spent - other_form(replace(block, tensors=tuple(kept.values())), block).keys():
+            spot = changes[0].spot  # of the same spelling are the parts that the adapter leaves as they are
+            known = [other for other in self._names.values() if other.in_block(block) and other.base == spot.base]
+            beside = {other.info.key: other.info for other in known if other.spelling == spot.spelling}
+            parts = other_form(block, replace(block, tensors=tuple(beside.values())))
+            kept |= {key: beside[key] for key, form in parts.items() if {cut.info.key for cut in form.cuts} <= spent}
+        result = replace(block, tensors=tuple(kept.values()))
+        lost = spent - other_form(result, block).keys()
+        for change in changes:
+            key = change.spot.info.key
+            if block.tensor(key) is None and (lost or key not in forms):
+                raise self._absent(change)
+        return result
+
+    def checked(self, name: str, change: Change, shapes: Shapes) -> Change:
+        """A change of one of the class's tensors, its orientation known; refuses one of another shape.
+
+        Args:
+            shapes: of the tensors as the class has them.
+        """
+        info = change.spot.info if isinstance(change, PlacedChange) else self._infos.get(name)
+        if name not in shapes:
+            raise self._absent(change)
+        shape = shapes[name]
         if self.tied is not None and info is not None and info.vocabulary_axis is not None and len(shape) == 2:
             raise self._refused(
-                f"changes '{place}' and not the head '{self.tied}', which is tied to it",
+                f"changes '{name}' and not the head '{self.tied}', which is tied to it",
                 "store the head as a tensor of its own, with 'tie_word_embeddings': false",
             )
-        if change.embedding or change.a is None or len(shape) != 2:
-            flipped = change.embedding
-        elif shape[0] != shape[1]:
-            flipped = shape == _low_rank_shape(self.adapter, name)[::-1]
-        else:
-            labelled = info is not None and any(axis.parts for axis in info.axes)
-            flipped = transposed(info) if info and labelled else bool(self.adapter.config.get("fan_in_fan_out"))
-        return place, _Part(name, flipped, entry)
+        changed = [self.adapter.shapes[key] for key in (change.value, change.shift) if key]
+        if change.a:
+            low: Shape = (self.adapter.shapes[change.b][0], *self.adapter.shapes[change.a][1:])
+            change = replace(change, transposed=self._transposed(change, shape, low, info))
+            low = low[::-1] if change.transposed else low
+            changed.append((change.experts, *low) if change.experts else low)
+        if odd := [each for each in changed if each != shape]:
+            raise self._refused(f"has {list(odd[0])} for '{change.name}', the model has {list(shape)}")
+        return change
 
-    def _in_another_form(self, name: str) -> Iterable[tuple[str, _Part]]:
-        """A change's parts, by the tensors that the checkpoint stores for the parameter."""
-        change = self.adapter.changes[name]
-        entry = entry_of(self.adapter, name, self._names) if change.a is not None else None
-        spot = entry.spot if entry is not None else self._names.get(name)
-        block = next((block for block in self.architecture.blocks if spot is not None and spot.in_block(block)), None)
-        if spot is None or block is None:
-            raise self._absent(name)
-        info, stored = spot.info, block.tensor(spot.info.key)
-        expert = entry.expert if entry is not None else (info.names.index(name) if info.stacked else None)
-        if stored is not None and stored.stacked == info.stacked and not (stacks(info) and expert is None):
-            return [self._whole(name, stored.names[expert or 0], stored, entry)]
-        named = replace(block, tensors=(*block.tensors, info))
-        form = _same(stored) if stored is not None else other_form(block, named).get(info.key)
-        if form is None or change.magnitude is not None:
-            raise self._absent(name)
-        return self._cuts(name, entry, info, expert, form)
-
-    def _cuts(
-        self, name: str, entry: AdapterEntry | None, info: TensorInfo, expert: int | None, form: ComposedTensor
-    ) -> Iterator[tuple[str, _Part]]:
-        """The parts of a change of a tensor that the checkpoint stores in another form; of one expert, or of all."""
-        start, axes = 0, len(info.axes)
-        for cut in form.cuts:
-            length = cut.length if cut.dim == form.dim else (cut.info.axes[form.dim].size or 0)
-            source_span, target_span = slice(start, start + length), slice(cut.start, cut.start + cut.length)
-            start += length
-            apart = bool(stacks(info)) and expert is None and cut.info.stacked
-            for each in range(info.axes[0].size or 0) if apart else (expert,):
-                source = _index(axes, form.dim, source_span, each, expert is None)
-                target = _index(axes, cut.dim, target_span, each, not cut.info.stacked)
-                key = cut.info.names[each or 0] if cut.info.stacked else cut.info.name
-                yield key, _Part(name, entry is not None and entry.transposed, entry, source, target)
-
-    def _check_shape(self, key: str, part: _Part) -> None:
-        """Refuse a change of another shape than the tensor that it falls on."""
-        adapter, stored = self.adapter, self.shapes[key]
-        change = adapter.changes[part.name]
-        shapes = [adapter.shapes[name] for name in (change.value, change.shift) if name is not None]
-        if change.a is not None:
-            shape = _low_rank_shape(adapter, part.name)[:: -1 if part.flipped else 1]
-            experts = part.entry.experts if part.entry is not None else 0
-            shapes.append((experts, *shape) if experts else shape)
-        for shape in shapes:
-            if _shape_at(shape, part.source) != _shape_at(stored, part.target):
-                problem = f"has {list(shape)} for '{part.name}', the model has {list(stored)}"
-                raise self._refused(problem if key == part.name else f"{problem} in '{key}'")
+    def _transposed(self, change: Change, shape: Shape, low: Shape, info: TensorInfo | None) -> bool:
+        """Whether the adapter takes a tensor for [in, out]: by its shape, of square ones by labels or peft's config."""
+        if len(shape) != 2 or change.embedding:
+            return change.transposed or change.embedding
+        if shape[0] != shape[1]:
+            return shape == low[::-1]
+        labelled = info is not None and any(axis.parts for axis in info.axes)
+        return transposed(info) if info and labelled else bool(self.adapter.config.get("fan_in_fan_out"))
 
 
-def _same(info: TensorInfo) -> ComposedTensor:
-    """A tensor as composed of itself."""
-    return ComposedTensor(0, (TensorSlice(info, 0, 0, info.axes[0].size or 0),))
-
-
-def _index(axes: int, dim: int, span: slice, expert: int | None, holds_all: bool) -> Index:
-    """Index of a span along one dimension, of one expert; holds_all: whether the tensor is one of all experts."""
-    index: list[int | slice] = [slice(None)] * axes
-    index[dim] = span
-    if expert is None:
-        return tuple(index)
-    return (expert, *index[1:]) if holds_all else tuple(index[1:])
-
-
-def _low_rank_shape(adapter: Adapter, name: str) -> tuple[int, ...]:
-    """Shape of a low-rank change, (out, in) or (out, in, kernel...)."""
-    change = adapter.changes[name]
-    return adapter.shapes[str(change.b)][0], *adapter.shapes[str(change.a)][1:]
-
-
-def _shape_at(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
-    """Shape of a part of a tensor; of all of it, if it lacks this part."""
-    try:
-        return tuple(torch.empty(shape, device="meta")[index].shape)
-    except IndexError:
-        return shape
+def _is_another_vector(info: TensorInfo, form: ComposedTensor) -> bool:
+    """Whether a vector only looks like a stored one, as the biases of two maps into one stream do."""
+    cut = form.cuts[0]
+    return len(info.axes) == len(form.cuts) == 1 and cut.length == cut.info.axes[0].size

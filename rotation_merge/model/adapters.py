@@ -1,12 +1,14 @@
 """LoRA adapters on disk: the change of each weight of the base.
 
 A weight W becomes W + s B A with s = alpha / r (Hu and others, 2021), s = alpha / sqrt(r) (rsLoRA: Kalajdzievski,
-2023), or m (W + s B A) / |W + s B A| row by row (DoRA: Liu and others, 2024, equation 5). Names and shapes are those of
-the peft library. Tensors are read when they are asked for, and nothing is kept.
+2023), or m (W + s B A) / |W + s B A| row by row (DoRA: Liu and others, 2024, equation 5). Folders have the names and
+shapes of the peft library; single files are those of kohya's scripts (`lora_down`, `lora_up`, `alpha`) and of diffusers
+(`lora_A`, `lora_B`). Tensors are read when they are asked for, and nothing is kept.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -16,15 +18,31 @@ from functools import cached_property
 from typing import Any
 
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
+from safetensors import safe_open
 from torch import Tensor
 
+from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.model.headers import ADAPTER_CONFIG, Shapes, check_local, file_shapes, holds_model, read_json
-from rotation_merge.model.low_rank import LowRank
+from rotation_merge.model.low_rank import LowRank, stacks, transposed
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_FILES = [ADAPTER_CONFIG, *WEIGHTS]
+SUFFIX = ".safetensors"
+PREFIX = "base_model.model."
+
+PEFT, KOHYA, DIFFUSERS = "peft", "kohya", "diffusers"
+FACTORS = {
+    PEFT: r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<part>A|B|magnitude)(_vector)?(\.(?P<leaf>weight|bias))?",
+    KOHYA: r"(?P<module>.+)\.lora_(?P<part>down|up)\.weight",
+    DIFFUSERS: r"(?P<module>.+)\.lora_(?P<part>A|B)\.weight",
+}
+"""Names of the factors A and B (and of what stands beside them), by who writes them so."""
+
+HEADER_CONFIG = "lora_adapter_metadata"
+"""Name under which diffusers stores peft's configs in a file's header, by `PREFIX.ENTRY`."""
 
 BEYOND = {
     "alora_invocation_tokens": "it acts only after certain tokens",
@@ -41,9 +59,11 @@ BEYOND = {
 SHIFTS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin (`init_lora_weights`) that also change the base weights, which the adapter alone does not tell."""
 
-_FACTOR = re.compile(
-    r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<part>A|B|magnitude)(?:_vector)?(?:\.(?P<leaf>weight|bias))?"
-)
+READS_STORED_ORDER, READS_BY_CLASS = (0, 19, 0), (0, 19, 1)
+"""peft before the first takes fused experts [e, x, y] for [e, in, out], from the second on as the class has them."""
+
+WHOLE = "merge the adapter into its base and carry the whole model"
+WRONG_BASE = "name the base that it was trained on"
 
 
 def is_adapter(path: str) -> bool:
@@ -60,63 +80,102 @@ def is_adapter(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Change:
-    """An adapter's change of one parameter, by the names of the tensors in its file.
+    """An adapter's change of one parameter, by the names of the tensors in its file (empty: it has none).
 
     Attributes:
+        name: of the parameter, as the adapter has it.
         a, b: the factors A (r, in) and B (out, r); of an embedding, in = tokens and out = width.
         magnitude: DoRA's m, (out,).
         shift: vector that is added, `scale` times, to a bias.
         value: replaces the parameter before any other change.
         embedding: W is (in, out), not (out, in).
+        experts: number of experts whose factors stand in one; 0: they are of one map.
+        transposed: the adapter takes W for [in, out], where this is known; its factors are A (r, in) and B (out, r).
     """
 
-    a: str | None = None
-    b: str | None = None
-    magnitude: str | None = None
-    shift: str | None = None
-    value: str | None = None
+    name: str
+    a: str = ""
+    b: str = ""
+    magnitude: str = ""
+    shift: str = ""
+    value: str = ""
     scale: float = 1.0
     embedding: bool = False
+    experts: int = 0
+    transposed: bool = False
+
+    @property
+    def module(self) -> str:
+        """Path of the changed module."""
+        return self.name.removesuffix(".weight")
+
+    @property
+    def bias(self) -> str:
+        """peft's name for a bias of this module (`lora_bias`), which the adapter may have."""
+        return self.b.removesuffix("weight") + "bias"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlacedChange(Change):
+    """A change whose place in the base is known.
+
+    Attributes:
+        spot: the tensor that is changed; expert: which one, where the base stores experts apart.
+    """
+
+    spot: PossibleTensor
+    expert: int | None = None
 
 
 class Adapter:
-    """A LoRA adapter in a directory.
+    """A LoRA adapter in a directory of peft's, or in a single file.
 
     Attributes:
+        form: `peft`, `kohya` or `diffusers`.
+        config: peft's; empty for single files.
         shapes: of the tensors in its file.
         changes: by the name of the parameter (`model.layers.0.self_attn.q_proj.weight`), as the model's class has it.
     """
 
     def __init__(self, path: str) -> None:
-        """Read the adapter of a directory.
+        """Read the names and the config of an adapter.
 
         Args:
-            path: the directory.
+            path: the directory, or a `.safetensors` file.
 
         Raises:
             CheckpointError: it holds no adapter, a damaged one, or one that is more than W + s B A.
         """
         self.path = path
-        if not os.path.isfile(os.path.join(path, ADAPTER_CONFIG)):
-            raise CheckpointError("there is no LoRA adapter", where=path, remedy=f"{ADAPTER_CONFIG} is needed")
-        self.config: dict[str, Any] = read_json(os.path.join(path, ADAPTER_CONFIG))
-        self._check_config()
+        self.config: dict[str, Any] = {}
+        single = path.endswith(SUFFIX) and os.path.isfile(path)
+        if not single and not os.path.isfile(os.path.join(path, ADAPTER_CONFIG)):
+            remedy = f"{ADAPTER_CONFIG} is needed" if os.path.isdir(path) else f"name a folder or a {SUFFIX} file"
+            raise CheckpointError("there is no LoRA adapter", where=path, remedy=remedy)
+        if not single:
+            self.config = read_json(os.path.join(path, ADAPTER_CONFIG))
+            self._check_config()
+        self._file = path if single else self._weights_file()
         self.shapes: Shapes = file_shapes(self._file)
+        kohya = any(".lora_down." in key for key in self.shapes)
+        self.form = PEFT if not single else KOHYA if kohya else DIFFUSERS
         self.changes = self._read_names()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Adapter, (os.path.abspath(self.path),)
 
     @property
+    def base(self) -> str | None:
+        """The name of the base that it was trained on, if it is stored."""
+        return self.config.get("base_model_name_or_path")
+
+    @property
     def rank(self) -> int:
         """The largest rank of its factors, which the carried adapter may have everywhere; one if it has none."""
-        return max((self.shapes[c.a][0] for c in self.changes.values() if c.a is not None), default=1)
+        return max((self.shapes[change.a][0] for change in self.changes.values() if change.a), default=1)
 
-    def low_rank(self, name: str) -> LowRank | None:
-        """The low-rank change of a parameter, the factors as they are stored; None: it has none."""
-        change = self.changes[name]
-        if change.a is None or change.b is None:
-            return None
+    def low_rank(self, change: Change) -> LowRank:
+        """A change that has factors, these as they are stored."""
         return LowRank(self.tensor(change.a), self.tensor(change.b), change.scale, change.embedding)
 
     def tensor(self, key: str) -> Tensor:
@@ -127,20 +186,24 @@ class Adapter:
         """
         tensor: Tensor = self._loader.get_tensor(key)
         if not all_finite([tensor]):
-            raise damaged(f"'{key}' holds NaN or infinity", self.path)
+            raise self._damaged(f"'{key}' holds NaN or infinity")
         return tensor
 
     def refusal(self, problem: str) -> CheckpointError:
-        return CheckpointError(
-            problem, where=self.path, remedy="merge it into its base model with peft, and name the result"
-        )
+        """The error of an adapter that is more than W + s B A."""
+        remedy = "name a plain LoRA, or merge this one into its base model first"
+        if self.config:
+            remedy = "merge it into its base model with peft, and name the result"
+        return CheckpointError(problem, where=self.path, remedy=remedy)
 
-    @cached_property
-    def _file(self) -> str:
-        weights_file = next((file for name in WEIGHTS if os.path.isfile(file := os.path.join(self.path, name))), None)
-        if weights_file is None:
+    def _damaged(self, problem: str) -> CheckpointError:
+        return CheckpointError(problem, where=self.path, remedy="the adapter is damaged; download it again")
+
+    def _weights_file(self) -> str:
+        files = [file for name in WEIGHTS if os.path.isfile(file := os.path.join(self.path, name))]
+        if not files:
             raise CheckpointError("the adapter has no weights", where=self.path, remedy=f"{WEIGHTS[0]} is needed")
-        return weights_file
+        return files[0]
 
     @cached_property
     def _loader(self) -> LazyTensorLoader:
@@ -160,57 +223,164 @@ class Adapter:
     def _read_names(self) -> dict[str, Change]:
         parts: dict[str, dict[str, Any]] = {}
         for key in sorted(self.shapes):
-            stem = key.removeprefix("base_model.model.")
-            match = _FACTOR.fullmatch(stem)
-            if match is None:
-                if "lora_" in stem or ".token_adapter." in stem:
-                    raise self.refusal(f"tensor '{key}' is not part of W + s B A")
+            stem = key.removeprefix(PREFIX) if self.form == PEFT else key
+            if match := re.fullmatch(FACTORS[self.form], stem):
+                words = match.groupdict()
+                bias = words.get("leaf") == "bias"
+                change = parts.setdefault(f"{words['module']}.{'bias' if bias else 'weight'}", {})
+                part = {"down": "a", "up": "b"}.get(words["part"], words["part"].lower())
+                change["shift" if bias else part] = key
+                change["embedding"] = bool(words.get("embedding")) or change.get("embedding", False)
+            elif self.form == PEFT and "lora_" not in stem and ".token_adapter." not in stem:
                 parts.setdefault(re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", stem), {})["value"] = key
-            elif match["leaf"] == "bias":
-                parts.setdefault(f"{match['module']}.bias", {})["shift"] = key
-            else:
-                change = parts.setdefault(f"{match['module']}.weight", {})
-                change[match["part"].lower()] = key
-                change["embedding"] = bool(match["embedding"]) or change.get("embedding", False)
+            elif self.form == PEFT or not stem.endswith(".alpha"):
+                raise self.refusal(f"tensor '{key}' is not part of W + s B A")
         if not parts:
-            raise damaged("it holds no tensors", self.path)
-        return {name: self._scaled(name, Change(**change)) for name, change in parts.items()}
+            raise self._damaged("it holds no tensors")
+        return {name: self._scaled(Change(name, **change)) for name, change in parts.items()}
 
-    def _scaled(self, name: str, change: Change) -> Change:
+    def _scaled(self, change: Change) -> Change:
         """The change with its scale s, which may differ between modules; its factors are checked."""
-        if (change.a is None) != (change.b is None) or (change.magnitude and change.a is None):
-            raise damaged(f"'{name}' has one factor without the other", self.path)
+        if bool(change.a) != bool(change.b) or (change.magnitude and not change.a):
+            raise self._damaged(f"'{change.module}' has one factor without the other")
         key = change.b or change.shift
-        if key is None:
+        if not key:
             return change
         factor = change.b or key.removesuffix("bias") + "weight"
         if factor not in self.shapes:
-            raise damaged(f"'{key}' has no matching '{factor}'", self.path)
-        a, b = self.shapes.get(str(change.a)), self.shapes[factor]
-        if len(b) < 2 or (a is not None and (len(a) < 2 or a[0] != b[1] or any(n != 1 for n in b[2:]))):
-            raise damaged(f"the factors of '{name}' are {list(a or ())} and {list(b)}", self.path)
-        return replace(change, scale=lora_scale(self.config, name.rpartition(".")[0], b[1], self.path))
+            raise self._damaged(f"'{key}' has no matching '{factor}'")
+        a, b = self.shapes.get(change.a, ()), self.shapes[factor]
+        if len(b) < 2 or b[1] < 1 or any(n != 1 for n in b[2:]) or (change.a and (len(a) < 2 or a[0] != b[1])):
+            raise self._damaged(f"the factors of '{change.module}' are {list(a)} and {list(b)}")
+        return replace(change, scale=self.scale(change.name.rpartition(".")[0], b[1]))
+
+    def scale(self, module: str, rank: int) -> float:
+        """Factor of the product of a module's factors, by peft's config, or by what a single file says.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        config = self.config if self.form == PEFT else self._config_in_file(module, rank)
+        patterns = config.get("alpha_pattern") or {}
+        if not isinstance(patterns, dict):
+            raise self._damaged("'alpha_pattern' is not a mapping")
+        try:
+            special = [alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)]
+        except re.error as error:
+            raise self._damaged(f"'alpha_pattern' holds a pattern that cannot be read ({error})") from error
+        alpha = [*special, config.get("lora_alpha")][0]
+        number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
+        if not number or rank < 1:
+            raise self._damaged(f"lora_alpha of '{module}' is {alpha!r}")
+        return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+
+    def _config_in_file(self, module: str, rank: int) -> dict[str, Any]:
+        """Config of a module in a single file: its `alpha`, else what stands in the header, else the scale 1."""
+        if f"{module}.alpha" in self.shapes:
+            return {"lora_alpha": self.tensor(f"{module}.alpha").squeeze().tolist()}
+        prefix = module.partition(".")[0] + "."
+        part = {key.removeprefix(prefix): value for key, value in self._header.items() if key.startswith(prefix)}
+        config = part or self._header
+        return config if "lora_alpha" in config else {"lora_alpha": rank}
+
+    @cached_property
+    def _header(self) -> dict[str, Any]:
+        with safe_open(self._file, framework="pt") as file:
+            stored = (file.metadata() or {}).get(HEADER_CONFIG, "{}")
+        try:
+            config = json.loads(stored)
+        except ValueError:
+            config = None
+        if not isinstance(config, dict):
+            raise self._damaged(f"'{HEADER_CONFIG}' in its header is no mapping")
+        return config
 
 
-def lora_scale(config: Mapping[str, Any], module: str, rank: int, path: str) -> float:
-    """Factor of the product of a module's factors, by peft's config.
+def placed_changes(adapter: Adapter, base: Mapping[str, Any]) -> list[PlacedChange]:
+    """An adapter's changes by the tensors of the base; a bias of `lora_bias` belongs to the weight beside it.
+
+    Args:
+        base: the base's config.
 
     Raises:
-        CheckpointError: the config of the adapter at `path` gives none.
+        CheckpointError: the adapter changes something that the base has not, or confuses inputs and outputs.
     """
-    patterns = config.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise damaged("'alpha_pattern' is not a mapping", path)
-    try:
-        special = [alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)]
-    except re.error as error:
-        raise damaged(f"'alpha_pattern' holds a pattern that cannot be read ({error})", path) from error
-    alpha = [*special, config.get("lora_alpha")][0]
-    number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
-    if not number or rank < 1:
-        raise damaged(f"lora_alpha of '{module}' is {alpha!r}", path)
-    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+    names, result = every_name(base), []
+    for change in adapter.changes.values():
+        if not change.a and not change.value:
+            continue
+        place = placed(adapter, change, names)
+        if place is None:
+            problem = f"changes '{change.name}', which its base does not have"
+            raise CheckpointError(problem, where=adapter.path, remedy=WRONG_BASE)
+        if change.a and place.transposed != transposed(place.spot.info):
+            problem = f"swaps inputs and outputs of '{place.spot.info.name}', as peft does with this base's experts"
+            raise CheckpointError(problem, where=adapter.path, remedy=WHOLE)
+        result.append(place)
+    return result
 
 
-def damaged(problem: str, path: str) -> CheckpointError:
-    return CheckpointError(problem, where=path, remedy="the adapter is damaged; download it again")
+def placed(adapter: Adapter, change: Change, names: Mapping[str, PossibleTensor]) -> PlacedChange | None:
+    """A change with its place in the base; None if the base lacks the tensor.
+
+    Args:
+        names: all that the base's tensors may go by.
+
+    Raises:
+        CheckpointError: of fused experts it cannot be told what are inputs and what outputs.
+    """
+    plain = change.name.replace(".base_layer", "")
+    parameter = plain if plain in names else _target_parameter(adapter, change, names)
+    if parameter is None:
+        return None
+    info = names[parameter].info
+    expert = info.names.index(parameter) if info.stacked else None
+    experts = (info.axes[0].size or 1) if stacks(info) and expert is None else 0
+    known = {**vars(change), "experts": experts, "transposed": transposed(info)}
+    place = PlacedChange(**known, spot=names[parameter], expert=expert)
+    if not change.a or expert is not None or (parameter == plain and not experts):
+        return place
+    scale = adapter.scale(parameter, adapter.shapes[change.b][1] // max(experts, 1))
+    return replace(place, scale=scale, transposed=_reads_first(adapter, change, info))
+
+
+def _target_parameter(adapter: Adapter, change: Change, names: Mapping[str, PossibleTensor]) -> str | None:
+    """The tensor of peft's `target_parameters` inside a changed module, identified by its sizes."""
+    module = change.module.replace(".base_layer", "")
+    targets = [str(target).rpartition(".")[2] for target in adapter.config.get("target_parameters") or []]
+    infos = {place: names[place].info for name in targets if (place := f"{module}.{name}") in names}
+    for turned in (False, True):  # peft takes some for [out, in] that are [in, out], or the other way round
+        matching = [
+            place
+            for place, info in infos.items()
+            if change.a and _fits(adapter, change, info, turned != bool(stacks(info) and transposed(info)))
+        ]
+        if len(matching) == 1:
+            return matching[0]
+    return None
+
+
+def _reads_first(adapter: Adapter, change: Change, info: TensorInfo) -> bool:
+    """Whether factors take a parameter for [in, out]: by its sizes; of square experts by the peft that wrote them."""
+    as_stored = _fits(adapter, change, info, turned=False)
+    if not (as_stored and _fits(adapter, change, info, turned=True)):
+        return not as_stored
+    if not stacks(info) or transposed(info):
+        return bool(stacks(info))
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", str(adapter.config.get("peft_version") or ""))
+    version = tuple(map(int, numbers.groups())) if numbers else None
+    if version is None or READS_STORED_ORDER <= version < READS_BY_CLASS:
+        written = "does not say which peft wrote it" if version is None else "was written by peft 0.19.0"
+        raise adapter.refusal(f"{written}, so inputs and outputs of '{info.name}', which is square, cannot be told")
+    return version < READS_STORED_ORDER
+
+
+def _fits(adapter: Adapter, change: Change, info: TensorInfo, turned: bool) -> bool:
+    """Whether outputs and inputs of a change are the sizes of a tensor's matrices, as far as these are known.
+
+    Args:
+        turned: take these for [in, out].
+    """
+    size = [adapter.shapes[change.b][0], adapter.shapes[change.a][1]]
+    known = [axis.size for axis in info.axes[stacks(info) :]]
+    return len(known) == 2 and all(k in (None, s) for k, s in zip(known[::-1] if turned else known, size, strict=True))

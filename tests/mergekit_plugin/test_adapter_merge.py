@@ -409,7 +409,8 @@ def test_bad_input_gets_one_line(three: list[str], tmp_path: Path) -> None:
         plain = {"m.lora_down.weight": torch.ones(2, 4, 3, 3), "m.lora_up.weight": torch.ones(5, 2, 1, 1)}
         spoilt[name] = tmp_path / f"{name}.safetensors"
         save_file({**plain, **tensors}, spoilt[name])
-    save_file({"m.lora_A.weight": torch.ones(1, 2)}, tmp_path / "header.safetensors", {"lora_adapter_metadata": "["})
+    header = {"m.lora_A.weight": torch.ones(1, 2), "m.lora_B.weight": torch.ones(2, 1)}
+    save_file(header, tmp_path / "header.safetensors", {"lora_adapter_metadata": "["})
     write_peft(tmp_path / "infinite", 9, lora_alpha=float("inf"))
     write_peft(tmp_path / "no magnitudes", 10, use_dora=True)
     write_peft(tmp_path / "short", 11, maps=("q_proj",))
@@ -426,14 +427,14 @@ def test_bad_input_gets_one_line(three: list[str], tmp_path: Path) -> None:
         ([first, kohya, out], "format of kohya"),
         ([first, loha, out], "hada_w1_a"),
         ([first, tmp_path / "nothing", out], "no LoRA adapter"),
-        ([first, spoilt["kernel"], out], "'m' lacks factors"),
-        ([first, spoilt["vector"], out], "'m' lacks factors"),
-        ([first, spoilt["empty"], out], "'m' lacks factors"),
-        ([first, spoilt["alpha"], out], "'m' holds NaN"),
+        ([first, spoilt["kernel"], out], "factors of 'm' are [2, 4, 3, 3] and [5, 2, 3, 3]"),
+        ([first, spoilt["vector"], out], "lora_alpha of 'm' is [1.0, 1.0]"),
+        ([first, spoilt["empty"], out], "factors of 'm' are [0, 4, 3, 3]"),
+        ([first, spoilt["alpha"], out], "'m.alpha' holds NaN"),
         ([first, tmp_path / "header.safetensors", out], "'lora_adapter_metadata' in its header"),
         ([first, tmp_path / "infinite", out], "lora_alpha of 'layers.0"),
         ([first, tmp_path / "no magnitudes", out], "DoRA"),
-        ([tmp_path / "pair.safetensors", tmp_path / "half.safetensors", out], "'n' lacks factors"),
+        ([tmp_path / "pair.safetensors", tmp_path / "half.safetensors", out], "'n' has one factor"),
         ([tmp_path / "short", first, tmp_path / "wide", out], "'layers.0.up_proj' of shape [8, 10]"),
         ([*three, out, "--rank", "99"], "'rank' is 99"),
         ([*three, out, "--rank", "-1"], "'--rank' is -1"),
