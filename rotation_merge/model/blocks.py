@@ -66,15 +66,32 @@ def read_block(block: Block, source: TensorSource) -> dict[str, Tensor]:
 BlockTensor = Callable[[Block, TensorInfo], Tensor | None]
 """Computes one tensor of an architecture (stacked, if it is stored in pieces); None where the model has none."""
 
+Get = Callable[[str], Tensor | None]
+"""Gives a tensor of a block by key, None where the model has none."""
 
-def reader(block: Block, source: TensorSource) -> Callable[[str], Tensor | None]:
-    """Gives the tensors of a block by key, None where the model has none."""
+
+def reader(block: Block, source: TensorSource) -> Get:
+    """Gives the tensors of a block as they are stored."""
 
     def get(key: str) -> Tensor | None:
         info = block.tensor(key)
         return None if info is None else read_tensor(info, source)
 
     return get
+
+
+def moved_reader(block: Block, get: Get, transforms: Mapping[str, SpaceTransform]) -> Get:
+    """Gives the tensors of a block in the coordinates that transforms bring them to.
+
+    Args:
+        get: gives them as they are.
+    """
+
+    def moved(key: str) -> Tensor | None:
+        tensor, info = get(key), block.tensor(key)
+        return None if tensor is None or info is None else transform_tensor(tensor, info, transforms)
+
+    return moved
 
 
 def blockwise(architecture: Architecture, source: TensorSource, compute: BlockTensor) -> Tensors:
