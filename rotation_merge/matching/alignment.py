@@ -495,7 +495,7 @@ class Alignment:
         if not strict or identity.any_model or identity.is_view(opened):
             return opened
         names = names_in(basis.architecture, opened.architecture)
-        return opened.with_tensors(verified(opened, identity, names))
+        return replace(opened, tensors=verified(opened, identity, names))
 
 
 class Mover:

@@ -99,7 +99,28 @@ def blockwise(architecture: Architecture, source: TensorSource, compute: BlockTe
 
     Tensors outside the architecture are passed on. A tensor that is tied to another stands under both names.
     """
-    tensors, places = as_tensors(source), architecture.places()
+    stored, places = with_tied(architecture, source), architecture.places()
+
+    def read(name: str) -> Tensor:
+        block, info, piece = places.get(name, (None, None, 0))
+        computed = None if block is None or info is None else compute(block, info)
+        if info is None or computed is None:
+            return stored.read(name)
+        return computed[piece] if info.stacked else computed
+
+    def stack(names: Sequence[str]) -> Tensor:
+        block, info, _ = places[names[0]]
+        if tuple(names) != info.names:
+            return torch.stack([read(name) for name in names])
+        computed = compute(block, info)
+        return stored.stack(names) if computed is None else computed
+
+    return Tensors(stored.shapes, stored.dtypes, read, stack)
+
+
+def with_tied(architecture: Architecture, source: TensorSource) -> Tensors:
+    """The same, with a tied tensor also under its second name."""
+    tensors = as_tensors(source)
     aliases = {
         name: next((tied for tied in info.tied if tied in tensors), name)
         for info in architecture.tensors()
@@ -107,30 +128,7 @@ def blockwise(architecture: Architecture, source: TensorSource, compute: BlockTe
         for name in info.names
         if name not in tensors
     }
-    stored = tensors.renamed(aliases)
-
-    def read(name: str) -> Tensor:
-        if name not in places:
-            return stored.read(name)
-        block, info, piece = places[name]
-        computed = compute(block, info)
-        if computed is None:
-            return stored.read(name)
-        return computed[piece] if info.stacked else computed
-
-    def stack(names: Sequence[str]) -> Tensor:
-        if names[0] not in places:
-            return stored.stack(names)
-        block, info, _ = places[names[0]]
-        computed = compute(block, info) if tuple(names) == tuple(info.names) else None
-        return torch.stack([read(name) for name in names]) if computed is None else computed
-
-    return Tensors(stored.shapes, stored.dtypes, read, stack)
-
-
-def with_tied(architecture: Architecture, source: TensorSource) -> Tensors:
-    """The same, with a tied tensor also under its second name."""
-    return blockwise(architecture, source, lambda block, info: None)
+    return tensors.renamed(aliases)
 
 
 def unstack(info: TensorInfo, tensor: Tensor) -> dict[str, Tensor]:

@@ -17,25 +17,26 @@ from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 
 
+def _paired(stored: Architecture, named: Architecture) -> Iterator[tuple[Block, Block]]:
+    """The blocks that two models of a family both have."""
+    places = {(block.module, block.place, block.index): block for block in stored.blocks}
+    pairs = ((places.get((block.module, block.place, block.index)), block) for block in named.blocks)
+    return ((stored_block, block) for stored_block, block in pairs if stored_block is not None)
+
+
 def names_in(stored: Architecture, named: Architecture) -> dict[str, str]:
     """By the names of one model's tensors those of another model of the family (a bare model, one with a head)."""
-    by_place = {
-        (block.module, block.place, block.index, info.key): info for block in stored.blocks for info in block.tensors
-    }
     names: dict[str, str] = {}
-    for block in named.blocks:
+    for stored_block, block in _paired(stored, named):
         for info in block.tensors:
-            info_stored = by_place.get((block.module, block.place, block.index, info.key))
-            if info_stored is not None:
+            if (info_stored := stored_block.tensor(info.key)) is not None:
                 names.update(zip(info.names, info_stored.names, strict=True))
     return names
 
 
 def same_form(stored: Architecture, named: Architecture) -> bool:
     """Whether two models' tensors have the same names, and neither is composed of parts of the other's."""
-    place = {(block.module, block.place, block.index): block for block in stored.blocks}
-    pairs = ((place.get((block.module, block.place, block.index)), block) for block in named.blocks)
-    composed = any(other_form(stored_block, block) for stored_block, block in pairs if stored_block is not None)
+    composed = any(other_form(stored_block, block) for stored_block, block in _paired(stored, named))
     return not composed and all(name == stored_name for name, stored_name in names_in(stored, named).items())
 
 
@@ -51,33 +52,35 @@ def restructured(source: TensorSource, stored: Architecture, named: Architecture
     Experts are separate or stacked; gates and values (or queries, keys and values) separate or fused.
     """
     tensors = as_tensors(source)
-    place = {(block.module, block.place, block.index): block for block in stored.blocks}
+    empty = Tensors(tensors.shapes, tensors.dtypes, lambda name: _empty(tensors, name))
     entries: dict[str, tuple[ComposedTensor, TensorInfo]] = {}
-    for block in named.blocks:
-        stored_block = place.get((block.module, block.place, block.index))
-        for key, composed in other_form(stored_block, block).items() if stored_block is not None else ():
-            info = block.tensor(key)
-            assert info is not None
-            if all(cut.info.names[0] in tensors for cut in composed.cuts):
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for stored_block, block in _paired(stored, named):
+        forms = other_form(stored_block, block)
+        for info in block.tensors:
+            composed = forms.get(info.key)
+            if composed is not None and all(cut.info.names[0] in tensors for cut in composed.cuts):
+                whole = composed.read(empty)
                 entries.update(dict.fromkeys(info.names, (composed, info)))
-    translation = translated(tensors, stored, named)
-    latest: list[tuple[ComposedTensor, Tensor]] = []  # all entries of one are asked for one after the other
+                shapes.update(dict.fromkeys(info.names, tuple(whole.shape[int(info.stacked) :])))
+                dtypes.update(dict.fromkeys(info.names, whole.dtype))
 
     def read(name: str) -> Tensor:
         composed, info = entries[name]
-        if not info.stacked:
-            return composed.read(tensors)
-        if not latest or latest[0][0] is not composed:
-            latest[:] = [(composed, composed.read(tensors))]
-        return latest[0][1][info.names.index(name)]
+        return composed.read(tensors)[info.names.index(name)] if info.stacked else composed.read(tensors)
 
     def stack(names: Sequence[str]) -> Tensor:
         composed, info = entries[names[0]]
-        return composed.read(tensors) if tuple(names) == info.names else torch.stack([read(name) for name in names])
+        whole = tuple(names) == info.names
+        return composed.read(tensors) if whole else torch.stack([read(name) for name in names])
 
-    shapes = {name: composed.shape(tensors, info) for name, (composed, info) in entries.items()}
-    dtypes = {name: tensors.dtypes[composed.cuts[0].info.names[0]] for name, (composed, _) in entries.items()}
-    return translation.replaced(Tensors(shapes, dtypes, read, stack))
+    return translated(tensors, stored, named).replaced(Tensors(shapes, dtypes, read, stack))
+
+
+def _empty(tensors: Tensors, name: str) -> Tensor:
+    """A tensor's shape and dtype, without numbers."""
+    return torch.empty(tensors.shapes[name], dtype=tensors.dtypes[name], device="meta")
 
 
 Lives = tuple[tuple[tuple[str, str], ...], ...]
@@ -106,17 +109,6 @@ class ComposedTensor:
         stored = [(cut, read_tensor(cut.info, tensors)) for cut in self.cuts]
         parts = [tensor.narrow(cut.dim, cut.start, cut.length) for cut, tensor in stored if tensor is not None]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
-
-    def shape(self, tensors: Tensors, info: TensorInfo) -> tuple[int, ...]:
-        """Shape of the composed tensor, or of each of the pieces that `info` is stored in."""
-        first = self.cuts[0]
-        shape = list(tensors.shapes[first.info.names[0]])
-        if first.info.stacked:
-            shape.insert(0, len(first.info.names))
-        shape[first.dim] = first.length
-        if len(self.cuts) > 1:
-            shape[self.dim] = sum(cut.length if cut.dim == self.dim else shape[self.dim] for cut in self.cuts)
-        return tuple(shape[int(info.stacked) :])
 
 
 def other_form(stored: Block, named: Block) -> dict[str, ComposedTensor]:

@@ -137,10 +137,10 @@ def under_head(body: View, model: View) -> View:
     stored = body.dtype or max(dtypes, key=lambda dtype: dtype.itemsize)
 
     def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
-        tensor = (model if is_head(block, info) else body).tensor(block, info)
+        tensor = read_tensor(info, (model if is_head(block, info) else body).tensors)
         return tensor if tensor is None or not tensor.is_floating_point() else tensor.to(dtype)
 
-    return (model.origin or model).blockwise(compute, stored, left_out=model.left_out)
+    return model.blockwise(compute, stored, left_out=model.left_out)
 
 
 def heads_in(merged: str) -> dict[str, str]:

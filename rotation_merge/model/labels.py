@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,10 +90,10 @@ def in_class_order(view: View, rows: LabelRows) -> View:
     names, (_, order) = labels(view.config), next(iter(rows.values()))
     changed = named_rows(tuple(names[i] for i in order))
     tensors = view.tensors.map(lambda name, tensor: in_order(tensor, rows.get(name)))
-    changes = {"config": {**view.config, **changed}, "changed": {**view.changed, **changed}}
     before = {name: view.rows.get(name, (dim, tuple(range(len(places))))) for name, (dim, places) in rows.items()}
     whole = {name: (dim, tuple(before[name][1][i] for i in places)) for name, (dim, places) in rows.items()}
-    return view.with_tensors(tensors, rows=whole, filed=view.as_filed, **changes)
+    reordered = replace(view, tensors=tensors, rows=whole, filed=view.as_filed)
+    return replace(reordered, config={**view.config, **changed}, changed={**view.changed, **changed})
 
 
 def watched(view: View, mark: Fingerprint) -> Tensors:

@@ -216,7 +216,4 @@ def extrapolated(source: Mapping[str, Tensor], reference: Mapping[str, Tensor], 
 def selected(source: Mapping[str, Tensor], alternative: Mapping[str, Tensor], chosen: Callable[[str], bool]) -> Tensors:
     """A source that takes the tensors chosen by name from another source."""
     further = as_tensors(alternative)
-    tensors = as_tensors(source)
-    return tensors.only(name for name in tensors if not chosen(name)).replaced(
-        further.only(name for name in further if chosen(name))
-    )
+    return as_tensors(source).replaced(further.only(filter(chosen, further)))
