@@ -29,7 +29,7 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.serialisation import packed, unpacked
 from rotation_merge.model import slices
 from rotation_merge.model.biases import holders, in_coordinates
-from rotation_merge.model.blocks import check_shapes, read_tensor, unstack
+from rotation_merge.model.blocks import read_tensor, unstack
 from rotation_merge.model.fingerprint import Fingerprint, checksum
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.forms import names_in, translated
@@ -491,7 +491,6 @@ class Alignment:
                     where=opened.name,
                     remedy=f"give {identity.name}, which it was made for",
                 )
-        check_shapes(opened.architecture, opened.shapes, opened.name)
         if not strict or identity.any_model or identity.is_view(opened):
             return opened
         names = names_in(basis.architecture, opened.architecture)

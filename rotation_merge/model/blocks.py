@@ -12,34 +12,24 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.symmetry import SpaceTransform
-from rotation_merge.workers import Progress as Progress
 
 
 def read_tensor(info: TensorInfo, source: TensorSource) -> Tensor | None:
-    """A tensor of the architecture (stacked if stored in pieces), or None if the source lacks it.
+    """A tensor of the architecture (stacked if stored in pieces), or None if the source lacks it."""
+    names = info.names if info.names[0] in source else tuple(tied for tied in info.tied if tied in source)[:1]
+    if not names or not info.stacked:
+        return source[names[0]] if names else None
+    return source.stack(names) if isinstance(source, Tensors) else torch.stack([source[name] for name in names])
+
+
+def check_shape(info: TensorInfo, shape: tuple[int, ...], model: str | None = None) -> None:
+    """Compare a (stacked) tensor's shape with its labelled axes; one without any claims nothing.
 
     Raises:
         CheckpointError: a dimension has another length than the architecture says; names tensor and lengths.
     """
-    names = info.names
-    if names[0] not in source:
-        names = next(((tied,) for tied in info.tied if tied in source), ())
-    if not names:
-        return None
-    if not info.stacked:
-        tensor = source[names[0]]
-    else:
-        tensor = source.stack(names) if isinstance(source, Tensors) else torch.stack([source[name] for name in names])
-    check_shape(info, tuple(tensor.shape))
-    return tensor
-
-
-def check_shape(info: TensorInfo, shape: tuple[int, ...], model: str | None = None) -> None:
-    """Compare a (stacked) tensor's shape with its labelled axes; one without any claims nothing."""
-    if not info.axes:
-        return
     sizes = tuple(axis.size for axis in info.axes)
-    if len(sizes) != len(shape) or any(w is not None and w != s for w, s in zip(sizes, shape, strict=False)):
+    if sizes and (len(sizes) != len(shape) or any(w not in (None, s) for w, s in zip(sizes, shape, strict=True))):
         words = " x ".join("any" if w is None else str(w) for w in sizes)
         raise CheckpointError(
             f"tensor '{info.name}' has shape {list(shape)}, its config says {words}",
@@ -51,10 +41,8 @@ def check_shape(info: TensorInfo, shape: tuple[int, ...], model: str | None = No
 def check_shapes(architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], model: str) -> None:
     """Compare every stored tensor's shape with its labelled axes, as `check_shape` does."""
     for info in architecture.tensors():
-        present = [name for name in info.names if name in shapes]
-        if present:
-            shape = shapes[present[0]]
-            check_shape(info, (len(info.names), *shape) if info.stacked else shape, model)
+        if (name := next((name for name in info.names if name in shapes), None)) is not None:
+            check_shape(info, (len(info.names), *shapes[name]) if info.stacked else shapes[name], model)
 
 
 def read_block(block: Block, source: TensorSource) -> dict[str, Tensor]:
@@ -134,23 +122,3 @@ def with_tied(architecture: Architecture, source: TensorSource) -> Tensors:
 def unstack(info: TensorInfo, tensor: Tensor) -> dict[str, Tensor]:
     """A tensor under the names it is stored by."""
     return dict(zip(info.names, tensor.unbind(0), strict=True)) if info.stacked else {info.names[0]: tensor}
-
-
-def transform_state(
-    architecture: Architecture, state: Mapping[str, Tensor], transforms: Mapping[str, SpaceTransform]
-) -> dict[str, Tensor]:
-    """A state dict in new coordinates: same names and dtypes, each tensor rounded once.
-
-    Args:
-        architecture: resolved for this state dict's names.
-        state: tensors by name; not modified. Tensors outside the architecture are passed on.
-        transforms: by space name.
-    """
-    result = dict(state)
-    for info in architecture.tensors():
-        tensor = read_tensor(info, state)
-        if tensor is not None:
-            moved = transform_tensor(tensor, info, transforms)
-            if moved is not tensor:
-                result.update(unstack(info, moved.to(tensor.dtype).contiguous()))
-    return result

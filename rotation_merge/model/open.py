@@ -105,6 +105,7 @@ def _in_memory(
         kinds = {key: (str(dtype), tensors.shapes[key]) for key, dtype in tensors.dtypes.items()}
         check_codes(codes(kinds), tensors, name)
     architecture = resolve(config, list(tensors), name, untie=untie)
+    check_shapes(architecture, tensors.shapes, name)
     return View(name, config, architecture, tensors, module=module, untie=untie)
 
 

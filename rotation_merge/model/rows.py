@@ -32,8 +32,7 @@ def vocabulary_subset(architecture: Architecture, source: TensorSource, rows: Te
     def select(name: str, tensor: Tensor) -> Tensor:
         return tensor if name not in axes else tensor.index_select(axes[name], rows.to(tensor.device))
 
-    changed = tensors.map(select)
-    return Tensors(_resized_shapes(tensors, axes, len(rows)), tensors.dtypes, changed.read, changed.stack)
+    return tensors.map(select, _resized_shapes(tensors, axes, len(rows)))
 
 
 def with_rows_of(tensor: Tensor, like: Tensor, axis: int) -> Tensor:
@@ -72,5 +71,4 @@ def resized_vocabulary(
             return result
         return result.index_copy(axis, place, added.to(result).index_select(axis, number))
 
-    changed = tensors.map(resize)
-    return Tensors(_resized_shapes(tensors, axes, length), tensors.dtypes, changed.read, changed.stack)
+    return tensors.map(resize, _resized_shapes(tensors, axes, length))

@@ -13,7 +13,8 @@ KEPT = 1 << 26
 """Bytes of a model that stay in memory where it is read again and again."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes of tensors by name."""
+Dtypes = Mapping[str, torch.dtype]
+"""Shapes and dtypes of tensors by name."""
 
 TensorSource = Mapping[str, Tensor]
 """Tensors by name: lazy ones, a view, a state dict."""
@@ -31,8 +32,8 @@ class Tensors(Mapping[str, Tensor]):
 
     def __init__(
         self,
-        shapes: Mapping[str, tuple[int, ...]],
-        dtypes: Mapping[str, torch.dtype],
+        shapes: Shapes,
+        dtypes: Dtypes,
         read: Callable[[str], Tensor],
         stack: Callable[[Sequence[str]], Tensor] | None = None,
     ) -> None:
@@ -58,8 +59,15 @@ class Tensors(Mapping[str, Tensor]):
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # a mapping would compare all tensors
 
-    def map(self, change: Callable[[str, Tensor], Tensor]) -> Tensors:
-        """The same with every tensor changed when it is read; `change` takes its name and the tensor."""
+    def map(
+        self, change: Callable[[str, Tensor], Tensor], shapes: Shapes | None = None, dtypes: Dtypes | None = None
+    ) -> Tensors:
+        """The same with every tensor changed when it is read.
+
+        Args:
+            change: takes a tensor's name and the tensor.
+            shapes, dtypes: of the changed tensors, where they are others.
+        """
 
         def stack(names: Sequence[str]) -> Tensor:
             stored = self.stack(names)
@@ -68,7 +76,7 @@ class Tensors(Mapping[str, Tensor]):
             unchanged = all(after is before for after, before in zip(changed, pieces, strict=True))
             return stored if unchanged else torch.stack(changed)
 
-        return Tensors(self.shapes, self.dtypes, lambda name: change(name, self.read(name)), stack)
+        return Tensors(shapes or self.shapes, dtypes or self.dtypes, lambda name: change(name, self.read(name)), stack)
 
     def to(self, device: torch.device | str) -> Tensors:
         """The same with tensors brought to a device when they are read."""

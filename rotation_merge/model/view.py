@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from rotation_merge.model.blocks import blockwise, read_tensor, unstack, with_ti
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.staging import HEADS, staged, write_files
 from rotation_merge.model.tensors import Shapes, Tensors, as_tensors
-from rotation_merge.model.writing import StorageOptions, parse_size, untied, write_beside, write_weights
+from rotation_merge.model.writing import StorageOptions, parse_size, small_files, untied, write_weights
 from rotation_merge.record import MergeReport
 
 TensorOf = Callable[[Block, TensorInfo, torch.dtype | None], Tensor | None]
@@ -45,6 +46,8 @@ class Files:
         options: of mergekit: caches, and what it may run.
         adapter: that is merged into its weights.
         tensors: all that they hold, with the adapter's change.
+        template: folder whose config and small files the model is written with, where these are not its own: the
+            anchor's, of a model that completes the anchor's class.
     """
 
     reference: ModelReference
@@ -53,6 +56,7 @@ class Files:
     options: MergeOptions = field(repr=False)
     adapter: Adapter | None = field(repr=False)
     tensors: Tensors = field(repr=False)
+    template: str | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -77,8 +81,6 @@ class View(Mapping[str, Tensor]):
         filed: the model with its classes in the order of its files, where that is another: whose identity it has.
         text: of the language half of a multimodal model the text-only model that it was made of.
         text_names: of such a half, its names of the tensors, and the text-only model's.
-        template: folder whose config and small files it is written with, where these are not its own: the anchor's, of
-            a model that completes the anchor's class.
         at: gives its tensors in another dtype, each rounded once; None: they are as they are read.
         dtype: of floating tensors; None: each has that of the model's tensor.
         left_out: names of the model's tensors that it does not hold.
@@ -103,7 +105,6 @@ class View(Mapping[str, Tensor]):
     filed: View | None = None
     text: View | None = None
     text_names: Mapping[str, str] = field(default_factory=dict)
-    template: str | None = None
     at: Callable[[torch.dtype], Tensors] | None = None
     dtype: torch.dtype | None = None
     left_out: frozenset[str] = frozenset()
@@ -265,8 +266,7 @@ class View(Mapping[str, Tensor]):
 
         def at(dtype: torch.dtype | None) -> Tensors:
             stored = stored_once(self.architecture, self._rounded(dtype), left_out)
-            computed = blockwise(self.architecture, stored, lambda block, info: compute(block, info, dtype))
-            return Tensors(computed.shapes, stored.dtypes, computed.read, computed.stack)
+            return blockwise(self.architecture, stored, lambda block, info: compute(block, info, dtype))
 
         changes = {"rows": {}, "filed": None, "dtype": dtype, **changes, "left_out": left_out}
         return replace(as_stored(self), tensors=at(dtype), config=self._config_in(dtype), at=at, **changes)
@@ -288,9 +288,8 @@ class View(Mapping[str, Tensor]):
             return self.tensors
         if self.at is not None:
             return self.at(dtype)
-        rounded = self.tensors.map(lambda _, tensor: tensor.to(stored_dtype(tensor, dtype)))
         dtypes = {name: dtype if known.is_floating_point else known for name, known in self.dtypes.items()}
-        return Tensors(rounded.shapes, dtypes, rounded.read, rounded.stack)
+        return self.tensors.map(lambda _, tensor: tensor.to(stored_dtype(tensor, dtype)), dtypes=dtypes)
 
     def _config_in(self, dtype: torch.dtype | None) -> Mapping[str, Any]:
         config = untied(self.config) if self.untie else self.config
@@ -365,19 +364,22 @@ class View(Mapping[str, Tensor]):
                 view.write(os.path.join(staging, place), view.blocks(), StorageOptions(size, dtype, view.untie))
 
     def write(self, folder: str, tensors: Iterable[tuple[str, Tensor]], storage: StorageOptions) -> None:
-        """Write weights, config and small files into a folder.
+        """Write weights, small files and config into a folder.
 
         Args:
             tensors: by name, as they are stored.
         """
         os.makedirs(folder, exist_ok=True)
-        source = self.template or (None if self.files is None else self.files.folder)
+        source = None if self.files is None else self.files.template or self.files.folder
         write_weights(folder, tensors, storage.shard_size, self.modules, source)
-        if source is not None:
-            write_beside(source, folder, storage, self.changed)
-            return
-        write_json(os.path.join(folder, "config.json"), json.loads(json.dumps(self.config, default=str)))
-        write_files(folder, self.beside)
+        text = (
+            json.dumps(self.config, default=str) if source is None else Path(source, "config.json").read_text("utf-8")
+        )
+        config = {**json.loads(text), **self.changed}
+        if storage.dtype is not None:
+            config["dtype" if "dtype" in config else "torch_dtype"] = storage.dtype
+        write_files(folder, self.beside if source is None else small_files(source))
+        write_json(os.path.join(folder, "config.json"), untied(config) if storage.untie else config)
         generation = getattr(self.module, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(folder)

@@ -1,9 +1,7 @@
-"""What a model's folder holds: weight files, config, tokenizer and other small files; sizes and storage types."""
+"""What a model's folder holds beside its config: weight files, tokenizer and other small files; sizes and dtypes."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,9 +13,7 @@ from mergekit.io.tensor_writer import TensorWriter
 from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError, nearest
-from rotation_merge.files import write_json
 from rotation_merge.model.sentence import module_of, write_modules
-from rotation_merge.model.staging import write_files
 
 KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
 """Endings of a checkpoint's small files that are taken along (tokenizer, preprocessor, generation settings)."""
@@ -100,20 +96,3 @@ def small_files(folder: str) -> dict[str, bytes]:
     paths = [*sorted(Path(folder).iterdir()), *sorted(Path(folder, TEMPLATES).glob("*"))]
     kept = (p for p in paths if p.name.endswith(KEPT) and p.name not in OWN and not p.name.endswith(".index.json"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in kept if path.is_file()}
-
-
-def write_beside(source: str, out: str, storage: StorageOptions, changed: Mapping[str, Any] | None = None) -> None:
-    """Config, tokenizer and other small files of a checkpoint, copied to where its weights have been written.
-
-    Args:
-        source: the checkpoint's folder.
-        changed: entries of its config that are others.
-    """
-    write_files(out, small_files(source))
-    with open(os.path.join(source, "config.json"), encoding="utf-8") as file:
-        config = {**json.load(file), **(changed or {})}
-    if storage.dtype is not None:
-        config["dtype" if "dtype" in config else "torch_dtype"] = storage.dtype
-    if storage.untie:
-        config = untied(config)
-    write_json(os.path.join(out, "config.json"), config)
