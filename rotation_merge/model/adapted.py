@@ -74,9 +74,8 @@ def adapted(
                 _apply(adapter, part, region)
         return tensor
 
-    merged = tensors.map(changed)
     wide = {name: torch.promote_types(kind, torch.float32) for name, kind in tensors.dtypes.items() if name in parts}
-    return Tensors(tensors.shapes, {**tensors.dtypes, **wide}, merged.read, merged.stack)
+    return tensors.map(changed, dtypes={**tensors.dtypes, **wide})
 
 
 @dataclass(frozen=True)

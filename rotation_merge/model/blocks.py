@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
+from rotation_merge.model.tensors import Names, Tensors, TensorSource, as_tensors
 from rotation_merge.symmetry import SpaceTransform
 
 
@@ -19,7 +19,7 @@ def read_tensor(info: TensorInfo, source: TensorSource) -> Tensor | None:
     names = info.names if info.names[0] in source else tuple(tied for tied in info.tied if tied in source)[:1]
     if not names or not info.stacked:
         return source[names[0]] if names else None
-    return source.stack(names) if isinstance(source, Tensors) else torch.stack([source[name] for name in names])
+    return source.read(names) if isinstance(source, Tensors) else torch.stack([source[name] for name in names])
 
 
 def check_shape(info: TensorInfo, shape: tuple[int, ...], model: str | None = None) -> None:
@@ -89,21 +89,19 @@ def blockwise(architecture: Architecture, source: TensorSource, compute: BlockTe
     """
     stored, places = with_tied(architecture, source), architecture.places()
 
-    def read(name: str) -> Tensor:
-        block, info, piece = places.get(name, (None, None, 0))
-        computed = None if block is None or info is None else compute(block, info)
-        if info is None or computed is None:
-            return stored.read(name)
-        return computed[piece] if info.stacked else computed
-
-    def stack(names: Sequence[str]) -> Tensor:
-        block, info, _ = places[names[0]]
-        if tuple(names) != info.names:
+    def read(names: Names) -> Tensor:
+        first = names if isinstance(names, str) else names[0]
+        if first not in places:
+            return stored.read(names)
+        block, info, piece = places[first]
+        if not isinstance(names, str) and names != info.names:
             return torch.stack([read(name) for name in names])
         computed = compute(block, info)
-        return stored.stack(names) if computed is None else computed
+        if computed is None:
+            return stored.read(names)
+        return computed[piece] if isinstance(names, str) and info.stacked else computed
 
-    return Tensors(stored.shapes, stored.dtypes, read, stack)
+    return Tensors(stored.shapes, stored.dtypes, read)
 
 
 def with_tied(architecture: Architecture, source: TensorSource) -> Tensors:

@@ -6,14 +6,14 @@ Corresponding tensors are found by the spaces of their axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo, factors_of
-from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.blocks import blockwise, read_tensor, unstack
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 
 
@@ -52,35 +52,22 @@ def restructured(source: TensorSource, stored: Architecture, named: Architecture
     Experts are separate or stacked; gates and values (or queries, keys and values) separate or fused.
     """
     tensors = as_tensors(source)
-    empty = Tensors(tensors.shapes, tensors.dtypes, lambda name: _empty(tensors, name))
-    entries: dict[str, tuple[ComposedTensor, TensorInfo]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, torch.dtype] = {}
+    empty = {
+        name: torch.empty(shape, dtype=tensors.dtypes[name], device="meta") for name, shape in tensors.shapes.items()
+    }
+    forms: dict[str, ComposedTensor] = {}
+    described: dict[str, Tensor] = {}
     for stored_block, block in _paired(stored, named):
-        forms = other_form(stored_block, block)
-        for info in block.tensors:
-            composed = forms.get(info.key)
-            if composed is not None and all(cut.info.names[0] in tensors for cut in composed.cuts):
-                whole = composed.read(empty)
-                entries.update(dict.fromkeys(info.names, (composed, info)))
-                shapes.update(dict.fromkeys(info.names, tuple(whole.shape[int(info.stacked) :])))
-                dtypes.update(dict.fromkeys(info.names, whole.dtype))
+        composed = other_form(stored_block, block)
+        for info in (info for info in block.tensors if info.key in composed):
+            if all(cut.info.names[0] in tensors for cut in composed[info.key].cuts):
+                forms[info.name] = composed[info.key]
+                described |= unstack(info, composed[info.key].read(empty))
 
-    def read(name: str) -> Tensor:
-        composed, info = entries[name]
-        return composed.read(tensors)[info.names.index(name)] if info.stacked else composed.read(tensors)
+    def compute(_: Block, info: TensorInfo) -> Tensor | None:
+        return forms[info.name].read(tensors) if info.name in forms else None
 
-    def stack(names: Sequence[str]) -> Tensor:
-        composed, info = entries[names[0]]
-        whole = tuple(names) == info.names
-        return composed.read(tensors) if whole else torch.stack([read(name) for name in names])
-
-    return translated(tensors, stored, named).replaced(Tensors(shapes, dtypes, read, stack))
-
-
-def _empty(tensors: Tensors, name: str) -> Tensor:
-    """A tensor's shape and dtype, without numbers."""
-    return torch.empty(tensors.shapes[name], dtype=tensors.dtypes[name], device="meta")
+    return blockwise(named, translated(tensors, stored, named).replaced(described), compute)
 
 
 Lives = tuple[tuple[tuple[str, str], ...], ...]
