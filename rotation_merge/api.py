@@ -36,11 +36,12 @@ from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.fold import unfolded_gain
-from rotation_merge.model.heads import free_name, head_names, heads_in, heads_of_teachers, under_head
+from rotation_merge.model.heads import head_names, heads_in, heads_of_teachers, under_head
 from rotation_merge.model.labels import with_classes_of
 from rotation_merge.model.naming import anywhere, check_different
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.open import ModelLike, check_names, open_model, paths_of, several
+from rotation_merge.model.staging import free_name
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import check_same_tokens
 from rotation_merge.model.writing import StorageOptions, small_files
@@ -188,7 +189,7 @@ def average(
         return result
     heads: dict[str, View] = {}
     for view in views[1:]:
-        heads[free_name(os.path.basename(view.name.rstrip("/")), heads)] = under_head(result, view)
+        heads[free_name(os.path.basename(view.name.rstrip("/")), heads.__contains__)] = under_head(result, view)
     return replace(result, heads=heads)
 
 

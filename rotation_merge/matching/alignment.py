@@ -158,10 +158,8 @@ def hidden_biases(architecture: Architecture, source: TensorSource, streams: Seq
     source = folded_tensors(architecture, source, streams)
     biases: dict[str, Tensor] = {}
     for block in architecture.blocks:
-        for key in holders(block, [info.key for info in block.tensors]):
-            info = block.tensor(key)
-            bias = None if info is None else read_tensor(info, source)
-            if info is not None and bias is not None:
+        for info in holders(block):
+            if (bias := read_tensor(info, source)) is not None:
                 biases.update({name: piece.clone() for name, piece in unstack(info, bias).items()})
     return biases
 
@@ -729,8 +727,8 @@ def _check_basis(basis: Basis) -> None:
         if sorted(order) != list(range(len(order))):
             raise AlignmentError(f"would change the models' outputs: '{name}' loses classes")
     blocks = basis.architecture.blocks
-    infos = [block.tensor(key) for block in blocks for key in holders(block, [info.key for info in block.tensors])]
-    known = {name for info in infos if info is not None for name in info.names if name in basis.shapes}
+    infos = (info for block in blocks for info in holders(block))
+    known = {name for info in infos for name in info.names if name in basis.shapes}
     if basis.biases and (odd := sorted(known ^ basis.biases.keys())):
         raise AlignmentError(f"is damaged: the anchor's bias '{odd[0]}' is missing in its header or among its tensors")
     if odd := sorted(basis.donor_biases.keys() - basis.biases.keys()):  # a language half has fewer than its anchor

@@ -100,10 +100,10 @@ def inputs(block: Block, info: TensorInfo) -> list[str]:
     return list(keys)
 
 
-def holders(block: Block, keys: Collection[str]) -> list[str]:
-    """The keys of the tensors with hidden biases, which are read from the anchor."""
+def holders(block: Block) -> list[TensorInfo]:
+    """A block's tensors with hidden biases, which are read from the anchor."""
     hidden = {bias.info.key for bias in block_hidden_biases(block)}
-    return [key for key in keys if key in hidden]
+    return [info for info in block.tensors if info.key in hidden]
 
 
 def read_by(block: Block, info: TensorInfo) -> ValueBias | None:

@@ -18,7 +18,7 @@ from rotation_merge.model.blocks import read_tensor, unstack
 from rotation_merge.model.checkpoint import write_checkpoint
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.markdown import code
-from rotation_merge.model.staging import HEADS
+from rotation_merge.model.staging import HEADS, free_name
 from rotation_merge.model.view import View
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import MergeReport
@@ -108,7 +108,7 @@ def write_heads(
     own_heads = head_names(anchor.architecture)
     names: list[str] = []
     for reference, (model, transforms) in donors.items():
-        name = free_name(os.path.basename(str(reference.model.path).rstrip("/")), names)
+        name = free_name(os.path.basename(str(reference.model.path).rstrip("/")), names.__contains__)
         donor_heads = head_names(model.architecture)
         body_names = [key for key in body.index.tensor_paths if key not in own_heads]
         known = set(body_names) | donor_heads | set(model.ignored)
@@ -168,12 +168,3 @@ def heads_of_teachers(heads: Mapping[str, T], teachers: Sequence[ModelReference 
         problem = f"two teachers are called '{twice}', so their heads in {merged} cannot be told apart"
         raise RotationMergeError(problem, remedy="give each teacher's folder another name before the merge")
     return [heads.get(name) for name in names]
-
-
-def free_name(name: str, used: Collection[str]) -> str:
-    """A name that is not taken yet."""
-    number, free = 1, name
-    while free in used:
-        number += 1
-        free = f"{name}-{number}"
-    return free
