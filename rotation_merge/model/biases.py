@@ -65,7 +65,9 @@ def _of_space(block: Block, space: Space) -> list[HiddenBias]:
     infos = [info for info in block.tensors if space in info.spaces()]
     roles = {info.key: {p.role for axis in info.axes for p in axis.parts if p.space == space} for info in infos}
     maps = {role: [info for info in infos if len(info.axes) > 1 and role in roles[info.key]] for role in ROLES}
-    if any(held - ROLES for held in roles.values()) or any(len(readers) != 1 for readers in maps.values()):
+    if any(tensor_roles - ROLES for tensor_roles in roles.values()) or any(
+        len(readers) != 1 for readers in maps.values()
+    ):
         return []
     result: list[HiddenBias] = []
     keys, values = (_bias(infos, space, role) for role in "kv")

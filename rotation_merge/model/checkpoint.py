@@ -55,8 +55,8 @@ def write_checkpoint(
         for name, tensor in as_they_are:
             written.add(name)
             yield name, tensor
-        others = ((name, like[name]) for name in like.names if name not in written and name not in left_out)
-        for name, tensor in chain(tensors, others):
+        remaining = ((name, like[name]) for name in like.names if name not in written and name not in left_out)
+        for name, tensor in chain(tensors, remaining):
             if progress is not None:
                 progress("writing", len(written), len(like.names))
             written.add(name)

@@ -269,7 +269,7 @@ class View(Mapping[str, Tensor]):
             return blockwise(self.architecture, stored, lambda block, info: compute(block, info, dtype))
 
         changes = {"rows": {}, "filed": None, "dtype": dtype, **changes, "left_out": left_out}
-        return replace(as_stored(self), tensors=at(dtype), config=self._config_in(dtype), at=at, **changes)
+        return replace(self, tensors=at(dtype), config=self._config_in(dtype), at=at, **changes)
 
     def to(self, dtype: torch.dtype) -> View:
         """The same with floating tensors of another dtype, each rounded once.

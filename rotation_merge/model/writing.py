@@ -93,6 +93,6 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def small_files(folder: str) -> dict[str, bytes]:
     """Small files of a checkpoint or adapter that belong to it whatever its weights (tokenizer, preprocessor)."""
-    paths = [*sorted(Path(folder).iterdir()), *sorted(Path(folder, TEMPLATES).glob("*"))]
+    paths = sorted(Path(folder).iterdir()) + sorted(Path(folder, TEMPLATES).glob("*"))
     kept = (p for p in paths if p.name.endswith(KEPT) and p.name not in OWN and not p.name.endswith(".index.json"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in kept if path.is_file()}
