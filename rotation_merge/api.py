@@ -184,7 +184,7 @@ def average(
             batches.append(read_samples(model, source, limit, seed=seed + number).batches)
             of_model[number]["data"] = "samples" if shared else f"samples of model {number + 1}"
     result = merge_views(views, opened, method, parameters, of_model, measured, batches, seed)
-    return result.with_heads(under_heads(result, views[1:])) if each_head else result
+    return replace(result, heads=under_heads(result, views[1:])) if each_head else result
 
 
 def _check_folded(models: Sequence[View]) -> None:
@@ -357,7 +357,7 @@ def polish(
     else:
         result, *under_heads = (as_stored(old) for old in (opened, *filter(None, heads)))
     named = {os.path.basename(view.name): view for view in under_heads}
-    return result.with_heads(named).with_notes([report.verdict()])
+    return replace(result, heads=named, notes=(report.verdict(),), report=None)
 
 
 def _heads(merged: ModelLike, opened: View, teachers: Sequence[View]) -> list[View | None]:
@@ -513,7 +513,7 @@ def transfer(
     shared = f"The bases share their coordinates ({near.words}): nothing was matched, the change is added as it is."
     notes = [shared] if added else []
     notes += alignment.report.notes if alignment.report is not None else []
-    return carried.with_notes([*notes, *carried.notes], alignment.report)
+    return replace(carried, notes=tuple(dict.fromkeys([*notes, *carried.notes])), report=alignment.report)
 
 
 def _with_given_alignment(config: TransferConfig, old: ModelLike) -> TransferConfig:
@@ -587,7 +587,7 @@ def _transferred_files(
         checkpoint = open_model(out)
         state = {name: tensor.clone() for name, tensor in checkpoint.items()}
         opened = open_model((state, checkpoint.config), f"{named(work)}, carried", untie=config.untie)
-        return as_stored(replace(opened, beside=small_files(out))).with_notes(notes, report)
+        return as_stored(replace(opened, beside=small_files(out), notes=tuple(dict.fromkeys(notes)), report=report))
 
 
 def _matcher(how: str, samples: Samples, anchor: View, donor: View) -> Match:
@@ -621,7 +621,7 @@ def _matcher(how: str, samples: Samples, anchor: View, donor: View) -> Match:
 
 def _as_it_is(opened: View) -> nn.Module:
     """A module as the caller gave it; another model loaded for evaluation."""
-    if opened.module is None or opened.compute is not None:
+    if opened.module is None or opened.at is not None:
         module: nn.Module = for_evaluation(opened)
         return module
     return opened.module

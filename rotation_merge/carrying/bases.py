@@ -19,7 +19,6 @@ from rotation_merge.matching.open_pair import Pair, open_pair, read_file
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.run import AppliedAlignment, Run
 from rotation_merge.model.adapters import Adapter, is_adapter, placed_changes
-from rotation_merge.model.blocks import with_tied
 from rotation_merge.model.forms import other_form, restructured, same_form
 from rotation_merge.model.labels import in_class_order, label_rows
 from rotation_merge.model.nearness import Nearness, nearness
@@ -71,7 +70,7 @@ class Bases:
         """The tensors of the old base or of its fine-tune, under the new base's names."""
         if same_form(model.architecture, self.architecture):
             return source
-        return with_tied(self.architecture, restructured(source, model.architecture, self.architecture))
+        return restructured(source, model.architecture, self.architecture)
 
     def tuned(self, path: str, length: int | None = None) -> TensorSource:
         """A fine-tune of the old base.

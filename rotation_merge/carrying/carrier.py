@@ -3,7 +3,7 @@ r"""Carries changes of weights to another base; exact if that base is the old on
 If alignment turns W into ``L W R^T``, it turns a change ``B A`` into ``(L B)(A R^T)``: the same rank. Behind a folded
 norm the stored maps differ from the folded ones by the gains g, g' of the old and the new base, ``A' = A diag(g) R^T
 diag(g')^-1``, and of the shifts b, b' of a LayerNorm is left over the constant ``L B A b - B' A' b'``, which goes into
-the bias of the map (`unfold_change`).
+the bias of the map (`Fold.unfold_change`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.blocks import read_tensor
-from rotation_merge.model.fold import Fold, unfold_change, weight_key
+from rotation_merge.model.fold import Fold, weight_key
 from rotation_merge.model.low_rank import LowRank, dense, factor_infos
 from rotation_merge.model.tensors import TensorSource
 
@@ -114,7 +114,7 @@ class Carrier:
             weight: of a bias: the change of the weight beside it, as it is to be stored.
         """
         moved = self.moved(info, change)
-        moved = unfold_change(block, info, moved, reader(block, self.new), self.alignment.folded, weight)
+        moved = self.fold.unfold_change(block, info, moved, reader(block, self.new), weight)
         return self.with_new_rows(block, info, moved)
 
     def with_new_rows(self, block: Block, info: TensorInfo, moved: Tensor) -> Tensor:

@@ -112,14 +112,14 @@ class Delta:
         start, maps = self._settled(), alignment.without_biases()
         assert start.opened is not None
         base, tuned = start._as_donor(maps, strict)
-        moved = maps.apply(start.opened.with_tensors(as_tensors(start.carrier.new)), dtype, strict)
+        moved = maps.apply(replace(start.opened, tensors=as_tensors(start.carrier.new)), dtype, strict)
         carrier = Carrier(base.architecture, base.tensors, moved.tensors, maps)
         return replace(start, carrier=carrier, tuned=tuned.tensors, dtype=dtype, opened=moved)
 
     def _as_donor(self, alignment: Alignment, strict: bool) -> tuple[View, View]:
         """The base and the fine-tune in the anchor's sizes and class order; errors as for `moved_by`."""
         assert self.opened is not None
-        models = (self.opened.with_tensors(as_tensors(source)) for source in (self.carrier.new, self.tuned))
+        models = (replace(self.opened, tensors=as_tensors(source)) for source in (self.carrier.new, self.tuned))
         base, tuned = (
             alignment.opened_donor(model, check) for model, check in zip(models, (strict, False), strict=True)
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -208,15 +207,13 @@ def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeRepo
 
 def _save(model: Any, like: str, out: str) -> None:
     """Write a model in the dtype of another, with the other's small files."""
-    from rotation_merge.model.writing import KEPT, OWN
+    from rotation_merge.model.staging import write_files
+    from rotation_merge.model.writing import small_files
     from rotation_merge.run.functions import local_path, stored_dtype
 
     model.to(stored_dtype(like)).save_pretrained(out)
-    source = local_path(like)
-    for name in sorted(os.listdir(source)):
-        copied = name.endswith(KEPT) and name not in OWN and not name.endswith(".index.json")
-        if copied and not os.path.exists(os.path.join(out, name)):
-            shutil.copyfile(os.path.join(source, name), os.path.join(out, name))
+    files = small_files(local_path(like))
+    write_files(out, {name: files[name] for name in files if not os.path.exists(os.path.join(out, name))})
 
 
 def _record(

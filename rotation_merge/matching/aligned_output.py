@@ -17,8 +17,8 @@ from rotation_merge.matching.run import Run
 from rotation_merge.model.card import metadata, notes, section, with_metadata
 from rotation_merge.model.checkpoint import Check, write_checkpoint
 from rotation_merge.model.markdown import code, plain
-from rotation_merge.model.view import View
-from rotation_merge.model.writing import StorageOptions, stored, untied
+from rotation_merge.model.view import View, stored_dtype
+from rotation_merge.model.writing import StorageOptions, untied
 from rotation_merge.record import MergeReport, versions
 from rotation_merge.run.functions import load
 from rotation_merge.run.ledger import NOWHERE, Ledger
@@ -68,7 +68,9 @@ def aligned_model(pair: Pair, alignment: Alignment, untie: bool) -> Any:
     view, donor = pair.aligned(alignment), pair.donor
     tensors = view.state_dict()
     tensors |= {name: donor[name] for name in donor.names if name not in tensors and name not in view.left_out}
-    state = {name: stored(tensor, donor.stored_dtypes.get(name)).clone() for name, tensor in tensors.items()}
+    state = {
+        name: tensor.to("cpu", stored_dtype(tensor, donor.stored_dtypes.get(name))) for name, tensor in tensors.items()
+    }
     changed = dict(donor.changed)
     if untie:
         changed = {**changed, **{k: v for k, v in untied(donor.config).items() if v != donor.config.get(k)}}

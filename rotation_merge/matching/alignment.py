@@ -28,7 +28,7 @@ from rotation_merge.matching.moved_statistics import MovedTensors
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.serialisation import packed, unpacked
 from rotation_merge.model.biases import holders, in_coordinates
-from rotation_merge.model.blocks import check_shapes, read_tensor, unstack
+from rotation_merge.model.blocks import read_tensor, unstack
 from rotation_merge.model.fingerprint import Fingerprint, checksum
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.forms import names_in, translated
@@ -158,10 +158,8 @@ def hidden_biases(architecture: Architecture, source: TensorSource, streams: Seq
     source = folded_tensors(architecture, source, streams)
     biases: dict[str, Tensor] = {}
     for block in architecture.blocks:
-        for key in holders(block, [info.key for info in block.tensors]):
-            info = block.tensor(key)
-            bias = None if info is None else read_tensor(info, source)
-            if info is not None and bias is not None:
+        for info in holders(block):
+            if (bias := read_tensor(info, source)) is not None:
                 biases.update({name: piece.clone() for name, piece in unstack(info, bias).items()})
     return biases
 
@@ -491,11 +489,10 @@ class Alignment:
                     where=opened.name,
                     remedy=f"give {identity.name}, which it was made for",
                 )
-        check_shapes(opened.architecture, opened.shapes, opened.name)
         if not strict or identity.any_model or identity.is_view(opened):
             return opened
         names = names_in(basis.architecture, opened.architecture)
-        return opened.with_tensors(verified(opened, identity, names))
+        return replace(opened, tensors=verified(opened, identity, names))
 
 
 class Mover:
@@ -730,8 +727,8 @@ def _check_basis(basis: Basis) -> None:
         if sorted(order) != list(range(len(order))):
             raise AlignmentError(f"would change the models' outputs: '{name}' loses classes")
     blocks = basis.architecture.blocks
-    infos = [block.tensor(key) for block in blocks for key in holders(block, [info.key for info in block.tensors])]
-    known = {name for info in infos if info is not None for name in info.names if name in basis.shapes}
+    infos = (info for block in blocks for info in holders(block))
+    known = {name for info in infos for name in info.names if name in basis.shapes}
     if basis.biases and (odd := sorted(known ^ basis.biases.keys())):
         raise AlignmentError(f"is damaged: the anchor's bias '{odd[0]}' is missing in its header or among its tensors")
     if odd := sorted(basis.donor_biases.keys() - basis.biases.keys()):  # a language half has fewer than its anchor

@@ -16,7 +16,7 @@ def random_gauge(
 ) -> dict[str, SpaceTransform]:
     """A random transform of every space that `options` match, by space name.
 
-    Applied to a model (`transform_state`) it gives other weights with the same outputs; a `residual: rotation` needs a
+    Applied to a model (`in_coordinates`) it gives other weights with the same outputs; a `residual: rotation` needs a
     folded model.
     """
     result: dict[str, SpaceTransform] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from torch.nn import functional
 from torch.utils import _pytree
 
 from rotation_merge.architecture.model import Axis, Block, TensorInfo
-from rotation_merge.model.apply import transform_axis, transform_tensor
+from rotation_merge.model.apply import transform_axis
 from rotation_merge.model.biases import inputs, with_biases
-from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.blocks import moved_reader, read_tensor
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.symmetry import Monomial, Permutation, SpaceTransform, TranslationTransform
@@ -184,14 +185,9 @@ class Mixing:
         """A parent's tensor in the anchor's coordinates, with the anchor's hidden biases."""
         maps = self.transforms[number]
 
-        def own(key: str) -> Tensor | None:
-            known, tensor = block.tensor(key), self.parents.tensor(number, block, key)
-            return None if known is None or tensor is None else transform_tensor(tensor, known, maps)
-
-        def given(key: str) -> Tensor | None:
-            return self.parents.tensor(0, block, key)
-
-        moved_tensor = with_biases(block, info, own, given, maps) if number else own(info.key)
+        moved = moved_reader(block, lambda key: self.parents.tensor(number, block, key), maps)
+        anchor = partial(self.parents.tensor, 0, block)
+        moved_tensor = with_biases(block, info, moved, anchor, maps) if number else moved(info.key)
         assert moved_tensor is not None
         return moved_tensor
 

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, TensorInfo
 from rotation_merge.errors import StatisticsError
-from rotation_merge.model.apply import transform_axis, transform_tensor
+from rotation_merge.model.apply import transform_axis
 from rotation_merge.model.biases import along, read_by, shifted
-from rotation_merge.model.fold import Fold, Get
+from rotation_merge.model.blocks import Get, moved_reader
+from rotation_merge.model.fold import Fold
 from rotation_merge.model.labels import LabelRows, in_order
 from rotation_merge.run.maps import LinearMap, along_inputs, linear_maps
 from rotation_merge.run.statistics_file import Gram, Statistics
@@ -188,12 +189,7 @@ def value_shift(linear: LinearMap, donor: Get, anchor: Get, transforms: Transfor
     reader = read_by(linear.block, linear.info)
     if reader is None or reader.space.name not in transforms:
         return None
-
-    def moved(key: str) -> Tensor | None:
-        bias, info = donor(key), linear.block.tensor(key)
-        return None if bias is None or info is None else transform_tensor(bias, info, transforms)
-
-    shift = shifted(reader, moved, anchor)
+    shift = shifted(reader, moved_reader(linear.block, donor, transforms), anchor)
     return None if shift is None else along(reader, linear.info, linear.reads, shift)
 
 

@@ -105,7 +105,7 @@ class Pair:
         """
         anchor, donor = self.sources
         biases = folded_tensors(self.architecture, anchor, alignment.folded)
-        view = self.donor.with_tensors(donor, architecture=self.architecture, untie=self.untie)
+        view = replace(self.donor, tensors=donor, architecture=self.architecture, untie=self.untie)
         return alignment.view_of(view, biases, dtype, unread=self.donor.ignored)
 
     def notes(self) -> list[str]:

@@ -22,7 +22,7 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.model.adapters import Adapter, Change, PlacedChange, placed
 from rotation_merge.model.forms import ComposedTensor, other_form, restructured
 from rotation_merge.model.low_rank import LowRank, stacks, transposed
-from rotation_merge.model.tensors import Shapes, Tensors
+from rotation_merge.model.tensors import Shapes, Tensors, by_name
 
 ANOTHER_MODEL = "was it trained on another model?"
 CACHED = 3
@@ -66,14 +66,15 @@ def adapted(
     result, wide = tensors.map(changed), set(changes)
     if named is not architecture:
         cached = lru_cache(CACHED)(inside.map(changed).read)
-        merged = Tensors(inside.shapes, inside.dtypes, lambda name: cached(name) if name in changes else inside[name])
+        read = by_name(lambda name: cached(name) if name in changes else inside[name])
+        merged = Tensors(inside.shapes, inside.dtypes, read)
         forms = zip(architecture.blocks, named.blocks, strict=True)
         spent = [info for block, form in forms for info in block.tensors if info not in form.tensors]
         restored = {name for info in spent for name in info.names}
         back = restructured(merged, named, architecture).only(restored)
         result, wide = result.replaced(back.map(lambda _, tensor: tensor.clone())), wide | restored
     dtypes = {n: torch.promote_types(kind, torch.float32) if n in wide else kind for n, kind in tensors.dtypes.items()}
-    return Tensors(tensors.shapes, dtypes, result.read, result.stack)
+    return Tensors(tensors.shapes, dtypes, result.read)
 
 
 def _changed(adapter: Adapter, change: Change, tensor: Tensor) -> Tensor:

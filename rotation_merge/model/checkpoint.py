@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
 
 from mergekit.common import dtype_from_name
 from torch import Tensor
@@ -12,9 +13,9 @@ from torch import Tensor
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.run_keys import unchanged
 from rotation_merge.model.staging import free_name, staged
-from rotation_merge.model.view import View
-from rotation_merge.model.writing import StorageOptions, WeightFiles, stored, write_beside
-from rotation_merge.record import MergeReport
+from rotation_merge.model.view import View, stored_dtype
+from rotation_merge.model.writing import StorageOptions
+from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.workers import Progress
 
 Check = Callable[[str], tuple[bool, str]]
@@ -47,26 +48,24 @@ def write_checkpoint(
     Raises:
         CheckpointError: it has not passed; it is kept as OUT.rejected.
     """
-    source, dtype = like.template or like.folder, dtype_from_name(storage.dtype)
+    dtype = dtype_from_name(storage.dtype)
+    written: set[str] = set()
 
-    def rounded(name: str, tensor: Tensor) -> Tensor:
-        return stored(tensor, dtype or like.stored_dtypes.get(name))
+    def complete() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in as_they_are:
+            written.add(name)
+            yield name, tensor
+        remaining = ((name, like[name]) for name in like.names if name not in written and name not in left_out)
+        for name, tensor in chain(tensors, remaining):
+            if progress is not None:
+                progress("writing", len(written), len(like.names))
+            written.add(name)
+            yield name, tensor.to(stored_dtype(tensor, dtype or like.stored_dtypes.get(name)))
 
     with staged(out) as staging:
-        files = WeightFiles(staging, storage.shard_size, like.modules, source)
-        for name, tensor in as_they_are:
-            files.save(name, tensor)
         with unchanged([like.reference]):
-            for name, tensor in tensors:
-                if progress is not None:
-                    progress("writing", len(files.written), len(like.names))
-                files.save(name, rounded(name, tensor))
-            for name in like.names:
-                if name not in files.written and name not in left_out:
-                    files.save(name, rounded(name, like[name]))
-        files.finish()
-        report.write(os.path.join(staging, "rotation_merge.json"))
-        write_beside(source, staging, storage, like.changed)
+            like.write(staging, complete(), storage)
+        report.write(os.path.join(staging, REPORT_FILE))
         beside(staging)
         passed, words = check(staging) if check is not None else (True, "")
         if not passed:

@@ -8,197 +8,227 @@ norm removes the mean of its output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Architecture, Block, Norm, TensorInfo, stem_of
+from rotation_merge.architecture.model import Architecture, Block, Norm, Scale, TensorInfo, stem_of
 from rotation_merge.errors import AlignmentError
 from rotation_merge.model.apply import at_least_float32, join_axis, placed, split_axis
-from rotation_merge.model.blocks import blockwise, read_tensor, reader
+from rotation_merge.model.blocks import Get, blockwise, read_tensor, reader
 from rotation_merge.model.tensors import TensorSource, as_tensors
 
-Get = Callable[[str], Tensor | None]
-"""Gives a tensor of the block by key, or None where the model has none."""
+LEAST_GAIN = 1e-6
+"""Gains below are not divided by."""
+LEAST_TRUE = 0.1
+"""Nor is a gain folded if rounding, times the norm's shift, would grow to this share of the norm's output."""
+ROUNDINGS = 4.0
+"""A shift divided by its gain may cost so many times the rounding of any weight in its storage type."""
+LEAST_ERROR = 1e-4
+"""... or this share of the norm's output, whichever is more."""
+UNROTATED = "use 'residual: permutation' instead of rotation"
 
 
-def fold_inputs(block: Block, info: TensorInfo, streams: Iterable[str]) -> list[str]:
-    """Keys of the block's tensors that the folded `info` is computed from, itself included."""
-    needed: list[str] = []
+class Fold:
+    """Folds the norms of some streams and centres what is written to them, tensor by tensor.
 
-    def get(key: str) -> Tensor | None:
-        if block.tensor(key) is not None and key not in needed:
-            needed.append(key)
-        return None
-
-    get(info.key)
-    for norm in _norms(block, streams):
-        if info.key in (norm.gain, norm.shift) or _reads(info.key, norm):
-            get(norm.gain)
-            if norm.shift is not None:
-                get(norm.shift)
-            if info.key.endswith(".bias"):
-                get(weight_key(info.key))
-    for scale in block.scales:
-        if scale.stream in streams and info.key in (scale.gain, *scale.writes):
-            get(scale.gain)
-    return needed
-
-
-def fold_tensor(
-    block: Block,
-    info: TensorInfo,
-    get: Get,
-    streams: Iterable[str],
-    centred: Iterable[str],
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """One tensor of the folded model.
-
-    Args:
-        block: the block it stands in.
-        info: which tensor.
-        get: the block's tensors as they are stored.
-        streams: streams that are folded.
+    Attributes:
+        streams: that are folded.
         centred: those among them whose norms subtract the mean.
-        dtype: that the result is going to be rounded to, if another than its own.
-
-    Returns:
-        The stored tensor itself where nothing changes, else a new one in float32 at least.
-
-    Raises:
-        AlignmentError: a gain of zero would have to be divided by, or one so small that rounding would show.
+        dtype: that the results are going to be rounded to; None: their own.
     """
-    tensor = get(info.key)
-    if tensor is None:
-        raise KeyError(info.key)
-    for norm in _norms(block, streams):
-        tensor = _fold_norm(block, info, tensor, norm, get, dtype)
-    for scale in block.scales:
-        if scale.stream in streams:
+
+    def __init__(self, architecture: Architecture, streams: Iterable[str], dtype: torch.dtype | None = None) -> None:
+        self.streams, self.dtype = tuple(streams), dtype
+        self.centred = tuple(filter(architecture.layer_normed, self.streams))
+
+    def touches(self, block: Block, info: TensorInfo) -> bool:
+        """Whether folding may change a tensor of a block."""
+        return bool(self._norms(block, info) or self._scales(block, info) or self._centred_dims(info))
+
+    def inputs(self, block: Block, info: TensorInfo) -> list[str]:
+        """Keys of the block's tensors that a folded one is computed from, itself included."""
+        keys: list[str | None] = [info.key]
+        for norm in self._norms(block, info):
+            keys += [norm.gain, norm.shift, weight_key(info.key) if info.key.endswith(".bias") else None]
+        keys += [scale.gain for scale in self._scales(block, info)]
+        return [key for key in dict.fromkeys(keys) if key is not None and block.tensor(key) is not None]
+
+    def on_inputs(self, block: Block, info: TensorInfo, get: Get) -> dict[str, Tensor] | None:
+        """Factors (in,) that folding multiplies a map's last axis with, by norm; None if folding does more."""
+        if self._scales(block, info) or self._centred_dims(info):
+            return None
+        last = replace(info, axes=info.axes[-1:])
+        ones_like_axis = torch.ones((), dtype=torch.float64).expand(info.axes[-1].size or 0)
+        norms = self._norms(block, info)
+        return {norm.gain: times_gain(ones_like_axis, last, _gain(norm, get), norm.stream) for norm in norms}
+
+    def tensor(self, block: Block, info: TensorInfo, get: Get) -> Tensor:
+        """One tensor of the folded model.
+
+        Args:
+            get: gives the block's tensors as they are stored.
+
+        Returns:
+            The stored tensor itself where nothing changes, else a new one in float32 at least.
+
+        Raises:
+            AlignmentError: a gain is too small to be divided by.
+        """
+        tensor = required(get, info.key)
+        for norm in self._norms(block, info):
+            tensor = self._with_norm(block, info, tensor, norm, get)
+        for scale in self._scales(block, info):
             if info.key == scale.gain:
                 tensor = torch.ones_like(tensor)
-            elif info.key in scale.writes:
-                tensor = times_gain(at_least_float32(tensor), info, _required(get, scale.gain), scale.stream, "write")
-    for dim, axis in enumerate(info.axes):
-        if any(part.role == "write" and part.space.name in centred for part in axis.parts):
+            else:
+                tensor = times_gain(at_least_float32(tensor), info, required(get, scale.gain), scale.stream, "write")
+        for dim in self._centred_dims(info):
             tensor = at_least_float32(tensor)
             tensor = tensor - tensor.mean(dim, keepdim=True)
-    return tensor
+        return tensor
+
+    def block(self, block: Block, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All tensors of a block, folded."""
+        return {i.key: self.tensor(block, i, tensors.get) for i in block.tensors if i.key in tensors}
+
+    def unfold_change(
+        self, block: Block, info: TensorInfo, change: Tensor, get: Get, weight: Tensor | None = None
+    ) -> Tensor:
+        """The change of a stored tensor that has the same effect as `change` on the folded model.
+
+        Weights behind a norm are divided by its gain, those before a layer scale by the scale; from a bias, the
+        changed weight times the norm's shift is subtracted. The reverse of `tensor` for changes, except where that
+        centres.
+
+        Args:
+            info: which tensor; of a factor (see `factors.py`), with the axes that it has.
+            change: of the folded model.
+            get: gives the stored model's tensors by key.
+            weight: of a bias: the change of the weight beside it, as it is to be stored.
+
+        Raises:
+            AlignmentError: a gain is so near zero that the result would be off.
+        """
+        for norm in self._norms(block, info):
+            if info.key == norm.shift and not _absorbs_shift(block, norm):
+                change = change * _gain(norm, get).to(change)
+            elif not _reads(info.key, norm):
+                continue
+            elif not info.key.endswith(".bias"):
+                gain, shift = _gain(norm, get).to(change.dtype), _shift(norm, get)
+                change = times_gain(change, info, _reciprocal(block, norm.gain, gain, shift), norm.stream)
+            elif weight is not None:
+                constant = _constant(block, info, norm, get, lambda _: weight, change.ndim)
+                change = change if constant is None else change - constant
+        for scale in self._scales(block, info):
+            if info.key != scale.gain:
+                factor = _reciprocal(block, scale.gain, at_least_float32(required(get, scale.gain)))
+                change = times_gain(change, info, factor, scale.stream, "write")
+        return change
+
+    def _norms(self, block: Block, info: TensorInfo) -> list[Norm]:
+        """Folded norms that a tensor is the gain or the shift of, or that it reads."""
+        norms = (norm for norm in block.norms if norm.stream in self.streams)
+        return [norm for norm in norms if info.key in (norm.gain, norm.shift) or _reads(info.key, norm)]
+
+    def _scales(self, block: Block, info: TensorInfo) -> list[Scale]:
+        """Folded layer scales that a tensor holds, or that stand behind it."""
+        return [s for s in block.scales if s.stream in self.streams and info.key in (s.gain, *s.writes)]
+
+    def _centred_dims(self, info: TensorInfo) -> list[int]:
+        """Dimensions along which a tensor writes to centred streams."""
+        return [
+            dim
+            for dim, axis in enumerate(info.axes)
+            if any(part.role == "write" and part.space.name in self.centred for part in axis.parts)
+        ]
+
+    def _with_norm(self, block: Block, info: TensorInfo, tensor: Tensor, norm: Norm, get: Get) -> Tensor:
+        if info.key == norm.gain:
+            return torch.full_like(tensor, 1.0 - norm.offset)
+        if info.key == norm.shift:
+            absorbed = _absorbs_shift(block, norm)
+            return torch.zeros_like(tensor) if absorbed else _divided(block, tensor, norm, get, self.dtype)
+        if info.key.endswith(".bias"):
+            constant = _constant(block, info, norm, get, get, tensor.ndim)
+            return tensor if constant is None else at_least_float32(tensor) + constant
+        return times_gain(at_least_float32(tensor), info, _gain(norm, get), norm.stream)
+
+
+def folded_tensors(
+    architecture: Architecture, source: TensorSource, streams: Collection[str], dtype: torch.dtype | None = None
+) -> TensorSource:
+    """Tensors with folded norms and centred writers, in float32 at least where folding changes them.
+
+    Args:
+        streams: that are folded; without any the source itself is returned.
+        dtype: that the results are going to be rounded to, if another than their own.
+    """
+    if not streams:
+        return source
+    fold, tensors = Fold(architecture, streams, dtype), as_tensors(source)
+    return blockwise(architecture, tensors, lambda block, info: fold.tensor(block, info, reader(block, tensors)))
 
 
 def unfolded_gain(architecture: Architecture, source: TensorSource, streams: Collection[str]) -> str | None:
     """The name of a norm's gain in these streams that is not one; None if all are folded."""
     for block in architecture.blocks:
-        for norm in _norms(block, streams):
-            info = block.tensor(norm.gain)
+        for norm in block.norms:
+            info = block.tensor(norm.gain) if norm.stream in streams else None
             gain = None if info is None else read_tensor(info, source)
             if info is not None and gain is not None and bool((gain + norm.offset != 1).any()):
                 return info.name
     return None
 
 
-def _fold_norm(
-    block: Block, info: TensorInfo, tensor: Tensor, norm: Norm, get: Get, dtype: torch.dtype | None
-) -> Tensor:
-    if info.key == norm.gain:
-        return torch.full_like(tensor, 1.0 - norm.offset)
-    shift = get(norm.shift) if norm.shift is not None and block.tensor(norm.shift) is not None else None
-    if info.key == norm.shift:
-        return torch.zeros_like(tensor) if _absorbs_shift(block, norm) else _divided(block, tensor, norm, get, dtype)
-    if not _reads(info.key, norm):
+def times_gain(tensor: Tensor, info: TensorInfo, gain: Tensor, stream: str, role: str = "read") -> Tensor:
+    """Times the gain along the axis of a stream, which may hold it several times over; a factor may lack that axis."""
+    dim = _dim(info, stream, role)
+    if dim is None:
         return tensor
-    if info.key.endswith(".bias"):
-        if shift is None or not _absorbs_shift(block, norm):
-            return tensor
-        weight_info = block.tensor(weight_key(info.key))
-        if weight_info is None:
-            return tensor
-        return at_least_float32(tensor) + _constant(
-            at_least_float32(_required(get, weight_info.key)), weight_info, shift, norm, tensor.ndim
-        )
-    return times_gain(at_least_float32(tensor), info, _gain(norm, get), norm.stream)
+    axis = info.axes[dim]
+    pieces = split_axis(tensor, dim, axis)
+    for position, piece in enumerate(axis.pieces):
+        for part, start in placed(piece, dim):
+            if part.space.name == stream and part.role == role:
+                pieces[position] = pieces[position] * gain.to(tensor).reshape(
+                    -1, *[1] * (pieces[position].ndim - start - 1)
+                )
+    return join_axis(pieces, dim, axis)
 
 
-def unfold_change(
-    block: Block, info: TensorInfo, change: Tensor, get: Get, streams: Iterable[str], weight: Tensor | None
-) -> Tensor:
-    """The change of a stored tensor that has the same effect as `change` on the folded model.
+def weight_key(bias: str) -> str:
+    """The key of the weight beside a bias."""
+    return bias.removesuffix("bias") + "weight"
 
-    Weights behind a norm are divided by its gain, those before a layer scale by the scale; from a bias, the changed
-    weight times the norm's shift is subtracted. The reverse of `fold_tensor` for changes, except where that centres.
 
-    Args:
-        block, info: which tensor; of a factor (see `factors.py`), with the axes that it has.
-        change: of the folded model.
-        get: the stored model's tensors by key.
-        streams: streams that are folded.
-        weight: of a bias: the change of the weight beside it, as it is to be stored.
+def required(get: Get, key: str) -> Tensor:
+    """A tensor of a block that the model must have.
 
     Raises:
-        AlignmentError: a gain is so near zero that the result would be off.
+        KeyError: it has none.
     """
-    for norm in _norms(block, streams):
-        if info.key == norm.shift and not _absorbs_shift(block, norm):
-            change = change * _gain(norm, get).to(change)
-        if not _reads(info.key, norm):
-            continue
-        if not info.key.endswith(".bias"):
-            change = times_gain(change, info, _reciprocal(block, norm, get, change.dtype), norm.stream)
-            continue
-        weight_info = block.tensor(weight_key(info.key))
-        if weight is not None and weight_info is not None and norm.shift is not None and _absorbs_shift(block, norm):
-            shift = get(norm.shift) if block.tensor(norm.shift) is not None else None
-            if shift is not None:
-                change = change - _constant(at_least_float32(weight), weight_info, shift, norm, change.ndim)
-    for scale in block.scales:
-        if scale.stream in streams and info.key in scale.writes:
-            factor = _inverse(block, scale.gain, at_least_float32(_required(get, scale.gain)))
-            change = times_gain(change, info, factor, scale.stream, "write")
-    return change
+    tensor = get(key)
+    if tensor is None:
+        raise KeyError(key)
+    return tensor
 
 
-LEAST_GAIN = 1e-6
-"""Gains below are not divided by."""
-LEAST_TRUE = 0.1
-"""Nor is a gain folded if rounding, times the norm's shift, would grow to this share of the norm's output."""
+def _dim(info: TensorInfo, stream: str, role: str = "read") -> int | None:
+    """The dimension along which a tensor reads a stream, or has another role in it."""
+    axes = enumerate(info.axes)
+    return next((d for d, axis in axes if any(p.space.name == stream and p.role == role for p in axis.parts)), None)
 
 
-def _reciprocal(block: Block, norm: Norm, get: Get, dtype: torch.dtype) -> Tensor:
-    """One over the gain of a norm."""
-    gain = _gain(norm, get).to(dtype)
-    shift = get(norm.shift) if norm.shift is not None and block.tensor(norm.shift) is not None else None
-    if shift is not None:
-        error = shift.abs().to(dtype) / gain.abs().clamp_min(LEAST_GAIN) * torch.finfo(torch.float32).eps
-        if bool((error > LEAST_TRUE).any()):
-            raise _near_zero(block, norm.gain, int(error.argmax()))
-    return _inverse(block, norm.gain, gain)
+def _gain(norm: Norm, get: Get) -> Tensor:
+    return at_least_float32(required(get, norm.gain)) + norm.offset
 
 
-def _inverse(block: Block, key: str, gain: Tensor) -> Tensor:
-    if bool((gain.abs() < LEAST_GAIN).any()):
-        raise _near_zero(block, key, int(gain.abs().argmin()))
-    return 1 / gain
-
-
-def _near_zero(block: Block, key: str, entry: int) -> AlignmentError:
-    return AlignmentError(
-        f"entry {entry} of the gain '{key}' is too near zero to divide by",
-        where=block.name,
-        remedy="use 'residual: permutation' instead of rotation",
-    )
-
-
-def _constant(weight: Tensor, info: TensorInfo, shift: Tensor, norm: Norm, ndim: int) -> Tensor:
-    """W b, a weight applied to a norm's shift, of the bias's `ndim` dimensions."""
-    added = times_gain(weight, info, shift, norm.stream).sum(_dim(info, norm.stream))
-    return added.flatten(ndim).sum(-1) if added.ndim > ndim else added
-
-
-def _norms(block: Block, streams: Iterable[str]) -> list[Norm]:
-    return [norm for norm in block.norms if norm.stream in streams]
+def _shift(norm: Norm, get: Get) -> Tensor | None:
+    return None if norm.shift is None else get(norm.shift)
 
 
 def _reads(key: str, norm: Norm) -> bool:
@@ -215,10 +245,34 @@ def _absorbs_shift(block: Block, norm: Norm) -> bool:
     )
 
 
-ROUNDINGS = 4.0
-"""A shift divided by its gain may cost so many times the rounding of any weight in its storage type."""
-LEAST_ERROR = 1e-4
-"""... or this share of the norm's output, whichever is more."""
+def _constant(block: Block, bias: TensorInfo, norm: Norm, get: Get, weights: Get, ndim: int) -> Tensor | None:
+    """W b, of a bias's `ndim` dimensions: what it takes over from the norm's shift b; None if it does not.
+
+    Args:
+        weights: gives the weight W beside the bias.
+    """
+    shift, info = _shift(norm, get), block.tensor(weight_key(bias.key))
+    if shift is None or info is None or not _absorbs_shift(block, norm):
+        return None
+    weight = at_least_float32(required(weights, info.key))
+    added = times_gain(weight, info, shift, norm.stream).sum(_dim(info, norm.stream))
+    return added.flatten(ndim).sum(-1) if added.ndim > ndim else added
+
+
+def _reciprocal(block: Block, key: str, gain: Tensor, shift: Tensor | None = None) -> Tensor:
+    """One over a gain.
+
+    Raises:
+        AlignmentError: an entry is too near zero, itself or beside the norm's shift.
+    """
+    wrong = gain.abs() < LEAST_GAIN
+    if shift is not None:
+        error = shift.abs().to(gain.dtype) / gain.abs().clamp_min(LEAST_GAIN) * torch.finfo(torch.float32).eps
+        wrong = wrong | (error > LEAST_TRUE)
+    if bool(wrong.any()):
+        problem = f"entry {int(wrong.int().argmax())} of the gain '{key}' is too near zero to divide by"
+        raise AlignmentError(problem, where=block.name, remedy=UNROTATED)
+    return 1 / gain
 
 
 def _divided(block: Block, shift: Tensor, norm: Norm, get: Get, dtype: torch.dtype | None) -> Tensor:
@@ -231,13 +285,7 @@ def _divided(block: Block, shift: Tensor, norm: Norm, get: Get, dtype: torch.dty
         AlignmentError: that error would be more than a few roundings.
     """
     gain = _gain(norm, get).to(at_least_float32(shift))
-    if bool(((gain == 0) & (shift != 0)).any()):
-        raise AlignmentError(
-            f"the gain '{norm.gain}' has zeros and cannot be folded",
-            where=block.name,
-            remedy="use 'residual: permutation' instead of rotation",
-        )
-    divided = torch.where(gain == 0, torch.zeros_like(gain), at_least_float32(shift) / gain)
+    divided = torch.where((gain == 0) & (shift == 0), torch.zeros_like(gain), at_least_float32(shift) / gain)
     size = float(divided.double().square().mean().sqrt())
     stored = max((shift.dtype, dtype or shift.dtype), key=lambda kind: torch.finfo(kind).eps)
     rounding = torch.finfo(stored).eps
@@ -247,104 +295,6 @@ def _divided(block: Block, shift: Tensor, norm: Norm, get: Get, dtype: torch.dty
             f"{str(stored).removeprefix('torch.')} the shift divided by it is off by {size * rounding:.2g} of the "
             "norm's output",
             where=block.name,
-            remedy="use 'residual: permutation' instead of rotation, or a dtype of more digits",
+            remedy=f"{UNROTATED}, or a dtype of more digits",
         )
     return divided
-
-
-def _gain(norm: Norm, get: Get) -> Tensor:
-    return at_least_float32(_required(get, norm.gain)) + norm.offset
-
-
-def _required(get: Get, key: str) -> Tensor:
-    tensor = get(key)
-    if tensor is None:
-        raise KeyError(key)
-    return tensor
-
-
-def weight_key(bias: str) -> str:
-    return bias.removesuffix("bias") + "weight"
-
-
-def _dim(info: TensorInfo, stream: str, role: str = "read") -> int:
-    for dim, axis in enumerate(info.axes):
-        if any(part.space.name == stream and part.role == role for part in axis.parts):
-            return dim
-    raise KeyError(f"{info.key} does not {role} {stream}")
-
-
-def times_gain(tensor: Tensor, info: TensorInfo, gain: Tensor, stream: str, role: str = "read") -> Tensor:
-    """Times the gain along the axis of a stream, which may hold it several times over; a factor may lack that axis."""
-    if not any(part.space.name == stream and part.role == role for axis in info.axes for part in axis.parts):
-        return tensor
-    dim = _dim(info, stream, role)
-    axis = info.axes[dim]
-    pieces = split_axis(tensor, dim, axis)
-    for position, piece in enumerate(axis.pieces):
-        for part, start in placed(piece, dim):
-            if part.space.name == stream and part.role == role:
-                pieces[position] = pieces[position] * gain.to(tensor).reshape(
-                    -1, *[1] * (pieces[position].ndim - start - 1)
-                )
-    return join_axis(pieces, dim, axis)
-
-
-class Fold:
-    """The streams to fold and to centre; folds single tensors and blocks.
-
-    Args:
-        dtype: that the results are going to be rounded to, if another than their own.
-    """
-
-    def __init__(self, architecture: Architecture, streams: Iterable[str], dtype: torch.dtype | None = None) -> None:
-        self.streams, self.dtype = tuple(streams), dtype
-        self.centred = tuple(filter(architecture.layer_normed, self.streams))
-
-    def touches(self, block: Block, info: TensorInfo) -> bool:
-        """Whether folding may change a tensor of a block."""
-        written = any(p.role == "write" and p.space.name in self.centred for a in info.axes for p in a.parts)
-        gains = any(info.key in (n.gain, n.shift) for n in _norms(block, self.streams))
-        gains = gains or any(info.key in (s.gain, *s.writes) for s in block.scales if s.stream in self.streams)
-        return written or gains or self.inputs(block, info) != [info.key]
-
-    def on_inputs(self, block: Block, info: TensorInfo, get: Get) -> dict[str, Tensor] | None:
-        """Factors (in,) that folding multiplies a map's last axis with, by norm; None if folding does more."""
-        scales = any(info.key in s.writes for s in block.scales if s.stream in self.streams)
-        if scales or any(p.role == "write" and p.space.name in self.centred for a in info.axes for p in a.parts):
-            return None
-        read = [norm for norm in _norms(block, self.streams) if _reads(info.key, norm)]
-        last = replace(info, axes=info.axes[-1:])
-        ones_like_axis = torch.ones((), dtype=torch.float64).expand(info.axes[-1].size or 0)
-        return {norm.gain: times_gain(ones_like_axis, last, _gain(norm, get), norm.stream) for norm in read}
-
-    def inputs(self, block: Block, info: TensorInfo) -> list[str]:
-        """Keys of the tensors that a folded one is computed from, itself included."""
-        return fold_inputs(block, info, self.streams)
-
-    def tensor(self, block: Block, info: TensorInfo, get: Get) -> Tensor:
-        """See `fold_tensor`."""
-        return fold_tensor(block, info, get, self.streams, self.centred, self.dtype)
-
-    def block(self, block: Block, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All tensors of a block, folded."""
-        return {i.key: self.tensor(block, i, tensors.get) for i in block.tensors if i.key in tensors}
-
-
-def folded_tensors(
-    architecture: Architecture, source: TensorSource, streams: Collection[str], dtype: torch.dtype | None = None
-) -> TensorSource:
-    """Tensors with folded norms and centred writers, in float32 at least where folding changes them.
-
-    Args:
-        streams: that are folded; without any the source itself is returned.
-        dtype: that the results are going to be rounded to, if another than their own.
-    """
-    if not streams:
-        return source
-    fold, tensors = Fold(architecture, streams, dtype), as_tensors(source)
-
-    def compute(block: Block, info: TensorInfo) -> Tensor:
-        return fold.tensor(block, info, reader(block, tensors))
-
-    return blockwise(architecture, tensors, compute)

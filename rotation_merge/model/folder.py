@@ -19,7 +19,7 @@ from rotation_merge.model.gguf import gguf_files, in_cache, is_folder, refuse_ba
 from rotation_merge.model.headers import check_local, file_dtypes, file_shapes, single_file
 from rotation_merge.model.hub import reachable
 from rotation_merge.model.sentence import module_files, read_modules
-from rotation_merge.model.tensors import Tensors
+from rotation_merge.model.tensors import Tensors, by_name
 
 _UNPICKLING = Lock()
 """Held by whoever unpickles lazily: mergekit has all of torch read otherwise meanwhile, and two threads at once would
@@ -114,7 +114,7 @@ class Shards:
                 where=self.label,
                 remedy="the shards and their index do not belong together; download them again",
             )
-        return Tensors({name: shapes[name] for name in self.files}, self.facts(file_dtypes), ShardReader(self))
+        return Tensors({name: shapes[name] for name in self.files}, self.facts(file_dtypes), by_name(ShardReader(self)))
 
 
 class ShardReader:

@@ -6,36 +6,37 @@ Corresponding tensors are found by the spaces of their axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo, factors_of
-from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.blocks import blockwise, read_tensor, unstack
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
+
+
+def _paired(stored: Architecture, named: Architecture) -> Iterator[tuple[Block, Block]]:
+    """The blocks that two models of a family both have."""
+    places = {(block.module, block.place, block.index): block for block in stored.blocks}
+    pairs = ((places.get((block.module, block.place, block.index)), block) for block in named.blocks)
+    return ((stored_block, block) for stored_block, block in pairs if stored_block is not None)
 
 
 def names_in(stored: Architecture, named: Architecture) -> dict[str, str]:
     """By the names of one model's tensors those of another model of the family (a bare model, one with a head)."""
-    by_place = {
-        (block.module, block.place, block.index, info.key): info for block in stored.blocks for info in block.tensors
-    }
     names: dict[str, str] = {}
-    for block in named.blocks:
+    for stored_block, block in _paired(stored, named):
         for info in block.tensors:
-            info_stored = by_place.get((block.module, block.place, block.index, info.key))
-            if info_stored is not None:
+            if (info_stored := stored_block.tensor(info.key)) is not None:
                 names.update(zip(info.names, info_stored.names, strict=True))
     return names
 
 
 def same_form(stored: Architecture, named: Architecture) -> bool:
     """Whether two models' tensors have the same names, and neither is composed of parts of the other's."""
-    place = {(block.module, block.place, block.index): block for block in stored.blocks}
-    pairs = ((place.get((block.module, block.place, block.index)), block) for block in named.blocks)
-    composed = any(other_form(stored_block, block) for stored_block, block in pairs if stored_block is not None)
+    composed = any(other_form(stored_block, block) for stored_block, block in _paired(stored, named))
     return not composed and all(name == stored_name for name, stored_name in names_in(stored, named).items())
 
 
@@ -51,33 +52,22 @@ def restructured(source: TensorSource, stored: Architecture, named: Architecture
     Experts are separate or stacked; gates and values (or queries, keys and values) separate or fused.
     """
     tensors = as_tensors(source)
-    place = {(block.module, block.place, block.index): block for block in stored.blocks}
-    entries: dict[str, tuple[ComposedTensor, TensorInfo]] = {}
-    for block in named.blocks:
-        stored_block = place.get((block.module, block.place, block.index))
-        for key, composed in other_form(stored_block, block).items() if stored_block is not None else ():
-            info = block.tensor(key)
-            assert info is not None
-            if all(cut.info.names[0] in tensors for cut in composed.cuts):
-                entries.update(dict.fromkeys(info.names, (composed, info)))
-    translation = translated(tensors, stored, named)
-    latest: list[tuple[ComposedTensor, Tensor]] = []  # all entries of one are asked for one after the other
+    empty = {
+        name: torch.empty(shape, dtype=tensors.dtypes[name], device="meta") for name, shape in tensors.shapes.items()
+    }
+    forms: dict[str, ComposedTensor] = {}
+    described: dict[str, Tensor] = {}
+    for stored_block, block in _paired(stored, named):
+        composed = other_form(stored_block, block)
+        for info in (info for info in block.tensors if info.key in composed):
+            if all(cut.info.names[0] in tensors for cut in composed[info.key].cuts):
+                forms[info.name] = composed[info.key]
+                described |= unstack(info, composed[info.key].read(empty))
 
-    def read(name: str) -> Tensor:
-        composed, info = entries[name]
-        if not info.stacked:
-            return composed.read(tensors)
-        if not latest or latest[0][0] is not composed:
-            latest[:] = [(composed, composed.read(tensors))]
-        return latest[0][1][info.names.index(name)]
+    def compute(_: Block, info: TensorInfo) -> Tensor | None:
+        return forms[info.name].read(tensors) if info.name in forms else None
 
-    def stack(names: Sequence[str]) -> Tensor:
-        composed, info = entries[names[0]]
-        return composed.read(tensors) if tuple(names) == info.names else torch.stack([read(name) for name in names])
-
-    shapes = {name: composed.shape(tensors, info) for name, (composed, info) in entries.items()}
-    dtypes = {name: tensors.dtypes[composed.cuts[0].info.names[0]] for name, (composed, _) in entries.items()}
-    return translation.replaced(Tensors(shapes, dtypes, read, stack))
+    return blockwise(named, translated(tensors, stored, named).replaced(described), compute)
 
 
 Lives = tuple[tuple[tuple[str, str], ...], ...]
@@ -106,17 +96,6 @@ class ComposedTensor:
         stored = [(cut, read_tensor(cut.info, tensors)) for cut in self.cuts]
         parts = [tensor.narrow(cut.dim, cut.start, cut.length) for cut, tensor in stored if tensor is not None]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
-
-    def shape(self, tensors: Tensors, info: TensorInfo) -> tuple[int, ...]:
-        """Shape of the composed tensor, or of each of the pieces that `info` is stored in."""
-        first = self.cuts[0]
-        shape = list(tensors.shapes[first.info.names[0]])
-        if first.info.stacked:
-            shape.insert(0, len(first.info.names))
-        shape[first.dim] = first.length
-        if len(self.cuts) > 1:
-            shape[self.dim] = sum(cut.length if cut.dim == self.dim else shape[self.dim] for cut in self.cuts)
-        return tuple(shape[int(info.stacked) :])
 
 
 def other_form(stored: Block, named: Block) -> dict[str, ComposedTensor]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from rotation_merge.model.checkpoint import write_checkpoint
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.markdown import code
 from rotation_merge.model.open import open_model
-from rotation_merge.model.staging import HEADS
+from rotation_merge.model.staging import HEADS, free_name
 from rotation_merge.model.view import View
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import MergeReport
@@ -63,9 +63,8 @@ def under_heads(body: View, models: Iterable[View]) -> dict[str, View]:
     """A merged body under the head of each model, all in the same coordinates, by the names of the models' folders."""
     heads: dict[str, View] = {}
     for model in models:
-        place = os.path.basename(model.reference.model.path.rstrip("/"))
-        numbered = (place if number == 1 else f"{place}-{number}" for number in itertools.count(1))
-        heads[next(name for name in numbered if name not in heads)] = _under_head(body, model)
+        name = free_name(os.path.basename(model.reference.model.path.rstrip("/")), heads.__contains__)
+        heads[name] = _under_head(body, model)
     return heads
 
 
@@ -74,12 +73,13 @@ def _under_head(body: View, model: View) -> View:
     stored = body.dtype or max(dtypes, key=lambda dtype: dtype.itemsize)
 
     def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor:
-        if (tensor := (model if is_head(block, info) else body).tensor(block, info)) is None:
+        is_own = is_head(block, info)
+        if (tensor := read_tensor(info, (model if is_own else body).tensors)) is None:
             problem = f"tensor '{info.name}' is not in the merged body"
             raise CheckpointError(problem, where=model.name, remedy="leave out 'heads_of'")
-        return tensor.to(dtype) if tensor.is_floating_point() and is_head(block, info) else tensor
+        return tensor.to(dtype) if is_own and tensor.is_floating_point() else tensor
 
-    return (model.origin or model).blockwise(compute, stored, left_out=model.left_out)
+    return model.blockwise(compute, stored, left_out=model.left_out)
 
 
 def with_moved_head(
@@ -105,7 +105,7 @@ def with_moved_head(
         return None if tensor is None else transform_tensor(tensor, info, transforms)
 
     moved = model.blockwise(compute)
-    return moved.with_tensors(moved.tensors.replaced(solved))
+    return replace(moved, tensors=moved.tensors.replaced(solved))
 
 
 def write_heads(merged: str, donors: Sequence[View], report: MergeReport, shard_size: int) -> None:

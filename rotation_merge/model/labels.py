@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,10 +85,10 @@ def in_class_order(view: View, rows: LabelRows) -> View:
     names, (_, order) = labels(view.config), next(iter(rows.values()))
     named = {i: names[number] if names else f"LABEL_{number}" for i, number in enumerate(order)}
     changed = {"id2label": {str(i): n for i, n in named.items()}, "label2id": {n: i for i, n in named.items()}}
-    changes = {"config": {**view.config, **changed}, "changed": {**view.changed, **changed}}
     of_files = next((filed for _, filed in view.rows.values()), range(len(order)))
     whole = {name: (dim, tuple(of_files[i] for i in order)) for name, (dim, _) in rows.items()}
-    return view.with_tensors(_ordered(view.tensors, rows), rows=whole, filed=view.as_filed, **changes)
+    reordered = replace(view, tensors=_ordered(view.tensors, rows), rows=whole, filed=view.as_filed)
+    return replace(reordered, config={**view.config, **changed}, changed={**view.changed, **changed})
 
 
 def _ordered(tensors: Tensors, rows: LabelRows) -> Tensors:

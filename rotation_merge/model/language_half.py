@@ -75,9 +75,10 @@ def within(view: View, anchor: View, complete: bool = False) -> View | None:
         note = f"It is read as the language half of `{anchor.name}`; all other tensors stay as they are."
         remarks = (*view.remarks, f"`{view.name}` is text only. {note}")
         architecture = resolve(config, list(tensors), view.name, keep_unknown=True, untie=view.untie)
-        files = None if view.files is None else replace(view.files, dtypes=tensors.dtypes)
-        changes = {"config": config, "architecture": architecture, "remarks": remarks, "files": files}
-        return view.with_tensors(tensors, template=anchor.files and anchor.files.folder, **changes)
+        template = None if anchor.files is None else anchor.files.folder
+        files = None if view.files is None else replace(view.files, dtypes=tensors.dtypes, template=template)
+        completed = replace(view, tensors=tensors, config=config, architecture=architecture, remarks=remarks)
+        return replace(completed, files=files)
     absent = {info.name for info in anchor.architecture.tensors() if info.names[0] not in names}
     architecture = anchor.architecture.without(absent)  # which no file describes by itself
-    return view.with_tensors(tensors, config=config, architecture=architecture, text=view, text_names=names)
+    return replace(view, tensors=tensors, config=config, architecture=architecture, text=view, text_names=names)

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def open_model(
 def _untied(view: View, untie: bool) -> View:
     """The same model with its head tied or not."""
     architecture = resolve(dict(view.config), view.names, view.name, untie=untie)
-    return view.with_tensors(view.tensors, architecture=architecture, untie=untie)
+    return replace(view, architecture=architecture, untie=untie)
 
 
 def _in_memory(
@@ -104,6 +105,7 @@ def _in_memory(
         kinds = {key: (str(dtype), tensors.shapes[key]) for key, dtype in tensors.dtypes.items()}
         check_codes(codes(kinds), tensors, name)
     architecture = resolve(config, list(tensors), name, untie=untie)
+    check_shapes(architecture, tensors.shapes, name)
     return View(name, config, architecture, tensors, module=module, untie=untie)
 
 

@@ -45,8 +45,7 @@ def _resized(
         name: shape if name not in axes else (*shape[: axes[name]], length, *shape[axes[name] + 1 :])
         for name, shape in tensors.shapes.items()
     }
-    changed = tensors.map(change)
-    return Tensors(shapes, tensors.dtypes, changed.read, changed.stack)
+    return tensors.map(change, shapes)
 
 
 def vocabulary_axes(infos: Iterable[TensorInfo]) -> dict[str, int]:

@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -107,10 +107,10 @@ def is_of_a_model(name: str) -> bool:
     return name in CONFIGS or WEIGHTS.fullmatch(name) is not None
 
 
-def free_name(path: str) -> str:
-    """An unused path: this one, or this one with a number."""
-    names = (path if number == 1 else f"{path}-{number}" for number in itertools.count(1))
-    return next(name for name in names if not os.path.lexists(name))
+def free_name(name: str, taken: Callable[[str], bool] = os.path.lexists) -> str:
+    """A name that is not taken (a path where nothing is): this one, or this one with a number."""
+    names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    return next(name for name in names if not taken(name))
 
 
 def write_files(folder: str, files: Mapping[str, bytes]) -> None:

@@ -13,10 +13,18 @@ KEPT = 1 << 26
 """Bytes of a model that stay in memory where it is read again and again."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes of tensors by name."""
+Dtypes = Mapping[str, torch.dtype]
+"""Shapes and dtypes of tensors by name."""
 
 TensorSource = Mapping[str, Tensor]
 """Tensors by name: lazy ones, a view, a state dict."""
+
+
+Names = str | tuple[str, ...]
+"""A tensor's name; or those of several of one shape, to be read as one: experts that are stored apart."""
+
+Read = Callable[[Names], Tensor]
+"""Gives one tensor; or several stacked, along a new first dimension."""
 
 
 class Tensors(Mapping[str, Tensor]):
@@ -25,22 +33,11 @@ class Tensors(Mapping[str, Tensor]):
     Attributes:
         shapes: of every tensor, by name.
         dtypes: that they are stored in; a computed tensor may come in a wider one.
-        read: gives one tensor; called each time that one is asked for.
-        stack: gives several tensors of one shape as one, along a new first dimension: experts that are stored apart.
+        read: called each time that a tensor, or a stack of them, is asked for.
     """
 
-    def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        dtypes: Mapping[str, torch.dtype],
-        read: Callable[[str], Tensor],
-        stack: Callable[[Sequence[str]], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, shapes: Shapes, dtypes: Dtypes, read: Read) -> None:
         self.shapes, self.dtypes, self.read = shapes, dtypes, read
-        self.stack = stack or self._stacked
-
-    def _stacked(self, names: Sequence[str]) -> Tensor:
-        return torch.stack([self[name] for name in names])
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.shapes:
@@ -58,26 +55,30 @@ class Tensors(Mapping[str, Tensor]):
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # a mapping would compare all tensors
 
-    def map(self, change: Callable[[str, Tensor], Tensor]) -> Tensors:
-        """The same with every tensor changed when it is read; `change` takes its name and the tensor."""
+    def map(
+        self, change: Callable[[str, Tensor], Tensor], shapes: Shapes | None = None, dtypes: Dtypes | None = None
+    ) -> Tensors:
+        """The same with every tensor changed when it is read.
 
-        def stack(names: Sequence[str]) -> Tensor:
-            stored = self.stack(names)
+        Args:
+            change: takes a tensor's name and the tensor.
+            shapes, dtypes: of the changed tensors, where they are others.
+        """
+
+        def read(names: Names) -> Tensor:
+            stored = self.read(names)
+            if isinstance(names, str):
+                return change(names, stored)
             pieces = stored.unbind(0)
             changed = [change(name, piece) for name, piece in zip(names, pieces, strict=True)]
             unchanged = all(after is before for after, before in zip(changed, pieces, strict=True))
             return stored if unchanged else torch.stack(changed)
 
-        return Tensors(self.shapes, self.dtypes, lambda name: change(name, self.read(name)), stack)
+        return Tensors(shapes or self.shapes, dtypes or self.dtypes, read)
 
     def to(self, device: torch.device | str) -> Tensors:
         """The same with tensors brought to a device when they are read."""
-        return Tensors(
-            self.shapes,
-            self.dtypes,
-            lambda name: self.read(name).to(device),
-            lambda names: self.stack(names).to(device),
-        )
+        return Tensors(self.shapes, self.dtypes, lambda names: self.read(names).to(device))
 
     def renamed(self, names: Mapping[str, str]) -> Tensors:
         """The same under other names as well.
@@ -96,42 +97,45 @@ class Tensors(Mapping[str, Tensor]):
     def _picked(self, present: Mapping[str, str]) -> Tensors:
         return Tensors(
             {new: self.shapes[old] for new, old in present.items()},
-            {new: self.dtypes[old] for new, old in present.items() if old in self.dtypes},
-            lambda name: self.read(present[name]),
-            lambda names: self.stack([present[name] for name in names]),
+            {new: self.dtypes[old] for new, old in present.items()},
+            lambda names: self.read(
+                present[names] if isinstance(names, str) else tuple(map(present.__getitem__, names))
+            ),
         )
 
     def replaced(self, replacements: Mapping[str, Tensor]) -> Tensors:
         """The same with some tensors replaced, or added."""
         further = as_tensors(replacements)
 
-        def stack(names: Sequence[str]) -> Tensor:
-            holders = {name in further for name in names}
+        def read(names: Names) -> Tensor:
+            holders = {name in further for name in ((names,) if isinstance(names, str) else names)}
             if len(holders) > 1:
                 return torch.stack([read(name) for name in names])
-            return further.stack(names) if holders == {True} else self.stack(names)
+            return (further if True in holders else self).read(names)
 
-        def read(name: str) -> Tensor:
-            return further.read(name) if name in further else self.read(name)
-
-        return Tensors({**self.shapes, **further.shapes}, {**self.dtypes, **further.dtypes}, read, stack)
+        return Tensors({**self.shapes, **further.shapes}, {**self.dtypes, **further.dtypes}, read)
 
     def cached(self, room: int = KEPT) -> Tensors:
         """The same with the tensors that were read kept in memory, up to a limit in bytes."""
-        known: dict[str, Tensor] = {}
+        known: dict[Names, Tensor] = {}
         free = [room]
 
-        def read(name: str) -> Tensor:
-            if name in known:
-                return known[name]
-            tensor = self.read(name)
+        def read(names: Names) -> Tensor:
+            if names in known:
+                return known[names]
+            tensor = self.read(names)
             size = tensor.untyped_storage().nbytes()  # of all experts, where it is one of them
             if size <= free[0]:
                 free[0] -= size
-                known[name] = tensor
+                known[names] = tensor
             return tensor
 
         return Tensors(self.shapes, self.dtypes, read)
+
+
+def by_name(read: Callable[[str], Tensor]) -> Read:
+    """Reads several tensors one by one."""
+    return lambda names: read(names) if isinstance(names, str) else torch.stack([read(name) for name in names])
 
 
 def as_tensors(source: Mapping[str, Tensor], model: str = "") -> Tensors:
@@ -153,19 +157,14 @@ def as_tensors(source: Mapping[str, Tensor], model: str = "") -> Tensors:
         return tensor
 
     shapes = {name: tuple(tensor.shape) for name, tensor in source.items()}
-    return Tensors(shapes, {name: tensor.dtype for name, tensor in source.items()}, read)
+    return Tensors(shapes, {name: tensor.dtype for name, tensor in source.items()}, by_name(read))
 
 
 def combined(sources: Sequence[Mapping[str, Tensor]], compute: Callable[[Sequence[Tensor]], Tensor]) -> Tensors:
     """Tensors computed from those of one name in several sources; only names that all of them have."""
     every = [as_tensors(source) for source in sources]
     first = every[0].only(name for name in every[0] if all(name in tensors for tensors in every))
-    return Tensors(
-        first.shapes,
-        first.dtypes,
-        lambda name: compute([tensors.read(name) for tensors in every]),
-        lambda names: compute([tensors.stack(names) for tensors in every]),
-    )
+    return Tensors(first.shapes, first.dtypes, lambda names: compute([tensors.read(names) for tensors in every]))
 
 
 def mean_of(sources: Sequence[Mapping[str, Tensor]]) -> Tensors:
@@ -216,7 +215,4 @@ def extrapolated(source: Mapping[str, Tensor], reference: Mapping[str, Tensor], 
 def selected(source: Mapping[str, Tensor], alternative: Mapping[str, Tensor], chosen: Callable[[str], bool]) -> Tensors:
     """A source that takes the tensors chosen by name from another source."""
     further = as_tensors(alternative)
-    tensors = as_tensors(source)
-    return tensors.only(name for name in tensors if not chosen(name)).replaced(
-        further.only(name for name in further if chosen(name))
-    )
+    return as_tensors(source).replaced(further.only(filter(chosen, further)))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.blocks import blockwise, read_tensor, unstack, with_tied
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.staging import HEADS, staged, write_files
-from rotation_merge.model.tensors import Shapes, Tensors
-from rotation_merge.model.writing import StorageOptions, WeightFiles, parse_size, untied, write_beside
+from rotation_merge.model.tensors import Shapes, Tensors, as_tensors
+from rotation_merge.model.writing import StorageOptions, parse_size, small_files, untied, write_weights
 from rotation_merge.record import MergeReport
 
 TensorOf = Callable[[Block, TensorInfo, torch.dtype | None], Tensor | None]
@@ -45,6 +46,8 @@ class Files:
         options: of mergekit: caches, and what it may run.
         adapter: that is merged into its weights.
         tensors: all that they hold, with the adapter's change.
+        template: folder whose config and small files the model is written with, where these are not its own: the
+            anchor's, of a model that completes the anchor's class.
     """
 
     reference: ModelReference
@@ -53,6 +56,7 @@ class Files:
     options: MergeOptions = field(repr=False)
     adapter: Adapter | None = field(repr=False)
     tensors: Tensors = field(repr=False)
+    template: str | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -77,10 +81,7 @@ class View(Mapping[str, Tensor]):
         filed: the model with its classes in the order of its files, where that is another: whose identity it has.
         text: of the language half of a multimodal model the text-only model that it was made of.
         text_names: of such a half, its names of the tensors, and the text-only model's.
-        template: folder whose config and small files it is written with, where these are not its own: the anchor's, of
-            a model that completes the anchor's class.
-        compute: computes the tensors of the architecture; None: they are read.
-        origin: the view that they are computed from.
+        at: gives its tensors in another dtype, each rounded once; None: they are as they are read.
         dtype: of floating tensors; None: each has that of the model's tensor.
         left_out: names of the model's tensors that it does not hold.
         notes: for the reader of a report.
@@ -104,9 +105,7 @@ class View(Mapping[str, Tensor]):
     filed: View | None = None
     text: View | None = None
     text_names: Mapping[str, str] = field(default_factory=dict)
-    template: str | None = None
-    compute: TensorOf | None = None
-    origin: View | None = None
+    at: Callable[[torch.dtype], Tensors] | None = None
     dtype: torch.dtype | None = None
     left_out: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
@@ -218,7 +217,7 @@ class View(Mapping[str, Tensor]):
         tied = {name for info in self.architecture.tensors() for name in info.tied}
         return [name for name in self.names if name not in known and name not in tied]
 
-    @cached_property
+    @property
     def transformers_config(self) -> Any:
         """Its config as transformers has it.
 
@@ -256,10 +255,6 @@ class View(Mapping[str, Tensor]):
         """The fingerprint of its config and tensors as they are stored; reads them, once."""
         return self.mark.hexdigest(self.as_filed.config)
 
-    def with_tensors(self, tensors: Tensors, **changes: Any) -> View:
-        """The same model with other tensors, and other values of further attributes."""
-        return replace(self, tensors=tensors, **changes)
-
     def blockwise(self, compute: TensorOf, dtype: torch.dtype | None = None, **changes: Any) -> View:
         """The same model with the tensors of its architecture computed, each when it is asked for.
 
@@ -267,23 +262,14 @@ class View(Mapping[str, Tensor]):
             dtype: of the floating tensors; None: each has that of the model's tensor.
             changes: of further attributes; `left_out` names tensors that the result does not hold.
         """
-        stored = as_stored(self, changes.get("left_out", self.left_out))
-        dtypes = {
-            name: dtype if dtype is not None and known.is_floating_point else known
-            for name, known in stored.tensors.dtypes.items()
-        }
+        left_out = frozenset(changes.get("left_out", self.left_out))
 
-        def outside(name: str, tensor: Tensor) -> Tensor:
-            return tensor.to(stored_dtype(tensor, dtype))
+        def at(dtype: torch.dtype | None) -> Tensors:
+            stored = stored_once(self.architecture, self._rounded(dtype), left_out)
+            return blockwise(self.architecture, stored, lambda block, info: compute(block, info, dtype))
 
-        rounded = stored.tensors.map(outside)
-        computed = blockwise(self.architecture, rounded, lambda block, info: compute(block, info, dtype))
-        tensors = Tensors(computed.shapes, dtypes, computed.read, computed.stack)
-        config = stored.config if dtype is None else {**stored.config, "dtype": str(dtype).removeprefix("torch.")}
-        computed_view = replace(
-            stored, tensors=tensors, config=config, compute=compute, dtype=dtype, rows={}, filed=None
-        )
-        return replace(computed_view, origin=self.origin or self, **changes)
+        changes = {"rows": {}, "filed": None, "dtype": dtype, **changes, "left_out": left_out}
+        return replace(self, tensors=at(dtype), config=self._config_in(dtype), at=at, **changes)
 
     def to(self, dtype: torch.dtype) -> View:
         """The same with floating tensors of another dtype, each rounded once.
@@ -293,19 +279,21 @@ class View(Mapping[str, Tensor]):
         """
         check_storage(dtype)
         heads = {name: view.to(dtype) for name, view in self.heads.items()}
-        source = self.origin or self
-        changed = source.blockwise(self.compute or source.stored_tensor, dtype, left_out=self.left_out)
-        config = {**self.config, "dtype": str(dtype).removeprefix("torch.")}
-        return replace(self, tensors=changed.tensors, config=config, origin=source, dtype=dtype, heads=heads)
+        tensors = stored_once(self.architecture, self._rounded(dtype), self.left_out)
+        return replace(self, tensors=tensors, at=self._rounded, config=self._config_in(dtype), dtype=dtype, heads=heads)
 
-    def stored_tensor(self, block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
-        """One tensor of the architecture as it is, in another dtype; None where the model has none."""
-        tensor = read_tensor(info, self.tensors)
-        return None if tensor is None else tensor.to(stored_dtype(tensor, dtype))
+    def _rounded(self, dtype: torch.dtype | None) -> Tensors:
+        """Its tensors in another dtype (None: as they are)."""
+        if dtype is None:
+            return self.tensors
+        if self.at is not None:
+            return self.at(dtype)
+        dtypes = {name: dtype if known.is_floating_point else known for name, known in self.dtypes.items()}
+        return self.tensors.map(lambda _, tensor: tensor.to(stored_dtype(tensor, dtype)), dtypes=dtypes)
 
-    def tensor(self, block: Block, info: TensorInfo) -> Tensor | None:
-        """One tensor of the architecture (stacked, if it is stored in pieces); None where the model has none."""
-        return read_tensor(info, self.tensors)
+    def _config_in(self, dtype: torch.dtype | None) -> Mapping[str, Any]:
+        config = untied(self.config) if self.untie else self.config
+        return config if dtype is None else {**config, "dtype": str(dtype).removeprefix("torch.")}
 
     def blocks(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors by name, block by block, those that are stored in pieces computed once."""
@@ -322,14 +310,6 @@ class View(Mapping[str, Tensor]):
         """All tensors, in memory, none of them shared with the model."""
         return {name: tensor.clone() for name, tensor in self.blocks()}
 
-    def with_heads(self, heads: Mapping[str, View]) -> View:
-        """The same with views of its body under other heads."""
-        return replace(self, heads=dict(heads))
-
-    def with_notes(self, notes: Sequence[str], report: MergeReport | None = None) -> View:
-        """The same with other notes and another report."""
-        return replace(self, notes=tuple(dict.fromkeys(notes)), report=report)
-
     def to_module(self) -> nn.Module:
         """The model in memory, in evaluation mode: of a module a copy, else of the class that the config names.
 
@@ -341,9 +321,8 @@ class View(Mapping[str, Tensor]):
         kind, state = self.model_class, self.state_dict()
         dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-        config = kind.config_class.from_dict(dict(self.config))
-        options = {"config": config, "state_dict": state, "dtype": widest, "output_loading_info": True}
-        module, info = kind.from_pretrained(None, **options)
+        options = {"config": self.transformers_config, "state_dict": state, "dtype": widest}
+        module, info = kind.from_pretrained(None, output_loading_info=True, **options)
         if missing := sorted(map(str, info.get("missing_keys") or [])):
             remedy = "the state dict is incomplete, or its config belongs to another model"
             raise CheckpointError(f"weight '{missing[0]}' is missing", where=self.name, remedy=remedy)
@@ -379,50 +358,54 @@ class View(Mapping[str, Tensor]):
         out, size = os.fspath(folder), parse_size(max_shard_size)
         check_output(Output(out, "folder", FOLDER, remedy="write to a new folder"))
         with staged(out) as staging:
-            self._write(staging, size)
-            for head, view in self.heads.items():
-                view._write(os.path.join(staging, HEADS, head), size)
+            places = {"": self} | {os.path.join(HEADS, name): view for name, view in self.heads.items()}
+            for place, view in places.items():
+                dtype = None if view.dtype is None else str(view.dtype).removeprefix("torch.")
+                view.write(os.path.join(staging, place), view.blocks(), StorageOptions(size, dtype, view.untie))
 
-    def _write(self, folder: str, size: int) -> None:
-        """Write weights, config and small files into a folder."""
+    def write(self, folder: str, tensors: Iterable[tuple[str, Tensor]], storage: StorageOptions) -> None:
+        """Write weights, small files and config into a folder.
+
+        Args:
+            tensors: by name, as they are stored.
+        """
         os.makedirs(folder, exist_ok=True)
-        weights = WeightFiles(folder, size, self.modules, None if self.files is None else self.files.folder)
-        for name, tensor in self.blocks():
-            weights.save(name, tensor)
-        weights.finish()
-        if self.files is not None:
-            dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
-            write_beside(self.files.folder, folder, StorageOptions(dtype=dtype, untie=self.untie), self.changed)
-            return
-        values = json.loads(json.dumps(self.config, default=str))
-        write_json(os.path.join(folder, "config.json"), values)
-        write_files(folder, self.beside)
+        source = None if self.files is None else self.files.template or self.files.folder
+        write_weights(folder, tensors, storage.shard_size, self.modules, source)
+        text = (
+            json.dumps(self.config, default=str) if source is None else Path(source, "config.json").read_text("utf-8")
+        )
+        config = {**json.loads(text), **self.changed}
+        if storage.dtype is not None:
+            config["dtype" if "dtype" in config else "torch_dtype"] = storage.dtype
+        write_files(folder, self.beside if source is None else small_files(source))
+        write_json(os.path.join(folder, "config.json"), untied(config) if storage.untie else config)
         generation = getattr(self.module, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(folder)
 
 
-def as_stored(view: View, left_out: Collection[str] = ()) -> View:
+def as_stored(view: View) -> View:
     """The model as it is written: a tied tensor once, under its first name, and a config that says what is untied."""
+    tensors = stored_once(view.architecture, view.tensors, view.left_out)
+    return replace(view, tensors=tensors, config=view._config_in(None))
+
+
+def stored_once(architecture: Architecture, tensors: Tensors, left_out: Collection[str]) -> Tensors:
+    """Tensors of a model in the order of its architecture, a tied one once, under its first name."""
     known: dict[str, None] = {}
-    for info in view.architecture.tensors():
-        if any(name in view.tensors for name in (info.names[0], *info.tied)):
+    for info in architecture.tensors():
+        if any(name in tensors for name in (info.names[0], *info.tied)):
             known.update(dict.fromkeys(info.names))
-    tied = {name for info in view.architecture.tensors() for name in info.tied}
-    places = view.architecture.places()
-    known.update((name, None) for name in view.tensors if name not in places and name not in tied)
-    tensors = with_tied(view.architecture, view.tensors).only(name for name in known if name not in left_out)
-    config = untied(view.config) if view.untie else view.config
-    return replace(view, tensors=tensors, config=config, left_out=frozenset(left_out))
+    tied = {name for info in architecture.tensors() for name in info.tied}
+    known.update((name, None) for name in tensors if name not in known and name not in tied)
+    return with_tied(architecture, tensors).only(name for name in known if name not in left_out)
 
 
 def described(name: str, config: Mapping[str, Any], architecture: Architecture, shapes: Shapes) -> View:
     """A model of which only the description is known; its tensors cannot be read."""
-
-    def read(tensor: str) -> Tensor:
-        raise CheckpointError(f"tensor '{tensor}' is not at hand", where=name, remedy="give the model itself")
-
-    return View(name, config, architecture, Tensors(shapes, {}, read))
+    tensors = {tensor: torch.empty(shape, device="meta") for tensor, shape in shapes.items()}
+    return View(name, config, architecture, as_tensors(tensors, name))
 
 
 def check_storage(dtype: Any) -> None:

@@ -1,22 +1,19 @@
-"""What a model's folder holds: weight files, config, tokenizer and other small files; sizes and storage types."""
+"""What a model's folder holds beside its config: weight files, tokenizer and other small files; sizes and dtypes."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
 from mergekit.common import parse_kmb
 from mergekit.io.tensor_writer import TensorWriter
 from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError, nearest
-from rotation_merge.files import write_json
 from rotation_merge.model.sentence import in_module, write_modules
-from rotation_merge.model.staging import write_files
 
 KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
 """Endings of a checkpoint's small files that are taken along (tokenizer, preprocessor, generation settings)."""
@@ -42,13 +39,10 @@ def parse_size(text: str) -> int:
     Raises:
         RotationMergeError: it is none.
     """
-    try:
-        size = parse_kmb(text)
-    except (ValueError, IndexError) as error:
-        raise RotationMergeError(f"'{text}' is not a size", remedy="write bytes, or 500M, or 5B") from error
-    if size <= 0:
-        raise RotationMergeError(f"'{text}' is not a size", remedy="it must be positive")
-    return size
+    with suppress(ValueError, IndexError):
+        if (size := parse_kmb(text)) > 0:
+            return size
+    raise RotationMergeError(f"'{text}' is not a size", remedy="write a number of bytes above 0, or 500M, or 5B")
 
 
 def check_dtype(name: str | None) -> None:
@@ -62,41 +56,29 @@ def check_dtype(name: str | None) -> None:
         raise RotationMergeError(f"there is no dtype '{name}'", remedy=nearest(name, known))
 
 
-def stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A tensor for storage: on the CPU, a floating one in a dtype (None: unchanged)."""
-    return tensor.to("cpu", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
-
-
-class WeightFiles:
-    """The weight files of a model in the making; modules of sentence-transformers have folders of their own.
+def write_weights(
+    folder: str,
+    tensors: Iterable[tuple[str, Tensor]],
+    shard_size: int,
+    modules: list[dict[str, Any]],
+    source: str | None,
+) -> None:
+    """Write tensors to weight files; modules of sentence-transformers have folders of their own.
 
     Args:
-        folder: to write into.
         shard_size: bytes of a file at most.
         modules: after the transformer.
         source: folder with the settings of the modules; None: there are none.
     """
-
-    def __init__(
-        self, folder: str, shard_size: int, modules: list[dict[str, Any]] | None = None, source: str | None = None
-    ) -> None:
-        self.folder, self.modules, self.source = folder, modules or [], source
-        self.written: set[str] = set()
-        self._writer = TensorWriter(folder, max_shard_size=shard_size)
-        self._of_modules: dict[str, Tensor] = {}
-
-    def save(self, name: str, tensor: Tensor) -> None:
-        tensor = tensor.detach().cpu()
-        if in_module(name, self.modules):
-            self._of_modules[name] = tensor.clone()
+    writer, of_modules = TensorWriter(folder, max_shard_size=shard_size), {}
+    for name, tensor in tensors:
+        if in_module(name, modules):
+            of_modules[name] = tensor.detach().cpu().clone()
         else:
-            self._writer.save_tensor(name, tensor, clone=True)
-        self.written.add(name)
-
-    def finish(self) -> None:
-        self._writer.finalize()
-        if self.source is not None:
-            write_modules(self.source, self.folder, self._of_modules)
+            writer.save_tensor(name, tensor.detach().cpu(), clone=True)
+    writer.finalize()
+    if source is not None:
+        write_modules(source, folder, of_modules)
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,42 +91,8 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **parts, "tie_word_embeddings": False}
 
 
-def small_names(folder: str) -> list[str]:
-    """Small files of a checkpoint or adapter that belong to it whatever its weights (tokenizer, preprocessor)."""
-    names = sorted(os.listdir(folder))
-    if os.path.isdir(templates := os.path.join(folder, TEMPLATES)):
-        names += [os.path.join(TEMPLATES, name) for name in sorted(os.listdir(templates))]
-    return [
-        name
-        for name in names
-        if os.path.isfile(os.path.join(folder, name))
-        and name.endswith(KEPT)
-        and name not in OWN
-        and not name.endswith(".index.json")
-    ]
-
-
 def small_files(folder: str) -> dict[str, bytes]:
-    """These files, by name."""
-    contents = {}
-    for name in small_names(folder):
-        with open(os.path.join(folder, name), "rb") as file:
-            contents[name] = file.read()
-    return contents
-
-
-def write_beside(source: str, out: str, storage: StorageOptions, changed: Mapping[str, Any] | None = None) -> None:
-    """Config, tokenizer and other small files of a checkpoint, copied to where its weights have been written.
-
-    Args:
-        source: the checkpoint's folder.
-        changed: entries of its config that are others.
-    """
-    write_files(out, small_files(source))
-    with open(os.path.join(source, "config.json"), encoding="utf-8") as file:
-        config = {**json.load(file), **(changed or {})}
-    if storage.dtype is not None:
-        config["dtype" if "dtype" in config else "torch_dtype"] = storage.dtype
-    if storage.untie:
-        config = untied(config)
-    write_json(os.path.join(out, "config.json"), config)
+    """Small files of a checkpoint or adapter that belong to it whatever its weights (tokenizer, preprocessor)."""
+    paths = sorted(Path(folder).iterdir()) + sorted(Path(folder, TEMPLATES).glob("*"))
+    kept = (p for p in paths if p.name.endswith(KEPT) and p.name not in OWN and not p.name.endswith(".index.json"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in kept if path.is_file()}

@@ -18,7 +18,8 @@ from rotation_merge.matching.engine import untie_heads
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.moved_statistics import carried_fisher, carried_gram, feeding
 from rotation_merge.mergekit_plugin.planning.delegate import AuxiliaryInput, merge_tensor
-from rotation_merge.model.blocks import read_block, transform_state
+from rotation_merge.model.biases import in_coordinates
+from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.maps import LinearMap, linear_map
@@ -57,7 +58,7 @@ def pair(case: Case, options: AlignConfig, untie: bool = True):
     seen = folded_tensors(architecture, state, streams)
     folded = {name: seen[name] if name in architecture.named() else state[name] for name in state}
     gauge = random_gauge(architecture, options, torch.Generator().manual_seed(3))
-    moved = transform_state(architecture, folded, gauge)
+    moved = dict(in_coordinates(architecture, folded, gauge))
     other.load_state_dict({name: moved[name].to(tensor.dtype) for name, tensor in other.state_dict().items()})
     return model, other, architecture, gauge, Fold(architecture, streams) if streams else None
 

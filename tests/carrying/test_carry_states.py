@@ -46,7 +46,7 @@ def test_what_has_no_counterpart_is_named() -> None:
 def test_models_of_other_sizes_have_no_change() -> None:
     model = planted(LLAMA)
     wide = {name: torch.cat([x, x]) if "up_proj" in name else x for name, x in model.state.items()}
-    with pytest.raises(rotation_merge.RotationMergeError, match=r"up_proj.*has the shape"):
+    with pytest.raises(rotation_merge.RotationMergeError, match=r"up_proj.*has shape"):
         rotation_merge.Delta.between((model.state, model.config), (wide, model.config))
 
 

@@ -18,7 +18,7 @@ from rotation_merge.matching.engine import checkpointed, renamed
 from rotation_merge.matching.fit import LearnedTransforms, identities
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.objective import mix
-from rotation_merge.model.blocks import transform_state
+from rotation_merge.model.biases import in_coordinates
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.symmetry import Monomial, NeuronTransform
 
@@ -53,8 +53,8 @@ def test_soft_and_hardened_elements_agree(vits):
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-        soft = transform_state(architecture, state, module())
-    hard = transform_state(architecture, state, module.final_transforms())
+        soft = dict(in_coordinates(architecture, state, module()))
+    hard = dict(in_coordinates(architecture, state, module.final_transforms()))
     for name, tensor in hard.items():
         torch.testing.assert_close(soft[name], tensor, atol=1e-5, rtol=1e-5)
         assert not name.endswith("q_proj.weight") or not torch.equal(tensor, state[name])

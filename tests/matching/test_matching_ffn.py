@@ -333,13 +333,7 @@ def test_biases_count(heads):
     match = match_block(block, anchor, donor, AlignConfig(heads=heads))
     for record in match.records:
         space = next(s for s in block.spaces.values() if s.name == record.space)
-        hidden = {
-            info.key
-            for o in block_hidden_biases(block)
-            if o.space == space
-            for info in (o.keys, o.values)
-            if info is not None
-        }
+        hidden = {bias.info.key for bias in block_hidden_biases(block) if bias.space == space}
         assert len(hidden) == (2 if space.kind == "attention" else 0)
         seen = [{key: x for key, x in side.items() if key not in hidden} for side in (anchor, donor)]
         for transforms, value in (({}, record.before), (match.transforms, record.after)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Axis, Block, Norm, Part, Scale, Space, TensorInfo
 from rotation_merge.errors import AlignmentError
-from rotation_merge.model.fold import Fold, fold_inputs, fold_tensor, folded_tensors
+from rotation_merge.model.fold import Fold, folded_tensors
 
 STREAM = Space("s", "stream", {"size": 3})
 WIDE = Space("n", "ffn", {"size": 2})
@@ -46,8 +48,12 @@ VALUES = {
 def folded(where: Block, key: str, centred: tuple[str, ...] = (), **values: Tensor) -> list[object]:
     found = where.tensor(key)
     assert found is not None
-    result: list[object] = fold_tensor(where, found, (VALUES | values).get, ["s"], centred).tolist()
+    result: list[object] = fold(["s"], centred).tensor(where, found, (VALUES | values).get).tolist()
     return result
+
+
+def fold(streams: list[str], centred: tuple[str, ...] = ()) -> Fold:
+    return Fold(cast(Any, SimpleNamespace(layer_normed=lambda stream: stream in centred)), streams)
 
 
 def test_gain_and_shift_go_into_weight_and_bias() -> None:
@@ -56,8 +62,8 @@ def test_gain_and_shift_go_into_weight_and_bias() -> None:
     assert folded(where, "norm.bias") == [0, 0, 0]
     assert folded(where, "up.weight") == [[2, 1, -3], [8, 2.5, -6]]
     assert folded(where, "up.bias") == [0.5 + 1 + 4 + 9, -0.5 + 4 + 10 + 18]
-    assert fold_inputs(where, BIAS, ["s"]) == ["up.bias", "norm.weight", "norm.bias", "up.weight"]
-    assert fold_inputs(where, READ, []) == ["up.weight"]
+    assert fold(["s"]).inputs(where, BIAS) == ["up.bias", "norm.weight", "norm.bias", "up.weight"]
+    assert fold([]).inputs(where, READ) == ["up.weight"]
 
 
 def test_shift_is_divided_where_a_reader_has_no_bias() -> None:
@@ -68,7 +74,7 @@ def test_shift_is_divided_where_a_reader_has_no_bias() -> None:
 def test_shift_over_a_zero_gain_is_refused() -> None:
     where = block(GAIN, SHIFT, READ, norm=Norm("s", "norm.weight", "norm.bias", ("up",), True, 0.0))
     gain = torch.tensor([2.0, 0.0, 1.0])
-    with pytest.raises(AlignmentError, match=r"norm\.weight.*zeros"):
+    with pytest.raises(AlignmentError, match=r"norm\.weight.*too small"):
         folded(where, "norm.bias", **{"norm.weight": gain})
     assert folded(where, "norm.bias", **{"norm.weight": gain, "norm.bias": torch.tensor([1.0, 0, 1])}) == [0.5, 0, 1]
 
@@ -143,7 +149,7 @@ def test_writers_are_centred_after_layer_scale() -> None:
     assert folded(where, "down.weight") == [[1, 2], [30, 40], [500, 900]]
     centred = torch.tensor(folded(where, "down.weight", ("s",)))
     torch.testing.assert_close(centred.sum(0), torch.zeros(2), atol=1e-4, rtol=0)
-    assert fold_inputs(where, WRITE, ["s"]) == ["down.weight", "scale"]
+    assert fold(["s"]).inputs(where, WRITE) == ["down.weight", "scale"]
 
 
 def test_half_precision_is_widened_before_folding(tmp_path: Path) -> None:
@@ -155,9 +161,9 @@ def test_half_precision_is_widened_before_folding(tmp_path: Path) -> None:
     gain = half["model.layers.0.post_attention_layernorm.weight"].float()
     torch.testing.assert_close(seen[name], half[name].float() * gain, rtol=0, atol=0)
     assert seen["model.layers.0.mlp.down_proj.weight"] is half["model.layers.0.mlp.down_proj.weight"]
-    fold = Fold(anchor.architecture, ("residual",))
+    folding = Fold(anchor.architecture, ("residual",))
     layer = anchor.architecture.layers("default")[0]
-    touched = {i.key for i in layer.tensors if fold.touches(layer, i)}
+    touched = {i.key for i in layer.tensors if folding.touches(layer, i)}
     assert not any("o_proj" in key or "down_proj" in key for key in touched)
     assert sum("norm" not in key for key in touched) == 5
     with pytest.raises(KeyError):

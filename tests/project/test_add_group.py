@@ -25,7 +25,7 @@ from rotation_merge.matching.alignment import load_alignment
 from rotation_merge.matching.fit import LearnedTransforms
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match import match_model
-from rotation_merge.model.blocks import transform_state
+from rotation_merge.model.biases import in_coordinates
 from rotation_merge.report.estimate import estimate
 from rotation_merge.symmetry import KINDS
 from rotation_merge.symmetry.admitted import QUERIES
@@ -98,7 +98,7 @@ def test_one_file_and_one_line_are_all(shift: Any, tmp_path: Path) -> None:
     gauge = random_gauge(architecture, options, laws.gen(1))
     heads = [t for t in gauge.values() if t.space_kind == "attention"]
     assert all(t.qk.kind == "shift" and not t.qk.is_identity() for t in heads)
-    twin = transform_state(architecture, anchor, gauge)
+    twin = dict(in_coordinates(architecture, anchor, gauge))
     found = match_model(architecture, anchor, twin, options)
     for key in [key for key, transform in gauge.items() if not transform.is_identity()]:
         again = found.transforms[key].compose(gauge[key])

@@ -112,7 +112,8 @@ class BlockMoves:
         if not moving and not folding and not unseen and move.origin is None and not adapted:
             return self.loads(move.source, [info.key])[info.key]
         keys = self.folded_from(block, unseen or [info.key])
-        needed = keys if move.origin is not None else self.folded_from(block, holders(block, unseen))
+        hidden = {info.key for info in holders(block)}.intersection(unseen)
+        needed = keys if move.origin is not None else self.folded_from(block, filter(hidden.__contains__, unseen))
         recipe = self.donors.recipe
         base = self._same_block(recipe.base, block)
         carried = move.origin is not None

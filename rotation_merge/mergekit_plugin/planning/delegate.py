@@ -19,7 +19,7 @@ from rotation_merge.errors import StatisticsError
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.output_tensor import OutputTensor
 from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
-from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
+from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors, by_name
 from rotation_merge.run.maps import linear_map
 
 
@@ -162,7 +162,7 @@ def merged_tensors(
         return merge_tensor(method, target, parts, values, flipped, name, work, tensors)
 
     common = first.only(name for name in first if all(name in source for source in by_model.values()))
-    return Tensors(common.shapes, common.dtypes, read)
+    return Tensors(common.shapes, common.dtypes, by_name(read))
 
 
 def merge_tensor(

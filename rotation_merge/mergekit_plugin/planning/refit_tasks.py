@@ -32,7 +32,15 @@ from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.heads import head_names, is_head
 from rotation_merge.model.labels import watched
-from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors, extrapolated, selected, weighted_mean
+from rotation_merge.model.tensors import (
+    Tensors,
+    TensorSource,
+    as_tensors,
+    by_name,
+    extrapolated,
+    selected,
+    weighted_mean,
+)
 from rotation_merge.run.data import Data, read_batches, with_small_first_batch
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch, local_path
@@ -271,7 +279,7 @@ class _RefitRun:
         def read(name: str) -> Tensor:
             return self.results.get(name)[0] if name in self.written else tensors[name]
 
-        return Tensors(tensors.shapes, tensors.dtypes, read)
+        return Tensors(tensors.shapes, tensors.dtypes, by_name(read))
 
     def _samples(self, number: int) -> list[Batch]:
         """The samples that a teacher brings."""

@@ -32,7 +32,8 @@ from rotation_merge.mergekit_plugin.planning.opened import Models
 from rotation_merge.mergekit_plugin.planning.output_tensor import OutputTensor
 from rotation_merge.mergekit_plugin.planning.tasks import Loads, load_arguments, loaded, map_arguments
 from rotation_merge.model.biases import read_by
-from rotation_merge.model.fold import Fold, Get
+from rotation_merge.model.blocks import Get
+from rotation_merge.model.fold import Fold
 from rotation_merge.model.hub import HubFile, local_file
 from rotation_merge.model.labels import in_order
 from rotation_merge.model.view import View
@@ -196,7 +197,7 @@ class CarriedStatistics:
         """Keys of biases that change the inputs of a map, if its statistics can follow (see `carry.py`)."""
         value_bias = read_by(move.frame, info)
         matched = move.origin is None and (move.transforms is not None or move.whole is not None)
-        if value_bias is None or value_bias.values is None or not matched:
+        if value_bias is None or not matched:
             return []
         if self.plan.statistics == "fisher":
             self.run.note(
@@ -204,7 +205,7 @@ class CarriedStatistics:
                 "biases are set."
             )
             return []
-        return [value_bias.values.key]
+        return [value_bias.info.key]
 
 
 @dataclass(frozen=True)
