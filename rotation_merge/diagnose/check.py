@@ -18,7 +18,7 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.mergekit_plugin.planning.opened import Models
 from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.model.gguf import is_absent
+from rotation_merge.model.folder import is_absent
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness, sampled_changes
 from rotation_merge.model.open import open_model
 from rotation_merge.model.remote import RemoteModel

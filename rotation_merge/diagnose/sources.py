@@ -25,7 +25,7 @@ from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
 from rotation_merge.mergekit_plugin.recipe.parameter_scopes import at, items, scopes
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.mergekit_plugin.recipe.settings import explain
-from rotation_merge.model.gguf import is_absent
+from rotation_merge.model.folder import is_absent
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.hub import HubFile
 from rotation_merge.model.labels import label_rows

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from mergekit.common import ModelPath
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,8 +23,9 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.files import FOLDER, Output, check_output, replacing
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.model.adapters import ADAPTER_FILES, WEIGHTS, Adapter, damaged, lora_scale
+from rotation_merge.model.folder import fetched
 from rotation_merge.model.headers import ADAPTER_CONFIG
-from rotation_merge.model.hub import downloaded, is_hub_name
+from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.low_rank import LowRank
 from rotation_merge.model.staging import staged, write_files
 from rotation_merge.record import MergeReport
@@ -119,7 +121,7 @@ def read_adapter(path: str) -> AdapterFactors:
         CheckpointError: it is none, is damaged, or is more than ``W + s B A`` for each map.
     """
     if os.path.isdir(path) or (is_hub_name(path) and not path.endswith(SUFFIX)):
-        return _read_folder(downloaded(path, None, None, ADAPTER_FILES))
+        return _read_folder(fetched(ModelPath(path=path), ADAPTER_FILES))
     return _read_file(path)
 
 

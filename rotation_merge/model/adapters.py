@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rotation_merge.errors import CheckpointError
 from rotation_merge.linalg.finite import all_finite
-from rotation_merge.model.headers import ADAPTER_CONFIG, Shapes, check_local, file_shapes, holds_model, read_json
+from rotation_merge.model.headers import ADAPTER_CONFIG, Shapes, file_shapes, holds_model, read_json, tensor_files
 from rotation_merge.model.low_rank import LowRank
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -54,7 +54,7 @@ def is_adapter(path: str) -> bool:
     """
     has_config = os.path.isfile(os.path.join(path, ADAPTER_CONFIG))
     if has_config and holds_model(path):
-        check_local(path)
+        tensor_files(path)
     return has_config
 
 

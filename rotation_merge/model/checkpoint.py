@@ -56,7 +56,7 @@ def write_checkpoint(
         files = WeightFiles(staging, storage.shard_size, like.modules, source)
         for name, tensor in as_they_are:
             files.save(name, tensor)
-        with unchanged([like.reference]):
+        with unchanged([like]):
             for name, tensor in tensors:
                 if progress is not None:
                     progress("writing", len(files.written), len(like.names))

@@ -18,8 +18,8 @@ from typing import Any
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
 from rotation_merge.files import TemporaryFolder
-from rotation_merge.model.gguf import bare_repository, has_ending
-from rotation_merge.model.hub import reachable
+from rotation_merge.model.gguf import bare_repository
+from rotation_merge.model.hub import is_gguf_file, reachable
 
 SMALL = ("config.json", "generation_config.json", "adapter_config.json")
 INDEX, SINGLE, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
@@ -145,7 +145,7 @@ def _fetch(name: str, repo: str, revision: str, cache: str) -> RemoteModel:
         if sizes.get(file, LARGEST) < LARGEST:
             _write(os.path.join(snapshot, file), _content(repo, file, model.revision))
     files = _shards(os.path.join(snapshot, INDEX)) if INDEX in sizes else [f for f in (SINGLE, ADAPTER) if f in sizes]
-    if not files and (ggufs := sorted(file for file in sizes if has_ending(file))):
+    if not files and (ggufs := sorted(file for file in sizes if is_gguf_file(file))):
         raise bare_repository(name, ggufs)
     if not files:
         remedy = "download it; headers of pickles cannot be read without running them"

@@ -16,7 +16,7 @@ from mergekit.common import ModelReference
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, RotationMergeError
-from rotation_merge.model.gguf import in_cache, is_folder
+from rotation_merge.model.folder import folder_of
 from rotation_merge.model.headers import TOKENIZER, read_json
 from rotation_merge.model.view import View
 
@@ -162,8 +162,7 @@ def _has_tokenizer(reference: ModelReference) -> bool:
 
 def _folder(reference: ModelReference) -> str:
     """The folder of a model's files; its name on the hub if they are not here."""
-    path = reference.model.path
-    return path if is_folder(path) else in_cache(path, reference.model.revision) or path
+    return folder_of(reference.model) or reference.model.path
 
 
 def _held(tokens: Mapping[str, int], token: str, size: int | None) -> bool:

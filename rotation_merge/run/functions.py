@@ -16,7 +16,7 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import stores_codes
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.errors import CheckpointError, DataError, short
-from rotation_merge.model.gguf import downloaded
+from rotation_merge.model.folder import fetched
 from rotation_merge.model.headers import read_json
 from rotation_merge.model.labels import LabelRows, in_order, label_rows, labels
 from rotation_merge.model.open import open_model, parse_reference
@@ -51,8 +51,7 @@ def local_path(path: str) -> str:
     Raises:
         CheckpointError: there is no such directory or model.
     """
-    part = parse_reference(path).model
-    return downloaded(part.path, part.revision, None, FILES)
+    return fetched(parse_reference(path).model, FILES)
 
 
 def predicts_next(model: nn.Module) -> bool:

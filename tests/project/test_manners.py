@@ -258,9 +258,10 @@ def test_a_tokenizer_of_the_hub_is_asked_for_once(monkeypatch: pytest.MonkeyPatc
     from mergekit.options import MergeOptions
 
     from rotation_merge.mergekit_plugin import merge
+    from rotation_merge.model import folder
 
     asked = []
-    monkeypatch.setattr(merge, "downloaded", lambda path, *_: asked.append(path))
+    monkeypatch.setattr(folder, "downloaded", lambda path, *_: asked.append(path) or LLAMAS[0])
     for source in ("base", "union", LLAMAS[0], "org/name"):
         config = {"merge_method": "linear", "models": [{"model": LLAMAS[0]}], "tokenizer_source": source}
         merge.fetch_tokenizer(MergeConfiguration.model_validate(config), MergeOptions())
