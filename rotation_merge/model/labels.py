@@ -97,7 +97,7 @@ def in_class_order(view: View, rows: LabelRows) -> View:
 
 def watched(view: View, mark: Fingerprint) -> Tensors:
     """A model's tensors; each that is read is added to the fingerprint of its files."""
-    stored = mark.watching(view.as_filed.tensors)
+    stored = view.as_filed.tensors.map(mark.add)
     return stored.map(lambda name, tensor: in_order(tensor, view.rows.get(name))) if view.rows else stored
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
 from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.gguf import bare_repository
+from rotation_merge.model.headers import weight_map
 from rotation_merge.model.hub import is_gguf_file, reachable
 
 SMALL = ("config.json", "generation_config.json", "adapter_config.json")
@@ -122,10 +123,8 @@ def _fetched(name: str, cache: str) -> RemoteModel | RotationMergeError:
     except RotationMergeError as error:
         return error
     except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
-        remedy = "check the name, and 'hf auth login' where it is gated"
-        return CheckpointError(
-            f"its headers cannot be fetched from the hub ({short(error)})", where=name, remedy=remedy
-        )
+        problem = f"its headers cannot be fetched from the hub ({short(error)})"
+        return CheckpointError(problem, where=name, remedy="check the name, and 'hf auth login' where it is gated")
 
 
 def _fetch(name: str, repo: str, revision: str, cache: str) -> RemoteModel:
@@ -144,7 +143,8 @@ def _fetch(name: str, repo: str, revision: str, cache: str) -> RemoteModel:
     for file in (*SMALL, INDEX):
         if sizes.get(file, LARGEST) < LARGEST:
             _write(os.path.join(snapshot, file), _content(repo, file, model.revision))
-    files = _shards(os.path.join(snapshot, INDEX)) if INDEX in sizes else [f for f in (SINGLE, ADAPTER) if f in sizes]
+    index = os.path.join(snapshot, INDEX)
+    files = sorted(set(weight_map(index).values())) if INDEX in sizes else [f for f in (SINGLE, ADAPTER) if f in sizes]
     if not files and (ggufs := sorted(file for file in sizes if is_gguf_file(file))):
         raise bare_repository(name, ggufs)
     if not files:
@@ -167,14 +167,6 @@ def _content(repo: str, file: str, revision: str) -> bytes:
     response = get_session().get(hf_hub_url(repo, file, revision=revision), headers=build_hf_headers(), timeout=10)
     hf_raise_for_status(response)
     return bytes(response.content)
-
-
-def _shards(index: str) -> list[str]:
-    try:
-        with open(index, encoding="utf-8") as file:
-            return sorted(set(map(str, json.load(file)["weight_map"].values())))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError("its index of shards is damaged", where=index, remedy="ask its publisher") from error
 
 
 def _write(path: str, content: bytes) -> None:
