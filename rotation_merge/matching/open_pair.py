@@ -33,7 +33,7 @@ from rotation_merge.matching.run import Run
 from rotation_merge.model.blocks import with_tied
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.fold import folded_tensors
-from rotation_merge.model.folder import is_absent
+from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import in_class_order, watched
 from rotation_merge.model.language_half import within
@@ -251,7 +251,7 @@ def check_models(
         RotationMergeError: names the model and what is wrong with it.
     """
     first, second = parse_reference(anchor), parse_reference(donor)
-    if is_absent(first) or is_absent(second):
+    if absent_parts(first) or absent_parts(second):
         return None
     a, d = open_together([first, second], unsupported=unsupported, any_base=any_base)
     checked = check_pair(a, d, options, untie=untie, excluded=excluded)

@@ -83,21 +83,12 @@ def fetched_weights(part: ModelPath, cache: str | None = None) -> str:
 def absent_parts(reference: ModelReference) -> list[ModelPath]:
     """A model, or its adapter, where it is on the hub and has not been downloaded; nothing is fetched."""
     parts = [part for part in (reference.model, reference.lora) if part is not None]
-    return [part for part in parts if not os.path.exists(part.path) and _is_of_hub(part) and not _is_whole(part)]
+    on_hub = [part for part in parts if is_hub_name(part.path) or gguf.hub_files(part.path, None)]
+    return [part for part in on_hub if not os.path.exists(part.path) and not _holds_weights(place_of(part))]
 
 
-def is_absent(reference: ModelReference) -> bool:
-    """Whether a model, or its adapter, is one of the hub that has not been downloaded; nothing is fetched."""
-    return bool(absent_parts(reference))
-
-
-def _is_of_hub(part: ModelPath) -> bool:
-    return is_hub_name(part.path) or bool(gguf.hub_files(part.path, None))
-
-
-def _is_whole(part: ModelPath) -> bool:
-    """Whether weights were downloaded, not only small files."""
-    place = place_of(part)
+def _holds_weights(place: str | None) -> bool:
+    """Whether a folder in the hub's cache has more than small files."""
     names = os.listdir(place) if place is not None and os.path.isdir(place) else [place or ""]
     return any(name.lower().endswith((".safetensors", ".bin", ".gguf")) for name in names)
 
@@ -138,7 +129,7 @@ class ShardReader:
 
 def stored_tensors(
     folder: str, modules: list[dict[str, Any]], lazy_unpickle: bool = False
-) -> tuple[Tensors, dict[str, str]]:
+) -> tuple[Tensors, Mapping[str, str]]:
     """The tensors of a folder, read when they are asked for, and the types that their files call them.
 
     Args:
@@ -150,13 +141,11 @@ def stored_tensors(
     prefixes, files = module_files(folder, modules), tensor_files(folder)
     for file, prefix in prefixes.items():
         files |= {prefix + name: file for name in file_shapes(os.path.join(folder, file))}
-    shapes, kinds = dict[str, tuple[int, ...]](), dict[str, str]()
-    for file in sorted(set(files.values())):
-        stored, prefix = header(os.path.join(folder, file)), prefixes.get(file, "")
-        shapes.update({prefix + name: shape for name, shape in stored.shapes.items()})
-        kinds.update({prefix + name: kind for name, kind in stored.kinds.items()})
+    headers = [(prefixes.get(file, ""), header(os.path.join(folder, file))) for file in sorted(set(files.values()))]
+    shapes = {prefix + name: shape for prefix, stored in headers for name, shape in stored.shapes.items()}
+    kinds = {prefix + name: kind for prefix, stored in headers for name, kind in stored.kinds.items()}
     whole = Header({name: shapes[name] for name in files}, {name: kinds[name] for name in files})
-    return Tensors(whole.shapes, whole.dtypes, ShardReader(folder, files, prefixes, lazy_unpickle)), dict(whole.kinds)
+    return Tensors(whole.shapes, whole.dtypes, ShardReader(folder, files, prefixes, lazy_unpickle)), whole.kinds
 
 
 def _loader(folder: str, lazy_unpickle: bool) -> Any:

@@ -144,14 +144,13 @@ def _fetch(name: str, repo: str, revision: str, cache: str) -> RemoteModel:
         if sizes.get(file, LARGEST) < LARGEST:
             _write(os.path.join(snapshot, file), _content(repo, file, model.revision))
     index = os.path.join(snapshot, INDEX)
-    files = sorted(set(weight_map(index).values())) if INDEX in sizes else [f for f in (SINGLE, ADAPTER) if f in sizes]
+    names = sorted(set(weight_map(index).values())) if INDEX in sizes else (SINGLE, ADAPTER)
+    files = [file for file in names if file in sizes]
     if not files and (ggufs := sorted(file for file in sizes if is_gguf_file(file))):
         raise bare_repository(name, ggufs)
     if not files:
         remedy = "download it; headers of pickles cannot be read without running them"
         raise CheckpointError("has no weights in safetensors", where=name, remedy=remedy)
-    if lacking := [file for file in files if file not in sizes]:
-        raise CheckpointError(f"shard {lacking[0]} is missing", where=name, remedy="ask its publisher")
     with ThreadPoolExecutor(WORKERS) as shards:
         each = shards.map(lambda file: api.parse_safetensors_file_metadata(repo, file, revision=model.revision), files)
         for file, head in zip(files, each, strict=True):

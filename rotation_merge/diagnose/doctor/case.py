@@ -20,7 +20,7 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.mergekit_plugin.recipe.settings import MULTI_KEYS, explain
-from rotation_merge.model.folder import folder_of, is_absent
+from rotation_merge.model.folder import absent_parts, folder_of
 from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.headers import holds_model
 from rotation_merge.model.hub import is_hub_name
@@ -173,7 +173,7 @@ def _any_absent(names: Sequence[str]) -> bool:
 def _absent(name: str) -> bool:
     reference = parse_reference(name)
     path = reference.model.path
-    return is_absent(reference) or not (os.path.isdir(path) or is_gguf(path) or is_hub_name(path))
+    return bool(absent_parts(reference)) or not (os.path.isdir(path) or is_gguf(path) or is_hub_name(path))
 
 
 def _here(
