@@ -70,7 +70,7 @@ def fetched(part: ModelPath, patterns: Sequence[str], cache: str | None = None) 
         raise CheckpointError("no such directory", where=path, remedy=nearest_path(path))
     folder = downloaded(path, part.revision, cache, list(patterns))
     if not os.path.isdir(folder) or not os.listdir(folder):  # nothing of it is in transformers' format
-        gguf.refuse_bare_repository(path, part.revision)
+        gguf.refuse_bare_repository(path, gguf.in_repository(path, part.revision))
     return _as_folder(folder)
 
 

@@ -70,13 +70,13 @@ def fetched(path: str, revision: str | None, cache: str | None) -> str:
         first, *_ = [file.fetched(cache) for file in files]
         return first
     except CheckpointError as error:
-        known = _in_repository(files[0].repo, revision)
+        known = in_repository(files[0].repo, revision)
         if not known or files[0].name in known:
             raise
         raise CheckpointError("is not in the repository", where=path, remedy=nearest(files[0].name, known)) from error
 
 
-def _in_repository(repo: str, revision: str | None) -> list[str]:
+def in_repository(repo: str, revision: str | None) -> list[str]:
     """The GGUF files of a repository of the hub, of split ones the first; empty if the hub cannot tell."""
     from huggingface_hub import HfApi
 
@@ -87,20 +87,15 @@ def _in_repository(repo: str, revision: str | None) -> list[str]:
     return sorted({split_files(name)[0] for name in names if is_gguf_file(name)})
 
 
-def refuse_bare_repository(repo: str, revision: str | None) -> None:
-    """Refuse a repository of the hub as a model whose files are GGUF, which are named one by one.
+def refuse_bare_repository(repo: str, files: Sequence[str]) -> None:
+    """Refuse a repository as a model if it holds GGUF files, which are named one by one.
 
     Raises:
         CheckpointError: names them.
     """
-    if files := _in_repository(repo, revision):
-        raise bare_repository(repo, files)
-
-
-def bare_repository(repo: str, files: Sequence[str]) -> CheckpointError:
-    """The error for a repository that is named as a model, but holds GGUF files only."""
-    remedy = f"name one of its files, as {repo}:{files[0]}"
-    return CheckpointError(f"holds models in GGUF: {named(files)}", where=repo, remedy=remedy)
+    if files:
+        remedy = f"name one of its files, as {repo}:{files[0]}"
+        raise CheckpointError(f"holds models in GGUF: {named(files)}", where=repo, remedy=remedy)
 
 
 def _model_in(folder: str) -> str:

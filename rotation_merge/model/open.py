@@ -64,7 +64,10 @@ def open_model(
         ArchitectureError: no architecture file describes it.
     """
     if isinstance(model, View):
-        return model if model.untie == untie else _untied(model, untie)
+        if model.untie == untie:
+            return model
+        architecture = resolve(dict(model.config), model.names, model.name, untie=untie)
+        return model.with_tensors(model.tensors, architecture=architecture, untie=untie)
     model = as_reference(model)
     if isinstance(model, ModelReference):
         return _open_files(model, options or MergeOptions(), untie, unsupported, any_base)
@@ -83,12 +86,6 @@ def open_model(
         "is a state dict without its config" if isinstance(model, Mapping) else f"is of type {type(model).__name__}"
     )
     raise CheckpointError(f"{problem}, which is not a model", where=name or None, remedy=WITHOUT_CONFIG)
-
-
-def _untied(view: View, untie: bool) -> View:
-    """The same model with its head tied or not."""
-    architecture = resolve(dict(view.config), view.names, view.name, untie=untie)
-    return view.with_tensors(view.tensors, architecture=architecture, untie=untie)
 
 
 def _in_memory(

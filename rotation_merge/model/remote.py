@@ -18,7 +18,7 @@ from typing import Any
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
 from rotation_merge.files import TemporaryFolder
-from rotation_merge.model.gguf import bare_repository
+from rotation_merge.model.gguf import refuse_bare_repository
 from rotation_merge.model.headers import weight_map
 from rotation_merge.model.hub import is_gguf_file, reachable
 
@@ -146,9 +146,8 @@ def _fetch(name: str, repo: str, revision: str, cache: str) -> RemoteModel:
     index = os.path.join(snapshot, INDEX)
     names = sorted(set(weight_map(index).values())) if INDEX in sizes else (SINGLE, ADAPTER)
     files = [file for file in names if file in sizes]
-    if not files and (ggufs := sorted(file for file in sizes if is_gguf_file(file))):
-        raise bare_repository(name, ggufs)
     if not files:
+        refuse_bare_repository(name, sorted(filter(is_gguf_file, sizes)))
         remedy = "download it; headers of pickles cannot be read without running them"
         raise CheckpointError("has no weights in safetensors", where=name, remedy=remedy)
     with ThreadPoolExecutor(WORKERS) as shards:

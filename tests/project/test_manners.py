@@ -258,14 +258,13 @@ def test_a_tokenizer_of_the_hub_is_asked_for_once(monkeypatch: pytest.MonkeyPatc
     from mergekit.options import MergeOptions
 
     from rotation_merge.mergekit_plugin import merge
-    from rotation_merge.model import folder
 
     asked = []
-    monkeypatch.setattr(folder, "downloaded", lambda path, *_: asked.append(path) or LLAMAS[0])
+    monkeypatch.setattr(merge, "fetched", lambda model, *_: asked.append(model.path))
     for source in ("base", "union", LLAMAS[0], "org/name"):
         config = {"merge_method": "linear", "models": [{"model": LLAMAS[0]}], "tokenizer_source": source}
         merge.fetch_tokenizer(MergeConfiguration.model_validate(config), MergeOptions())
-    assert asked == ["org/name"]
+    assert asked == [LLAMAS[0], "org/name"]
 
 
 def test_models_as_strings_or_a_mapping(tmp_path: Path):
