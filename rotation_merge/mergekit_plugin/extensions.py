@@ -83,7 +83,7 @@ def _in_folder(reference: Any, cache: str | None = None) -> Any:
     if not is_gguf(model.path):
         return reference
     with one_line():
-        folder = fetched(model, [], cache)
+        folder = fetched(model, cache)
     return reference.model_copy(update={"model": type(model)(path=folder), "lora": None})
 
 

@@ -161,10 +161,7 @@ def fetch_tokenizer(config: MergeConfiguration, options: MergeOptions) -> None:
     """
     source = tokenizer_source(config.model_dump(exclude_none=True))[1]
     if source is not None:
-        fetched(ModelPath(path=source), TOKENIZER_PATTERNS, options.transformers_cache)
-
-
-TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+        fetched(ModelPath(path=source), options.transformers_cache)
 
 
 def prove_files(session: Session, place: str) -> None:
@@ -314,7 +311,7 @@ def _base_folder(
     real: Callable[..., Any], config: MergeConfiguration, options: MergeOptions
 ) -> tuple[ModelReference, str]:
     base = (config.base_model or config.referenced_models()[0]).model
-    folder = fetched(base, TOKENIZER_PATTERNS, options.transformers_cache)
+    folder = fetched(base, options.transformers_cache)
     return ModelReference(model=ModelPath(path=folder)), folder
 
 
@@ -325,7 +322,7 @@ TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
 def _quiet_about_tokenizers(config: MergeConfiguration, options: MergeOptions) -> MergeOptions:
     """Do not let mergekit copy a tokenizer that is not there (it would log a traceback, for images too)."""
     base = config.base_model
-    path = None if base is None else fetched(base.model, TOKENIZER_PATTERNS, options.transformers_cache)
+    path = None if base is None else fetched(base.model, options.transformers_cache)
     if path is None or any(name.startswith(TOKENIZER_FILES) for name in os.listdir(path)):
         return options
     return options.model_copy(update={"copy_tokenizer": False})

@@ -121,7 +121,7 @@ def read_adapter(path: str) -> AdapterFactors:
         CheckpointError: it is none, is damaged, or is more than ``W + s B A`` for each map.
     """
     if os.path.isdir(path) or (is_hub_name(path) and not path.endswith(SUFFIX)):
-        return _read_folder(fetched(ModelPath(path=path), ADAPTER_FILES))
+        return _read_folder(fetched(ModelPath(path=path), patterns=ADAPTER_FILES))
     return _read_file(path)
 
 

@@ -19,8 +19,8 @@ from rotation_merge.model.hub import downloaded, in_cache, is_hub_name
 from rotation_merge.model.sentence import module_files
 from rotation_merge.model.tensors import Tensors
 
-CONFIGS = ["*.json", "*.py", "tokenizer.model"]
-"""Files of a model that are read with its weights."""
+SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
+"""Files of a model beside its weights: config, tokenizer, code."""
 
 _UNPICKLING = Lock()
 """Held by whoever unpickles lazily: mergekit has all of torch read otherwise meanwhile, and two threads at once would
@@ -50,7 +50,7 @@ def folder_of(part: ModelPath, cache: str | None = None) -> str | None:
     return None if place is None else _as_folder(place)
 
 
-def fetched(part: ModelPath, patterns: Sequence[str], cache: str | None = None) -> str:
+def fetched(part: ModelPath, cache: str | None = None, patterns: Sequence[str] = SMALL) -> str:
     """The folder of a model, of a GGUF the one that is made from it; downloaded if need be.
 
     Args:
@@ -75,9 +75,9 @@ def fetched(part: ModelPath, patterns: Sequence[str], cache: str | None = None) 
 
 
 def fetched_weights(part: ModelPath, cache: str | None = None) -> str:
-    """`fetched`, with config and weights: safetensors, or pickles where there are none."""
-    folder = fetched(part, [*CONFIGS, "*.safetensors"], cache)
-    return folder if holds_model(folder) else fetched(part, [*CONFIGS, "*.bin"], cache)
+    """`fetched` with the weights: safetensors, or pickles where there are none."""
+    folder = fetched(part, cache, [*SMALL, "*.safetensors"])
+    return folder if holds_model(folder) else fetched(part, cache, [*SMALL, "*.bin"])
 
 
 def absent_parts(reference: ModelReference) -> list[ModelPath]:

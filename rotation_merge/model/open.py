@@ -22,7 +22,7 @@ from rotation_merge.model.adapted import adapted
 from rotation_merge.model.adapter_base import OWN_BASE, check_base
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.blocks import check_shapes
-from rotation_merge.model.folder import CONFIGS, fetched, fetched_weights, stored_tensors
+from rotation_merge.model.folder import SMALL, fetched, fetched_weights, stored_tensors
 from rotation_merge.model.gguf import quantised
 from rotation_merge.model.headers import check_codes, check_config, tensor_files
 from rotation_merge.model.sentence import read_modules
@@ -160,7 +160,7 @@ def _open_files(
 ) -> View:
     """Open a stored model: a folder, one of the hub, a GGUF, with its adapter."""
     name, lora, cache = str(reference), reference.lora, options.transformers_cache
-    adapter = None if lora is None else Adapter(fetched(lora, ADAPTER_FILES, cache))
+    adapter = None if lora is None else Adapter(fetched(lora, cache, ADAPTER_FILES))
     folder, config, tensors = read_stored(reference, options)
     architecture = _architecture(name, config, tensors.shapes, untie, unsupported)
     dtypes = tensors.dtypes
@@ -180,9 +180,9 @@ def check_present(reference: ModelReference, options: MergeOptions | None = None
     Raises:
         CheckpointError: names the directory, file or repository.
     """
-    for part, patterns in ((reference.model, CONFIGS), (reference.lora, ADAPTER_FILES)):
+    for part, patterns in ((reference.model, SMALL), (reference.lora, ADAPTER_FILES)):
         if part is not None:
-            fetched(part, patterns, (options or MergeOptions()).transformers_cache)
+            fetched(part, (options or MergeOptions()).transformers_cache, patterns)
 
 
 def read_stored(reference: ModelReference, options: MergeOptions) -> tuple[str, dict[str, Any], Tensors]:
@@ -194,7 +194,7 @@ def read_stored(reference: ModelReference, options: MergeOptions) -> tuple[str, 
         CheckpointError: config or weights are missing or damaged.
     """
     cache = options.transformers_cache
-    folder = fetched(reference.model, CONFIGS, cache)
+    folder = fetched(reference.model, cache)
     if os.path.exists(reference.model.path):
         tensor_files(folder)
     check_config(folder)
@@ -205,7 +205,8 @@ def read_stored(reference: ModelReference, options: MergeOptions) -> tuple[str, 
         remedy = "correct config.json" if folder == reference.model.path else "download it again"
         problem = f"its config cannot be loaded ({short(error)})"
         raise CheckpointError(problem, where=reference.model.path, remedy=remedy) from error
-    folder, modules = fetched_weights(reference.model, cache), read_modules(folder)
+    folder = fetched_weights(reference.model, cache)
+    modules = read_modules(folder)
     tensors, kinds = stored_tensors(folder, modules, options.lazy_unpickle)
     if not stores_codes(config):  # with which the architecture refuses it
         check_codes(kinds, tensors.shapes, str(reference))

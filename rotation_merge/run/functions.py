@@ -16,7 +16,7 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import stores_codes
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.errors import CheckpointError, DataError, short
-from rotation_merge.model.folder import fetched
+from rotation_merge.model.folder import fetched_weights
 from rotation_merge.model.headers import read_json
 from rotation_merge.model.labels import LabelRows, in_order, label_rows, labels
 from rotation_merge.model.open import open_model, parse_reference
@@ -42,16 +42,13 @@ def read_config(path: str) -> dict[str, Any]:
     return read_json(os.path.join(path, "config.json"))
 
 
-FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-
-
 def local_path(path: str) -> str:
     """The folder of a model: a local directory, or the hub's cache. Of `model+adapter` the model's.
 
     Raises:
         CheckpointError: there is no such directory or model.
     """
-    return fetched(parse_reference(path).model, FILES)
+    return fetched_weights(parse_reference(path).model)
 
 
 def predicts_next(model: nn.Module) -> bool:
