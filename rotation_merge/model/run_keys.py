@@ -29,7 +29,8 @@ def mark_of(models: Iterable[View], beside_models: Iterable[str] = (), **options
     """
     files = {path: stamp for model in models for path, stamp in stamps_of(model, ENDINGS).items()}
     files |= _stamps(path for path in beside_models if os.path.exists(path))
-    return json.dumps({"files": files, "versions": versions(), **options}, sort_keys=True, default=str, indent=1)
+    facts = {path: stamp and stamp[:2] for path, stamp in files.items()}  # disks of a network number files anew
+    return json.dumps({"files": facts, "versions": versions(), **options}, sort_keys=True, default=str, indent=1)
 
 
 @contextmanager
