@@ -62,10 +62,8 @@ def fetched(part: ModelPath, cache: str | None = None, patterns: Sequence[str] =
     path = part.path
     if os.path.isfile(path) and not gguf.is_gguf(path):
         raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model, or a GGUF")
-    if os.path.exists(path):
-        return _as_folder(path)
-    if gguf.is_gguf(path):
-        return _as_folder(gguf.fetched(path, part.revision, cache))
+    if os.path.exists(path) or gguf.is_gguf(path):
+        return _as_folder(place_of(part, cache) or gguf.fetched(path, part.revision, cache))
     if not is_hub_name(path):
         raise CheckpointError("no such directory", where=path, remedy=nearest_path(path))
     folder = downloaded(path, part.revision, cache, list(patterns))
