@@ -99,7 +99,7 @@ def command(
     left_out_notes: tuple[str, ...] = ()
     mark = mark_of((pair.anchor, pair.donor), on, on=on, options=asdict(options), untie=untie)
     with kept_beside(out or str(alignment_file), lambda: mark, device) as ledger:
-        with unchanged([pair.anchor.reference, pair.donor.reference]), on_backend(backend, worker_device) as over:
+        with unchanged([pair.anchor, pair.donor]), on_backend(backend, worker_device) as over:
             how = matcher(match, anchor, donor, device, over)
             alignment, report = match_pair(pair, progress, how, ledger)
         if out is not None:

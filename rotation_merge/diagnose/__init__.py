@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from mergekit.options import MergeOptions
@@ -14,8 +13,7 @@ from rotation_merge.mergekit_plugin.recipe.document import Document, Fault, docu
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.mergekit_plugin.recipe.reading import read
 from rotation_merge.mergekit_plugin.recipe.settings import check_settings
-from rotation_merge.model.gguf import in_cache, is_gguf
-from rotation_merge.model.headers import holds_model
+from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.open import parse_reference
 
@@ -71,9 +69,5 @@ def absent_models(text: str) -> list[str]:
             reference = parse_reference(name)
         except RotationMergeError:  # said where the recipe is checked
             continue
-        for part in filter(None, (reference.model, reference.lora)):
-            if is_hub_name(part.path) and not os.path.exists(part.path) and not is_gguf(part.path):
-                folder = in_cache(part.path, part.revision)
-                if folder is None or not (holds_model(folder) or part is reference.lora):
-                    names.append(part.path if part.revision is None else f"{part.path}@{part.revision}")
+        names += [str(part) for part in absent_parts(reference) if is_hub_name(part.path)]
     return list(dict.fromkeys(names))

@@ -18,7 +18,7 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.mergekit_plugin.planning.opened import Models
 from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.model.gguf import is_absent
+from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness, sampled_changes
 from rotation_merge.model.open import open_model
 from rotation_merge.model.remote import RemoteModel
@@ -95,7 +95,7 @@ def lengths_of_changes(path: str) -> Lengths | None:
     config, method = recipe.config, recipe.delegate
     donors = [model for model in config.models or [] if model.model != recipe.base]
     plain = not any({"finetuned_from", "alignment"} & set(donor.parameters or {}) for donor in donors)
-    is_local = not any(is_absent(model) for model in [recipe.base, *(donor.model for donor in donors)])
+    is_local = not any(absent_parts(model) for model in [recipe.base, *(donor.model for donor in donors)])
     if method.spec.contract.base is not BasePolicy.REQUIRED or len(donors) < 2 or not (plain and is_local):
         return None
     models = Models(MergeOptions(), recipe.unsupported)
@@ -123,7 +123,7 @@ def suggestions(path: str) -> list[Suggestion]:
     for donor in config.models or []:
         values = {**(config.parameters or {}), **(donor.parameters or {})}
         settled = {"finetuned_from", "alignment"} & set(values)
-        if donor.model == recipe.base or settled or is_absent(donor.model) or is_absent(recipe.base):
+        if donor.model == recipe.base or settled or absent_parts(donor.model) or absent_parts(recipe.base):
             continue
         try:
             cosine = likeness(models[recipe.base], models[donor.model])

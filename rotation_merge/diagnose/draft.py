@@ -14,8 +14,7 @@ from rotation_merge.architecture import find, resolve
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.errors import ArchitectureError, RotationMergeError
 from rotation_merge.model.blocks import check_shape
-from rotation_merge.model.folder import Shards, local_folder
-from rotation_merge.model.open import check_files, read_config
+from rotation_merge.model.open import read_stored
 
 _LAYER = re.compile(r"^(?P<path>(?:[^.]+\.)*?)(?P<index>\d+)\.(?P<rest>.+)$")
 
@@ -42,10 +41,8 @@ def draft_of(model: str) -> tuple[dict[str, Any], list[str]]:
     Raises:
         RotationMergeError: the checkpoint cannot be read, or has no layers.
     """
-    reference = ModelReference.parse(model)
-    check_files(reference)
-    config = read_config(reference)
-    shapes = Shards.of(local_folder(reference, MergeOptions()), model).tensors().shapes
+    _, config, tensors = read_stored(ModelReference.parse(model), MergeOptions())
+    shapes = tensors.shapes
     content, doubts = draft_content(config, shapes, model)
     fits = matching_families(config, shapes) if len(doubts) > len(_ALWAYS) else []
     if not fits:

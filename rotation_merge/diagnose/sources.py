@@ -25,7 +25,7 @@ from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
 from rotation_merge.mergekit_plugin.recipe.parameter_scopes import at, items, scopes
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.mergekit_plugin.recipe.settings import explain
-from rotation_merge.model.gguf import is_absent
+from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.hub import HubFile
 from rotation_merge.model.labels import label_rows
@@ -167,7 +167,7 @@ def _open(document: Document, path: Path, name: str, models: Models) -> View | N
     except (RuntimeError, ValueError) as error:
         document.fault(path, str(error), "write a directory, or org/name")
         return None
-    if is_absent(reference):
+    if absent_parts(reference):
         document.fault(
             path,
             f"{name}: {HUB_NOTE}",

@@ -33,11 +33,11 @@ from rotation_merge.matching.run import Run
 from rotation_merge.model.blocks import with_tied
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.fold import folded_tensors
-from rotation_merge.model.gguf import is_absent
+from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import in_class_order, watched
 from rotation_merge.model.language_half import within
-from rotation_merge.model.open import ModelLike, as_reference, check_files, check_names, open_model, parse_reference
+from rotation_merge.model.open import ModelLike, as_reference, check_names, check_present, open_model, parse_reference
 from rotation_merge.model.origin import origins
 from rotation_merge.model.rows import vocabulary_subset
 from rotation_merge.model.tensors import Tensors
@@ -156,7 +156,7 @@ def open_together(
     references = [model if isinstance(model, View) else as_reference(model) for model in models]
     for reference in references:
         if isinstance(reference, ModelReference):
-            check_files(reference)
+            check_present(reference)
     views = [open_model(model, untie=untie, unsupported=unsupported, any_base=any_base) for model in references]
     return [views[0], *(as_donor(views[0], view) for view in views[1:])]
 
@@ -258,7 +258,7 @@ def check_models(
         RotationMergeError: names the model and what is wrong with it.
     """
     first, second = parse_reference(anchor), parse_reference(donor)
-    if is_absent(first) or is_absent(second):
+    if absent_parts(first) or absent_parts(second):
         return None
     a, d = open_together([first, second], unsupported=unsupported, any_base=any_base)
     checked = check_pair(a, d, options, untie=untie, excluded=excluded)

@@ -76,13 +76,14 @@ def extend_common(module: Any) -> None:
 
 def _in_folder(reference: Any, cache: str | None = None) -> Any:
     """The folder made from a GGUF model, without its adapter; any other model unchanged."""
-    from rotation_merge.model.gguf import downloaded, is_gguf
+    from rotation_merge.model.folder import fetched
+    from rotation_merge.model.gguf import is_gguf
 
     model = reference.model
     if not is_gguf(model.path):
         return reference
     with one_line():
-        folder = downloaded(model.path, model.revision, cache, [])
+        folder = fetched(model, cache)
     return reference.model_copy(update={"model": type(model)(path=folder), "lora": None})
 
 

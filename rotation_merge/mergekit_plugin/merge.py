@@ -40,7 +40,7 @@ from rotation_merge.mergekit_plugin.recipe.donor import entries
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.mergekit_plugin.recipe.settings import tokenizer_source
 from rotation_merge.model.card import add_section
-from rotation_merge.model.gguf import downloaded, in_cache, is_folder, is_gguf
+from rotation_merge.model.folder import fetched
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.origin import origins
 from rotation_merge.model.run_keys import mark_of, unchanged
@@ -95,7 +95,7 @@ def _run(
         )
         ledger = kept_beside(out_path, lambda: _mark(session, options), devices_of(options)[0])
         with ledger as done.ledger, staged(out_path) as staging, _as_it_is_here(apart):
-            with unchanged(_read(config)):
+            with unchanged(session.models[model] for model in _read(config)):
                 stock(
                     SessionConfiguration.of(session), staging, _quiet_about_tokenizers(config, options), config_source
                 )
@@ -162,11 +162,8 @@ def fetch_tokenizer(config: MergeConfiguration, options: MergeOptions) -> None:
         CheckpointError: they cannot be had.
     """
     source = tokenizer_source(config.model_dump(exclude_none=True))[1]
-    if source is not None and not is_folder(source):
-        downloaded(source, None, options.transformers_cache, TOKENIZER_PATTERNS)
-
-
-TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+    if source is not None:
+        fetched(ModelPath(path=source), options.transformers_cache)
 
 
 def prove_files(session: Session, place: str) -> None:
@@ -316,7 +313,7 @@ def _base_folder(
     real: Callable[..., Any], config: MergeConfiguration, options: MergeOptions
 ) -> tuple[ModelReference, str]:
     base = (config.base_model or config.referenced_models()[0]).model
-    folder = downloaded(base.path, base.revision, options.transformers_cache, TOKENIZER_PATTERNS)
+    folder = fetched(base, options.transformers_cache)
     return ModelReference(model=ModelPath(path=folder)), folder
 
 
@@ -326,10 +323,9 @@ TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
 
 def _quiet_about_tokenizers(config: MergeConfiguration, options: MergeOptions) -> MergeOptions:
     """Do not let mergekit copy a tokenizer that is not there (it would log a traceback, for images too)."""
-    path = config.base_model.model.path if config.base_model else ""
-    if is_gguf(path):
-        path = in_cache(path, None, options.transformers_cache) or path
-    if not os.path.isdir(path) or any(name.startswith(TOKENIZER_FILES) for name in os.listdir(path)):
+    base = config.base_model
+    path = None if base is None else fetched(base.model, options.transformers_cache)
+    if path is None or any(name.startswith(TOKENIZER_FILES) for name in os.listdir(path)):
         return options
     return options.model_copy(update={"copy_tokenizer": False})
 

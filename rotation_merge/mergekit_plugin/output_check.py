@@ -13,7 +13,7 @@ from mergekit.options import MergeOptions
 
 from rotation_merge.errors import named, printable, short
 from rotation_merge.mergekit_plugin.recipe.settings import tokenizer_source
-from rotation_merge.model.gguf import in_cache, is_folder
+from rotation_merge.model.folder import folder_of
 from rotation_merge.report.integrity import Contents, Defect, check_folder
 from rotation_merge.report.integrity.mending import copy_companions
 from rotation_merge.report.integrity.tokens import Vocabulary
@@ -55,7 +55,7 @@ def vocabulary_note(config: MergeConfiguration, folder: str, options: MergeOptio
     """
     if config.tokenizer is None and config.tokenizer_source is None:
         return None
-    places = {str(model): _folder(model, options.transformers_cache) for model in _models(config)}
+    places = {str(model): folder_of(model.model, options.transformers_cache) for model in _models(config)}
     known = {name: Vocabulary.of(Contents(place)) for name, place in places.items() if place is not None}
     result = Vocabulary.of(Contents(folder))
     if len(known) < 2 or not all(vocabulary.whole for vocabulary in (result, *known.values())):
@@ -87,13 +87,8 @@ def _models(config: MergeConfiguration) -> list[ModelReference]:
 
 def parent_folders(config: MergeConfiguration, options: MergeOptions) -> list[str]:
     """Folders of the merged models, the base's first."""
-    places = (_folder(model, options.transformers_cache) for model in _models(config))
+    places = (folder_of(model.model, options.transformers_cache) for model in _models(config))
     return [place for place in places if place is not None]
-
-
-def _folder(model: ModelReference, cache: str | None) -> str | None:
-    path, revision = model.model.path, model.model.revision
-    return path if is_folder(path) else in_cache(path, revision, cache)
 
 
 def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) -> None:

@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from mergekit.common import ModelPath
+
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.adapters import Adapter
-from rotation_merge.model.gguf import in_cache, is_folder, is_gguf
+from rotation_merge.model.folder import place_of
+from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.headers import ADAPTER_CONFIG, read_json
-from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.view import View
 from rotation_merge.record import REPORT_FILE
@@ -71,7 +73,7 @@ def on_base(name: str, base: str | None = None) -> str:
     for place in (stated, beside) if stated else ():
         if os.path.isfile(os.path.join(place, "config.json")) or (os.path.exists(place) and is_gguf(place)):
             return f"{os.path.abspath(place)}+{name}"
-    if is_hub_name(stated) and in_cache(stated, None) is not None:
+    if not os.path.exists(stated) and place_of(ModelPath(path=stated)) is not None:
         return f"{stated}+{name}"
     problem = f"is an adapter of {stated or 'a base that it does not name'}, which is not on this machine"
     remedy = "name its folder as 'base', or merge adapters without a base ('rotation-merge lora')"
@@ -85,6 +87,6 @@ def _is_called(base: View, name: str, open_model: Open) -> bool:
         return True
     near = Nearness()
     with suppress(RotationMergeError):  # such as a folder without weights
-        place = name if is_folder(name) or is_gguf(name) else in_cache(name, None) if is_hub_name(name) else None
+        place = place_of(ModelPath(path=name))
         near = near if place is None else nearness(base.architecture, base.tensors, open_model(place).tensors)
     return near.least >= SAME if near.cosines else os.path.basename(name) == os.path.basename(path)

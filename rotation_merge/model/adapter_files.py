@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from mergekit.common import ModelPath
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError
 from rotation_merge.files import FOLDER, Output, check_output, replacing
 from rotation_merge.model.adapters import ADAPTER_FILES, DIFFUSERS, KOHYA, PEFT, PREFIX, SUFFIX, WEIGHTS, Adapter
+from rotation_merge.model.folder import fetched
 from rotation_merge.model.headers import ADAPTER_CONFIG
-from rotation_merge.model.hub import downloaded, is_hub_name
+from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.low_rank import LowRank
 from rotation_merge.model.staging import staged, write_files
 from rotation_merge.record import MergeReport
@@ -99,7 +101,7 @@ def plain_adapter(path: str) -> Adapter:
         CheckpointError: it is none, is damaged, or is more than ``W + s B A`` for each map.
     """
     remote = is_hub_name(path) and not os.path.exists(path) and not path.endswith(SUFFIX)
-    adapter = Adapter(downloaded(path, None, None, ADAPTER_FILES) if remote else path)
+    adapter = Adapter(fetched(ModelPath(path=path), patterns=ADAPTER_FILES) if remote else path)
     problems = [
         f"changes '{change.name}' otherwise than by two factors"
         for change in adapter.changes.values()

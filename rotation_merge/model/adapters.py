@@ -25,7 +25,7 @@ from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
 from rotation_merge.linalg.finite import all_finite
-from rotation_merge.model.headers import ADAPTER_CONFIG, Shapes, check_local, file_shapes, holds_model, read_json
+from rotation_merge.model.headers import ADAPTER_CONFIG, Shapes, file_shapes, holds_model, read_json, tensor_files
 from rotation_merge.model.low_rank import LowRank, stacks, transposed
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -74,7 +74,7 @@ def is_adapter(path: str) -> bool:
     """
     has_config = os.path.isfile(os.path.join(path, ADAPTER_CONFIG))
     if has_config and holds_model(path):
-        check_local(path)
+        tensor_files(path)
     return has_config
 
 

@@ -63,7 +63,7 @@ def write_checkpoint(
             yield name, tensor.to(stored_dtype(tensor, dtype or like.stored_dtypes.get(name)))
 
     with staged(out) as staging:
-        with unchanged([like.reference]):
+        with unchanged([like]):
             like.write(staging, complete(), storage)
         report.write(os.path.join(staging, REPORT_FILE))
         beside(staging)

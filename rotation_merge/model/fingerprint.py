@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
+from rotation_merge.model.tensors import TensorSource
 
 _CONFIG_NOISE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
 
@@ -37,27 +36,15 @@ class Fingerprint:
 
     def __init__(self) -> None:
         self._tensors: dict[str, str] = {}
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
 
-    def __getstate__(self) -> dict[str, str]:
-        return self._tensors
-
-    def __setstate__(self, tensors: dict[str, str]) -> None:
-        self._tensors, self._lock = tensors, threading.Lock()
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a stored tensor; each name counts once."""
-        with self._lock:
-            if name in self._tensors:
-                return
-            self._tensors[name] = ""
-        self._tensors[name] = checksum(tensor)
+    def add(self, name: str, tensor: Tensor) -> Tensor:
+        """Add a stored tensor, and return it; each name counts once."""
+        if name not in self._tensors:
+            self._tensors[name] = checksum(tensor)
+        return tensor
 
     def sums(self) -> dict[str, str]:
         """Checksums of the tensors so far, by name (see `checksum`)."""
@@ -68,15 +55,6 @@ class Fingerprint:
         for name in names:
             if name not in self._tensors and name in source:
                 self.add(name, source[name])
-
-    def watching(self, source: TensorSource) -> Tensors:
-        """The same tensors; each that is read is added."""
-
-        def add(name: str, tensor: Tensor) -> Tensor:
-            self.add(name, tensor)
-            return tensor
-
-        return as_tensors(source).map(add)
 
     def hexdigest(self, config: Mapping[str, Any]) -> str:
         """The digest of the config and the tensors so far, 40 characters."""

@@ -1,143 +1,150 @@
-"""A model's folder: which files hold its tensors, and those read when they are asked for."""
+"""A model's folder: where it is, which of its files hold its tensors, and those read when they are asked for."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
 from mergekit.common import ModelPath, ModelReference
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
-from mergekit.options import MergeOptions
 from torch import Tensor
 
-from rotation_merge.errors import CheckpointError, RotationMergeError, short
-from rotation_merge.model.gguf import gguf_files, in_cache, is_folder, refuse_bare_repository
-from rotation_merge.model.headers import check_local, file_dtypes, file_shapes, single_file
-from rotation_merge.model.hub import reachable
-from rotation_merge.model.sentence import module_files, read_modules
+from rotation_merge.errors import CheckpointError, nearest_path
+from rotation_merge.model import gguf
+from rotation_merge.model.headers import Header, file_shapes, header, holds_model, tensor_files
+from rotation_merge.model.hub import downloaded, in_cache, is_hub_name
+from rotation_merge.model.sentence import module_files
 from rotation_merge.model.tensors import Tensors, by_name
+
+SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
+"""Files of a model beside its weights: config, tokenizer, code."""
 
 _UNPICKLING = Lock()
 """Held by whoever unpickles lazily: mergekit has all of torch read otherwise meanwhile, and two threads at once would
 leave it so."""
 
-Fact = TypeVar("Fact")
-
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 """Loaders whose files may be mapped into memory."""
 
 
-def local_folder(reference: ModelReference, options: MergeOptions) -> str:
-    """The folder of a stored model, downloaded if need be; of a GGUF the one that was made from it.
+def place_of(part: ModelPath, cache: str | None = None) -> str | None:
+    """Where a name's files are, on this disk or in the hub's cache: a folder, or a GGUF; None: not here."""
+    if os.path.exists(part.path):
+        return part.path
+    if files := gguf.hub_files(part.path, part.revision):
+        paths = [file.cached(cache) for file in files]
+        return paths[0] if None not in paths else None
+    return in_cache(part.path, part.revision, cache) if is_hub_name(part.path) else None
+
+
+def folder_of(part: ModelPath, cache: str | None = None) -> str | None:
+    """The folder of a model that is here, of a GGUF the one that is made from it; None otherwise.
 
     Raises:
-        CheckpointError: it cannot be downloaded.
+        CheckpointError: it is a GGUF that is damaged.
     """
-    path, revision, cache = reference.model.path, reference.model.revision, options.transformers_cache
-    if is_folder(path):
-        return path
-    try:
-        known = in_cache(path, revision, cache)
-        if known is not None and (gguf_files(known) or not reachable()):
-            return known
-        folder = ModelReference(model=ModelPath(path=path, revision=revision)).local_path(cache)
-    except RotationMergeError:
-        raise
-    except Exception as error:  # downloads raise errors of many classes
-        refuse_bare_repository(path, revision)
-        raise CheckpointError(
-            f"weights cannot be read ({short(error)})", where=str(reference), remedy="download them again"
-        ) from error
-    check_local(folder)
-    return folder
+    place = place_of(part, cache)
+    return None if place is None else _as_folder(place)
 
 
-@dataclass(frozen=True)
-class Shards:
-    """The weight files of a folder.
+def fetched(part: ModelPath, cache: str | None = None, patterns: Sequence[str] = SMALL) -> str:
+    """The folder of a model, of a GGUF the one that is made from it; downloaded if need be.
+
+    Args:
+        patterns: of the names of the files that are wanted.
+
+    Raises:
+        CheckpointError: there is no such file, folder or repository, or it is a GGUF that is damaged.
+    """
+    path = part.path
+    if os.path.isfile(path) and not gguf.is_gguf(path):
+        raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model, or a GGUF")
+    if os.path.exists(path) or gguf.is_gguf(path):
+        return _as_folder(place_of(part, cache) or gguf.fetched(path, part.revision, cache))
+    if not is_hub_name(path):
+        raise CheckpointError("no such directory", where=path, remedy=nearest_path(path))
+    folder = downloaded(path, part.revision, cache, list(patterns))
+    if not os.path.isdir(folder) or not os.listdir(folder):  # nothing of it is in transformers' format
+        gguf.refuse_bare_repository(path, gguf.in_repository(path, part.revision))
+    return _as_folder(folder)
+
+
+def fetched_weights(part: ModelPath, cache: str | None = None) -> str:
+    """`fetched` with the weights: safetensors, or pickles where there are none."""
+    folder = fetched(part, cache, [*SMALL, "*.safetensors"])
+    return folder if holds_model(folder) else fetched(part, cache, [*SMALL, "*.bin"])
+
+
+def absent_parts(reference: ModelReference) -> list[ModelPath]:
+    """A model, or its adapter, where it is on the hub and has not been downloaded; nothing is fetched."""
+    parts = [part for part in (reference.model, reference.lora) if part is not None]
+    on_hub = [part for part in parts if is_hub_name(part.path) or gguf.hub_files(part.path, None)]
+    return [part for part in on_hub if not os.path.exists(part.path) and not _holds_weights(place_of(part))]
+
+
+def _holds_weights(place: str | None) -> bool:
+    """Whether a folder in the hub's cache has more than small files."""
+    names = os.listdir(place) if place is not None and os.path.isdir(place) else [place or ""]
+    return any(name.lower().endswith((".safetensors", ".bin", ".gguf")) for name in names)
+
+
+def _as_folder(place: str) -> str:
+    """A folder, or the one that is made from a GGUF."""
+    return gguf.decoded(place) if gguf.is_gguf(place) else place
+
+
+class ShardReader:
+    """Reads tensors of a folder by name; in another process it opens the files anew.
 
     Attributes:
-        label: the model's name in errors.
         files: by name of a tensor, the file that holds it, from the folder.
         prefixes: by file, what its tensors' names begin with in the whole model: modules of sentence-transformers.
     """
 
-    folder: str
-    label: str
-    files: Mapping[str, str]
-    prefixes: Mapping[str, str]
-    lazy_unpickle: bool = False
-
-    @classmethod
-    def of(cls, folder: str, label: str, lazy_unpickle: bool = False) -> Shards:
-        """Find the weight files of a folder; their headers are checked.
-
-        Raises:
-            CheckpointError: names the file that cannot be read.
-        """
-        if (file := single_file(folder)) is not None:
-            file_shapes(file)
-        prefixes = module_files(folder, read_modules(folder))
-        try:
-            files = dict(_loader(folder, lazy_unpickle).index.tensor_paths)
-        except RotationMergeError:
-            raise
-        except Exception as error:  # readers raise errors of many classes
-            problem = f"weights cannot be read ({short(error)})"
-            raise CheckpointError(problem, where=label, remedy="download them again") from error
-        for file, prefix in prefixes.items():
-            files |= {prefix + name: file for name in file_shapes(os.path.join(folder, file))}
-        return cls(folder, label, files, prefixes, lazy_unpickle)
-
-    def facts(self, read: Callable[[str], Mapping[str, Fact]]) -> dict[str, Fact]:
-        """Apply a function to each weight file, with the names of the whole model."""
-        known: dict[str, Fact] = {}
-        for file in sorted(set(self.files.values())):
-            described = read(os.path.join(self.folder, file))
-            known.update({self.prefixes.get(file, "") + name: fact for name, fact in described.items()})
-        return known
-
-    def tensors(self) -> Tensors:
-        """The folder's tensors, read when they are asked for.
-
-        Raises:
-            CheckpointError: an index names a tensor that its shard does not hold.
-        """
-        shapes = self.facts(file_shapes)
-        if absent := [name for name in self.files if name not in shapes]:
-            raise CheckpointError(
-                f"the index names '{absent[0]}', but its shard does not hold it",
-                where=self.label,
-                remedy="the shards and their index do not belong together; download them again",
-            )
-        return Tensors({name: shapes[name] for name in self.files}, self.facts(file_dtypes), by_name(ShardReader(self)))
-
-
-class ShardReader:
-    """Reads tensors of a folder by name; in another process it opens the files anew."""
-
-    def __init__(self, shards: Shards) -> None:
-        self.shards = shards
+    def __init__(
+        self, folder: str, files: Mapping[str, str], prefixes: Mapping[str, str], lazy_unpickle: bool = False
+    ) -> None:
+        self.folder, self.files, self.prefixes, self.lazy_unpickle = folder, files, prefixes, lazy_unpickle
         self._loaders: dict[str, Any] = {}
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ShardReader, (replace(self.shards, folder=os.path.abspath(self.shards.folder)),)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "folder": os.path.abspath(self.folder), "_loaders": {}}
 
     def __call__(self, name: str) -> Tensor:
-        shards = self.shards
-        file = shards.files[name]
-        prefix = shards.prefixes.get(file)
-        place = shards.folder if prefix is None else os.path.join(shards.folder, os.path.dirname(file))
+        file = self.files[name]
+        prefix = self.prefixes.get(file)
+        place = self.folder if prefix is None else os.path.join(self.folder, os.path.dirname(file))
         if not os.path.isdir(place):  # where it was opened it was there
             raise CheckpointError("no such directory", where=place, remedy="put the model under the same path")
         if place not in self._loaders:
-            self._loaders[place] = _loader(place, shards.lazy_unpickle)
+            self._loaders[place] = _loader(place, self.lazy_unpickle)
         tensor: Tensor = self._loaders[place].get_tensor(name.removeprefix(prefix or ""))
         return tensor
+
+
+def stored_tensors(
+    folder: str, modules: list[dict[str, Any]], lazy_unpickle: bool = False
+) -> tuple[Tensors, Mapping[str, str]]:
+    """The tensors of a folder, read when they are asked for, and the types that their files call them.
+
+    Args:
+        modules: those of sentence-transformers after the model; their tensors are read as further ones of it.
+
+    Raises:
+        CheckpointError: names the file that cannot be read.
+    """
+    prefixes, files = module_files(folder, modules), tensor_files(folder)
+    for file, prefix in prefixes.items():
+        files |= {prefix + name: file for name in file_shapes(os.path.join(folder, file))}
+    headers = [(prefixes.get(file, ""), header(os.path.join(folder, file))) for file in sorted(set(files.values()))]
+    shapes = {prefix + name: shape for prefix, stored in headers for name, shape in stored.shapes.items()}
+    kinds = {prefix + name: kind for prefix, stored in headers for name, kind in stored.kinds.items()}
+    whole = Header({name: shapes[name] for name in files}, {name: kinds[name] for name in files})
+    reader = by_name(ShardReader(folder, files, prefixes, lazy_unpickle))
+    return Tensors(whole.shapes, whole.dtypes, reader), whole.kinds
 
 
 def _loader(folder: str, lazy_unpickle: bool) -> Any:

@@ -12,9 +12,10 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rotation_merge.architecture.registry import overlay
 from rotation_merge.errors import CheckpointError, nearest, short
 from rotation_merge.files import write_json
-from rotation_merge.model.gguf_file import AGAIN, DTYPES, GgufFile, open_gguf
+from rotation_merge.model.gguf_file import GgufFile, open_gguf
+from rotation_merge.model.headers import FLOATS, TOKENIZER
 
 SAFETENSORS = "take the model in safetensors"
 
@@ -51,8 +53,6 @@ NO_MODELS = {
 }
 """What other files in GGUF hold, by their `general.type`, and what to do instead."""
 
-TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
-"""Beginnings of names of a tokenizer's files."""
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """transformers' words for special tokens, and those of metadata."""
 OWN_TOKENIZER = "put the model's tokenizer.json beside the file"
@@ -86,7 +86,7 @@ class Family:
         architecture: as `general.architecture` says it.
         class_name, model_type: transformers' words.
         config: entries of transformers' config, and the metadata that hold them.
-        tensors: stems of names, and where they lie in the file: the stem there, and a layout.
+        tensors: stems of names, and where they lie in the file: the stem there, or this and a layout.
         named: a word in the file's own names that tells it from others of the architecture.
         when: least values of metadata that tell it from others.
         holds: a tensor that tells it from others.
@@ -101,7 +101,7 @@ class Family:
     class_name: str
     model_type: str
     config: Mapping[str, str]
-    tensors: Mapping[str, tuple[str, str]]
+    tensors: Mapping[str, str | Sequence[str]]
     named: str = ""
     when: Mapping[str, float] = field(default_factory=dict)
     holds: str = ""
@@ -121,24 +121,12 @@ class Family:
             and (not self.holds or self.holds in gguf.tensors)
         )
 
-    def places(self, layers: int, experts: int) -> Iterator[tuple[str, str, str, int | None]]:
-        """For every tensor of a model: stem of its name, stem in the file, layout, number of the expert there."""
-        for stem, (template, layout) in self.tensors.items():
-            for i in range(layers) if "{i}" in stem else [0]:
-                for e in range(experts) if "{e}" in stem else [None]:
-                    yield stem.format(i=i, e=e), template.format(i=i), layout, e
-
 
 @cache
 def families() -> tuple[Family, ...]:
     """All families; of several that fit a file, the last one counts."""
     content = json.loads(Path(__file__).with_name("gguf_families.json").read_text(encoding="utf-8"))
-    return tuple(_family(_extended(content, name)) for name in content)
-
-
-def _family(values: dict[str, Any]) -> Family:
-    stems = {stem: (place, "") if isinstance(place, str) else tuple(place) for stem, place in values["tensors"].items()}
-    return Family(class_name=values.pop("class"), **{**values, "tensors": stems})
+    return tuple(Family(**_extended(content, name)) for name in content)
 
 
 def _extended(content: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -154,16 +142,16 @@ def family_of(gguf: GgufFile) -> Family:
     Raises:
         CheckpointError: it is no model, or of an architecture that is not read.
     """
-    path, architecture = gguf.paths[0], gguf.architecture
+    architecture = gguf.architecture
     kind = "imatrix" if gguf.metadata("imatrix.datasets") else gguf.metadata("general.type", "model")
     if kind != "model" or architecture == "clip":
         content, remedy = NO_MODELS.get(kind, (f"a '{kind}' of architecture '{architecture}'", "name the model's file"))
-        raise CheckpointError(f"holds {content}, not a language model", where=path, remedy=remedy)
+        raise gguf.refusal(f"holds {content}, not a language model", remedy)
     fitting = [family for family in families() if family.fits(gguf)]
     if not fitting:
         known = sorted({family.architecture for family in families()})
         problem = f"its architecture '{architecture}' cannot be read from GGUF"
-        raise CheckpointError(problem, where=path, remedy=f"{nearest(architecture, known)}; {SAFETENSORS}")
+        raise gguf.refusal(problem, f"{nearest(architecture, known)}; {SAFETENSORS}")
     return fitting[-1]
 
 
@@ -198,23 +186,19 @@ def _check_sizes(gguf: GgufFile) -> None:
     sizes = {key: _single(gguf, key) for key in ("embedding_length", "block_count", "attention.head_count")}
     for key, size in sizes.items():
         if size is None:
-            raise _damage(gguf, f"its metadata lack '{gguf.architecture}.{key}'")
+            raise gguf.refusal(f"its metadata lack '{gguf.architecture}.{key}'")
         if not isinstance(size, int) or size < 1:
-            raise _damage(gguf, f"'{gguf.architecture}.{key}' is {size!r}, which is no size")
+            raise gguf.refusal(f"'{gguf.architecture}.{key}' is {size!r}, which is no size")
     if "token_embd.weight" not in gguf.tensors:
-        raise _damage(gguf, "has no tensor 'token_embd.weight'")
+        raise gguf.refusal("has no tensor 'token_embd.weight'")
     last = f"blk.{sizes['block_count'] - 1}"
     if not any(name.startswith(f"{last}.") for name in gguf.tensors):
-        raise _damage(gguf, f"its metadata say {sizes['block_count']} layers, but no tensor is named '{last}...'")
+        raise gguf.refusal(f"its metadata say {sizes['block_count']} layers, but no tensor is named '{last}...'")
     experts = gguf.value("expert_count") or 0
     stored = sorted({gguf.shape(name)[0] for name in gguf.tensors if name.endswith("_exps.weight")})
     if experts and stored != [experts]:
         words = " or ".join(map(str, stored)) or "none"
-        raise _damage(gguf, f"its metadata say {experts} experts, its tensors hold {words}")
-
-
-def _damage(gguf: GgufFile, problem: str) -> CheckpointError:
-    return CheckpointError(problem, where=gguf.paths[0], remedy=AGAIN)
+        raise gguf.refusal(f"its metadata say {experts} experts, its tensors hold {words}")
 
 
 def _single(gguf: GgufFile, key: str) -> Any:
@@ -224,7 +208,7 @@ def _single(gguf: GgufFile, key: str) -> Any:
         return value
     if len(set(value)) != 1:
         problem = f"'{gguf.architecture}.{key}' is not the same in all layers, which transformers has no class for"
-        raise CheckpointError(problem, where=gguf.paths[0], remedy=SAFETENSORS)
+        raise gguf.refusal(problem, SAFETENSORS)
     return value[0]
 
 
@@ -282,7 +266,7 @@ def _scaling(gguf: GgufFile, rotated: int) -> dict[str, Any]:
     if kind in ("none", "longrope"):  # which Phi-3 says of its short models, too
         return {}
     problem = f"its rotary positions are scaled by '{kind}', which is not supported"
-    raise CheckpointError(problem, where=gguf.paths[0], remedy=SAFETENSORS)
+    raise gguf.refusal(problem, SAFETENSORS)
 
 
 def _llama3(gguf: GgufFile, divisors: Tensor, rotated: int) -> dict[str, Any]:
@@ -298,7 +282,7 @@ def _llama3(gguf: GgufFile, divisors: Tensor, rotated: int) -> dict[str, Any]:
         if torch.allclose((plain / frequencies).float(), divisors, rtol=1e-4):
             return rope
     problem = f"'{FREQUENCIES}' scales rotary frequencies in a way that transformers cannot describe"
-    raise CheckpointError(problem, where=gguf.paths[0], remedy=SAFETENSORS)
+    raise gguf.refusal(problem, SAFETENSORS)
 
 
 def _halves(tensor: Tensor, heads: int) -> Tensor:
@@ -352,7 +336,7 @@ def write_checkpoint(paths: Sequence[str], folder: str) -> str:
 def _types(model: GgufFile) -> str:
     kinds = Counter(tensor.tensor_type.name for tensor in model.tensors.values())
     words, file = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()), os.path.basename(model.paths[0])
-    if set(kinds) <= set(DTYPES):
+    if set(kinds) <= set(FLOATS):
         return f"was read from {file}, whose tensors are {words}"
     return f"was read from {file}, whose weights were quantised (tensors: {words}); they were read as float32"
 
@@ -361,15 +345,16 @@ def _places(model: GgufFile, family: Family, config: Mapping[str, Any]) -> dict[
     """Each tensor's name in the file, its layout there, and which expert of those in it."""
     heads = {"output.weight"} if config["tie_word_embeddings"] else set()
     names = set(model.tensors) - set(ROPE_FACTORS) - heads
-    places = {
-        stem + end: (stored + end, layout, expert)
-        for stem, stored, layout, expert in family.places(model.value("block_count"), model.value("expert_count") or 0)
-        for end in (".weight", ".bias")
-        if stored + end in names
-    }
+    layers, experts = range(model.value("block_count")), range(model.value("expert_count") or 0)
+    places = {}
+    for stem, place in family.tensors.items():
+        template, layout = (place, "") if isinstance(place, str) else place
+        each = product(layers if "{i}" in stem else [0], experts if "{e}" in stem else [None], (".weight", ".bias"))
+        for i, e, end in each:
+            if (stored := template.format(i=i) + end) in names:
+                places[stem.format(i=i, e=e) + end] = stored, layout, e
     if unknown := sorted(names - {stored for stored, _, _ in places.values()}):
-        problem = f"tensor '{unknown[0]}' has no place in a {family.class_name}"
-        raise CheckpointError(problem, where=model.paths[0], remedy="take the model in safetensors")
+        raise model.refusal(f"tensor '{unknown[0]}' has no place in a {family.class_name}", SAFETENSORS)
     return places
 
 
@@ -379,12 +364,11 @@ def _write_tokenizer(model: GgufFile, folder: str) -> None:
     kind, tokens = model.metadata("tokenizer.ggml.model"), model.metadata("tokenizer.ggml.tokens") or []
     rows = model.shape("token_embd.weight")[0]
     if tokens and len(tokens) != rows:
-        problem = f"its vocabulary has {len(tokens)} tokens, its embedding {rows} rows"
-        raise CheckpointError(problem, where=model.paths[0], remedy=AGAIN)
+        raise model.refusal(f"its vocabulary has {len(tokens)} tokens, its embedding {rows} rows")
     types = model.metadata("tokenizer.ggml.token_type") or [1] * rows
     while tokens and types[len(tokens) - 1] == UNUSED and PADDING.fullmatch(tokens[-1]):
         tokens.pop()
-    names = [name for name in os.listdir(source) if name.startswith(TOKENIZER)]
+    names = list(filter(TOKENIZER.fullmatch, os.listdir(source)))
     if "tokenizer.json" in names:
         _check_vocabulary(os.path.join(source, "tokenizer.json"), tokens, file)
         for name in names:
@@ -428,8 +412,7 @@ def _convert_tokenizer(model: GgufFile, tokens: Sequence[str], folder: str) -> N
                 setattr(tokenizer, f"{word}_token", tokens[number])
         tokenizer.save_pretrained(folder)
     except Exception as error:  # transformers and tokenizers raise errors of many classes
-        problem = f"its tokenizer cannot be read by transformers ({short(error)})"
-        raise CheckpointError(problem, where=model.paths[0], remedy=OWN_TOKENIZER) from error
+        raise model.refusal(f"its tokenizer cannot be read by transformers ({short(error)})", OWN_TOKENIZER) from error
     path = os.path.join(folder, "tokenizer.json")
     with open(path, encoding="utf-8") as stream:
         content = json.load(stream)
@@ -451,6 +434,6 @@ def _splitting(model: GgufFile) -> dict[str, Any]:
     name = model.metadata("tokenizer.ggml.pre") or UNNAMED_SPLITS.get(model.architecture)
     if name not in SPLITS:
         words = f"by '{name}', which is not known" if name else "in a way that it does not name"
-        raise CheckpointError(f"its tokenizer splits text {words}", where=model.paths[0], remedy=OWN_TOKENIZER)
+        raise model.refusal(f"its tokenizer splits text {words}", OWN_TOKENIZER)
     parts = SPLITS[name]
     return parts[0] if len(parts) == 1 else {"type": "Sequence", "pretokenizers": parts}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +12,9 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, short
-
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-"""Types whose numbers keep their type; those of all others become float32."""
+from rotation_merge.model.headers import FLOATS, reason
 
 AGAIN = "download it again"
-OTHER_TYPE = "update gguf, or quantise the model again to another type"
 
 
 class CheckedReader(gguf.GGUFReader):
@@ -27,7 +23,7 @@ class CheckedReader(gguf.GGUFReader):
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
         self.data = np.asarray(self.data)  # type: ignore[assignment]  # still mapped, but quicker to slice
         if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
-            raise EOFError
+            raise EOFError(f"it ends after {len(self.data)} bytes")
         return super()._get(offset, dtype, count, override_order)
 
 
@@ -66,8 +62,11 @@ class GgufFile:
         return tuple(int(size) for size in reversed(self.tensors[name].shape))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor when read."""
-        return DTYPES.get(self.tensors[name].tensor_type.name, torch.float32)
+        """Dtype of a tensor when read: floating-point numbers keep theirs, codes become float32."""
+        return FLOATS.get(self.tensors[name].tensor_type.name, torch.float32)
+
+    def refusal(self, problem: str, remedy: str = AGAIN) -> CheckpointError:
+        return CheckpointError(problem, where=self.paths[0], remedy=remedy)
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
         """The numbers of a tensor, or of one of the matrices that are stored one after the other in it.
@@ -77,14 +76,14 @@ class GgufFile:
         """
         tensor = self.tensors[name]
         data = tensor.data if expert is None else tensor.data[expert]
-        if tensor.tensor_type.name in DTYPES:
+        if tensor.tensor_type.name in FLOATS:
             return torch.from_numpy(np.array(data)).view(self.dtype(name))
         try:
             numbers = gguf.dequantize(data, tensor.tensor_type)
         except NotImplementedError:
-            kind = tensor.tensor_type.name
-            problem = f"tensor '{name}' is of type {kind}, which the gguf package cannot turn into numbers"
-            raise CheckpointError(problem, where=self.paths[0], remedy=OTHER_TYPE) from None
+            words = f"of type {tensor.tensor_type.name}, which the gguf package cannot turn into numbers"
+            remedy = "update gguf, or quantise the model again to another type"
+            raise self.refusal(f"tensor '{name}' is {words}", remedy) from None
         return torch.from_numpy(np.ascontiguousarray(numbers, np.float32))
 
 
@@ -99,28 +98,22 @@ def open_gguf(paths: Sequence[str]) -> GgufFile:
     """
     readers = [_opened(path) for path in paths]
     model = GgufFile(paths, readers[0].fields, {tensor.name: tensor for reader in readers for tensor in reader.tensors})
-    count = model.metadata("split.count", 1)
-    if len(paths) == 1 and count > 1:
-        problem = f"is one of {count} files, but its name does not say which"
-        raise CheckpointError(problem, where=paths[0], remedy=f"name them NAME-00001-of-{count:05}.gguf, as they were")
+    count = max(1, model.metadata("split.count", len(paths)))
     total = model.metadata("split.tensors.count", sum(len(reader.tensors) for reader in readers))
-    if total != len(model.tensors):
-        problem = f"has {len(model.tensors)} tensors in {len(paths)} files, but there should be {total}"
-        raise CheckpointError(problem, where=paths[0], remedy="the files do not belong together; download them again")
+    if (count, total) != (len(paths), len(model.tensors)):
+        problem = f"is one of {count} files with {total} tensors, but here are {len(paths)} with {len(model.tensors)}"
+        raise model.refusal(problem, f"name them NAME-00001-of-{count:05}.gguf, as they were, or download them again")
     return model
 
 
 def _opened(path: str) -> CheckedReader:
     try:
         reader = CheckedReader(path)
-    except EOFError:
-        problem = f"is truncated or damaged ({os.path.getsize(path)} bytes)"
-        raise CheckpointError(problem, where=path, remedy=AGAIN) from None
-    except (ValueError, KeyError, OverflowError, MemoryError) as error:
-        problem = f"is no GGUF file that the gguf package can read ({short(error)})"
-        raise CheckpointError(problem, where=path, remedy=f"{AGAIN}, or update gguf") from error
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {str(error.strerror).lower()}", where=path) from error
+        raise CheckpointError(f"cannot be read: {reason(error)}", where=path) from error
+    except (EOFError, ValueError, KeyError, OverflowError, MemoryError) as error:
+        problem = f"is no GGUF file that the gguf package can read, or truncated ({short(error)})"
+        raise CheckpointError(problem, where=path, remedy=f"{AGAIN}, or update gguf") from error
     if reader.byte_order == "S":
         raise CheckpointError("is big-endian", where=path, remedy="write it again with llama.cpp")
     return reader

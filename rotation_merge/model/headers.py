@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -30,10 +30,8 @@ DTYPES = {
 }
 """Types of safetensors headers that torch calculates with."""
 
-_FLOATS = {"f8_": "fp8", "float8": "fp8", "f6_": "fp6", "f4": "fp4", "float4": "fp4"}
-"""Prefixes of storage-only float types, in safetensors headers and in torch."""
-
-_INTEGERS = {"i8": "int8", "u8": "uint8", "i16": "int16", "u16": "uint16", "i32": "int32", "u32": "uint32"}
+_CODES = re.compile(r"(torch\.)?(f(loat)?(?P<float>[468])(_\w+)?|(?P<sign>u|i|u?int)(?P<bits>8|16|32))", re.IGNORECASE)
+"""Types that only quantised codes have, as safetensors headers and torch call them."""
 
 _MATRICES = (2, 3)
 """Dimensions of linear maps and stacks of them; masks of bytes that some models store have four."""
@@ -80,38 +78,44 @@ def _refuse_adapter(folder: str) -> None:
 
 
 _STEMS = ("model.safetensors", "pytorch_model.bin")
-"""Weight files, or with `.index.json` indices of shards, in the order in which mergekit looks for them."""
+"""Weight files in the order in which mergekit looks for them."""
+
+INDEX = ".index.json"
+"""Ending of an index of their shards."""
 
 
-def check_local(folder: str) -> None:
-    """Check that a directory's weights can be opened, and that mergekit and transformers would open the same files.
+def opened_file(folder: str) -> str | None:
+    """The weight file, or index of shards, that mergekit opens in a directory; None if there is none.
 
-    mergekit takes safetensors before pickles, and an index before a single file.
-
-    Raises:
-        CheckpointError: no weights, a damaged index, a missing shard; or weights that mergekit and transformers
-            would take from different files.
+    It takes safetensors before pickles, and an index before a single file.
     """
-    for stem in _STEMS:
-        single, index = os.path.join(folder, stem), os.path.join(folder, f"{stem}.index.json")
-        if os.path.exists(index):
-            _check_shards(folder, stem, _places(index))
-            _check_others(folder, os.path.basename(index))
-            return
-        if os.path.exists(single):
-            _check_others(folder, stem)
-            return
-    _refuse_adapter(folder)
-    raise CheckpointError(
-        "there are no weights",
-        where=folder,
-        remedy="model.safetensors or pytorch_model.bin (or the index of shards of either) is needed",
-    )
+    places = (os.path.join(folder, stem + end) for stem in _STEMS for end in (INDEX, ""))
+    return next(filter(os.path.exists, places), None)
 
 
 def holds_model(folder: str) -> bool:
     """Whether a directory holds weight files of a model, or an index of such."""
-    return any(os.path.exists(os.path.join(folder, stem + end)) for stem in _STEMS for end in ("", ".index.json"))
+    return opened_file(folder) is not None
+
+
+def tensor_files(folder: str) -> dict[str, str]:
+    """Each tensor of a directory and the file that holds it, which mergekit and transformers would both open.
+
+    Raises:
+        CheckpointError: no weights, damaged ones, a missing shard, an index that names what its shards do not hold; or
+            weights that mergekit and transformers would take from different files.
+    """
+    path = opened_file(folder)
+    if path is None:
+        _refuse_adapter(folder)
+        remedy = "model.safetensors or pytorch_model.bin (or the index of shards of either) is needed"
+        raise CheckpointError("there are no weights", where=folder, remedy=remedy)
+    _check_others(folder, os.path.basename(path))
+    if not path.endswith(INDEX):
+        return dict.fromkeys(file_shapes(path), os.path.basename(path))
+    places = weight_map(path)
+    _check_shards(folder, os.path.basename(path).removesuffix(INDEX), places)
+    return places
 
 
 def _check_shards(folder: str, stem: str, places: Mapping[str, str]) -> None:
@@ -129,6 +133,10 @@ def _check_shards(folder: str, stem: str, places: Mapping[str, str]) -> None:
     for shard in shards:
         for name in file_shapes(os.path.join(folder, shard)):
             holders.setdefault(name, []).append(shard)
+    if absent := next((name for name in places if name not in holders), None):
+        problem = f"the index names '{absent}', but its shard does not hold it"
+        remedy = "the shards and their index do not belong together; download them again"
+        raise CheckpointError(problem, where=folder, remedy=remedy)
     for name, several in holders.items():
         if len(several) > 1 and places.get(name) != several[-1]:
             raise _ambiguous(folder, f"tensor '{name}' is in {several[0]} and in {several[-1]}")
@@ -165,12 +173,8 @@ def check_config(folder: str) -> None:
         CheckpointError: names the entry; or config.json is missing or damaged.
     """
     config = read_json(os.path.join(folder, "config.json"))
-    places = (os.path.join(folder, stem + end) for stem in _STEMS for end in (".index.json", ""))
-    path = next(filter(os.path.isfile, places), None)
-    if path is None:
-        tensors = 0
-    else:
-        tensors = len(read_json(path).get("weight_map") or () if path.endswith(".json") else file_shapes(path))
+    path = opened_file(folder)
+    tensors = 0 if path is None else len(weight_map(path) if path.endswith(INDEX) else file_shapes(path))
     parts = [config]
     for part in parts:
         parts += [value for value in part.values() if isinstance(value, dict)]
@@ -180,35 +184,21 @@ def check_config(folder: str) -> None:
                 raise CheckpointError(problem, where=folder, remedy="config.json is damaged, or that of another model")
 
 
-def single_file(folder: str) -> str | None:
-    """The one weight file that mergekit would open in a directory; None if it is sharded.
-
-    Its head is to be read before mergekit opens it (which, of a pickle and with an old torch, runs its code).
-    """
-    for stem in _STEMS:
-        path = os.path.join(folder, stem)
-        if os.path.exists(f"{path}.index.json"):
-            return None
-        if os.path.exists(path):
-            return path
-    return None
-
-
-def _places(index: str) -> dict[str, str]:
+def weight_map(index: str) -> dict[str, str]:
     """The weight map of an index: each tensor's shard.
 
     Raises:
         CheckpointError: it has none, or names a shard outside of its folder.
     """
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
         raise CheckpointError("has no weight_map of names and files", where=index, remedy="download it again")
-    for shard in weight_map.values():
+    for shard in shards.values():
         if os.path.isabs(shard) or ".." in shard.replace("\\", "/").split("/"):
             raise CheckpointError(
                 f"names a shard outside of its directory, '{shard}'", where=index, remedy="do not use it"
             )
-    return weight_map
+    return shards
 
 
 @dataclass(frozen=True)
@@ -223,7 +213,16 @@ class Header:
 
     shapes: Shapes
     kinds: Mapping[str, str]
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Dtypes by name, of the tensors that torch calculates with."""
+        dtypes = {
+            name: DTYPES.get(kind) or getattr(torch, kind.removeprefix("torch."), None)
+            for name, kind in self.kinds.items()
+        }
+        return {name: dtype for name, dtype in dtypes.items() if isinstance(dtype, torch.dtype)}
 
 
 def header(path: str) -> Header:
@@ -256,7 +255,7 @@ def _read_header(path: str) -> Header:
     if not path.endswith(".safetensors"):
         state = _unpickled(path)
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        return Header(shapes, {name: str(tensor.dtype) for name, tensor in state.items()}, {})
+        return Header(shapes, {name: str(tensor.dtype) for name, tensor in state.items()})
     with safe_open(path, framework="pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
@@ -268,53 +267,34 @@ def file_shapes(path: str) -> Shapes:
     return header(path).shapes
 
 
-def file_dtypes(path: str) -> dict[str, torch.dtype]:
-    """Dtypes of the tensors in one weight file that torch calculates with; errors as of `header`."""
-    kinds = {name: DTYPES.get(kind) or _torch_dtype(kind) for name, kind in header(path).kinds.items()}
-    return {name: dtype for name, dtype in kinds.items() if dtype is not None}
-
-
-def _torch_dtype(kind: str) -> torch.dtype | None:
-    dtype = getattr(torch, kind.removeprefix("torch."), None)
-    return dtype if isinstance(dtype, torch.dtype) else None
-
-
-def file_codes(path: str) -> dict[str, str]:
-    """The quantised matrices in one weight file; see `codes`. Errors as of `header`."""
-    known = header(path)
-    return codes({name: (kind, known.shapes[name]) for name, kind in known.kinds.items()})
-
-
-def codes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, str]:
-    """Matrices stored in a dtype that only quantised codes have, and that dtype.
+def codes(kinds: Mapping[str, str], shapes: Shapes) -> dict[str, str]:
+    """Matrices stored in a type that only quantised codes have, and that type.
 
     Args:
-        tensors: by name, the type as torch or safetensors call it, and the shape.
+        kinds: by name, the type as torch or safetensors call it.
     """
-    code_types = {}
-    for name, (kind, shape) in tensors.items():
-        word = kind.removeprefix("torch.").lower()
-        code = next((code for start, code in _FLOATS.items() if word.startswith(start)), None)
-        code = code or _INTEGERS.get(word) or (word if word in _INTEGERS.values() else None)
-        if code is not None and len(shape) in _MATRICES:
-            code_types[name] = code
-    return code_types
+    matches = {name: _CODES.fullmatch(kind) for name, kind in kinds.items() if len(shapes[name]) in _MATRICES}
+    return {name: _code(match) for name, match in matches.items() if match is not None}
 
 
-def check_codes(code_types: Mapping[str, str], names: Iterable[str], label: str) -> None:
+def _code(match: re.Match[str]) -> str:
+    unsigned = "u" if (match["sign"] or "").lower().startswith("u") else ""
+    return f"fp{match['float']}" if match["float"] else f"{unsigned}int{match['bits']}"
+
+
+def check_codes(kinds: Mapping[str, str], shapes: Shapes, label: str) -> None:
     """Refuse quantised weights whose config does not declare a quantisation.
 
     Args:
-        code_types: see `codes`.
-        names: of all tensors of the checkpoint.
+        kinds: as in `codes`.
 
     Raises:
         CheckpointError: names them and the way to dequantise.
     """
-    if not code_types:
+    name, kind = next(iter(codes(kinds, shapes).items()), ("", ""))
+    if not name:
         return
-    name, kind = next(iter(code_types.items()))
-    if kind.startswith("fp") and not any(tensor_name.rpartition(".")[2] in _SCALES for tensor_name in names):
+    if kind.startswith("fp") and not any(tensor_name.rpartition(".")[2] in _SCALES for tensor_name in shapes):
         numbers = (
             "write one: CLASS.from_pretrained(PATH, dtype='bfloat16').save_pretrained(OUT), CLASS being the model's"
         )

@@ -1,17 +1,24 @@
-"""Models of the hub: recognising their names, finding the downloaded ones."""
+"""The hub: names of its repositories and files, whether it answers, and what of it is here."""
 
 from __future__ import annotations
 
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, nearest_path, short
 
 
 def is_hub_name(path: str) -> bool:
-    return path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    """Whether a name may be that of a repository, `org/name`."""
+    return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not is_gguf_file(path)
+
+
+def is_gguf_file(path: str) -> bool:
+    """Whether a file is called as a GGUF is."""
+    return path.lower().endswith(".gguf")
 
 
 def check_repository(name: str) -> None:
@@ -67,52 +74,47 @@ def no_answer() -> tuple[str, str]:
     return "HF_HUB_OFFLINE is set", "unset it, or name a folder"
 
 
-def check_available(path: str, revision: str | None, cache: str | None) -> None:
-    """Refuse a hub model that is not cached while the hub cannot be reached.
-
-    Raises:
-        CheckpointError: names it.
-    """
-    is_cached = in_cache(path, revision, cache) is not None
-    if not (is_cached and _is_commit(revision)) and not reachable() and not is_cached:
-        why, remedy = no_answer()
-        problem = f"is neither a folder nor in the hub's cache, and {why}"
-        raise CheckpointError(problem, where=path, remedy=nearest_path(path, remedy))
-
-
-def _is_commit(revision: str | None) -> bool:
-    return bool(re.fullmatch(r"[0-9a-f]{40}", revision or ""))
-
-
-def in_cache(path: str, revision: str | None, cache: str | None = None) -> str | None:
-    """The folder of a downloaded model of the hub; None if there is none."""
+def in_cache(repo: str, revision: str | None = None, cache: str | None = None) -> str | None:
+    """The folder of a repository's files in the hub's cache; None if there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return snapshot_download(path, revision=revision, cache_dir=cache, local_files_only=True)
+        return snapshot_download(repo, revision=revision, cache_dir=cache, local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
 
 
-def downloaded(path: str, revision: str | None, cache: str | None, patterns: list[str]) -> str:
-    """A local directory, or the folder of a hub repository, downloaded if needed.
+def _fetched(name: str, cached: str | None, kind: str, remedy: str, download: Callable[[], str]) -> str:
+    """What the hub sends, or what is cached while it cannot be reached.
 
     Raises:
-        CheckpointError: there is no such directory or repository.
+        CheckpointError: neither is there.
     """
-    if os.path.isdir(path):
-        return path
-    if not is_hub_name(path):
-        raise CheckpointError("no such directory", where=path, remedy=nearest_path(path))
-    check_available(path, revision, cache)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
+    if not reachable():
+        if cached is not None:
+            return cached
+        why, otherwise = no_answer()
+        problem = f"is neither a {kind} nor in the hub's cache, and {why}"
+        raise CheckpointError(problem, where=name, remedy=nearest_path(name, otherwise))
     try:
-        return snapshot_download(path, revision=revision, cache_dir=cache, allow_patterns=patterns)
-    except (OSError, HFValidationError, HfHubHTTPError) as error:
-        raise CheckpointError(f"cannot be downloaded ({short(error)})", where=path, remedy="check the name") from error
+        return download()
+    except Exception as error:  # as in `_asked`
+        raise CheckpointError(f"cannot be downloaded ({short(error)})", where=name, remedy=remedy) from error
+
+
+def downloaded(repo: str, revision: str | None, cache: str | None, patterns: list[str]) -> str:
+    """The folder of a repository's files of these patterns, downloaded if needed.
+
+    Raises:
+        CheckpointError: there is no such repository.
+    """
+    from huggingface_hub import snapshot_download
+
+    def download() -> str:
+        return snapshot_download(repo, revision=revision, cache_dir=cache, allow_patterns=patterns)
+
+    return _fetched(repo, in_cache(repo, revision, cache), "folder", "check the name", download)
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,10 @@ class HubFile:
             return None
         return cls("dataset" if match[1] else "model", match[2], match[3], match[4])
 
+    def __str__(self) -> str:
+        end = f"@{self.revision}" if self.revision else ""
+        return f"{'datasets/' if self.kind == 'dataset' else ''}{self.repo}/{self.name}{end}"
+
     def cached(self, cache: str | None = None) -> str | None:
         """Its path in the cache; None if it was not downloaded."""
         from huggingface_hub import try_to_load_from_cache
@@ -142,6 +148,23 @@ class HubFile:
         )
         return cached if isinstance(cached, str) else None
 
+    def fetched(self, cache: str | None = None) -> str:
+        """Its path in the cache, downloaded if needed; of a commit, the hub is not asked again.
+
+        Raises:
+            CheckpointError: it cannot be downloaded.
+        """
+        from huggingface_hub import hf_hub_download
+
+        cached = self.cached(cache)
+        if cached is not None and re.fullmatch(r"[0-9a-f]{40}", self.revision or ""):
+            return cached
+
+        def download() -> str:
+            return hf_hub_download(self.repo, self.name, repo_type=self.kind, revision=self.revision, cache_dir=cache)
+
+        return _fetched(str(self), cached, "file", "check the path; of the hub: org/repo/file@revision", download)
+
 
 def local_file(path: str, cache: str | None = None) -> str:
     """The path of a local file, or of a file of the hub, downloaded if needed.
@@ -150,21 +173,4 @@ def local_file(path: str, cache: str | None = None) -> str:
         CheckpointError: it is not here, and cannot be downloaded.
     """
     file = HubFile.of(path)
-    if file is None:
-        return path
-    cached = file.cached(cache)
-    if cached is not None and (_is_commit(file.revision) or not reachable()):
-        return cached
-    if not reachable():
-        why, remedy = no_answer()
-        raise CheckpointError(f"is neither a file nor in the hub's cache, and {why}", where=path, remedy=remedy)
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        return hf_hub_download(file.repo, file.name, repo_type=file.kind, revision=file.revision, cache_dir=cache)
-    except (OSError, HFValidationError, HfHubHTTPError) as error:
-        problem = f"is not a file here, and cannot be downloaded ({short(error)})"
-        raise CheckpointError(
-            problem, where=path, remedy="check the path; of the hub: org/repo/file@revision"
-        ) from error
+    return path if file is None else file.fetched(cache)

@@ -97,7 +97,7 @@ def _ordered(tensors: Tensors, rows: LabelRows) -> Tensors:
 
 def watched(view: View, mark: Fingerprint) -> Tensors:
     """A model's tensors; each that is read is added to the fingerprint of its files."""
-    return _ordered(mark.watching(view.as_filed.tensors), view.rows)
+    return _ordered(view.as_filed.tensors.map(mark.add), view.rows)
 
 
 def with_classes_of(view: View, anchor: View) -> View:

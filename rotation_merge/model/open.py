@@ -18,17 +18,16 @@ from torch import Tensor, nn
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import families, find, stores_codes, tied_head, unaligned
 from rotation_merge.architecture.sentence import KEY as SENTENCE
-from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, nearest_path, short
+from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, short
 from rotation_merge.model.adapted import adapted
 from rotation_merge.model.adapter_base import OWN_BASE, check_base
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.blocks import check_shapes
-from rotation_merge.model.folder import Shards, local_folder
-from rotation_merge.model.gguf import downloaded, gguf_files, in_cache, is_folder, is_gguf, quantised
-from rotation_merge.model.headers import check_codes, check_config, check_local, codes, file_codes
-from rotation_merge.model.hub import check_available, is_hub_name
+from rotation_merge.model.folder import SMALL, fetched, fetched_weights, stored_tensors
+from rotation_merge.model.gguf import quantised
+from rotation_merge.model.headers import check_codes, check_config, tensor_files
 from rotation_merge.model.sentence import read_modules
-from rotation_merge.model.tensors import Shapes, as_tensors
+from rotation_merge.model.tensors import Shapes, Tensors, as_tensors
 from rotation_merge.model.view import Files, View
 
 LOG = logging.getLogger(__name__)
@@ -66,7 +65,10 @@ def open_model(
         ArchitectureError: no architecture file describes it.
     """
     if isinstance(model, View):
-        return model if model.untie == untie else _untied(model, untie)
+        if model.untie == untie:
+            return model
+        architecture = resolve(dict(model.config), model.names, model.name, untie=untie)
+        return replace(model, architecture=architecture, untie=untie)
     model = as_reference(model)
     if isinstance(model, ModelReference):
         return _open_files(model, options or MergeOptions(), untie, unsupported, any_base)
@@ -87,12 +89,6 @@ def open_model(
     raise CheckpointError(f"{problem}, which is not a model", where=name or None, remedy=WITHOUT_CONFIG)
 
 
-def _untied(view: View, untie: bool) -> View:
-    """The same model with its head tied or not."""
-    architecture = resolve(dict(view.config), view.names, view.name, untie=untie)
-    return replace(view, architecture=architecture, untie=untie)
-
-
 def _in_memory(
     name: str, state: Mapping[str, Tensor], config: dict[str, Any], untie: bool, module: nn.Module | None = None
 ) -> View:
@@ -102,8 +98,7 @@ def _in_memory(
         raise CheckpointError(problem, where=name, remedy="give a pair (state dict, config), with tensors of torch")
     tensors = as_tensors(state, name)
     if not stores_codes(config):
-        kinds = {key: (str(dtype), tensors.shapes[key]) for key, dtype in tensors.dtypes.items()}
-        check_codes(codes(kinds), tensors, name)
+        check_codes({key: str(dtype) for key, dtype in tensors.dtypes.items()}, tensors.shapes, name)
     architecture = resolve(config, list(tensors), name, untie=untie)
     check_shapes(architecture, tensors.shapes, name)
     return View(name, config, architecture, tensors, module=module, untie=untie)
@@ -166,13 +161,9 @@ def _open_files(
     reference: ModelReference, options: MergeOptions, untie: bool, unsupported: str, any_base: bool
 ) -> View:
     """Open a stored model: a folder, one of the hub, a GGUF, with its adapter."""
-    adapter = check_files(reference, options)
-    config = read_config(reference, options)
-    name, folder = str(reference), local_folder(reference, options)
-    shards = Shards.of(folder, name, options.lazy_unpickle)
-    tensors = shards.tensors()
-    if not stores_codes(config):  # with which the architecture refuses it
-        check_codes(shards.facts(file_codes), tensors, name)
+    name, lora, cache = str(reference), reference.lora, options.transformers_cache
+    adapter = None if lora is None else Adapter(fetched(lora, cache, ADAPTER_FILES))
+    folder, config, tensors = read_stored(reference, options)
     architecture = _architecture(name, config, tensors.shapes, untie, unsupported)
     dtypes = tensors.dtypes
     if adapter is not None:
@@ -185,62 +176,43 @@ def _open_files(
     return view
 
 
-def check_files(reference: ModelReference, options: MergeOptions | None = None) -> Adapter | None:
-    """Refuse a missing directory or missing weight files; returns the model's adapter, if it has one.
+def check_present(reference: ModelReference, options: MergeOptions | None = None) -> None:
+    """Refuse a model that is nowhere, before others are read; of the hub its config is fetched, a GGUF decoded.
 
     Raises:
-        CheckpointError: names the directory and the missing file.
+        CheckpointError: names the directory, file or repository.
     """
-    options = options or MergeOptions()
-    path, revision, cache = reference.model.path, reference.model.revision, options.transformers_cache
-    lora = reference.lora
-    adapter = None if lora is None else Adapter(downloaded(lora.path, lora.revision, cache, ADAPTER_FILES))
-    if is_gguf(path):
-        downloaded(path, revision, cache, [])
-    elif not os.path.exists(path):
-        if not is_hub_name(path):
-            raise CheckpointError("no such directory", where=path, remedy=nearest_path(path))
-        check_available(path, revision, cache)
-    elif not os.path.isdir(path):
-        raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model, or a GGUF")
-    else:
-        check_local(path)
-    return adapter
+    for part, patterns in ((reference.model, SMALL), (reference.lora, ADAPTER_FILES)):
+        if part is not None:
+            fetched(part, (options or MergeOptions()).transformers_cache, patterns)
 
 
-def read_config(reference: ModelReference, options: MergeOptions | None = None) -> dict[str, Any]:
-    """A stored model's config with transformers' defaults; of sentence-transformers with the modules behind the model.
+def read_stored(reference: ModelReference, options: MergeOptions) -> tuple[str, dict[str, Any], Tensors]:
+    """A stored model without its adapter: folder, config and tensors, whatever its architecture.
+
+    The config has transformers' defaults; that of a model of sentence-transformers has the modules behind it, too.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: config or weights are missing or damaged.
     """
-    options, path = options or MergeOptions(), reference.model.path
-    if is_folder(path):
-        check_config(path)
+    cache = options.transformers_cache
+    folder = fetched(reference.model, cache)
+    if os.path.exists(reference.model.path):
+        tensor_files(folder)
+    check_config(folder)
+    stored = reference.model_copy(update={"model": ModelPath(path=folder), "lora": None})
     try:
-        if not is_folder(path):
-            folder = downloaded(path, reference.model.revision, None, ["config.json"])
-            check_config(folder)
-            reference = ModelReference(model=ModelPath(path=folder)) if gguf_files(folder) else reference
-        config: dict[str, Any] = reference.config(trust_remote_code=options.trust_remote_code).to_dict()
-    except CheckpointError:
-        raise
+        config: dict[str, Any] = stored.config(trust_remote_code=options.trust_remote_code).to_dict()
     except Exception as error:  # transformers raises errors of many classes here
-        remedy = "correct config.json" if is_folder(path) else "check the repository's name"
-        raise CheckpointError(
-            f"its config cannot be loaded ({short(error)})",
-            where=path,
-            remedy="download it again" if is_gguf(path) else remedy,
-        ) from error
-    folder_here = _local(reference, options)
-    modules = [] if folder_here is None else read_modules(folder_here)
-    return {**config, SENTENCE: modules} if modules else config
-
-
-def _local(reference: ModelReference, options: MergeOptions) -> str | None:
-    """A model's folder, of a GGUF the one made from it; None if the model has not been downloaded."""
-    path = reference.model.path
-    return path if is_folder(path) else in_cache(path, reference.model.revision, options.transformers_cache)
+        remedy = "correct config.json" if folder == reference.model.path else "download it again"
+        problem = f"its config cannot be loaded ({short(error)})"
+        raise CheckpointError(problem, where=reference.model.path, remedy=remedy) from error
+    folder = fetched_weights(reference.model, cache)
+    modules = read_modules(folder)
+    tensors, kinds = stored_tensors(folder, modules, options.lazy_unpickle)
+    if not stores_codes(config):  # with which the architecture refuses it
+        check_codes(kinds, tensors.shapes, str(reference))
+    return folder, {**config, SENTENCE: modules} if modules else config, tensors
 
 
 def _architecture(name: str, config: dict[str, Any], shapes: Shapes, untie: bool, unsupported: str) -> Architecture:
@@ -348,10 +320,8 @@ def weights_of(path: str) -> int:
     Raises:
         CheckpointError: it cannot be read.
     """
-    reference, options = parse_reference(path), MergeOptions()
-    check_files(reference, options)
-    shards = Shards.of(local_folder(reference, options), path)
-    return sum(math.prod(shape) for shape in shards.tensors().shapes.values())
+    tensors = read_stored(parse_reference(path), MergeOptions())[2]
+    return sum(math.prod(shape) for shape in tensors.shapes.values())
 
 
 def check_names(first: View, second: View) -> None:

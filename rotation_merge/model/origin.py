@@ -10,13 +10,10 @@ from typing import Any
 from mergekit.common import ModelPath, ModelReference
 
 from rotation_merge.model.card import front_matter
-from rotation_merge.model.gguf import is_gguf, located
+from rotation_merge.model.folder import place_of
 from rotation_merge.model.hub import is_hub_name
 
 _SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})(?=[/\\]|$)")
-
-HEADS = ("config.json", "adapter_config.json")
-"""A file that every model of the hub, or every adapter, has: where it lies in the cache tells the revision."""
 
 
 def origins(models: Iterable[ModelReference], cache: str | None = None) -> dict[str, dict[str, Any]]:
@@ -35,37 +32,19 @@ def origins(models: Iterable[ModelReference], cache: str | None = None) -> dict[
 
 
 def _of(part: ModelPath, cache: str | None) -> dict[str, Any]:
-    name = part.path
-    if is_gguf(name):
-        folder, name = located(name, part.revision, cache)
-    else:
-        folder = name if os.path.isdir(name) else _cached(part, cache)
-    place = _SNAPSHOT.search(os.path.abspath(folder)) if folder else None
-    if place is not None:
-        return {"hub": f"{place[1]}/{place[2]}", "revision": place[3], "license": licence(folder)}
-    hub = name if folder != name and is_hub_name(name) and not os.path.exists(name) else None
-    return {"hub": hub, "revision": part.revision if hub else None, "license": licence(folder) if folder else None}
+    place = os.path.abspath(place_of(part, cache) or os.devnull)
+    folder = place if os.path.isdir(place) else os.path.dirname(place)
+    snapshot, repo = _SNAPSHOT.search(folder), part.path.partition(":")[0]
+    if snapshot is not None:
+        return {"hub": f"{snapshot[1]}/{snapshot[2]}", "revision": snapshot[3], "license": licence(folder)}
+    hub = repo if is_hub_name(repo) and not os.path.exists(part.path) else None
+    return {"hub": hub, "revision": part.revision if hub else None, "license": licence(folder)}
 
 
-def _cached(part: ModelPath, cache: str | None) -> str | None:
-    """The cache folder of a downloaded repository, at the revision that loading it gives."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    for name in HEADS if is_hub_name(part.path) else ():
-        try:
-            path = try_to_load_from_cache(part.path, name, cache_dir=cache, revision=part.revision)
-        except (HFValidationError, OSError):
-            return None
-        if isinstance(path, str):
-            return os.path.dirname(path)
-    return None
-
-
-def licence(folder: str | None) -> str | None:
+def licence(folder: str) -> str | None:
     """The licence in the card beside a model; None if it states none."""
     try:
-        with open(os.path.join(folder or "", "README.md"), encoding="utf-8") as file:
+        with open(os.path.join(folder, "README.md"), encoding="utf-8") as file:
             stated = front_matter(file.read())[0].get("license")
     except (OSError, UnicodeDecodeError):
         return None

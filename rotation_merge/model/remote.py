@@ -18,8 +18,9 @@ from typing import Any
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
 from rotation_merge.files import TemporaryFolder
-from rotation_merge.model.gguf import bare_repository, has_ending
-from rotation_merge.model.hub import reachable
+from rotation_merge.model.gguf import refuse_bare_repository
+from rotation_merge.model.headers import weight_map
+from rotation_merge.model.hub import is_gguf_file, reachable
 
 SMALL = ("config.json", "generation_config.json", "adapter_config.json")
 INDEX, SINGLE, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
@@ -122,10 +123,8 @@ def _fetched(name: str, cache: str) -> RemoteModel | RotationMergeError:
     except RotationMergeError as error:
         return error
     except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
-        remedy = "check the name, and 'hf auth login' where it is gated"
-        return CheckpointError(
-            f"its headers cannot be fetched from the hub ({short(error)})", where=name, remedy=remedy
-        )
+        problem = f"its headers cannot be fetched from the hub ({short(error)})"
+        return CheckpointError(problem, where=name, remedy="check the name, and 'hf auth login' where it is gated")
 
 
 def _fetch(name: str, repo: str, revision: str, cache: str) -> RemoteModel:
@@ -144,14 +143,13 @@ def _fetch(name: str, repo: str, revision: str, cache: str) -> RemoteModel:
     for file in (*SMALL, INDEX):
         if sizes.get(file, LARGEST) < LARGEST:
             _write(os.path.join(snapshot, file), _content(repo, file, model.revision))
-    files = _shards(os.path.join(snapshot, INDEX)) if INDEX in sizes else [f for f in (SINGLE, ADAPTER) if f in sizes]
-    if not files and (ggufs := sorted(file for file in sizes if has_ending(file))):
-        raise bare_repository(name, ggufs)
+    index = os.path.join(snapshot, INDEX)
+    names = sorted(set(weight_map(index).values())) if INDEX in sizes else (SINGLE, ADAPTER)
+    files = [file for file in names if file in sizes]
     if not files:
+        refuse_bare_repository(name, sorted(filter(is_gguf_file, sizes)))
         remedy = "download it; headers of pickles cannot be read without running them"
         raise CheckpointError("has no weights in safetensors", where=name, remedy=remedy)
-    if lacking := [file for file in files if file not in sizes]:
-        raise CheckpointError(f"shard {lacking[0]} is missing", where=name, remedy="ask its publisher")
     with ThreadPoolExecutor(WORKERS) as shards:
         each = shards.map(lambda file: api.parse_safetensors_file_metadata(repo, file, revision=model.revision), files)
         for file, head in zip(files, each, strict=True):
@@ -167,14 +165,6 @@ def _content(repo: str, file: str, revision: str) -> bytes:
     response = get_session().get(hf_hub_url(repo, file, revision=revision), headers=build_hf_headers(), timeout=10)
     hf_raise_for_status(response)
     return bytes(response.content)
-
-
-def _shards(index: str) -> list[str]:
-    try:
-        with open(index, encoding="utf-8") as file:
-            return sorted(set(map(str, json.load(file)["weight_map"].values())))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError("its index of shards is damaged", where=index, remedy="ask its publisher") from error
 
 
 def _write(path: str, content: bytes) -> None:

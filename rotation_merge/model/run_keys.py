@@ -1,4 +1,4 @@
-"""Keys of runs: sizes and times of the models' files, versions and options."""
+"""Keys of runs, and whether models change meanwhile: sizes, times and inodes of their files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mergekit.common import ModelReference
-
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.gguf import weight_files
 from rotation_merge.model.view import View
 from rotation_merge.record import versions
 
@@ -20,6 +17,9 @@ READ = (".safetensors", ".bin", ".index.json", "config.json")
 
 ENDINGS = (".safetensors", ".bin", ".json")
 
+Stamps = dict[str, tuple[int, int, int] | None]
+"""Size, time in nanoseconds and inode of files, by real path; None: it is gone."""
+
 
 def mark_of(models: Iterable[View], beside_models: Iterable[str] = (), **options: Any) -> str:
     """A stable key of all inputs and options of a run, the same in every process.
@@ -27,53 +27,41 @@ def mark_of(models: Iterable[View], beside_models: Iterable[str] = (), **options
     Args:
         beside_models: files and folders that are read beside the models; other names are ignored.
     """
-    folders = [folder for model in models for folder in _folders(model)]
-    model_files = [
-        os.path.join(folder, name) for folder in folders for name in os.listdir(folder) if name.endswith(ENDINGS)
-    ]
-    extra_files = [path for path in beside_models if os.path.exists(path)]
-    files = {os.path.realpath(path) for path in (*model_files, *extra_files)} - {
-        os.path.realpath(folder) for folder in folders
-    }
-    files_facts = {path: [(facts := os.stat(path)).st_size, facts.st_mtime_ns] for path in files}
-    return json.dumps({"files": files_facts, "versions": versions(), **options}, sort_keys=True, default=str, indent=1)
+    files = {path: stamp for model in models for path, stamp in stamps_of(model, ENDINGS).items()}
+    files |= _stamps(path for path in beside_models if os.path.exists(path))
+    facts = {path: stamp and stamp[:2] for path, stamp in files.items()}  # disks of a network number files anew
+    return json.dumps({"files": facts, "versions": versions(), **options}, sort_keys=True, default=str, indent=1)
 
 
 @contextmanager
-def unchanged(models: Iterable[ModelReference]) -> Iterator[None]:
-    """Checks that local models do not change within the block.
+def unchanged(models: Iterable[View]) -> Iterator[None]:
+    """Checks that the files of stored models do not change within the block.
 
     Raises:
-        CheckpointError: names the first that did not.
+        CheckpointError: names the first that did.
     """
-    parts = [part.path for reference in models for part in (reference.model, reference.lora) if part is not None]
-    folders = [path for path in dict.fromkeys(parts) if os.path.isdir(path)]
-    paths = [os.path.join(f, name) for f in folders for name in sorted(os.listdir(f)) if name.endswith(READ)]
-    paths += [file for path in dict.fromkeys(parts) for file in weight_files(path)]
-    before = [_stamp(path) for path in paths]
+    before = {path: stamp for model in models for path, stamp in stamps_of(model).items()}
     yield
-    for path, stamp in zip(paths, before, strict=True):
-        if _stamp(path) != stamp:
+    after = _stamps(before)
+    for path, stamp in before.items():
+        if after[path] != stamp:
             problem = "was changed while it was read"
             raise CheckpointError(problem, where=path, remedy="run again when nothing writes to it")
 
 
-def _stamp(path: str) -> tuple[int, int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_size, status.st_mtime_ns, status.st_ino
+def stamps_of(model: View, endings: tuple[str, ...] = READ) -> Stamps:
+    """Stamps of the files that a stored model is read from; of a model in memory there are none."""
+    folders = [] if model.files is None else [model.files.folder, *([model.adapter.path] if model.adapter else [])]
+    names = ((folder, name) for folder in folders for name in sorted(os.listdir(folder)) if name.endswith(endings))
+    return _stamps(os.path.join(folder, name) for folder, name in names)
 
 
-def stamps_of(model: View) -> dict[str, tuple[int, int, int] | None]:
-    """Size, time and inode of each file that a stored model is read from, by real path."""
-    folders = _folders(model)
-    paths = [os.path.join(folder, name) for folder in folders for name in os.listdir(folder) if name.endswith(READ)]
-    return {os.path.realpath(path): _stamp(path) for path in paths}
-
-
-def _folders(model: View) -> list[str]:
-    """Folders of a model's own files."""
-    assert model.files is not None
-    return [model.files.folder, model.adapter.path] if model.adapter else [model.files.folder]
+def _stamps(paths: Iterable[str]) -> Stamps:
+    stamps: Stamps = {}
+    for path in map(os.path.realpath, paths):
+        try:
+            status = os.stat(path)
+            stamps[path] = status.st_size, status.st_mtime_ns, status.st_ino
+        except OSError:
+            stamps[path] = None
+    return stamps

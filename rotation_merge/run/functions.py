@@ -16,8 +16,7 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import stores_codes
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.errors import CheckpointError, DataError, short
-from rotation_merge.model.folder import Shards
-from rotation_merge.model.gguf import downloaded
+from rotation_merge.model.folder import fetched_weights, stored_tensors
 from rotation_merge.model.headers import read_json
 from rotation_merge.model.labels import LabelRows, in_order, label_rows, labels
 from rotation_merge.model.open import open_model, parse_reference
@@ -43,17 +42,13 @@ def read_config(path: str) -> dict[str, Any]:
     return read_json(os.path.join(path, "config.json"))
 
 
-FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-
-
 def local_path(path: str) -> str:
     """The folder of a model: a local directory, or the hub's cache. Of `model+adapter` the model's.
 
     Raises:
         CheckpointError: there is no such directory or model.
     """
-    part = parse_reference(path).model
-    return downloaded(part.path, part.revision, None, FILES)
+    return fetched_weights(parse_reference(path).model)
 
 
 def predicts_next(model: nn.Module) -> bool:
@@ -115,7 +110,7 @@ def load(
             )
     model.config._experts_implementation = "eager"  # grouped products know no double precision
     if modules := read_modules(directory):
-        with_modules(model, modules, Shards.of(directory, path).tensors() if state is None else state, path)
+        with_modules(model, modules, stored_tensors(directory, modules)[0] if state is None else state, path)
     if like is not None:
         _relabel(model, read_config(local_path(like)), like)
     disable_extra_outputs(model.config)

@@ -11,7 +11,7 @@ from rotation_merge.matching.check_pair import check_forward
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.model.card import front_matter
-from rotation_merge.model.gguf import in_cache, is_absent
+from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.headers import read_json
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.nearness import RELATED, SampledChanges, likeness, sampled_changes
@@ -107,7 +107,7 @@ def _places(stated: str, folder: str) -> Iterator[str]:
     for place in (stated, os.path.join(os.path.dirname(folder), stated)):
         if stated and os.path.isdir(place):
             yield os.path.abspath(place)
-    if is_hub_name(stated) and in_cache(stated, None) is not None and not is_absent(parse_reference(stated)):
+    if is_hub_name(stated) and not os.path.exists(stated) and not absent_parts(parse_reference(stated)):
         yield stated
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.model.gguf import weight_files
+from rotation_merge.model.folder import folder_of
 from rotation_merge.model.open import parse_reference
 from rotation_merge.run.functions import load, local_path, read_config
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC
@@ -65,9 +65,10 @@ def usual_data(model: str) -> str:
 
 
 def _weights(model: str) -> list[str]:
-    """The weight files of a local model and of its adapter."""
+    """The weight files of a model that is here, and of its adapter."""
     reference = parse_reference(model)
-    folders = [part.path for part in (reference.model, reference.lora) if part is not None and os.path.isdir(part.path)]
+    folders = [folder_of(part) for part in (reference.model, reference.lora) if part is not None]
     ends = (".safetensors", ".bin")
-    files = [os.path.join(folder, n) for folder in folders for n in sorted(os.listdir(folder)) if n.endswith(ends)]
-    return [*files, *weight_files(reference.model.path)]
+    return [
+        os.path.join(f, name) for f in filter(None, folders) for name in sorted(os.listdir(f)) if name.endswith(ends)
+    ]

@@ -16,10 +16,12 @@ from typing import Any
 from rotation_merge.errors import RotationMergeError, named, short
 from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.card import class_of, kept_figures, updated_card
-from rotation_merge.model.gguf import in_cache, is_folder, is_gguf
+from rotation_merge.model.folder import folder_of
+from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.headers import holds_model
 from rotation_merge.model.hub import no_answer, reachable
 from rotation_merge.model.markdown import plain
+from rotation_merge.model.open import parse_reference
 from rotation_merge.model.origin import licence
 from rotation_merge.record import MANIFEST_FILE, REPORT_FILE, MergeReport
 from rotation_merge.report.files import read_report
@@ -289,7 +291,7 @@ def check_whole(folder: str, report: MergeReport) -> None:
     if not holds_model(folder):
         return
     models = report.models.items()
-    places = [name if is_folder(name) else in_cache(*_place(name, facts)) for name, facts in models]
+    places = [_parent(name, facts) for name, facts in models]
     fatal = [defect for defect in check_folder(folder, list(filter(None, places))) if defect.fatal]
     if fatal:
         more = f" (and {len(fatal) - 1} more)" if len(fatal) > 1 else ""
@@ -299,8 +301,10 @@ def check_whole(folder: str, report: MergeReport) -> None:
         )
 
 
-def _place(name: str, facts: Mapping[str, Any]) -> tuple[str, str | None]:
-    return name if is_gguf(name) else str(facts.get("hub")), facts.get("revision")
+def _parent(name: str, facts: Mapping[str, Any]) -> str | None:
+    """The folder of a merged model, if it is here."""
+    hub = f"{facts.get('hub')}@{facts.get('revision')}" if facts.get("revision") else str(facts.get("hub"))
+    return folder_of(parse_reference(name if os.path.exists(name) or is_gguf(name) else hub).model)
 
 
 def check_card(text: str) -> None:

@@ -24,7 +24,7 @@ from plugin_support import load
 from transformers import AutoTokenizer
 
 from rotation_merge.model.adapter_base import on_base
-from rotation_merge.model.gguf import decoded, gguf_files, quantised
+from rotation_merge.model.gguf import ORIGIN, decoded, quantised
 from rotation_merge.model.gguf_file import open_gguf
 from rotation_merge.model.open import open_model
 
@@ -82,7 +82,7 @@ def test_types_are_read_as_ggml_reads_them() -> None:
 
 def test_the_folder_says_what_it_was_made_of() -> None:
     folder = decoded(_path("llama-q8_0"))
-    assert gguf_files(folder) == [_path("llama-q8_0")]
+    assert json.loads(Path(folder, ORIGIN).read_text())["files"] == [_path("llama-q8_0")]
     assert "whose weights were quantised (tensors: 16 Q8_0" in quantised(folder)
     assert "whose tensors are" in quantised(decoded(_path("llama")))
     assert quantised(str(STORED)) == ""

@@ -260,11 +260,11 @@ def test_a_tokenizer_of_the_hub_is_asked_for_once(monkeypatch: pytest.MonkeyPatc
     from rotation_merge.mergekit_plugin import merge
 
     asked = []
-    monkeypatch.setattr(merge, "downloaded", lambda path, *_: asked.append(path))
+    monkeypatch.setattr(merge, "fetched", lambda model, *_: asked.append(model.path))
     for source in ("base", "union", LLAMAS[0], "org/name"):
         config = {"merge_method": "linear", "models": [{"model": LLAMAS[0]}], "tokenizer_source": source}
         merge.fetch_tokenizer(MergeConfiguration.model_validate(config), MergeOptions())
-    assert asked == ["org/name"]
+    assert asked == [LLAMAS[0], "org/name"]
 
 
 def test_models_as_strings_or_a_mapping(tmp_path: Path):

@@ -20,10 +20,11 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.mergekit_plugin.recipe.settings import MULTI_KEYS, explain
-from rotation_merge.model.gguf import in_cache, is_absent, is_folder, is_gguf
+from rotation_merge.model.folder import absent_parts, folder_of
+from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.headers import holds_model
 from rotation_merge.model.hub import is_hub_name
-from rotation_merge.model.open import check_files, open_model, parse_reference, whole_path
+from rotation_merge.model.open import open_model, parse_reference, whole_path
 from rotation_merge.model.view import View
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.files import read_report
@@ -78,14 +79,13 @@ class Case:
     @property
     def folders(self) -> list[str]:
         """Folders of the parents, the base's first."""
-        parts = [parse_reference(name).model for name in self.parents]
-        places = [part.path if is_folder(part.path) else in_cache(part.path, part.revision) for part in parts]
+        places = [folder_of(parse_reference(name).model) for name in self.parents]
         return [place for place in places if place is not None]
 
     @cached_property
     def defects(self) -> list[Defect]:
         """Defects in headers and small files of the merged model's folder."""
-        if self.merged is None or not is_folder(self.merged):
+        if self.merged is None or not os.path.isdir(self.merged) or is_gguf(self.merged):
             return []
         return check_folder(self.merged, self.folders)
 
@@ -122,7 +122,7 @@ def open_case(name: str, parents: Sequence[str] = ()) -> Case:
         remedy = nearest_path(name, "give a recipe or a merged model", os.path.exists)
         raise CheckpointError("no such file or directory", where=name, remedy=remedy)
     if not os.path.isdir(name) or not (holds_model(name) or os.path.exists(os.path.join(name, "config.json"))):
-        check_files(parse_reference(name))
+        open_model(name, unsupported="merge")
     path = next((os.path.join(name, file) for file in RECIPES if os.path.isfile(os.path.join(name, file))), None)
     if path is not None:
         return _of_recipe(path, name, parents)
@@ -173,7 +173,7 @@ def _any_absent(names: Sequence[str]) -> bool:
 def _absent(name: str) -> bool:
     reference = parse_reference(name)
     path = reference.model.path
-    return is_absent(reference) or not (os.path.isdir(path) or is_gguf(path) or is_hub_name(path))
+    return bool(absent_parts(reference)) or not (os.path.isdir(path) or is_gguf(path) or is_hub_name(path))
 
 
 def _here(

@@ -25,7 +25,7 @@ from rotation_merge.mergekit_plugin.recipe.donor import title
 from rotation_merge.mergekit_plugin.recipe.names import OF_MODEL, OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.adapter_base import OWN_BASE
-from rotation_merge.model.folder import local_folder
+from rotation_merge.model.folder import folder_of
 from rotation_merge.model.forms import translated
 from rotation_merge.model.gguf import quantised
 from rotation_merge.model.nearness import nearness
@@ -96,7 +96,7 @@ def carried(
             return CarryPlan()
         remedy = "name the model that it was tuned from ('finetuned_from')"
         raise RecipeError(f"'carry: {config.method}' applies to fine-tunes only", where=str(model), remedy=remedy)
-    if types := quantised(local_folder(model, options)):
+    if types := quantised(folder_of(model.model, options.transformers_cache) or ""):
         run.note(f"`{model}` {types}.")
     if not config.needs_samples:
         note = "the effect of the carried change is not measured; 'carry_scale: auto' measures it on samples"

@@ -13,7 +13,7 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.matching.open_pair import as_donor
-from rotation_merge.model.open import check_files, open_model
+from rotation_merge.model.open import check_present, open_model
 from rotation_merge.model.view import View
 
 
@@ -101,7 +101,7 @@ class Models:
         references = [anchor, *(reference for reference in donors if reference != anchor)]
         for reference in references:
             if reference not in self:
-                check_files(reference, self.options)
+                check_present(reference, self.options)
         for reference in references:
             self[reference]
         for reference in references[1:]:

@@ -125,7 +125,8 @@ def _dtype(contents: Contents) -> Iterator[Defect]:
 
 def _codes(contents: Contents) -> Iterator[Defect]:
     """Codes of quantised numbers that the config does not speak of, and the other way round."""
-    quantised = codes({name: (tensor.dtype, tensor.shape) for name, tensor in contents.tensors.items()})
+    kinds = {name: tensor.dtype for name, tensor in contents.tensors.items()}
+    quantised = codes(kinds, {name: tensor.shape for name, tensor in contents.tensors.items()})
     stated = contents.config.get("quantization_config")
     if quantised and not stated:
         name, kind = next(iter(quantised.items()))
