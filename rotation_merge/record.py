@@ -12,7 +12,6 @@ from importlib.metadata import version
 from typing import Any, TypeVar
 
 from rotation_merge import __version__
-from rotation_merge.errors import AlignmentError, short
 
 T = TypeVar("T")
 
@@ -48,27 +47,7 @@ class SpaceRow:
     notes: list[str]
 
 
-def figures(rows: Sequence[SpaceRow], whole: Mapping[str, object] | None = None) -> dict[str, Any]:
-    """Figures of one donor's match or fit, for the metadata of its alignment file; `figures_in` reads them."""
-    return {"rows": [asdict(row) for row in rows], "whole": dict(whole or {})}
-
-
-def figures_in(metadata: Mapping[str, Any], path: str) -> tuple[list[SpaceRow], dict[str, object]]:
-    """The figures in the metadata of an alignment file: rows, and those of the whole model; empty if it has none.
-
-    Raises:
-        AlignmentError: they are damaged.
-    """
-    try:
-        known = metadata.get("figures", {})
-        whole = known.get("whole", {})
-        return _read(list[SpaceRow], known.get("rows", []), finite=True), whole if isinstance(whole, dict) else {}
-    except (ValueError, AttributeError) as error:
-        remedy = "write it again with 'rotation-merge align'"
-        raise AlignmentError(f"its figures are damaged ({short(error)})", where=path, remedy=remedy) from error
-
-
-def _read(kind: type[T], content: Any, finite: bool = False) -> T:
+def read_as(kind: type[T], content: Any, finite: bool = False) -> T:
     """A value of a type out of JSON's content; a ValueError says in one line what is wrong with it."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -243,7 +222,7 @@ class MergeReport:
         Raises:
             ValueError: an entry is missing, or is none.
         """
-        return _read(cls, {name: data[name] for name in cls.__dataclass_fields__ if name in data})
+        return read_as(cls, {name: data[name] for name in cls.__dataclass_fields__ if name in data})
 
     def text(self) -> str:
         """The full report as JSON text."""

@@ -28,7 +28,7 @@ from rotation_merge.matching.alignment import (
 )
 from rotation_merge.matching.check_pair import CheckedPair, check_pair, residual_of
 from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.matching.report_rows import recorded
+from rotation_merge.matching.report_rows import figures, recorded
 from rotation_merge.matching.run import Run
 from rotation_merge.model.blocks import with_tied
 from rotation_merge.model.fingerprint import Fingerprint
@@ -43,7 +43,7 @@ from rotation_merge.model.rows import vocabulary_subset
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import TOGETHER, matched_on, other_ids, shared_rows
-from rotation_merge.record import MergeReport, figures, versions
+from rotation_merge.record import MergeReport, versions
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,20 @@
-"""Report rows of an alignment that was not matched on weights."""
+"""Report rows of an alignment that was not matched on weights, and those in the metadata of an alignment file."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 from rotation_merge.architecture.model import Architecture
+from rotation_merge.errors import AlignmentError, short
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import SpaceMatch, described, squared_distances
 from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource
+from rotation_merge.record import SpaceRow, read_as
 from rotation_merge.symmetry import SpaceTransform
 
 
@@ -43,3 +47,23 @@ def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSour
 
 def _record(name: str, kind: str, transform: SpaceTransform, before: float, after: float, norm: float) -> SpaceMatch:
     return described(SpaceMatch(name, kind, "", before, after, norm, {}, 0.0), transform)
+
+
+def figures(rows: Sequence[SpaceRow], whole: Mapping[str, object] | None = None) -> dict[str, Any]:
+    """Figures of one donor's match or fit, for the metadata of its alignment file; `figures_in` reads them."""
+    return {"rows": [asdict(row) for row in rows], "whole": dict(whole or {})}
+
+
+def figures_in(metadata: Mapping[str, Any], path: str) -> tuple[list[SpaceRow], dict[str, object]]:
+    """The figures in the metadata of an alignment file: rows, and those of the whole model; empty if it has none.
+
+    Raises:
+        AlignmentError: they are damaged.
+    """
+    try:
+        known = metadata.get("figures", {})
+        whole = known.get("whole", {})
+        return read_as(list[SpaceRow], known.get("rows", []), finite=True), whole if isinstance(whole, dict) else {}
+    except (ValueError, AttributeError) as error:
+        remedy = "write it again with 'rotation-merge align'"
+        raise AlignmentError(f"its figures are damaged ({short(error)})", where=path, remedy=remedy) from error

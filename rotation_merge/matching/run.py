@@ -15,8 +15,9 @@ from torch import Tensor
 from rotation_merge.architecture.model import Block
 from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.block import SpaceMatch
+from rotation_merge.matching.report_rows import figures_in
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.record import MergeReport, SpaceRow, figures_in, versions
+from rotation_merge.record import MergeReport, SpaceRow, versions
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.symmetry import SpaceTransform
 

@@ -20,6 +20,7 @@ from rotation_merge.matching.check_pair import CheckedPair, check_forward, check
 from rotation_merge.matching.layer_spans import matched_spans
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
+from rotation_merge.matching.report_rows import figures_in
 from rotation_merge.matching.run import AppliedAlignment, Run
 from rotation_merge.mergekit_plugin.planning.carrying import (
     CarryPlan,
@@ -49,7 +50,6 @@ from rotation_merge.model.rows import vocabulary_subset
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, matched_on, shared_rows
-from rotation_merge.record import figures_in
 
 LOG = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from rotation_merge.architecture import resolve
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.alignment import Alignment, Basis, Identity, hidden_biases, needed_folds
 from rotation_merge.matching.open_pair import alignment_metadata
+from rotation_merge.matching.report_rows import figures
 from rotation_merge.mergekit_plugin.planning.blocks import BlockPart
 from rotation_merge.mergekit_plugin.planning.files import ALIGNMENT, KEPT_BY, numbered
 from rotation_merge.mergekit_plugin.planning.session import Session
 from rotation_merge.mergekit_plugin.recipe.donor import title
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.forms import translated
-from rotation_merge.record import figures
 
 LOG = logging.getLogger(__name__)
 
