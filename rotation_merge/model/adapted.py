@@ -25,7 +25,7 @@ from rotation_merge.model.low_rank import LowRank, stacks, transposed
 from rotation_merge.model.tensors import Shapes, Tensors
 
 ANOTHER_MODEL = "was it trained on another model?"
-CACHED = 3
+CACHED = 2
 """Changed tensors of the class that stay in memory, where a checkpoint stores their parts apart (experts)."""
 
 KINDS: dict[int, type[nn.Module]] = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
