@@ -1,14 +1,13 @@
 """A model's tensors with a LoRA adapter merged into them, tensor by tensor.
 
-An adapter changes tensors as the model's class has them. What a checkpoint stores in another form (experts apart or all
-in one tensor; queries, keys and values, or gates and values, apart or one after the other) is brought into the form of
-the class, changed, and brought back.
+An adapter may change in one form what a checkpoint stores in another: experts apart or all in one tensor, gates and
+values (or queries, keys and values) apart or one after the other.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -16,22 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.architecture.model import Architecture, TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.adapters import Adapter, Change, PlacedChange, placed
-from rotation_merge.model.forms import ComposedTensor, other_form, restructured
+from rotation_merge.model.forms import ComposedTensor, other_form
 from rotation_merge.model.low_rank import LowRank, stacks, transposed
-from rotation_merge.model.tensors import Shapes, Tensors, by_name
+from rotation_merge.model.tensors import Tensors
 
 ANOTHER_MODEL = "was it trained on another model?"
 CACHED = 3
-"""Changed tensors of the class that stay in memory, where a checkpoint stores their parts apart (experts)."""
+"""Changes of fused experts that stay in memory, where a checkpoint stores experts apart."""
 
 KINDS: dict[int, type[nn.Module]] = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 """Layers by the number of dimensions of their weights."""
 
-Shape = tuple[int, ...]
+Index = tuple[int | slice, ...]
 
 
 def adapted(
@@ -53,49 +52,65 @@ def adapted(
     Raises:
         CheckpointError: the adapter changes something that the model does not have, or that has another shape.
     """
-    checkpoint = _Checkpoint(adapter, architecture, tensors.shapes, config, tied, model)
-    direct, others = checkpoint.places()
-    named = checkpoint.in_class_form(others)
-    inside = tensors if named is architecture else restructured(tensors, architecture, named)
-    parameters = {change.spot.info.names[change.expert or 0]: change for change in others}
-    changes = {n: checkpoint.checked(n, change, inside.shapes) for n, change in {**direct, **parameters}.items()}
+    parts = _Checkpoint(adapter, architecture, tensors.shapes, config, tied, model).parts()
+
+    @lru_cache(CACHED)
+    def of_experts(change: Change, flipped: bool, dtype: torch.dtype) -> Tensor:
+        dense = _fused_experts(_factors(adapter, change, dtype), change.experts)
+        return dense if flipped else dense.mT
 
     def changed(name: str, tensor: Tensor) -> Tensor:
-        return _changed(adapter, changes[name], tensor) if name in changes else tensor
-
-    result, wide = tensors.map(changed), set(changes)
-    if named is not architecture:
-        cached = lru_cache(CACHED)(inside.map(changed).read)
-        read = by_name(lambda name: cached(name) if name in changes else inside[name])
-        merged = Tensors(inside.shapes, inside.dtypes, read)
-        forms = zip(architecture.blocks, named.blocks, strict=True)
-        spent = [info for block, form in forms for info in block.tensors if info not in form.tensors]
-        restored = {name for info in spent for name in info.names}
-        back = restructured(merged, named, architecture).only(restored)
-        result, wide = result.replaced(back.map(lambda _, tensor: tensor.clone())), wide | restored
-    dtypes = {n: torch.promote_types(kind, torch.float32) if n in wide else kind for n, kind in tensors.dtypes.items()}
-    return Tensors(tensors.shapes, dtypes, result.read)
-
-
-def _changed(adapter: Adapter, change: Change, tensor: Tensor) -> Tensor:
-    """A parameter with an adapter's change, in float32 at least."""
-    tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
-    if change.value:
-        tensor.copy_(adapter.tensor(change.value))
-    if change.shift:
-        tensor += change.scale * adapter.tensor(change.shift).to(tensor.dtype)
-    if not change.a:
+        if name not in parts:
+            return tensor
+        tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+        for part in parts[name]:
+            region = tensor[part.target]
+            if part.change.a and part.change.experts:
+                region += of_experts(part.change, part.flipped, tensor.dtype)[part.source]
+            else:
+                _apply(adapter, part, region)
         return tensor
+
+    wide = {name: torch.promote_types(kind, torch.float32) for name, kind in tensors.dtypes.items() if name in parts}
+    return tensors.map(changed, dtypes={**tensors.dtypes, **wide})
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of an adapter's change, and the part of a stored tensor that it falls on.
+
+    Attributes:
+        flipped: the adapter takes the weight for [in, out].
+        source, target: indices of the parts in the change and in the stored tensor; empty: all.
+    """
+
+    change: Change
+    flipped: bool
+    source: Index = ()
+    target: Index = ()
+
+
+def _factors(adapter: Adapter, change: Change, dtype: torch.dtype) -> LowRank:
     low = adapter.low_rank(change)
-    low = replace(low, a=low.a.to(tensor.dtype), b=low.b.to(tensor.dtype))
-    if change.experts:
-        product = _fused_experts(low, change.experts).mT
-        return tensor.add_(product.mT if change.transposed else product)
+    return replace(low, a=low.a.to(dtype), b=low.b.to(dtype))
+
+
+def _apply(adapter: Adapter, part: _Part, region: Tensor) -> None:
+    """Put a part of a change into a tensor, in place."""
+    change = part.change
+    if change.value:
+        region.copy_(adapter.tensor(change.value)[part.source])
+    if change.shift:
+        region += (change.scale * adapter.tensor(change.shift).to(region.dtype))[part.source]
+    if not change.a:
+        return
+    low = _factors(adapter, change, region.dtype)
     if change.magnitude:
-        weight = tensor.T if change.transposed and not change.embedding else tensor
-        weight.copy_(_dora(weight.contiguous(), low, adapter.tensor(change.magnitude).to(tensor.dtype)))
-        return tensor
-    return tensor.add_(low.product().mT if change.transposed else low.product())
+        weight = region.T if part.flipped and not change.embedding else region
+        magnitude = adapter.tensor(change.magnitude).to(region.dtype)
+        weight.copy_(_dora(weight.contiguous(), low, magnitude))
+    else:
+        region += (low.product().mT if part.flipped else low.product())[part.source]
 
 
 def _dora(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
@@ -162,18 +177,35 @@ class _Checkpoint:
 
     adapter: Adapter
     architecture: Architecture
-    shapes: Shapes
+    shapes: Mapping[str, tuple[int, ...]]
     config: Mapping[str, Any]
     tied: str | None
     model: str
 
     @cached_property
-    def _infos(self) -> dict[str, TensorInfo]:
-        return self.architecture.named()
-
-    @cached_property
     def _names(self) -> dict[str, PossibleTensor]:
         return every_name(self.config)
+
+    def parts(self) -> dict[str, list[_Part]]:
+        """The parts of all changes, by the stored tensor that each falls on."""
+        result: dict[str, list[_Part]] = {}
+        infos = self.architecture.named()
+        for name, change in self.adapter.changes.items():
+            info = infos.get(name)
+            if name in self.shapes and (info is None or info.stacked or not stacks(info)):
+                parts: Iterable[tuple[str, _Part]] = [self._whole(change, name, info)]
+            elif name not in self.shapes and self._adds_nothing(change):
+                continue
+            else:
+                parts = self._in_another_form(change)
+            for key, part in parts:
+                self._check_shape(key, part)
+                result.setdefault(key, []).append(part)
+        return result
+
+    def _adds_nothing(self, change: Change) -> bool:
+        """Whether it is a bias of zeros: peft's `lora_bias` gives one to every module, also to those without a bias."""
+        return bool(change.shift) and not change.value and not bool(self.adapter.tensor(change.shift).any())
 
     def _refused(self, problem: str, remedy: str = ANOTHER_MODEL) -> CheckpointError:
         return CheckpointError(f"the adapter {problem}", where=self.model, remedy=remedy)
@@ -181,93 +213,86 @@ class _Checkpoint:
     def _absent(self, change: Change) -> CheckpointError:
         return self._refused(f"changes '{change.name}', which the model does not store")
 
-    def places(self) -> tuple[dict[str, Change], list[PlacedChange]]:
-        """The changes of tensors that are stored under their names, by these, and the other changes."""
-        direct: dict[str, Change] = {}
-        others: list[PlacedChange] = []
-        for name, change in self.adapter.changes.items():
-            info = self._infos.get(name)
-            if name in self.shapes and (info is None or info.stacked or not stacks(info)):
-                direct[name] = change
-            elif name in self.shapes or not self._adds_nothing(change):
-                place = placed(self.adapter, change, self._names)
-                if place is None:
-                    raise self._absent(change)
-                others.append(place)
-        return direct, others
-
-    def _adds_nothing(self, change: Change) -> bool:
-        """Whether it is a bias of zeros: peft's `lora_bias` gives one to every module, also to those without a bias."""
-        return bool(change.shift) and not change.value and not bool(self.adapter.tensor(change.shift).any())
-
-    def in_class_form(self, changes: Sequence[PlacedChange]) -> Architecture:
-        """The architecture with the changed tensors as the model's class has them; itself if it stores them so."""
-        remaining = list(changes)
-        blocks = []
-        for block in self.architecture.blocks:
-            of_block = [change for change in remaining if change.spot.in_block(block)]
-            remaining = [change for change in remaining if not change.spot.in_block(block)] if of_block else remaining
-            blocks.append(self._block_in_class_form(block, of_block))
-        if remaining:
-            raise self._absent(remaining[0])
-        same = all(form is block for form, block in zip(blocks, self.architecture.blocks, strict=True))
-        return self.architecture if same else replace(self.architecture, blocks=tuple(blocks))
-
-    def _block_in_class_form(self, block: Block, changes: Sequence[PlacedChange]) -> Block:
-        infos = {change.spot.info.key: change.spot.info for change in changes}
-        if all((stored := block.tensor(key)) and stored.names == info.names for key, info in infos.items()):
-            return block
-        forms = other_form(block, replace(block, tensors=tuple(infos.values())))
-        forms = {key: form for key, form in forms.items() if not _is_another_vector(infos[key], form)}
-        spent = {cut.info.key for form in forms.values() for cut in form.cuts}
-        kept = {info.key: info for info in block.tensors if info.key not in spent} | infos
-        if spent - other_form(replace(block, tensors=tuple(kept.values())), block).keys():
-            spot = changes[0].spot  # of the same spelling are the parts that the adapter leaves as they are
-            known = [other for other in self._names.values() if other.in_block(block) and other.base == spot.base]
-            beside = {other.info.key: other.info for other in known if other.spelling == spot.spelling}
-            parts = other_form(block, replace(block, tensors=tuple(beside.values())))
-            kept |= {key: beside[key] for key, form in parts.items() if {cut.info.key for cut in form.cuts} <= spent}
-        result = replace(block, tensors=tuple(kept.values()))
-        lost = spent - other_form(result, block).keys()
-        for change in changes:
-            key = change.spot.info.key
-            if block.tensor(key) is None and (lost or key not in forms):
-                raise self._absent(change)
-        return result
-
-    def checked(self, name: str, change: Change, shapes: Shapes) -> Change:
-        """A change of one of the class's tensors, its orientation known; refuses one of another shape.
-
-        Args:
-            shapes: of the tensors as the class has them.
-        """
-        info = change.spot.info if isinstance(change, PlacedChange) else self._infos.get(name)
-        if name not in shapes:
+    def _whole(self, change: Change, place: str, info: TensorInfo | None) -> tuple[str, _Part]:
+        """The change of a whole stored tensor, `place`."""
+        if place not in self.shapes:
             raise self._absent(change)
-        shape = shapes[name]
+        shape = self.shapes[place]
         if self.tied is not None and info is not None and info.vocabulary_axis is not None and len(shape) == 2:
             raise self._refused(
-                f"changes '{name}' and not the head '{self.tied}', which is tied to it",
+                f"changes '{place}' and not the head '{self.tied}', which is tied to it",
                 "store the head as a tensor of its own, with 'tie_word_embeddings': false",
             )
-        changed = [self.adapter.shapes[key] for key in (change.value, change.shift) if key]
-        if change.a:
-            low: Shape = (self.adapter.shapes[change.b][0], *self.adapter.shapes[change.a][1:])
-            change = replace(change, transposed=self._transposed(change, shape, low, info))
-            low = low[::-1] if change.transposed else low
-            changed.append((change.experts, *low) if change.experts else low)
-        if odd := [each for each in changed if each != shape]:
-            raise self._refused(f"has {list(odd[0])} for '{change.name}', the model has {list(shape)}")
-        return change
+        if not change.a or len(shape) != 2:
+            flipped = change.transposed
+        elif change.embedding:
+            flipped = True
+        elif shape[0] != shape[1]:
+            flipped = shape == _low_rank_shape(self.adapter, change)[::-1]
+        else:
+            labelled = info is not None and any(axis.parts for axis in info.axes)
+            flipped = transposed(info) if info and labelled else bool(self.adapter.config.get("fan_in_fan_out"))
+        return place, _Part(change, flipped)
 
-    def _transposed(self, change: Change, shape: Shape, low: Shape, info: TensorInfo | None) -> bool:
-        """Whether the adapter takes a tensor for [in, out]: by its shape, of square ones by labels or peft's config."""
-        if len(shape) != 2 or change.embedding:
-            return change.transposed or change.embedding
-        if shape[0] != shape[1]:
-            return shape == low[::-1]
-        labelled = info is not None and any(axis.parts for axis in info.axes)
-        return transposed(info) if info and labelled else bool(self.adapter.config.get("fan_in_fan_out"))
+    def _in_another_form(self, change: Change) -> Iterable[tuple[str, _Part]]:
+        """A change's parts, by the tensors that the checkpoint stores for the parameter."""
+        place = placed(self.adapter, change, self._names)
+        block = next((block for block in self.architecture.blocks if place and place.spot.in_block(block)), None)
+        if place is None or block is None:
+            raise self._absent(change)
+        info, stored = place.spot.info, block.tensor(place.spot.info.key)
+        if stored is not None:
+            return [self._whole(place, stored.names[place.expert or 0], stored)]
+        form = other_form(block, replace(block, tensors=(*block.tensors, info))).get(info.key)
+        if form is None or change.magnitude or _is_another_vector(info, form):
+            raise self._absent(change)
+        return _cuts(place, form)
+
+    def _check_shape(self, key: str, part: _Part) -> None:
+        """Refuse a change of another shape than the tensor that it falls on."""
+        adapter, change, stored = self.adapter, part.change, self.shapes[key]
+        shapes = [adapter.shapes[name] for name in (change.value, change.shift) if name]
+        if change.a:
+            shape = _low_rank_shape(adapter, change)[:: -1 if part.flipped else 1]
+            shapes.append((change.experts, *shape) if change.experts else shape)
+        for shape in shapes:
+            if _shape_at(shape, part.source) != _shape_at(stored, part.target):
+                problem = f"has {list(shape)} for '{change.name}', the model has {list(stored)}"
+                raise self._refused(problem if key == change.name else f"{problem} in '{key}'")
+
+
+def _cuts(change: PlacedChange, form: ComposedTensor) -> Iterator[tuple[str, _Part]]:
+    """The parts of a change of a tensor that the checkpoint stores in another form; of one expert, or of all."""
+    start, axes = 0, len(change.spot.info.axes)
+    for cut in form.cuts:
+        length = cut.length if cut.dim == form.dim else (cut.info.axes[form.dim].size or 0)
+        source, target = [slice(None)] * axes, [slice(None)] * axes
+        source[form.dim], target[cut.dim] = slice(start, start + length), slice(cut.start, cut.start + cut.length)
+        start += length
+        for each in range(change.experts) if change.experts and cut.info.stacked else (change.expert,):
+            key = cut.info.names[each or 0] if cut.info.stacked else cut.info.name
+            indices = _of_expert(source, each, change.expert is None), _of_expert(target, each, not cut.info.stacked)
+            yield key, _Part(change, change.transposed, *indices)
+
+
+def _of_expert(index: list[slice], expert: int | None, holds_all: bool) -> Index:
+    """An index of one expert, if it is of one; holds_all: whether the tensor is one of all experts."""
+    if expert is None:
+        return tuple(index)
+    return (expert, *index[1:]) if holds_all else tuple(index[1:])
+
+
+def _low_rank_shape(adapter: Adapter, change: Change) -> tuple[int, ...]:
+    """Shape of a low-rank change, (out, in) or (out, in, kernel...)."""
+    return adapter.shapes[change.b][0], *adapter.shapes[change.a][1:]
+
+
+def _shape_at(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
+    """Shape of a part of a tensor; of all of it, if it lacks this part."""
+    try:
+        return tuple(torch.empty(shape, device="meta")[index].shape)
+    except IndexError:
+        return shape
 
 
 def _is_another_vector(info: TensorInfo, form: ComposedTensor) -> bool:

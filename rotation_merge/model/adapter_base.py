@@ -39,7 +39,7 @@ def check_base(adapter: Adapter, bases: Iterable[View], label: str, open_model: 
     Raises:
         CheckpointError: names its base and the others.
     """
-    name, bases = adapter.config.get("base_model_name_or_path"), list(bases)
+    name, bases = adapter.base, list(bases)
     if not name:
         return
     beside = os.path.join(adapter.path, REPORT_FILE)

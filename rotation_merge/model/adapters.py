@@ -155,7 +155,11 @@ class Adapter:
         if not single:
             self.config = read_json(os.path.join(path, ADAPTER_CONFIG))
             self._check_config()
-        self._file = path if single else self._weights_file()
+        files = [path] if single else [os.path.join(path, name) for name in WEIGHTS]
+        files = [file for file in files if os.path.isfile(file)]
+        if not files:
+            raise CheckpointError("the adapter has no weights", where=path, remedy=f"{WEIGHTS[0]} is needed")
+        self._file = files[0]
         self.shapes: Shapes = file_shapes(self._file)
         kohya = any(".lora_down." in key for key in self.shapes)
         self.form = PEFT if not single else KOHYA if kohya else DIFFUSERS
@@ -198,12 +202,6 @@ class Adapter:
 
     def _damaged(self, problem: str) -> CheckpointError:
         return CheckpointError(problem, where=self.path, remedy="the adapter is damaged; download it again")
-
-    def _weights_file(self) -> str:
-        files = [file for name in WEIGHTS if os.path.isfile(file := os.path.join(self.path, name))]
-        if not files:
-            raise CheckpointError("the adapter has no weights", where=self.path, remedy=f"{WEIGHTS[0]} is needed")
-        return files[0]
 
     @cached_property
     def _loader(self) -> LazyTensorLoader:

@@ -361,6 +361,20 @@ def test_an_embedding_to_which_a_head_is_tied(tmp_path: Path) -> None:
         tensors(model, adapter)
 
 
+def test_a_bias_that_the_model_lacks_is_not_that_of_another_map(tmp_path: Path) -> None:
+    """Of the two maps into the stream one has a bias; the adapter has one for both (`lora_bias`)."""
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, mlp_bias=True, **sizes))
+    base.save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["o_proj", "down_proj"], lora_bias=True))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.fill_(1.0)
+    model.save_pretrained(tmp_path / "lora")
+    with pytest.raises(rm.RotationMergeError, match=r"o_proj\.bias', which the model does not store"):
+        tensors(tmp_path / "base", tmp_path / "lora")
+
+
 def test_check_writes_no_checkpoint(
     models: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
