@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,9 @@ def quantised(folder: str) -> str:
 
 
 def _origin(folder: str) -> dict[str, Any]:
-    path = os.path.join(folder, ORIGIN)
-    return read_json(path) if os.path.isfile(path) else {}
+    with suppress(CheckpointError):  # any other folder
+        return read_json(os.path.join(folder, ORIGIN))
+    return {}
 
 
 def decoded(path: str) -> str:
