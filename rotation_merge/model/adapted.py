@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,11 +53,15 @@ def adapted(
         CheckpointError: the adapter changes something that the model does not have, or that has another shape.
     """
     parts = _Checkpoint(adapter, architecture, tensors.shapes, config, tied, model).parts()
+    latest: dict[tuple[Change, torch.dtype], Tensor] = {}  # not a cache of functools', which no cluster can be sent
 
-    @lru_cache(CACHED)
-    def of_experts(change: Change, flipped: bool, dtype: torch.dtype) -> Tensor:
-        dense = _fused_experts(_factors(adapter, change, dtype), change.experts)
-        return dense if flipped else dense.mT
+    def of_experts(change: Change, dtype: torch.dtype) -> Tensor:
+        dense = latest.get((change, dtype))
+        if dense is None:
+            while len(latest) >= CACHED:
+                latest.pop(next(iter(latest)), None)
+            dense = latest[change, dtype] = _fused_experts(_factors(adapter, change, dtype), change.experts)
+        return dense
 
     def changed(name: str, tensor: Tensor) -> Tensor:
         if name not in parts:
@@ -66,7 +70,8 @@ def adapted(
         for part in parts[name]:
             region = tensor[part.target]
             if part.change.a and part.change.experts:
-                region += of_experts(part.change, part.flipped, tensor.dtype)[part.source]
+                dense = of_experts(part.change, tensor.dtype)
+                region += (dense if part.flipped else dense.mT)[part.source]
             else:
                 _apply(adapter, part, region)
         return tensor

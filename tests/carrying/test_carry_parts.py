@@ -43,7 +43,7 @@ from rotation_merge.carrying.refit import ChangeOptions, of_rank, refit_change
 from rotation_merge.carrying.sampled import JudgedChange, SampledTransfer
 from rotation_merge.matching.match import match_model
 from rotation_merge.mergekit_plugin.planning import tasks
-from rotation_merge.model import biases, rows
+from rotation_merge.model import blocks, rows
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.low_rank import dense
@@ -78,7 +78,7 @@ def test_long_vocabularies_are_moved_in_slices(tmp_path: Path, monkeypatch: pyte
 
         monkeypatch.setattr(module, "transform_tensor", watched)
 
-    for module in (biases, carry, tasks):
+    for module in (blocks, carry, tasks):
         watch(module)
     states, norms, seen = list[dict[str, Tensor]](), list[float](), list[dict[str, int]]()
     for most in (rows.LONG, 1000):
