@@ -40,7 +40,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("symmetry",): (1200, 3600),
     ("architecture",): (1800, 2050),
     ("record",): (250, 320),
-    ("model",): (4000, 6570),
+    ("model",): (4000, 6575),
     ("run",): (2400, 5800),
     ("matching",): (3400, 8750),
     ("averaging",): (2000, 2200),
