@@ -32,12 +32,28 @@ from rotation_merge.matching.model_pair import ModelPair
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import VaryingOptions
 from rotation_merge.mergekit_plugin.planning import prefetch, tasks
-from rotation_merge.workers import BYTES_A_WEIGHT, SHARE, in_order, keep_freed_memory, on_devices, workers_for
+from rotation_merge.workers import (
+    BYTES_A_WEIGHT,
+    SHARE,
+    in_order,
+    in_threads,
+    keep_freed_memory,
+    on_devices,
+    workers_for,
+)
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_results_come_in_order(count: int) -> None:
     assert list(in_order([lambda n: n * n] * count, range(20))) == [n * n for n in range(20)]
+
+
+@pytest.mark.parametrize("at_once", [0, 2])
+def test_a_workload_says_whether_it_runs_in_threads(at_once: int) -> None:
+    work: Any = SimpleNamespace(at_once=at_once, piece=lambda step, item: (threading.current_thread(), step + item))
+    threads, results = zip(*in_threads(work, 1, range(4)), strict=True)
+    assert results == (1, 2, 3, 4)
+    assert (threading.current_thread() in threads) == (at_once == 0)
 
 
 def test_as_many_run_at_once_as_there_are_workers() -> None:
