@@ -40,7 +40,7 @@ from rotation_merge.mergekit_plugin.recipe.donor import entries
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.mergekit_plugin.recipe.settings import tokenizer_source
 from rotation_merge.model.card import add_section
-from rotation_merge.model.folder import fetched
+from rotation_merge.model.folder import fetched, folder_of
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.origin import origins
 from rotation_merge.model.run_keys import mark_of, unchanged
@@ -324,7 +324,7 @@ TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
 def _quiet_about_tokenizers(config: MergeConfiguration, options: MergeOptions) -> MergeOptions:
     """Do not let mergekit copy a tokenizer that is not there (it would log a traceback, for images too)."""
     base = config.base_model
-    path = None if base is None else fetched(base.model, options.transformers_cache)
+    path = None if base is None else folder_of(base.model, options.transformers_cache)
     if path is None or any(name.startswith(TOKENIZER_FILES) for name in os.listdir(path)):
         return options
     return options.model_copy(update={"copy_tokenizer": False})
