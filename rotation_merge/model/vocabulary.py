@@ -129,8 +129,9 @@ def moved_tokens(anchor: View, donor: View, both: bool = False) -> tuple[int, in
     """
     if anchor is donor or anchor.files is None or donor.files is None:
         return 0, 0
-    alike = _Tokenizer.of(anchor.folder) == _Tokenizer.of(donor.folder)
-    if alike or (not both and vocabulary_size(anchor) != vocabulary_size(donor)):
+    if not both and vocabulary_size(anchor) != vocabulary_size(donor):
+        return 0, 0
+    if _Tokenizer.of(anchor.folder) == _Tokenizer.of(donor.folder):
         return 0, 0
     known, donor_tokens = _tokens(anchor), _tokens(donor)
     if known is None or donor_tokens is None:
