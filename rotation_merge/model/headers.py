@@ -77,7 +77,7 @@ def _refuse_adapter(folder: str) -> None:
         raise CheckpointError("is an adapter, not a model", where=folder, remedy=f"write {base}+{folder}")
 
 
-_STEMS = ("model.safetensors", "pytorch_model.bin")
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 """Weight files in the order in which mergekit looks for them."""
 
 INDEX = ".index.json"
@@ -89,7 +89,7 @@ def opened_file(folder: str) -> str | None:
 
     It takes safetensors before pickles, and an index before a single file.
     """
-    places = (os.path.join(folder, stem + end) for stem in _STEMS for end in (INDEX, ""))
+    places = (os.path.join(folder, stem + end) for stem in WEIGHT_FILES for end in (INDEX, ""))
     return next(filter(os.path.exists, places), None)
 
 

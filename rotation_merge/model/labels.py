@@ -87,8 +87,8 @@ def in_class_order(view: View, rows: LabelRows) -> View:
     changed = {"id2label": {str(i): n for i, n in named.items()}, "label2id": {n: i for i, n in named.items()}}
     of_files = next((filed for _, filed in view.rows.values()), range(len(order)))
     whole = {name: (dim, tuple(of_files[i] for i in order)) for name, (dim, _) in rows.items()}
-    reordered = replace(view, tensors=_ordered(view.tensors, rows), rows=whole, filed=view.as_filed)
-    return replace(reordered, config={**view.config, **changed}, changed={**view.changed, **changed})
+    changes: dict[str, Any] = {"config": {**view.config, **changed}, "changed": {**view.changed, **changed}}
+    return replace(view, tensors=_ordered(view.tensors, rows), rows=whole, filed=view.as_filed, **changes)
 
 
 def _ordered(tensors: Tensors, rows: LabelRows) -> Tensors:

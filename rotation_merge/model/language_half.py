@@ -77,8 +77,7 @@ def within(view: View, anchor: View, complete: bool = False) -> View | None:
         architecture = resolve(config, list(tensors), view.name, keep_unknown=True, untie=view.untie)
         template = None if anchor.files is None else anchor.files.folder
         files = None if view.files is None else replace(view.files, dtypes=tensors.dtypes, template=template)
-        completed = replace(view, tensors=tensors, config=config, architecture=architecture, remarks=remarks)
-        return replace(completed, files=files)
+        return replace(view, tensors=tensors, config=config, architecture=architecture, remarks=remarks, files=files)
     absent = {info.name for info in anchor.architecture.tensors() if info.names[0] not in names}
     architecture = anchor.architecture.without(absent)  # which no file describes by itself
     return replace(view, tensors=tensors, config=config, architecture=architecture, text=view, text_names=names)

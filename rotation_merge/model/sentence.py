@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.sentence import MODES, dense
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.headers import read_json, reason
+from rotation_merge.model.headers import WEIGHT_FILES, read_json, reason
 
 FILE = "modules.json"
 BESIDE = (FILE, "config_sentence_transformers.json", "sentence_bert_config.json")
@@ -26,8 +26,6 @@ BESIDE = (FILE, "config_sentence_transformers.json", "sentence_bert_config.json"
 
 KINDS = ("Transformer", "Pooling", "Dense", "Normalize", "Dropout")
 """Modules that are known, by class."""
-
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def read_modules(folder: str) -> list[dict[str, Any]]:
@@ -117,7 +115,7 @@ def module_files(folder: str, modules: list[dict[str, Any]]) -> dict[str, str]:
     """
     files = {}
     for path in (module["path"] for module in dense(modules)):
-        names = [name for name in WEIGHTS if os.path.isfile(os.path.join(folder, path, name))]
+        names = [name for name in WEIGHT_FILES if os.path.isfile(os.path.join(folder, path, name))]
         if not names:
             place = os.path.join(folder, path)
             raise CheckpointError("its weights are missing", where=place, remedy="download it again")
@@ -145,7 +143,7 @@ def write_modules(source: str, out: str, tensors: Mapping[str, Tensor]) -> None:
         target.mkdir(parents=True, exist_ok=True)
         weights = {n.removeprefix(f"{path}."): t.contiguous() for n, t in tensors.items() if n.startswith(f"{path}.")}
         for file in sorted(origin.iterdir()) if origin.is_dir() else []:
-            if file.is_file() and not (weights and file.name in WEIGHTS):
+            if file.is_file() and not (weights and file.name in WEIGHT_FILES):
                 shutil.copyfile(file, target / file.name)
         if weights:
             save_file(weights, target / "model.safetensors", {"format": "pt"})

@@ -12,6 +12,7 @@ from mergekit.common import parse_kmb
 from mergekit.io.tensor_writer import TensorWriter
 from torch import Tensor
 
+from rotation_merge.config import DTYPES
 from rotation_merge.errors import RotationMergeError, nearest
 from rotation_merge.model.sentence import in_module, write_modules
 
@@ -51,9 +52,8 @@ def check_dtype(name: str | None) -> None:
     Raises:
         RotationMergeError: names the nearest known one.
     """
-    known = ("bfloat16", "float16", "float32", "float64")
-    if name is not None and name not in known:
-        raise RotationMergeError(f"there is no dtype '{name}'", remedy=nearest(name, known))
+    if name is not None and name not in DTYPES:
+        raise RotationMergeError(f"there is no dtype '{name}'", remedy=nearest(name, DTYPES))
 
 
 def write_weights(
@@ -94,5 +94,5 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 def small_files(folder: str) -> dict[str, bytes]:
     """Small files of a checkpoint or adapter that belong to it whatever its weights (tokenizer, preprocessor)."""
     paths = sorted(Path(folder).iterdir()) + sorted(Path(folder, TEMPLATES).glob("*"))
-    kept = (p for p in paths if p.name.endswith(KEPT) and p.name not in OWN and not p.name.endswith(".index.json"))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in kept if path.is_file()}
+    small = (p for p in paths if p.name.endswith(KEPT) and p.name not in OWN and not p.name.endswith(".index.json"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in small if path.is_file()}
