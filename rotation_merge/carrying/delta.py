@@ -172,7 +172,7 @@ class Delta:
                 if not stored.is_floating_point():
                     yield info, unstack(info, stored), 0.0, 0.0
                     continue
-                tensor, change, before = self._carried(block, info, stored)
+                tensor, change, before = self.carried(block, info, stored)
                 yield info, unstack(info, tensor.to(self.dtype or stored.dtype).contiguous()), change, before
 
     def named(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -193,10 +193,14 @@ class Delta:
         stored = read_tensor(info, self.carrier.new)
         if stored is None or not stored.is_floating_point():
             return stored
-        return replace(self, dtype=dtype)._carried(block, info, stored)[0].to(dtype or stored.dtype).contiguous()
+        return replace(self, dtype=dtype).carried(block, info, stored)[0].to(dtype or stored.dtype).contiguous()
 
-    def _carried(self, block: Block, info: TensorInfo, stored: Tensor) -> tuple[Tensor, float, float]:
-        """A tensor of the new base with the change, long shared vocabularies in slices, and the squared norms."""
+    def carried(self, block: Block, info: TensorInfo, stored: Tensor) -> tuple[Tensor, float, float]:
+        """A tensor of the new base with the change, and the squared norms of the change and of the old base's tensor.
+
+        Args:
+            stored: the new base's; long vocabularies that are shared come in slices, rounded to its type.
+        """
         sources, norms = (self.carrier.old, self.carrier.new, self.tuned), list[tuple[float, float]]()
         same = info.vocabulary_axis is not None and self.carrier.rows is None
         parts_of = views(block, sources if same else [])

@@ -15,7 +15,7 @@ from mergekit.options import MergeOptions
 from rotation_merge.averaging.task_vectors import RATIO, SHORTENED, TaskVectorMethod
 from rotation_merge.diagnose.donors import donors_of, last_recipe
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.mergekit_plugin.planning.opened import Models
+from rotation_merge.mergekit_plugin.models import Models
 from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.folder import absent_parts

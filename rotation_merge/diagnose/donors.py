@@ -12,8 +12,8 @@ from mergekit.options import MergeOptions
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
-from rotation_merge.mergekit_plugin.planning.opened import Models
-from rotation_merge.mergekit_plugin.planning.presets import settle_presets
+from rotation_merge.mergekit_plugin.models import Models
+from rotation_merge.mergekit_plugin.presets import settle_presets
 from rotation_merge.mergekit_plugin.recipe.document import Document, documents
 from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor
 from rotation_merge.mergekit_plugin.recipe.names import METHOD, OF_MODEL, OPTIONS, RELATIONS

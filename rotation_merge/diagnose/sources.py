@@ -17,14 +17,15 @@ from rotation_merge.files import check_output
 from rotation_merge.matching.alignment import load_alignment
 from rotation_merge.matching.check_pair import check_forward
 from rotation_merge.matching.stream import residual_groups
+from rotation_merge.mergekit_plugin.donors import Donors
+from rotation_merge.mergekit_plugin.models import Models
 from rotation_merge.mergekit_plugin.planning.files import check_pulled, recipe_inputs, recipe_outputs
-from rotation_merge.mergekit_plugin.planning.opened import Models
-from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
 from rotation_merge.mergekit_plugin.recipe.document import Document, Path
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
 from rotation_merge.mergekit_plugin.recipe.parameter_scopes import at, items, scopes
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.mergekit_plugin.recipe.settings import explain
+from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.hub import HubFile
@@ -60,7 +61,7 @@ def check_sources(
     try:
         complete = _check_models(document, recipe, made_earlier, options, refused, session.models)
         if complete and document.first is None:
-            _plan(document, session, options)
+            _plan(document, session)
     finally:
         session.run.end()
 
@@ -267,19 +268,14 @@ def _residual(document: Document, anchor: View) -> None:
             document.raised((*path, "residual"), error)
 
 
-def _plan(document: Document, session: Session, options: MergeOptions) -> None:
-    """Plan the whole merge as mergekit will, without reading weights."""
-    from mergekit.merge import _model_out_config
-
-    from rotation_merge.mergekit_plugin.definitions import architecture_info
-    from rotation_merge.mergekit_plugin.planning.planner import RotationMergePlanner
+def _plan(document: Document, session: Session) -> None:
+    """Compile the recipe and plan the whole merge as mergekit will, without reading weights."""
+    from rotation_merge.mergekit_plugin.compile import compiled, planner
 
     try:
-        config = SessionConfiguration.of(session)
-        info = architecture_info(config, options)
-        planner = RotationMergePlanner(config, info, options, _model_out_config(config, info))
-        planner.plan_to_disk(out_path="unused")
-        _warn(document, planner)
+        result = compiled(session)
+        planner(result, session.options).plan_to_disk(out_path="unused")
+        _warn(document, result.donors)
     except RotationMergeError as error:
         if document.first is None:  # else it is that fault
             document.raised(_place(document, error), error)
@@ -289,10 +285,10 @@ def _plan(document: Document, session: Session, options: MergeOptions) -> None:
         document.fault((), " ".join(str(error).split()), "correct the recipe")
 
 
-def _warn(document: Document, planner: Any) -> None:
+def _warn(document: Document, donors: Donors) -> None:
     """Warnings about a questionable merge of the donors."""
     warned = set[str]()
-    for model, donor in planner.donors.found.items():
+    for model, donor in donors.found.items():
         path = next((path for path, name in references(document.value) if name == str(model)), ())
         for note in (*donor.checked.warnings, *donor.checked.notes()) if donor.checked else ():
             if note not in warned:

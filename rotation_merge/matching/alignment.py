@@ -502,6 +502,8 @@ class Mover:
         architecture: by whose names the source's tensors are known.
         biases: gives the anchor's biases that softmax cannot see, folded where the alignment folds; None: the model
             keeps its own.
+        least: the least precise type that results are rounded to in the end, which folding has to survive; None: that
+            of each tensor.
     """
 
     def __init__(
@@ -510,9 +512,10 @@ class Mover:
         source: TensorSource,
         alignment: Alignment,
         biases: TensorSource | None = None,
+        least: torch.dtype | None = None,
     ) -> None:
         self.architecture, self.source = architecture, as_tensors(source)
-        self.alignment, self.biases = alignment, biases
+        self.alignment, self.biases, self.least = alignment, biases, least
         self._whole: dict[torch.dtype | None, Tensors] = {}
 
     def tensor(self, block: Block, info: TensorInfo, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -542,7 +545,7 @@ class Mover:
         return self._whole[dtype]
 
     def _of(self, source: TensorSource, biases: TensorSource | None, dtype: torch.dtype | None) -> Tensors:
-        stored = folded_tensors(self.architecture, source, self.alignment.folded, dtype)
+        stored = folded_tensors(self.architecture, source, self.alignment.folded, self.least or dtype)
         return in_coordinates(self.architecture, stored, self.alignment.transforms, biases)
 
 

@@ -73,7 +73,7 @@ class Pair:
         return self._source(self.anchor, self.marks[0]), self._source(self.donor, self.marks[1])
 
     def _source(self, model: View, mark: Fingerprint) -> Tensors:
-        tensors = with_tied(self.architecture, watched(model, mark) if self.watched else model.tensors)
+        tensors = with_tied(self.architecture, watched(model, mark.add) if self.watched else model.tensors)
         return tensors if self.device == "cpu" else tensors.to(self.device)
 
     @cached_property

@@ -6,28 +6,45 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mergekit.architecture.base import ModelArchitecture, ModuleArchitecture, ModuleDefinition, WeightInfo
+from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
-from mergekit.options import MergeOptions
 from transformers import PretrainedConfig
 
 from rotation_merge.architecture import Architecture, find
 from rotation_merge.errors import CheckpointError
-from rotation_merge.mergekit_plugin.planning.opened import Models
-from rotation_merge.mergekit_plugin.planning.session import session_of, settle_heads
+from rotation_merge.mergekit_plugin.models import Models
 from rotation_merge.mergekit_plugin.recipe.donor import carried_donors
 from rotation_merge.mergekit_plugin.recipe.settings import check_filters, check_words
+from rotation_merge.mergekit_plugin.session import Session, settle_heads
 from rotation_merge.model.view import View
 
 
+Names = Mapping[ModelReference, Mapping[str, str]]
+"""By model, the own name of each output tensor that is called otherwise in the model."""
+
+
+def read_as(name: str, own: str) -> str:
+    """The name under which a model gives an output tensor that it calls otherwise."""
+    return f"{name} of {own}"
+
+
 class AlignedModule(ModuleArchitecture):
-    """One module of one of our architectures."""
+    """One module of one of our architectures.
 
-    def __init__(self, architecture: Architecture, module: str) -> None:
-        self.architecture, self.module = architecture, module
+    Args:
+        own_names: by which recipes' filters know tensors of single models, where slices renumber layers.
+    """
 
-    def _weights(self, place: str, index: int | None) -> list[WeightInfo]:
+    def __init__(self, architecture: Architecture, module: str, own_names: Names) -> None:
+        self.architecture, self.module, self.own_names = architecture, module, own_names
+
+    def _weights(self, place: str, index: int | None, own: Mapping[str, str]) -> list[WeightInfo]:
         return [
-            WeightInfo(name=name, vocabulary_axis=info.vocabulary_axis)
+            WeightInfo(
+                name=own.get(name, name),
+                aliases=(read_as(name, own[name]),) if name in own else None,
+                vocabulary_axis=info.vocabulary_axis,
+            )
             for block in self.architecture.blocks
             if block.module == self.module and block.place == place
             if index is None or block.index == min(index, self.count() - 1)
@@ -39,13 +56,13 @@ class AlignedModule(ModuleArchitecture):
         return len(self.architecture.layers(self.module))
 
     def pre_weights(self, config: PretrainedConfig) -> list[WeightInfo]:
-        return self._weights("before", None)
+        return self._weights("before", None, {})
 
     def post_weights(self, config: PretrainedConfig) -> list[WeightInfo]:
-        return self._weights("after", None)
+        return self._weights("after", None, {})
 
     def layer_weights(self, index: int, config: PretrainedConfig) -> list[WeightInfo]:
-        return self._weights("layer", index)
+        return self._weights("layer", index, self.own_names.get(getattr(config, "placed_model", None), {}))
 
     def num_layers_config_key(self) -> str:
         return self.architecture.layers_key[self.module]
@@ -56,27 +73,27 @@ class AlignedModule(ModuleArchitecture):
         return self.count() if half or not part else super().num_layers(config)
 
 
-def architecture_info(config: MergeConfiguration, options: MergeOptions) -> ModelArchitecture:
-    """mergekit's view of the anchor's architecture; all models are checked on the way.
+def open_models(session: Session) -> View:
+    """Open a recipe's models, and check them together with it; returns the anchor.
 
     Raises:
         RotationMergeError: the recipe or a model is at fault.
     """
-    session = session_of(config)
     recipe, models = session.recipe, session.models
-    models.together(recipe.base, config.referenced_models())
-    settle_heads(session, config.referenced_models())
+    config, references = recipe.config, recipe.config.referenced_models()
+    models.together(recipe.base, references)
+    settle_heads(session, references)
     anchor = models[recipe.base]
     check_filters(recipe.document, (block.name for block in anchor.architecture.blocks))
-    names = (name for model in config.referenced_models() for name in models[model].names)
+    names = (name for model in references for name in models[model].names)
     check_words(recipe.document, anchor.architecture, names)
     recipe.document.raise_first()
     _check_depths(config, models)
-    resized = bool(config.tokenizer or config.tokenizer_source or options.unsafe_truncate_embeddings)
+    resized = bool(config.tokenizer or config.tokenizer_source or session.options.unsafe_truncate_embeddings)
     carried = carried_donors(config)
-    for reference in config.referenced_models():
+    for reference in references:
         check_shapes(anchor, models[reference], recipe.excluded, resized or reference in carried)
-    return describe(anchor.architecture, anchor.config)
+    return anchor
 
 
 def check_shapes(model: View, anchor: View, excluded: Callable[[str], bool], resized: bool) -> None:
@@ -123,12 +140,12 @@ def _check_depths(config: MergeConfiguration, models: Models) -> None:
                 )
 
 
-def describe(architecture: Architecture, config: Mapping[str, Any]) -> ModelArchitecture:
-    """An architecture as mergekit's `ModelArchitecture`."""
+def describe(architecture: Architecture, config: Mapping[str, Any], own_names: Names | None = None) -> ModelArchitecture:
+    """An architecture as mergekit's `ModelArchitecture`; `own_names` as of `AlignedModule`."""
     spec = find(config)
     return ModelArchitecture(
         modules={
-            module: ModuleDefinition(architecture=AlignedModule(architecture, module))
+            module: ModuleDefinition(architecture=AlignedModule(architecture, module, own_names or {}))
             for module in architecture.layers_key
         },
         architectures=list(config.get("architectures") or []),

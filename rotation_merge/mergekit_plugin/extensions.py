@@ -64,11 +64,11 @@ def extend_common(module: Any) -> None:
             return lazy_loader(folder, cache_dir, *args, **kwargs)
         from mergekit.options import MergeOptions
 
-        from rotation_merge.mergekit_plugin.planning.opened import Loader
+        from rotation_merge.mergekit_plugin.loader import ViewLoader
         from rotation_merge.model.open import open_model
 
         with one_line():
-            return Loader(open_model(self, options=MergeOptions(transformers_cache=cache_dir), any_base=True))
+            return ViewLoader(open_model(self, options=MergeOptions(transformers_cache=cache_dir), any_base=True))
 
     reference.config, reference.local_path, reference.lazy_loader = of_config, of_path, of_loader
     reference.merged = of_merged
@@ -88,7 +88,7 @@ def _in_folder(reference: Any, cache: str | None = None) -> Any:
 
 
 def extend_tokenizers(module: Any) -> None:
-    """Make mergekit able to combine tokenizers of GGUF models."""
+    """Make mergekit able to combine tokenizers of GGUF models, and of models that stand for others in our merges."""
     stock = module.build_tokenizer
     if not _once(module):
         return
@@ -96,16 +96,16 @@ def extend_tokenizers(module: Any) -> None:
     @functools.wraps(stock)
     def build_tokenizer(base_model: Any, referenced_models: Any, *, tokenizer_source: Any, **kwargs: Any) -> Any:
         models = [model for model in (base_model, *referenced_models) if model is not None]
-        folders = {model: _in_folder(model) for model in models}
-        if isinstance(tokenizer_source, type(models[0])):
+        folders = {model: _in_folder(getattr(model, "original", model)) for model in models}
+        if isinstance(tokenizer_source, module.ModelReference):
             tokenizer_source = _in_folder(tokenizer_source)
         base, referenced = folders.get(base_model), [folders[model] for model in referenced_models]
         info = stock(base, referenced, tokenizer_source=tokenizer_source, **kwargs)
         for by_model in (info.permutations, info.original_vocabs):
             if by_model is not None:
-                by_model.update(
-                    {model: by_model.pop(folder) for model, folder in folders.items() if folder in by_model}
-                )
+                known = {model: by_model[folder] for model, folder in folders.items() if folder in by_model}
+                by_model.clear()
+                by_model.update(known)
         return info
 
     module.build_tokenizer = build_tokenizer
@@ -142,40 +142,16 @@ def extend_config(module: Any) -> None:
 
 
 def extend_architecture(module: Any) -> None:
-    """Give our own architecture definitions to our own merges."""
+    """Give our merges the architecture of their output."""
     stock = module.get_architecture_info
     if "mergekit.architectures" in state.loaded or not _once(module):
         return
 
     @functools.wraps(stock)
     def get_architecture_info(config: Any, options: Any) -> Any:
-        if config.merge_method != METHOD:
-            return stock(config, options)
-        with one_line():
-            check_host()
-            from rotation_merge.mergekit_plugin.definitions import architecture_info
-
-            return architecture_info(config, options)
+        return getattr(config, "_architecture", None) or stock(config, options)
 
     module.get_architecture_info = get_architecture_info
-
-
-def extend_plan(module: Any) -> None:
-    """Make `MergePlanner(...)` build our planner for our recipes."""
-    planner = module.MergePlanner
-    if not _once(module):
-        return
-
-    def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is planner and config.merge_method == METHOD:
-            with one_line():
-                check_host()
-                from rotation_merge.mergekit_plugin.planning.planner import RotationMergePlanner
-
-                return object.__new__(RotationMergePlanner)
-        return object.__new__(cls)
-
-    planner.__new__ = new
 
 
 def extend_merge(module: Any) -> None:
@@ -200,7 +176,7 @@ def extend_merge(module: Any) -> None:
             return
         with one_line():
             check_host()
-            from rotation_merge.mergekit_plugin.merge import run
+            from rotation_merge.mergekit_plugin.run import run
 
             run(stock, merge_config, out_path, options, config_source)
 

@@ -22,7 +22,6 @@ HOOKS = {
     "mergekit.config": "extend_config",
     "mergekit.architecture": "extend_architecture",
     "mergekit.merge_methods.registry": "extend_registry",
-    "mergekit.plan": "extend_plan",
     "mergekit.merge": "extend_merge",
     "mergekit.scripts.run_yaml": "extend_command",
     "mergekit.scripts.multimerge": "extend_command",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import yaml
 from mergekit import merge
 from mergekit.config import MergeConfiguration
@@ -14,6 +12,7 @@ from torch import Tensor
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.mergekit_plugin import state
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.folder import close_files
 
 
@@ -26,16 +25,13 @@ def merged_state(text: str) -> dict[str, Tensor]:
     Raises:
         RotationMergeError: as the merge does.
     """
-    from rotation_merge.mergekit_plugin.definitions import architecture_info
-    from rotation_merge.mergekit_plugin.planning.planner import RotationMergePlanner
-    from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
+    from rotation_merge.mergekit_plugin.compile import compiled, tensor_tasks
 
-    options = MergeOptions(quiet=True)
-    session = Session.of(Recipe.read(_configuration(text)), options, watched=False)
-    config = SessionConfiguration.of(session)
+    session = Session.of(Recipe.read(_configuration(text)), MergeOptions(quiet=True), watched=False)
     try:
-        planner = RotationMergePlanner(config, architecture_info(config, options), options, SimpleNamespace())
-        tasks = planner.plan_in_memory()
+        result = compiled(session)
+        result.prepare()
+        tasks = tensor_tasks(result, session.options)
         return {task.weight_info.name: tensor.clone() for task, tensor in Executor(tasks).run(quiet=True)}
     finally:
         session.run.end()

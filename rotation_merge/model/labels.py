@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, short
-from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 
@@ -95,9 +94,9 @@ def _ordered(tensors: Tensors, rows: LabelRows) -> Tensors:
     return tensors.map(lambda name, tensor: in_order(tensor, rows.get(name)))
 
 
-def watched(view: View, mark: Fingerprint) -> Tensors:
-    """A model's tensors; each that is read is added to the fingerprint of its files."""
-    return _ordered(view.as_filed.tensors.map(mark.add), view.rows)
+def watched(view: View, look: Callable[[str, Tensor], Tensor]) -> Tensors:
+    """A model's tensors; each is shown to a function as it stands in the files, when it is read."""
+    return _ordered(view.as_filed.tensors.map(look), view.rows)
 
 
 def with_classes_of(view: View, anchor: View) -> View:

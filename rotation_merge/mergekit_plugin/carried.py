@@ -1,0 +1,166 @@
+"""Donors whose change is carried on samples or at a scale: `carry` and `carry_scale` beside `finetuned_from`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import tqdm
+from mergekit.common import ModelReference
+from mergekit.config import ConfigReader
+from mergekit.options import MergeOptions
+from torch import Tensor
+
+from rotation_merge.carrying.bases import open_bases
+from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.session import Execution
+from rotation_merge.carrying.tokens import AddedTokens
+from rotation_merge.carrying.transfer import transferred
+from rotation_merge.errors import RecipeError
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.run import Run
+from rotation_merge.mergekit_plugin.recipe.donor import title
+from rotation_merge.mergekit_plugin.recipe.names import OF_MODEL, OPTIONS
+from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.model.adapter_base import OWN_BASE
+from rotation_merge.model.folder import folder_of
+from rotation_merge.model.forms import translated
+from rotation_merge.model.gguf import quantised
+from rotation_merge.model.nearness import nearness
+from rotation_merge.model.open import check_own_base
+from rotation_merge.model.view import View
+
+ASKS = (*OPTIONS, "preset", "match_on", "carry", "carry_scale", "data")
+"""Parameters with which a recipe asks for matching, or lets samples judge."""
+
+
+@dataclass(frozen=True)
+class CarryPlan:
+    """The way a donor's change is carried.
+
+    Attributes:
+        tensors: carries it with samples: gives the anchor's tensors that it changes, by name.
+        scale: factor of its task vector.
+    """
+
+    tensors: Callable[[], dict[str, Tensor]] | None = None
+    scale: float = 1.0
+
+
+def transfer_config(
+    recipe: Recipe, reader: ConfigReader, model: ModelReference, match: AlignConfig, seed: int
+) -> TransferConfig:
+    """The recipe's options for carrying a donor's change.
+
+    Args:
+        match: by which groups it is matched.
+        seed: of everything random.
+    """
+    keys = {name: option.name_in_recipes(name) for name, option in TransferConfig.options().items()}
+    keys["alignment"] = "alignment"
+    values = {name: recipe.given_of_model(key, reader, model) for name, key in keys.items() if key in OF_MODEL}
+    values = {name: value for name, value in values.items() if value is not None}
+    config = TransferConfig(**values, match=match, seed=seed, untie=recipe.untie)
+    try:
+        config.check_use()
+    except RecipeError as error:
+        raise RecipeError(error.what, where=str(model), remedy=error.remedy) from error
+    return config
+
+
+def carried(
+    recipe: Recipe,
+    reader: ConfigReader,
+    options: MergeOptions,
+    run: Run,
+    model: ModelReference,
+    origin: ModelReference | None,
+    match: AlignConfig,
+    shares_vocabulary: bool,
+) -> CarryPlan:
+    """The way a donor is carried.
+
+    Args:
+        origin: the base that it was tuned from, if its change is merged.
+        match: by which groups that is matched.
+        shares_vocabulary: whether it has the anchor's.
+
+    Raises:
+        RecipeError: there is no change to carry, or its base has another vocabulary than the anchor.
+    """
+    config = transfer_config(recipe, reader, model, match, options.random_seed or 0)
+    if origin is None:
+        if config.method == "weights":
+            return CarryPlan()
+        remedy = "name the model that it was tuned from ('finetuned_from')"
+        raise RecipeError(f"'carry: {config.method}' applies to fine-tunes only", where=str(model), remedy=remedy)
+    if types := quantised(folder_of(model.model, options.transformers_cache) or ""):
+        run.note(f"`{model}` {types}.")
+    if not config.needs_samples:
+        note = "the effect of the carried change is not measured; 'carry_scale: auto' measures it on samples"
+        run.note(f"`{model}`: {note}.")
+        bases = open_bases(str(recipe.base), str(origin), untie=recipe.untie)
+        for line in AddedTokens.of(bases, str(model), 0).words(written=False):
+            run.note(f"`{model}`: {line}")
+        return CarryPlan(scale=1.0 if config.factor is None else config.factor)
+    if not shares_vocabulary:
+        raise RecipeError(
+            f"the vocabulary of {origin} differs from the anchor's, so samples cannot be shared",
+            where=str(model),
+            remedy="leave out 'carry' and 'carry_scale: auto': weights alone can be carried by shared tokens",
+        )
+    from rotation_merge.model.writing import StorageOptions
+
+    execution = Execution(str(options.device or "cpu"), StorageOptions(untie=recipe.untie))
+
+    @cache
+    def tensors() -> dict[str, Tensor]:
+        return _with_samples(str(model), str(origin), str(recipe.base), config, execution, run, options.quiet)
+
+    return CarryPlan(tensors)
+
+
+def check_adapter(model: View, origin: View | None = None) -> None:
+    """Refuse a model with an adapter that was trained neither on this model nor on its base.
+
+    Raises:
+        CheckpointError: names the bases.
+    """
+    remedy = f"{OWN_BASE}; or run mergekit with --allow-crimes"
+    if origin is None:
+        check_own_base(model, remedy=remedy)
+    else:
+        check_own_base(model, [origin], "name its own base ('finetuned_from'), or run mergekit with --allow-crimes")
+
+
+def added_as_it_is(reader: ConfigReader, model: ModelReference, base: View, origin: View) -> tuple[bool, str]:
+    """Whether a donor's change is added without alignment, and a note on it.
+
+    This holds if its base and the anchor share their coordinates and the recipe asks for no matching.
+    """
+    near = nearness(base.architecture, base.tensors, translated(origin, origin.architecture, base.architecture))
+    if not near.shared:
+        return False, ""
+    words = f"`{model}`: {origin.reference} and {base.reference} share their coordinates ({near.words})"
+    options = [name for scope in reader.parameter_sources(model) for name in scope or () if name in ASKS]
+    if options:
+        return False, f"{words}: its change could be added as it is, but '{options[0]}' is set."
+    return True, f"{words}: its change is added as it is."
+
+
+def _with_samples(
+    donor: str, origin: str, anchor: str, config: TransferConfig, execution: Execution, run: Run, quiet: bool
+) -> dict[str, Tensor]:
+    """Runs the models on samples: the anchor's tensors as a donor changes them."""
+    with tqdm.tqdm(desc=f"Carrying {donor}", disable=quiet) as bar:
+        tensors, lines, alignment, lift = transferred(
+            donor, origin, anchor, config, execution, lambda *_: bar.update(1)
+        )
+    run.used(f"carrying {donor}", config.data, config.sample_count)
+    run.aligned(title(donor, origin), alignment)
+    if lift is not None:
+        run.lifts[donor] = lift
+    for line in lines:
+        run.note(f"`{donor}`: {line}")
+    return tensors

@@ -1,0 +1,85 @@
+"""Rejects donors that a delegate of our own does not support, before any weight is read."""
+
+from __future__ import annotations
+
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+
+from rotation_merge.averaging.methods import OwnMethod
+from rotation_merge.errors import RecipeError
+from rotation_merge.mergekit_plugin.donors import Donors
+from rotation_merge.model.vocabulary import shared_rows
+
+CARRY_FIRST = "carry the donor first ('rotation-merge carry') and {} the output, or use delegate task_arithmetic"
+
+
+def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
+    """
+    Raises:
+        RecipeError: no maps are known, a donor's statistics say nothing of the tensors that are averaged, or its
+            coordinates are the anchor's and there is nothing to transport.
+    """
+    recipe, method = donors.recipe, donors.recipe.delegate
+    if not isinstance(method, OwnMethod):
+        return
+    name = f"delegate {method.spec.name}"
+    if donors.models[recipe.base].architecture.family == "unknown":
+        remedy = "use another delegate, or add an architecture file (docs/add-architecture.md)"
+        raise RecipeError(f"{name} does not know this architecture", where=str(recipe.base), remedy=remedy)
+    words = [t.name for t in donors.models[recipe.base].architecture.tensors() if t.vocabulary_axis is not None]
+    by_row = bool(method.statistics) and not method.maps_only and not all(map(recipe.excluded, words))
+    rearranged = config.tokenizer or config.tokenizer_source or donors.options.unsafe_truncate_embeddings
+    if method.whole_models:
+        _check_layers(config, donors)
+    for model, donor in donors.found.items():
+        if method.whole_models and donor.origin is None:
+            _one_vocabulary(donors, model, f"{name} runs all models on one set of token ids", "use another delegate")
+        if method.statistics and donor.carried.tensors is not None:
+            problem = f"{name} needs statistics of the carried model, but these are the donor's"
+            raise RecipeError(problem, where=str(model), remedy=CARRY_FIRST.format("measure and merge"))
+        if by_row and rearranged:
+            _one_vocabulary(donors, model, f"{name} weighs the row of every token", "use delegate regmean")
+        if method.no_changes and donor.origin is not None:
+            raise RecipeError(f"{name} {method.no_changes}", where=str(model), remedy=CARRY_FIRST.format("merge"))
+
+
+def check_pool(donors: Donors) -> None:
+    """Check that the donors' activations can be measured on one pool of samples.
+
+    Raises:
+        RecipeError: a donor's vocabulary differs, or its layers are combined differently.
+    """
+    for model in donors.found:
+        why = "delegate ot_fusion compares activations on the same tokens"
+        _one_vocabulary(donors, model, why, "leave 'data' out: plans then come from weights")
+        if any(
+            anchor_layer != donor_layer
+            for pairs in donors.layers.get(model, {}).values()
+            for anchor_layer, donor_layer in pairs
+        ):
+            problem = "delegate ot_fusion compares activations of whole models, but the slices pair layers differently"
+            raise RecipeError(problem, where=str(model), remedy="leave 'data' out: plans then come from weights")
+
+
+def _one_vocabulary(donors: Donors, model: ModelReference, why: str, remedy: str) -> None:
+    base = donors.models[donors.recipe.base]
+    if shared_rows([base, donors.models[model]]) is not None:
+        raise RecipeError(f"{why}, but its tokens are not those of {base.reference}", where=str(model), remedy=remedy)
+
+
+def _check_layers(config: MergeConfiguration, donors: Donors) -> None:
+    """Check that every model gives all of its layers in their order."""
+    base = donors.models[donors.recipe.base]
+    for name, module in (config.modules or {}).items():
+        count = len(base.architecture.layers(name))
+        layers_of: dict[ModelReference, list[int]] = {}
+        for piece in module.slices or []:
+            for source in piece.sources:
+                layers_of.setdefault(source.model, []).extend(range(*source.layer_range))
+        for model, layers in layers_of.items():
+            if count and layers != list(range(count)):
+                raise RecipeError(
+                    f"delegate refit runs whole models, but the slices take layers {layers} of {count}",
+                    where=str(model),
+                    remedy="take all layers in their order ('models:'), or another delegate",
+                )

@@ -1,0 +1,82 @@
+"""The models of one recipe, opened once each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mergekit.common import ModelReference
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
+from torch import Tensor
+
+from rotation_merge.errors import CheckpointError
+from rotation_merge.linalg.finite import all_finite
+from rotation_merge.matching.open_pair import as_donor
+from rotation_merge.matching.run import Run
+from rotation_merge.model.labels import watched
+from rotation_merge.model.open import check_present, open_model
+from rotation_merge.model.tensors import Tensors
+from rotation_merge.model.view import View
+
+
+class Models:
+    """The models of one recipe by reference, each opened once."""
+
+    def __init__(self, options: MergeOptions, unsupported: str = "error", untie: bool = False) -> None:
+        self.options, self.unsupported, self.untie = options, unsupported, untie
+        self._opened: dict[ModelReference, View] = {}
+        LoaderCache().setup(options=options)
+
+    def __getitem__(self, reference: ModelReference) -> View:
+        if reference not in self._opened:
+            self._opened[reference] = open_model(
+                reference, untie=self.untie, unsupported=self.unsupported, options=self.options, any_base=True
+            )
+        return self._opened[reference]
+
+    def __contains__(self, reference: object) -> bool:
+        return reference in self._opened
+
+    def __setitem__(self, reference: ModelReference, view: View) -> None:
+        self._opened[reference] = view
+
+    def together(self, anchor: ModelReference, donors: Iterable[ModelReference]) -> None:
+        """Open an anchor and its donors, and check that these have its architecture and sizes.
+
+        Raises:
+            CheckpointError, ArchitectureError: name the model and what differs.
+        """
+        references = [anchor, *(reference for reference in donors if reference != anchor)]
+        for reference in references:
+            if reference not in self:
+                check_present(reference, self.options)
+        for reference in references:
+            self[reference]
+        for reference in references[1:]:
+            self[reference] = as_donor(self[anchor], self[reference])
+
+    def watched(self, reference: ModelReference, run: Run) -> Tensors:
+        """A model's tensors; each that is read is looked at once: it has to hold numbers, and counts for the report.
+
+        Raises:
+            CheckpointError: a tensor that is read holds NaN or infinity.
+        """
+
+        def look(name: str, tensor: Tensor) -> Tensor:
+            if not run.watched or run.add_fingerprint(str(reference), name, tensor):
+                check_finite(tensor, name, reference)
+            return tensor
+
+        return watched(self[reference], look)
+
+
+def check_finite(tensor: Tensor, name: str, model: ModelReference | str) -> None:
+    """NaN would go through every delegate in silence.
+
+    Raises:
+        CheckpointError: names the tensor.
+    """
+    if not all_finite([tensor]):
+        raise CheckpointError(
+            f"tensor '{name}' holds NaN or infinity", where=str(model), remedy="repair or replace the checkpoint"
+        )

@@ -1,0 +1,217 @@
+"""A recipe's models as views: every tensor of the output, in the anchor's coordinates, computed when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+import torch
+from torch import Tensor
+
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.carrying.carrier import Carrier
+from rotation_merge.carrying.delta import Delta
+from rotation_merge.errors import AlignmentError
+from rotation_merge.matching.alignment import Alignment, Mover
+from rotation_merge.matching.run import Run
+from rotation_merge.mergekit_plugin.models import check_finite
+from rotation_merge.mergekit_plugin.output import OutputBlock
+from rotation_merge.model.biases import inputs
+from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.fold import Fold, folded_tensors
+from rotation_merge.model.rows import vocabulary_axes, with_rows_of
+from rotation_merge.model.tensors import Tensors, as_tensors, by_name
+from rotation_merge.symmetry import SpaceTransform
+
+
+
+def named_as(tensors: Tensors, stored: Block, named: Block) -> Tensors:
+    """A model's tensors of one block, under the names of another block; tied ones under their first name."""
+    present: dict[str, str] = {}
+    for info in named.tensors:
+        own = stored.tensor(info.key) or info
+        for new, old in zip(info.names, own.names, strict=True):
+            known = next((name for name in (old, *own.tied) if name in tensors), None)
+            if known is not None:
+                present[new] = known
+    return tensors.renamed(present).only(present)
+
+
+@dataclass(frozen=True, eq=False)
+class MovedBlock:
+    """One model's tensors of one output block, in the anchor's coordinates.
+
+    Attributes:
+        architecture: of the anchor.
+        block: the anchor's, by whose names all tensors are known here.
+        tensors, anchor: of the model and of the anchor, as they are stored.
+        maps: gives the transforms of the block's spaces and of the streams; None: it does not move.
+        whole: whether streams may move.
+        folded: streams that are folded in every model of the merge.
+        least: the least precise type that results are rounded to, which folding has to survive.
+        storage: type in which the merge stores a tensor of the model (None: its own).
+        rounds: whether results are rounded to that, once; else an average of our own rounds what it gives.
+        computed: whether tensors come unrounded from an adapter.
+    """
+
+    architecture: Architecture
+    block: Block
+    tensors: Tensors = field(repr=False)
+    anchor: Tensors = field(repr=False)
+    name: str
+    maps: Callable[[], Mapping[str, SpaceTransform]] | None = None
+    whole: bool = False
+    folded: tuple[str, ...] = ()
+    least: torch.dtype | None = None
+    storage: Callable[[TensorInfo], torch.dtype | None] = lambda _: None
+    rounds: bool = True
+    computed: bool = False
+
+    def tensor(self, info: TensorInfo) -> Tensor | None:
+        """A tensor of the block; None if the model lacks it.
+
+        Raises:
+            CheckpointError: it holds NaN or infinity, perhaps only in the type that it is rounded to.
+        """
+        stored = read_tensor(info, self.tensors)
+        if stored is None or not stored.is_floating_point() or not self.changes(info):
+            return stored
+        tensor = self._moved(info, self.dtype(info))
+        if tensor is not None and tensor is not stored:
+            check_finite(tensor, info.name, self.name)
+        return tensor
+
+    def dtype(self, info: TensorInfo) -> torch.dtype | None:
+        """The type that a moved tensor is rounded to; None: that in which it is read."""
+        storage = self.storage(info)
+        return storage if self.rounds else torch.promote_types(storage or torch.float32, torch.float32)
+
+    def changes(self, info: TensorInfo) -> bool:
+        """Whether a tensor is computed, and not taken as it is stored."""
+        folds = bool(self.folded) and Fold(self.architecture, self.folded).touches(self.block, info)
+        return folds or self.computed or self.moves(info)
+
+    def moves(self, info: TensorInfo) -> bool:
+        """Whether a transform may touch a tensor, or it takes biases of the anchor's."""
+        if self.maps is None:
+            return False
+        local = {space.name for space in self.block.spaces.values()}
+        touched = any(s.name in local or (self.whole and s.kind == "stream") for s in info.spaces())
+        return touched or bool(inputs(self.block, info))
+
+    def _moved(self, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
+        mover = self._mover if self.moves(info) else self._still
+        return mover.tensor(self.block, info, dtype)
+
+    @cached_property
+    def alignment(self) -> Alignment:
+        return Alignment(self.maps() if self.maps is not None else {}, self.folded)  # type: ignore[arg-type]
+
+    @cached_property
+    def _mover(self) -> Mover:
+        anchor = folded_tensors(self.architecture, self.anchor, self.folded)
+        return Mover(self.architecture, self.tensors, self.alignment, anchor, self.least)
+
+    @cached_property
+    def _still(self) -> Mover:
+        return Mover(self.architecture, self.tensors, Alignment({}, self.folded), least=self.least)
+
+
+@dataclass(frozen=True, eq=False)
+class ChangedBlock(MovedBlock):
+    """One output block of the anchor with a fine-tune's change: anchor + scale * moved(tuned - origin).
+
+    Attributes:
+        tensors: of the fine-tune.
+        origin: of the model that it was tuned from.
+        rows: where the vocabularies differ, the anchor's and the origin's rows of the tokens they share.
+    """
+
+    origin: Tensors = field(default_factory=lambda: as_tensors({}), repr=False)
+    rows: tuple[Tensor, Tensor] | None = None
+    scale: float = 1.0
+    run: Run | None = None
+
+    def changes(self, info: TensorInfo) -> bool:
+        return True
+
+    def _moved(self, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
+        anchor, origin, tuned = (read_tensor(info, source) for source in (self.anchor, self.origin, self._tuned))
+        if anchor is None or origin is None or tuned is None:
+            raise self._cannot(info, "a model lacks it")
+        free = info.vocabulary_axis if self.rows is not None else None
+        lengths = zip(anchor.shape, origin.shape, strict=False)
+        fits = anchor.ndim == origin.ndim and all(a == b or dim == free for dim, (a, b) in enumerate(lengths))
+        if tuned.shape != origin.shape or not fits:
+            raise self._cannot(info, "shapes differ")
+        delta = replace(self._delta, dtype=dtype or tuned.dtype)
+        tensor, change, before = delta.carried(self.block, info, anchor)
+        if self.run is not None:
+            self.run.transport(self.name, change, before)
+        return tensor.to(dtype or tuned.dtype)
+
+    def _cannot(self, info: TensorInfo, why: str) -> AlignmentError:
+        problem = f"tensor '{info.name}' cannot be carried over: {why}"
+        remedy = "name it under 'exclude' to copy it from base_model"
+        return AlignmentError(problem, where=self.name, remedy=remedy)
+
+    @cached_property
+    def _tuned(self) -> Tensors:
+        """The fine-tune's tensors without the vocabulary rows that it added, which have no place."""
+        axes = vocabulary_axes(self.block.tensors)
+
+        def cut(name: str, tensor: Tensor) -> Tensor:
+            return with_rows_of(tensor, self.origin[name], axes[name]) if name in axes else tensor
+
+        known = {name: shape for name, shape in self.origin.shapes.items() if name in axes and name in self.tensors}
+        return self.tensors.map(cut, {**self.tensors.shapes, **known})
+
+    @cached_property
+    def _delta(self) -> Delta:
+        carrier = Carrier(self.architecture, self.origin, self.anchor, self.alignment, self.rows, self.least)
+        return Delta(carrier, self._tuned, self.scale)
+
+
+class OutputTensors:
+    """The tensors of one model by the names of the output; those that are stored in pieces are computed once.
+
+    Args:
+        blocks: of the output, each with the model's part in it.
+        copied: says which tensors every model takes from the anchor.
+        anchor: the anchor's tensors by the same names; None: this is the anchor.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[tuple[OutputBlock, MovedBlock]],
+        copied: Callable[[str], bool] = lambda _: False,
+        anchor: Tensors | None = None,
+    ) -> None:
+        self.places: dict[str, tuple[MovedBlock, TensorInfo, int]] = {}
+        self._stacks: dict[tuple[int, str], dict[int, Tensor]] = {}
+        shapes, dtypes = dict[str, tuple[int, ...]](), dict[str, torch.dtype]()
+        for out, part in blocks:
+            for info, frame in out.pairs():
+                for piece, (name, stored) in enumerate(zip(info.names, frame.names, strict=True)):
+                    if stored in part.tensors:
+                        self.places[name] = part, frame, piece
+                        shapes[name], dtypes[name] = part.tensors.shapes[stored], part.tensors.dtypes[stored]
+        tensors = Tensors(shapes, dtypes, by_name(self._read))
+        self.tensors = tensors if anchor is None else tensors.replaced(anchor.only(filter(copied, anchor)))
+
+    def _read(self, name: str) -> Tensor:
+        part, info, piece = self.places[name]
+        if not info.stacked:
+            return self._computed(part, info)
+        key = id(part), info.key
+        if piece not in self._stacks.get(key, {}):
+            self._stacks[key] = dict(enumerate(self._computed(part, info).unbind(0)))
+        tensor = self._stacks[key].pop(piece)
+        if not self._stacks[key]:
+            del self._stacks[key]
+        return tensor
+
+    def _computed(self, part: MovedBlock, info: TensorInfo) -> Tensor:
+        tensor = part.tensor(info)
+        assert tensor is not None
+        return tensor

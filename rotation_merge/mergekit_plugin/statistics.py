@@ -1,0 +1,83 @@
+"""The statistics that a recipe's models bring: where they lie, and whether they are of any use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mergekit.common import ModelReference
+from mergekit.config import ConfigReader
+
+from rotation_merge.averaging.methods import OwnMethod
+from rotation_merge.errors import StatisticsError
+from rotation_merge.mergekit_plugin.session import Session
+from rotation_merge.model.hub import HubFile, local_file
+from rotation_merge.model.view import View
+from rotation_merge.run.statistics import NAME, Statistics
+
+
+@dataclass(frozen=True)
+class RecipeStatistics:
+    """Opens and checks the statistics that a method asks of every model."""
+
+    session: Session
+    method: OwnMethod
+
+    def opened(self, readers: Mapping[ModelReference, ConfigReader]) -> dict[ModelReference, Statistics]:
+        """The statistics of some models.
+
+        Args:
+            readers: look up the parameters of each.
+
+        Raises:
+            StatisticsError: names every model whose statistics are of no use, with the command that makes them.
+        """
+        books, wrong = dict[ModelReference, Statistics](), list[StatisticsError]()
+        for model, reader in readers.items():
+            try:
+                books[model] = self._book(model, reader)
+            except StatisticsError as error:
+                wrong.append(error)
+        if len(wrong) == 1:
+            raise wrong[0]
+        if wrong:
+            problem, remedy = "; ".join(f"{e.where}: {e.what}" for e in wrong), "; ".join(str(e.remedy) for e in wrong)
+            raise StatisticsError(problem, remedy=remedy)
+        return books
+
+    def _book(self, model: ModelReference, reader: ConfigReader) -> Statistics:
+        setting = self.session.recipe.of_model("statistics", reader, model)
+        book = self._open(self.session.models[model], setting)
+        source, count = str(book.metadata.get("data")), int(book.metadata.get("samples") or 0)
+        self.session.run.used(f"statistics of {model}", source, count, None if setting else str(book.path))
+        return book
+
+    def _open(self, model: View, setting: str | None) -> Statistics:
+        path = _place(model, setting)
+        model_name, command = str(model.reference), self._command(model, setting, path is not None)
+        if path is None:
+            problem = f"there are no statistics at '{setting}'" if setting else "there are no statistics beside it"
+            needs = f"{problem}, delegate {self.method.spec.name} needs them"
+            raise StatisticsError(needs, where=model_name, remedy=command)
+        statistics = Statistics.open(path)
+        statistics.check(self.method.statistics, model.fingerprint, model_name, command)
+        return statistics
+
+    def _command(self, model: View, setting: str | None, exists: bool) -> str:
+        """The commands that make a model's statistics where the recipe finds them."""
+        kinds = "" if self.method.statistics == "gram" else f" --kinds {self.method.statistics}"
+        out = f" --out {setting}" if setting and not exists else ""
+        hint = ", and name the file that it writes under 'statistics'" if setting and exists else ""
+        return f"run 'rotation-merge measure {model.reference} --data DATA{kinds}{out}'{hint}"
+
+
+def _place(model: View, setting: str | None) -> str | None:
+    """The file of a model's statistics: the one that is named, or the one beside the model."""
+    reference = model.reference
+    folder = reference.lora.path if reference.lora is not None else reference.model.path
+    beside = folder if model.files is None or os.path.isdir(folder) else model.files.folder
+    places = [os.path.join(beside, NAME)] if setting is None else [setting, os.path.join(beside, setting)]
+    if setting is not None and HubFile.of(setting) is not None and not os.path.isfile(places[1]):
+        return local_file(setting, model.options.transformers_cache)
+    return next((place for place in places if os.path.isfile(place)), None)
