@@ -10,12 +10,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.low_rank import with_lora
-from rotation_merge.averaging.methods import BLOCK, MODEL, numbers_for, plan_of
+from rotation_merge.averaging.methods import OwnMethod
+from rotation_merge.averaging.parameters import numbers_for
 from rotation_merge.averaging.polish import TOGETHER, PolishConfig, PolishOptions, SharedBody, check_trainable
 from rotation_merge.averaging.polish import polish as distil
 from rotation_merge.carrying.config import TransferConfig
@@ -31,7 +32,7 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.matching.teachers import AnsweredSamples, write_answers
-from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, renamed_views
+from rotation_merge.mergekit_plugin.average import average_views, delegate_of, python_places, recipe_of, renamed_views
 from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapters import Adapter, is_adapter
@@ -48,7 +49,7 @@ from rotation_merge.record import MergeReport
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import Samples, data_in_memory, for_each, read_samples, unpadded
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
-from rotation_merge.run.functions import copy_parameters, module_of, unlabelled
+from rotation_merge.run.functions import Batch, copy_parameters, module_of, unlabelled
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
@@ -157,8 +158,9 @@ def average(
     if not isinstance(method, str):
         problem = f"the method is of type {type(method).__name__}"
         raise RecipeError(problem, remedy="give its name, such as 'linear'; weights are the keyword 'weights'")
-    plan, each_head = plan_of(delegate_of(method)), parameters.get("heads_of") == "each"
-    if each_head and plan.unit == MODEL:
+    delegate, each_head = delegate_of(method), parameters.get("heads_of") == "each"
+    own = delegate if isinstance(delegate, OwnMethod) else OwnMethod
+    if each_head and own.whole_models:
         raise RecipeError(f"'heads_of: each' with {method} needs files", remedy="write a recipe for mergekit-yaml")
     for view in views[1:]:
         if odd := sorted(set(views[0]) ^ set(view)):
@@ -166,25 +168,59 @@ def average(
             raise CheckpointError(f"tensor '{odd[0]}' is only in one of the models", where=view.name, remedy=remedy)
     opened = renamed_views(views)
     _check_folded(opened)
+    if statistics is not None and not own.statistics:
+        raise RecipeError(f"'statistics' have no effect with {method}", remedy="leave them out")
+    if samples is not None and not own.statistics and not own.on_samples:
+        raise RecipeError(f"'samples' have no effect with {method}", remedy="leave them out")
     of_model: list[dict[str, Any]] = [{} for _ in views]
     for settings, share in zip(of_model, shares or (), strict=False):
         settings["weight"] = share
-    if statistics is not None and not plan.statistics:
-        raise RecipeError(f"'statistics' have no effect with {method}", remedy="leave them out")
+    if own.whole_models:
+        return _refitted(views, opened, method, parameters, of_model, SELF if samples is None else samples, limit, seed)
     measured: list[Statistics] = []
-    batches: list[list[dict[str, Tensor]]] = []
-    if plan.statistics:
-        measured = _measured(views, opened, method, plan.statistics, samples, statistics, limit, seed)
-    elif plan.unit == MODEL or samples is not None:
-        if plan.unit not in (MODEL, BLOCK):
-            raise RecipeError(f"'samples' have no effect with {method}", remedy="leave them out")
-        sources = for_each(SELF if samples is None else samples, len(views))
-        shared = samples is not None and all(source is sources[0] for source in sources)
-        for number, (model, source) in enumerate(zip(opened, sources, strict=True)):
-            batches.append(read_samples(model, source, limit, seed=seed + number).batches)
-            of_model[number]["data"] = "samples" if shared else f"samples of model {number + 1}"
-    result = merge_views(views, opened, method, parameters, of_model, measured, batches, seed)
+    if own.statistics:
+        measured = _measured(views, opened, method, own.statistics, samples, statistics, limit, seed)
+    batches = [] if measured or samples is None else _pool(opened, method, samples, limit, seed)
+    with python_places():
+        result = average_views(opened, recipe_of(method, opened, parameters, of_model), measured, batches, seed)
+    result = replace(result, name=views[0].name)
     return replace(result, heads=under_heads(result, views[1:])) if each_head else result
+
+
+def _pool(models: Sequence[View], method: str, samples: Samples, limit: int, seed: int) -> list[Batch]:
+    """The samples that activations of all models are compared on.
+
+    Raises:
+        RecipeError: models have samples of their own.
+    """
+    first, *others = for_each(samples, len(models))
+    if any(source is not first for source in others):
+        problem = f"delegate {method} compares activations on the same samples, but models have their own 'data'"
+        raise RecipeError(problem, remedy="write 'data' once, under the recipe's parameters")
+    return read_samples(models[0], first, limit, seed=seed).batches
+
+
+def _refitted(
+    views: Sequence[View],
+    models: Sequence[View],
+    method: str,
+    parameters: Mapping[str, Any],
+    of_model: list[dict[str, Any]],
+    samples: Samples,
+    limit: int,
+    seed: int,
+) -> View:
+    """The average by the delegate refit."""
+    from rotation_merge.mergekit_plugin.in_memory_refit import merge_views
+
+    sources, batches = for_each(samples, len(models)), []
+    shared = not isinstance(samples, str) and all(source is sources[0] for source in sources)
+    for number, (model, source) in enumerate(zip(models, sources, strict=True)):
+        batches.append(read_samples(model, source, limit, seed=seed + number).batches)
+        of_model[number]["data"] = "samples" if shared else f"samples of model {number + 1}"
+    with python_places():
+        recipe = recipe_of(method, models, parameters, of_model)
+        return merge_views(views, models, recipe.document, batches, seed)
 
 
 def _check_folded(models: Sequence[View]) -> None:

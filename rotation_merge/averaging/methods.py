@@ -1,79 +1,23 @@
-"""Delegates that average by statistics, and refit, which solves on samples: parameters, required inputs, formulas."""
+"""Merge methods of our own: mergekit's `MergeMethod`s that are told about the models, beside single tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
-from mergekit.merge_methods.base import (
-    BasePolicy,
-    BatchOptions,
-    InputContract,
-    MergeMethod,
-    MergeMethodSpec,
-    ParameterScope,
-    ParameterSpec,
-    TensorGroup,
-)
+from mergekit.merge_methods.base import BatchOptions, MergeMethod, TensorGroup
 from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.averaging.closed_forms import fisher, mean, regmean, shrunk
-from rotation_merge.averaging.config import RefitConfig
-from rotation_merge.config import NotNegative, Option, Share
-from rotation_merge.errors import RecipeError, StatisticsError, short
+from rotation_merge.averaging.models import MergedModels, MergeLog
+from rotation_merge.errors import RecipeError, RotationMergeError, StatisticsError
+from rotation_merge.run.maps import LinearMap, linear_map
 
-STOCK, TENSOR, BLOCK, MODEL = "stock", "tensor", "block", "model"
-"""The unit that a delegate works on. STOCK: single tensors, by a task of mergekit's own."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The inputs that a delegate needs, from which the planner makes tasks.
-
-    Attributes:
-        unit: tensor; tensor with results on its whole block; or whole models.
-        statistics: the kind that every model brings, which are carried along with it; empty for none.
-        maps_only: whether its rule is for linear maps alone, each by itself as (outputs, inputs).
-        base: whether it takes the base's tensor, whatever the base's weight.
-        tied: whether an embedding that is the head, too, counts as a linear map.
-        negative: whether weights may be negative.
-        no_changes: why it takes no donor that stands for a change carried to the anchor; empty where it does.
-    """
-
-    unit: str
-    statistics: str = ""
-    maps_only: bool = True
-    base: bool = False
-    negative: bool = False
-    no_changes: str = ""
-    tied: bool = False
-
-
-def numbers_for(weights: Any, count: int, of: str) -> list[float]:
-    """Weights that a caller gave, one for each of `count` models.
-
-    Args:
-        of: what they are weights of, in the singular.
-
-    Raises:
-        RecipeError: they are no numbers, or too many or too few.
-    """
-    try:
-        values = [float(weight) for weight in weights]
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"'weights' are {short(repr(weights))}", remedy=f"give one number for each {of}") from error
-    if len(values) != count:
-        raise RecipeError(f"{len(values)} weights for {count} {of}s", remedy=f"give one weight for each {of}")
-    return values
-
-
-def plan_of(method: MergeMethod) -> Plan:
-    """The plan of a delegate; for mergekit's methods, the tensors alone."""
-    plan: Plan = method.plan() if hasattr(method, "plan") else Plan(STOCK)
-    return plan
+Inputs = Mapping[str, Any]
+"""What a method takes of one model beside its tensor, by name."""
 
 
 @dataclass(frozen=True)
@@ -81,40 +25,26 @@ class Source:
     """One model's part in the average of a tensor.
 
     Attributes:
-        weight: the tensor, in the anchor's coordinates.
+        weight: the tensor, in the anchor's coordinates; of a linear map (outputs, inputs).
         share: its weight among the models.
-        held: further inputs of the model: its statistics for this tensor, carried (`gram` or `fisher`), or transport
-            plans by space.
-        made: the head of its statistics file.
+        inputs: what else the method takes of the model (`OwnMethod.inputs`).
+        metadata: of the model's statistics.
     """
 
     weight: Tensor
     share: float
-    held: Mapping[str, Any] = field(default_factory=dict)
-    made: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Inputs = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
-
-@dataclass
-class MergeLog:
-    """Statistics of a delegate's work over all tensors of a merge.
-
-    Attributes:
-        base: the anchor's name.
-        with_statistics: names of the tensors that statistics weighed.
-        facts: notes of the delegate, by name.
-    """
-
-    base: str = ""
-    with_statistics: set[str] = field(default_factory=set)
-    facts: dict[str, list[Any]] = field(default_factory=dict)
-
-    def note(self, name: str, value: Any) -> None:
-        self.facts.setdefault(name, []).append(value)
+    def row(self, number: int) -> Source:
+        """The part of one expert, where the first dimension counts them."""
+        inputs = {name: value[number] for name, value in self.inputs.items()}
+        return Source(self.weight[number], self.share, inputs, self.metadata)
 
 
 @dataclass(frozen=True)
 class Target:
-    """The output tensor that a delegate merges.
+    """The output tensor that a method merges.
 
     Attributes:
         linear: whether it is a linear map.
@@ -127,57 +57,55 @@ class Target:
     log: MergeLog = field(default_factory=MergeLog, repr=False)
 
 
-WEIGHT = ParameterSpec("weight", float, ParameterScope.INPUT, description="share of the model")
+class OwnMethod(MergeMethod):
+    """A merge method that knows the architecture, and more of the models than the tensors of one group.
 
-
-@dataclass(frozen=True)
-class DelegateParameter(ParameterSpec):
-    """A parameter of a delegate of our own.
+    A new one is a class in a file of its own, with a line in `averaging/registry.py`. `on` tells it about the models.
 
     Attributes:
-        option: which values it may have.
+        maps_only: whether its rule is for linear maps alone, each by itself as (outputs, inputs).
+        needs_base: whether it takes the base's tensor, whatever the base's weight.
+        tied: whether an embedding that is the head, too, counts as a linear map.
+        negative: whether weights may be negative.
+        statistics: the kind that every model brings; empty for none.
+        on_samples: whether it takes samples.
+        whole_models: whether it works on whole models, not tensor by tensor.
+        no_changes: why it takes no donor that stands for a change carried to the anchor; empty where it does.
+        bound: the models that it was told about.
     """
 
-    option: Option | None = None
+    maps_only = True
+    needs_base = False
+    tied = False
+    negative = False
+    statistics = ""
+    on_samples = False
+    whole_models = False
+    no_changes = ""
+    bound: MergedModels | None = None
 
+    def on(self, models: MergedModels) -> Self:
+        """The same method, told about the models."""
+        method = copy.copy(self)
+        method.bound = models
+        if self.tied and models.tied_head is not None:
+            models.log.note("tied", models.tied_head)
+        return method
 
-def parameter(name: str, default: Any, help: str, kind: Any = None) -> DelegateParameter:
-    """A parameter of a delegate, one value for all models.
-
-    Args:
-        kind: type of its values, if not the default's.
-    """
-    return described_parameter(name, default, Option(kind or type(default), help))
-
-
-def described_parameter(name: str, default: Any, described: Option) -> DelegateParameter:
-    """A parameter of a delegate that a config describes."""
-    kind: Any = described.base | None if described.optional else described.base
-    return DelegateParameter(name, kind, ParameterScope.SHARED, default, described.text, option=described)
-
-
-class DelegateMethod(MergeMethod):
-    """A delegate of our own: it runs inside a merge and looks at more than single tensors.
-
-    A new one is a class like this in a file of this folder, with a line in `mergekit_plugin/recipe/delegates.py`.
-    """
-
-    def plan(self) -> Plan:
-        """The inputs that the method needs."""
-        raise NotImplementedError
-
-    def check(self, parameters: Mapping[str, Any]) -> None:
-        """Refuse values that mean nothing.
+    @property
+    def models(self) -> MergedModels:
+        """The models that it was told about.
 
         Raises:
-            RecipeError: names the parameter, its range and the nearest value.
+            RecipeError: none.
         """
-        for spec in self.spec.parameters:
-            if isinstance(spec, DelegateParameter) and spec.option is not None:
-                spec.option.check(spec.name, parameters[spec.name], "parameter")
+        if self.bound is None:
+            problem = f"delegate {self.spec.name} needs more than weights and cannot merge single tensors"
+            raise RecipeError(problem, remedy="use it in a recipe with 'merge_method: rotation_merge'")
+        return self.bound
 
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
-        """The merged tensor, in any floating dtype; of units smaller than the whole model.
+        """The merged tensor, in any floating dtype.
 
         Args:
             sources: of the models that count, the anchor's first; at least one.
@@ -188,6 +116,40 @@ class DelegateMethod(MergeMethod):
         """Lines for the report, once all is merged."""
         return []
 
+    def inputs(
+        self, name: str, models: Sequence[Hashable], parameters: Mapping[str, Any], device: torch.device
+    ) -> Mapping[Hashable, Inputs]:
+        """What an output tensor takes of the models that count beside their tensors, by model."""
+        return {}
+
+    def counting(self, name: str, weights: Mapping[Hashable, float], parameters: Mapping[str, Any]) -> list[Hashable]:
+        """The models that count for an output tensor, the base first.
+
+        Called for each tensor ahead, it finds all that is wrong before anything is merged.
+
+        Raises:
+            RecipeError: a weight is negative, where sums have to stay positive.
+            StatisticsError: all weights are zero.
+        """
+        base = self.models.base
+        for model, weight in {} if self.negative else weights.items():
+            if weight < 0:
+                problem = f"its weight is {weight:g} (tensor '{name}')"
+                remedy = f"delegate {self.spec.name} takes none below 0; 'delegate: linear' does"
+                raise RecipeError(problem, where=self.models.name(model), remedy=remedy)
+        counting = [model for model, weight in weights.items() if weight != 0]
+        if not counting:
+            raise StatisticsError(f"all weights of tensor '{name}' are zero", remedy="give one model a weight")
+        others = [model for model in counting if model != base]
+        return [base, *others] if self.needs_base or base in counting else others
+
+    def linear(self, name: str) -> LinearMap | None:
+        """The linear map that an output tensor is, where the rule is for maps alone."""
+        if not self.maps_only or name not in self.models.places:
+            return None
+        block, info, _ = self.models.places[name]
+        return linear_map(block, info, self.tied and self.models.tied_head is not None)
+
     def _execute(
         self,
         groups: Sequence[TensorGroup],
@@ -197,119 +159,129 @@ class DelegateMethod(MergeMethod):
         input_dtypes: Sequence[torch.dtype | None],
         out_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, ...]:
-        raise RecipeError(
-            f"delegate {self.spec.name} needs more than weights and cannot merge single tensors",
-            remedy="use it in a recipe with 'merge_method: rotation_merge'",
-        )
+        """Each group merged by the name of its output tensor, in float64, and rounded once.
+
+        Tensors are taken as they are given, whatever `input_dtypes` says: changes are small beside roundings.
+        """
+        return tuple(self._merged(group, values, out_dtype) for group, values in zip(groups, parameters, strict=True))
+
+    def _merged(self, group: TensorGroup, parameters: dict[str, Any], out_dtype: torch.dtype | None) -> Tensor:
+        name, shared = str(group.metadata.name), {key: x for key, x in parameters.items() if key != "weight"}
+        weights = {model: float(weight) for model, weight in parameters["weight"].items()}
+        tensors = {entry.id: entry.tensor for entry in group.entries}
+        counting = self.counting(name, weights, shared)
+        first = tensors[counting[0]]
+        if not first.is_floating_point():
+            return first
+        linear = self.linear(name)
+        flipped = linear is not None and linear.reads < linear.gives
+        try:
+            inputs = self.inputs(name, counting, shared, first.device)
+            sources = [
+                Source(tensors[m].mT if flipped else tensors[m], weights[m], inputs.get(m, {}), self._metadata(m))
+                for m in counting
+            ]
+            merged = self._average(name, sources, linear, shared)
+        except StatisticsError as error:
+            raise StatisticsError(error.what, where=error.where or name, remedy=error.remedy) from error
+        dtype = out_dtype or self.models.storage(name) or first.dtype
+        return (merged.mT if flipped else merged).to(first.device, dtype)
+
+    def _average(
+        self, name: str, sources: list[Source], linear: LinearMap | None, parameters: Mapping[str, Any]
+    ) -> Tensor:
+        if name not in self.models.places:
+            return weighted_mean(sources)
+        _, info, piece = self.models.places[name]
+        target = Target(info, linear is not None, piece if info.stacked else None, self.models.log)
+        if linear is None or sources[0].weight.ndim != 3:
+            return self.merge(sources, target, parameters)
+        rows = range(len(sources[0].weight))
+        return torch.stack([self.merge([source.row(i) for source in sources], target, parameters) for i in rows])
+
+    def _metadata(self, model: Hashable) -> Mapping[str, Any]:
+        statistics = self.models.statistics.get(model)
+        return {} if statistics is None else statistics.metadata
 
 
-class StatisticsMethod(DelegateMethod):
-    """A delegate that averages each tensor by statistics, which are carried along with the donors.
-
-    Attributes:
-        kind: of statistics that it needs.
-        maps_only: whether tensors that are no linear maps get the weighted mean, and need no statistics.
-    """
-
-    kind: str
-    maps_only = True
+class StatisticsMethod(OwnMethod):
+    """A method that averages each tensor by statistics of the models."""
 
     def average(self, sources: Sequence[Source], parameters: Mapping[str, Any]) -> Tensor:
         """The average, float64; the anchor's source first."""
         raise NotImplementedError
 
-    def plan(self) -> Plan:
-        return Plan(TENSOR, self.kind, self.maps_only)
+    def measured(self, name: str, model: Hashable, device: torch.device) -> Any:
+        """What a model's statistics hold for an output tensor.
+
+        Raises:
+            StatisticsError: nothing.
+        """
+        raise NotImplementedError
+
+    def on(self, models: MergedModels) -> Self:
+        if self.maps_only:
+            tied = ", and the head, which is tied to the embedding ('untie: true' gives it its own tensor),"
+            others = "embeddings, biases, norms and other tensors that are not linear maps"
+            head = "" if models.tied_head is None else tied
+            models.log.line(f"Delegate {self.spec.name}: {others}{head} keep the average.")
+        return super().on(models)
 
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
-        return self.average(sources, parameters) if sources[0].held else averaged(sources)
+        return self.average(sources, parameters) if sources[0].inputs else weighted_mean(sources)
 
     def words(self, log: MergeLog) -> list[str]:
         kind = "linear maps" if self.maps_only else "tensors"
         how = "by statistics on samples"
         return [f"Delegate {self.spec.name} averaged {len(log.with_statistics)} {kind} {how}."]
 
+    def counting(self, name: str, weights: Mapping[Hashable, float], parameters: Mapping[str, Any]) -> list[Hashable]:
+        counting = super().counting(name, weights, parameters)
+        with_statistics = self._with_statistics(name, counting)
+        if with_statistics:
+            self.models.log.with_statistics.update(self.models.places[name][1].names)
+        return with_statistics or counting
 
-def averaged(sources: Sequence[Source]) -> Tensor:
-    """The weighted mean."""
-    return mean([s.weight for s in sources], [s.share for s in sources])
+    def inputs(
+        self, name: str, models: Sequence[Hashable], parameters: Mapping[str, Any], device: torch.device
+    ) -> Mapping[Hashable, Inputs]:
+        with_statistics = self._with_statistics(name, models)
+        return {model: {self.statistics: self._measured(name, model, device)} for model in with_statistics}
 
+    def _measured(self, name: str, model: Hashable, device: torch.device) -> Any:
+        try:
+            return self.measured(name, model, device)
+        except RotationMergeError as error:
+            place = error.where or self.models.name(model)
+            raise StatisticsError(error.what, where=place, remedy=error.remedy) from error
 
-class RegMean(StatisticsMethod):
-    """Linear maps by the Grams of their inputs, everything else by the mean."""
-
-    kind = "gram"
-    spec = MergeMethodSpec(
-        name="regmean",
-        pretty_name="RegMean",
-        reference_url="https://arxiv.org/abs/2212.09849",
-        parameters=(
-            WEIGHT,
-            parameter("shrink", 0.9, "factor of the off-diagonals of Grams", Share),
-            parameter("ridge", 1e-3, "ridge added to Grams, relative to their mean diagonal", NotNegative),
-        ),
-        contract=InputContract(base=BasePolicy.OPTIONAL),
-    )
-
-    def average(self, sources: Sequence[Source], parameters: Mapping[str, Any]) -> Tensor:
-        grams = [shrunk(s.held["gram"], parameters["shrink"], parameters["ridge"]) for s in sources]
-        return regmean([s.weight for s in sources], grams, [s.share for s in sources])
-
-
-class Fisher(StatisticsMethod):
-    """Every tensor by Fisher diagonals."""
-
-    kind = "fisher"
-    maps_only = False
-    spec = MergeMethodSpec(
-        name="fisher",
-        pretty_name="Fisher",
-        reference_url="https://arxiv.org/abs/2111.09832",
-        parameters=(
-            WEIGHT,
-            parameter("normalize", True, "divide each Fisher by its norm"),
-            parameter(
-                "floor",
-                1e-6,
-                "least Fisher of base_model, which keeps its weights where all Fishers are 0",
-                NotNegative,
-            ),
-        ),
-        contract=InputContract(base=BasePolicy.OPTIONAL),
-    )
-
-    def average(self, sources: Sequence[Source], parameters: Mapping[str, Any]) -> Tensor:
-        norms = [float(s.made.get("fisher_norm") or 0.0) if parameters["normalize"] else 1.0 for s in sources]
-        if not all(norms):
-            raise StatisticsError("a model's Fisher vanishes everywhere", remedy="measure on other samples")
-        shares = [s.share / norm for s, norm in zip(sources, norms, strict=True)]
-        return fisher([s.weight for s in sources], [s.held["fisher"] for s in sources], shares, parameters["floor"])
+    def _with_statistics(self, name: str, models: Sequence[Hashable]) -> list[Hashable]:
+        """The models whose statistics weigh a tensor: for a map those that have run it; none where it gets the mean."""
+        if name not in self.models.places or (self.maps_only and self.linear(name) is None):
+            return []
+        names = {model: self.models.place(model, name)[1].names for model in models}
+        statistics = self.models.statistics
+        if self.maps_only:
+            return [model for model in models if names[model][0] not in statistics[model].uncalled]
+        if all(set(names[model]) <= set(statistics[model].metadata.get("buffers", ())) for model in models):
+            text = f"Delegate {self.spec.name}: buffers, which no gradient reaches, keep the average."
+            self.models.log.line(text)
+            return []
+        return list(models)
 
 
-SOLVING = ("ridge", "lambda_")
-"""Fields that are parameters of the delegate; the others name its inputs and are parameters of the recipe."""
+def weighted_mean(sources: Sequence[Source]) -> Tensor:
+    """The weighted mean of the models' tensors, float64."""
+    return mean([source.weight for source in sources], [source.share for source in sources])
 
 
-def _parameter(field: str) -> DelegateParameter:
-    described = RefitConfig.options()[field]
-    return described_parameter(described.key or field, getattr(RefitConfig, field), described)
+def mean(weights: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """The weighted mean, float64.
 
-
-class RefitMethod(DelegateMethod):
-    """Runs the models on samples and solves the merge's linear maps for the same outputs (`averaging.refit`).
-
-    The merge runs it ahead of its plan.
+    Raises:
+        StatisticsError: the shares sum to zero.
     """
-
-    spec = MergeMethodSpec(
-        name="refit",
-        pretty_name="Refit",
-        parameters=(WEIGHT, *map(_parameter, SOLVING)),
-        contract=InputContract(base=BasePolicy.OPTIONAL),
-    )
-
-    def plan(self) -> Plan:
-        return Plan(MODEL, no_changes="needs whole models, but 'finetuned_from' gives a task vector")
-
-
-METHODS: tuple[StatisticsMethod, ...] = (RegMean(), Fisher())
+    total = sum(shares)
+    if total == 0:
+        raise StatisticsError("the weights of the models sum to zero", remedy="give positive weights")
+    return sum((share / total) * w.double() for share, w in zip(shares, weights, strict=True))  # type: ignore[return-value]

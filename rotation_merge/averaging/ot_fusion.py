@@ -10,33 +10,47 @@ their inputs have been aligned) or from standardised activations, over their lar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, Literal, Self, cast
 
 import torch
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, Space, TensorInfo
-from rotation_merge.averaging.closed_forms import mean
-from rotation_merge.averaging.methods import BLOCK, WEIGHT, DelegateMethod, Plan, Source, Target, parameter
+from rotation_merge.averaging.methods import Inputs, OwnMethod, Source, Target, mean
+from rotation_merge.averaging.models import MergedModels
+from rotation_merge.averaging.parameters import WEIGHT, parameter
 from rotation_merge.config import Rate
 from rotation_merge.errors import StatisticsError
-from rotation_merge.matching.activations import wanted_roles
+from rotation_merge.matching.activations import Activations, activation_points, stream_points, wanted_roles
 from rotation_merge.model.apply import placed, split_axis, transform_tensor
 from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.forms import translated
+from rotation_merge.model.rows import vocabulary_subset
 from rotation_merge.model.tensors import TensorSource
+from rotation_merge.model.vocabulary import shared_rows
+from rotation_merge.run.functions import Batch, architecture_of, load, module_of
 from rotation_merge.symmetry import SpaceTransform
 from rotation_merge.symmetry.base import act_by_matrices
 
 REGULARISATION = {"weights": 0.06, "activations": 0.08}
 """Of Sinkhorn's algorithm, at costs of at most one."""
 
+SAMPLES = 200
+"""Samples that activations are taken on, where no number is given."""
 
-class OtFusion(DelegateMethod):
+
+class OtFusion(OwnMethod):
     """OT fusion: donors moved by transport plans, then the mean."""
 
+    maps_only = False
+    negative = True
+    on_samples = True
+    no_changes = "matches coordinates, but a task vector is already in the anchor's"
     spec = MergeMethodSpec(
         name="ot_fusion",
         pretty_name="OT fusion",
@@ -56,13 +70,31 @@ class OtFusion(DelegateMethod):
         ),
         contract=InputContract(base=BasePolicy.REQUIRED),
     )
+    transport: Transport
 
-    def plan(self) -> Plan:
-        why = "matches coordinates, but a task vector is already in the anchor's"
-        return Plan(BLOCK, maps_only=False, negative=True, no_changes=why)
+    def on(self, models: MergedModels) -> Self:
+        method = super().on(models)
+        method.transport = Transport(models)
+        return method
+
+    def counting(self, name: str, weights: Mapping[Hashable, float], parameters: Mapping[str, Any]) -> list[Hashable]:
+        models = super().counting(name, weights, parameters)
+        soft = "soft plans, which are not symmetries: the averaged donor has other outputs than the original"
+        words = "hard plans, which are permutations" if parameters["plan"] == "hard" else soft
+        for model in models:
+            if model != self.models.base:
+                self.models.log.line(f"Delegate ot_fusion moved `{self.models.name(model)}` by {words}.")
+                self.transport.spaces(model, name, parameters)
+        return models
+
+    def inputs(
+        self, name: str, models: Sequence[Hashable], parameters: Mapping[str, Any], device: torch.device
+    ) -> Mapping[Hashable, Inputs]:
+        donors = [model for model in models if model != self.models.base]
+        return {model: self.transport.plans(model, name, parameters, device) for model in donors}
 
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
-        moved = [transported(source.weight, target.info, source.held, target.piece) for source in sources]
+        moved = [transported(source.weight, target.info, source.inputs, target.piece) for source in sources]
         return mean(moved, [source.share for source in sources])
 
 
@@ -72,6 +104,129 @@ class TransportOptions:
 
     hard: bool
     regularisation: float
+
+
+class Transport:
+    """Transport plans of the donors of one merge, computed when they are asked for.
+
+    Plans of streams are computed once, those of blocks for the block that is being merged (by each thread). All tensors
+    of a block, or of a stream, are moved by one plan: as the parameters of the first of them say.
+    """
+
+    def __init__(self, models: MergedModels) -> None:
+        self.models = models
+        self._lock, self._here = threading.Lock(), threading.local()
+        self._options: dict[tuple[Hashable, str], TransportOptions] = {}
+        self._streams: dict[Hashable, Plans] = {}
+        self._watched: dict[Hashable, Activations] = {}
+        self._batches: Sequence[Batch] | None = None
+
+    def spaces(self, model: Hashable, name: str, parameters: Mapping[str, Any]) -> tuple[bool, bool]:
+        """Whether an output tensor of a donor moves with streams, and with spaces of its block; settles the options."""
+        if name not in self.models.places:
+            return False, False
+        kinds = {space.kind for space in self.models.places[name][1].spaces()}
+        moves = "stream" in kinds and parameters["stream"] == "transport", bool(kinds - {"stream"})
+        regularisation = parameters["regularisation"]
+        if regularisation is None:
+            regularisation = REGULARISATION["weights" if self.models.samples is None else "activations"]
+        options = TransportOptions(parameters["plan"] == "hard", regularisation)
+        if any(moves):
+            self._options.setdefault((model, ""), options)
+        if moves[1]:
+            self._options.setdefault((model, self.models.place(model, name)[0].name), options)
+        return moves
+
+    def plans(self, model: Hashable, name: str, parameters: Mapping[str, Any], device: torch.device) -> Plans:
+        """The plans, by space, that move an output tensor of a donor."""
+        with_streams, with_block = self.spaces(model, name, parameters)
+        streams = self.streams(model) if with_streams else {}
+        transported = parameters["stream"] == "transport"
+        return {**streams, **self.block(model, name, transported, device)} if with_block else streams
+
+    def streams(self, model: Hashable) -> Plans:
+        """The plan of each residual stream: from the tensors outside the layers, or from activations."""
+        with self._lock:
+            if model not in self._streams:
+                self._streams[model] = self._planned_streams(model, self._options[model, ""])
+            return self._streams[model]
+
+    def block(self, model: Hashable, name: str, transported: bool, device: torch.device) -> Plans:
+        """The plans of the local spaces of an output tensor's block.
+
+        Args:
+            transported: whether streams are.
+        """
+        block, own = self.models.places[name][0], self.models.place(model, name)[0]
+        here, key = self._here, (model, own.name)
+        if getattr(here, "block", None) is not block:
+            here.block, here.plans = block, {}
+        if key not in here.plans:
+            options = self._options[key]
+            anchor, donor = self._points(model, block, own, transported, device)
+            here.plans[key] = block_plans(block, donor, anchor, options.hard, options.regularisation)
+        plans: Plans = here.plans[key]
+        return plans
+
+    def _points(
+        self, model: Hashable, block: Block, own: Block, transported_streams: bool, device: torch.device
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Points of every plan of a block, of the anchor and of a donor, whose own block it is."""
+        base = self.models.base
+        if self.models.samples is not None:
+            anchor_seen, donor_seen = self.activations(base), self.activations(model)
+            return activation_points(block, anchor_seen, {}), activation_points(block, donor_seen, {})
+        anchor = dict(self._tensors(base, block, block, device))
+        streams = self.streams(model) if transported_streams else {}
+        donor = {
+            key: transported(tensor, info, streams, None)
+            for key, tensor in self._tensors(model, own, block, device)
+            if (info := block.tensor(key)) is not None
+        }
+        return weight_points(block, anchor), weight_points(block, donor)
+
+    def _tensors(self, model: Hashable, own: Block, block: Block, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """A model's tensors of a block that have an axis in one of its local spaces, by key."""
+        local = {space.name for space in block.spaces.values()}
+        for info in block.tensors:
+            if any(space.name in local for space in info.spaces()):
+                own_info = own.tensor(info.key) or info
+                if (tensor := read_tensor(own_info, self.models.views[model].tensors)) is not None:
+                    yield info.key, tensor.to(device)
+
+    def _planned_streams(self, model: Hashable, how: TransportOptions) -> Plans:
+        views = [self.models.views[self.models.base], self.models.views[model]]
+        architecture = views[0].architecture
+        if self.models.samples is not None:
+            watched = [self._activations(self.models.base), self._activations(model)]
+            return stream_plans(architecture, partial(_stream_activations, architecture, *watched), how)
+        sources: list[TensorSource] = [translated(view.tensors, view.architecture, architecture) for view in views]
+        if (rows := shared_rows(views)) is not None:
+            sources = [vocabulary_subset(architecture, *pair) for pair in zip(sources, rows, strict=True)]
+        return stream_plans(architecture, lambda stream: stream_ends(architecture, stream, *sources), how)
+
+    def activations(self, model: Hashable) -> Activations:
+        """A model's activations on the samples, each run once."""
+        with self._lock:
+            return self._activations(model)
+
+    def _activations(self, model: Hashable) -> Activations:
+        if model not in self._watched:
+            assert self.models.samples is not None
+            if self._batches is None:
+                self._batches = self.models.samples()
+            view = self.models.views[model]
+            stored = view.files is not None and view.at is None
+            module = load(str(view.files.reference)) if stored else module_of(view).float()
+            self._watched[model] = Activations.of(module, architecture_of(module), self._batches)
+        return self._watched[model]
+
+
+def _stream_activations(
+    architecture: Architecture, anchor: Activations, donor: Activations, stream: str
+) -> tuple[Tensor | None, Tensor | None]:
+    """Stream coordinates as points, from activations (size, samples)."""
+    return stream_points(architecture, stream, anchor, {}), stream_points(architecture, stream, donor, {})
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from mergekit.common import dtype_from_name
 from torch import Tensor
 
 from rotation_merge.averaging.polish import PolishOptions
-from rotation_merge.averaging.task_vectors import added_by_wudi
+from rotation_merge.averaging.wudi import added_by_wudi
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN, TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.distil import DistillationResult, DistillationSamples, adapter_in_training, distil

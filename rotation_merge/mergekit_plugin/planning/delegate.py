@@ -14,10 +14,12 @@ from pydantic import Field
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.averaging.methods import DelegateMethod, MergeLog, Source, Target, plan_of
+from rotation_merge.averaging.methods import OwnMethod, Source, Target
+from rotation_merge.averaging.models import MergeLog
 from rotation_merge.errors import StatisticsError
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.output_tensor import OutputTensor
+from rotation_merge.mergekit_plugin.planning.plan import plan_of
 from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors, by_name
 from rotation_merge.run.maps import linear_map
@@ -68,7 +70,7 @@ class AuxiliaryInput:
     """One model's part of a tensor with its weight and statistics.
 
     Attributes:
-        tasks: whose results, put together, are `Source.held`.
+        tasks: whose results, put together, are `Source.inputs`.
         metadata: the head of its statistics file.
         split: whether the results are of all stacked pieces, of which each tensor takes its own.
     """
@@ -81,7 +83,7 @@ class AuxiliaryInput:
 class OutputPlanner:
     """Plans the output tensors of a merge by a delegate of our own, one task each."""
 
-    def __init__(self, method: DelegateMethod, donors: Donors, helper: AuxiliaryPlanner | None) -> None:
+    def __init__(self, method: OwnMethod, donors: Donors, helper: AuxiliaryPlanner | None) -> None:
         self.method, self.plan, self.base, self.helper = method, plan_of(method), donors.recipe.base, helper
         self.log = MergeLog(str(self.base))
         self.tied = self.plan.tied and donors.tied_head is not None
@@ -94,7 +96,6 @@ class OutputPlanner:
         Raises:
             RotationMergeError: a parameter means nothing, weights are of no use, or statistics are missing.
         """
-        self.method.check(request.parameters)
         if not self.plan.negative:
             request.check_shares(self.method.spec.name)
         models = request.models(self.base)
@@ -128,7 +129,7 @@ class OutputPlanner:
 
 
 def merged_tensors(
-    method: DelegateMethod,
+    method: OwnMethod,
     architecture: Architecture,
     sources: Sequence[tuple[ModelReference, TensorSource]],
     weights: Sequence[float],
@@ -166,7 +167,7 @@ def merged_tensors(
 
 
 def merge_tensor(
-    method: DelegateMethod,
+    method: OwnMethod,
     target: Target,
     parts: Sequence[tuple[ModelReference, float, AuxiliaryInput]],
     parameters: Mapping[str, Any],
@@ -203,15 +204,10 @@ def merge_tensor(
         sources.append(Source(weight, share, results_of_model, helped.metadata))
     try:
         if target.linear and first.ndim == 3:
-            rows = [[_row(source, i) for source in sources] for i in range(len(first))]
+            rows = [[source.row(i) for source in sources] for i in range(len(first))]
             merged = torch.stack([method.merge(row, target, parameters) for row in rows])
         else:
             merged = method.merge(sources, target, parameters)
     except StatisticsError as error:
         raise StatisticsError(error.what, where=error.where or label, remedy=error.remedy) from error
     return (merged.mT if flipped else merged).to(first.device, dtype or first.dtype)
-
-
-def _row(source: Source, row: int) -> Source:
-    row_results = {name: value[row] for name, value in source.held.items()}
-    return Source(source.weight[row], source.share, row_results, source.made)

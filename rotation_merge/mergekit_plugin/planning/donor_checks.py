@@ -5,9 +5,9 @@ from __future__ import annotations
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
-from rotation_merge.averaging.methods import MODEL, STOCK, plan_of
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.planning.donors import Donors
+from rotation_merge.mergekit_plugin.planning.plan import MODEL, STOCK, plan_of
 from rotation_merge.model.vocabulary import shared_rows
 
 CARRY_FIRST = "carry the donor first ('rotation-merge carry') and {} the output, or use delegate task_arithmetic"

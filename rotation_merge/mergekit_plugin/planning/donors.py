@@ -13,7 +13,6 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.averaging.methods import MODEL, plan_of
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.alignment import check_fingerprints, load_alignment
 from rotation_merge.matching.check_pair import CheckedPair, check_forward, check_pair, residual_of
@@ -29,6 +28,7 @@ from rotation_merge.mergekit_plugin.planning.carrying import (
     check_adapter,
 )
 from rotation_merge.mergekit_plugin.planning.opened import Models
+from rotation_merge.mergekit_plugin.planning.plan import MODEL, plan_of
 from rotation_merge.mergekit_plugin.planning.prefetch import PrefetchScheduler
 from rotation_merge.mergekit_plugin.planning.presets import settle_presets
 from rotation_merge.mergekit_plugin.planning.whole_model_tasks import (

@@ -18,7 +18,6 @@ from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.averaging.methods import BLOCK, MODEL, STOCK, plan_of
 from rotation_merge.errors import RecipeError, not_written
 from rotation_merge.mergekit_plugin.planning.block_moves import BlockMoves
 from rotation_merge.mergekit_plugin.planning.blocks import BlockPart, OutputBlock, same_block
@@ -26,6 +25,7 @@ from rotation_merge.mergekit_plugin.planning.delegate import OutputPlanner
 from rotation_merge.mergekit_plugin.planning.donor_checks import check_meaning
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.output_tensor import OutputTensor
+from rotation_merge.mergekit_plugin.planning.plan import BLOCK, MODEL, STOCK, plan_of
 from rotation_merge.mergekit_plugin.planning.save_alignments import check_keepable
 from rotation_merge.mergekit_plugin.planning.session import session_of, settle_heads
 from rotation_merge.mergekit_plugin.planning.tasks import AlignedGather, FiniteTensor

@@ -90,9 +90,8 @@ def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, opti
         remedy = "none may be negative, and one must be above 0"
         raise RecipeError("weights are shares of the models among the answers", where="models", remedy=remedy)
     first = next(iter(readers.values()))
-    defaults = {spec.name: spec.default for spec in recipe.delegate.spec.parameters if spec.name != "weight"}
-    parameters = {name: _value(name, first, None, default) for name, default in defaults.items()}
-    recipe.delegate.check(parameters)
+    specs = [spec for spec in recipe.delegate.spec.parameters if spec.name != "weight"]
+    parameters = {spec.name: spec.validate(_value(spec.name, first, None, spec.default)) for spec in specs}
     teachers = []
     for model, reader in readers.items():
         if weights[model] > 0:

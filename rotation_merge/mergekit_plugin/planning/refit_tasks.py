@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.refit import Refit, RefitResult, Teachers
-from rotation_merge.averaging.task_vectors import TASK_VECTORS
+from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.errors import DataError
 from rotation_merge.matching.alignment import Alignment, moved_tensors
 from rotation_merge.mergekit_plugin.planning.delegate import DelegateTask, merged_tensors

@@ -13,7 +13,6 @@ from mergekit.config import ConfigReader
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.averaging.methods import Plan, plan_of
 from rotation_merge.errors import RotationMergeError, StatisticsError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.moved_statistics import (
@@ -30,6 +29,7 @@ from rotation_merge.mergekit_plugin.planning.delegate import AuxiliaryInput, Del
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.opened import Models
 from rotation_merge.mergekit_plugin.planning.output_tensor import OutputTensor
+from rotation_merge.mergekit_plugin.planning.plan import Plan, plan_of
 from rotation_merge.mergekit_plugin.planning.tasks import Loads, load_arguments, loaded, map_arguments
 from rotation_merge.model.biases import read_by
 from rotation_merge.model.blocks import Get

@@ -7,15 +7,11 @@ from dataclasses import dataclass
 from mergekit import merge_methods
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethod, ParameterScope
 
-from rotation_merge.averaging.methods import METHODS, RefitMethod
-from rotation_merge.averaging.ot_fusion import OtFusion
-from rotation_merge.averaging.task_vectors import TASK_VECTORS
+from rotation_merge.averaging.registry import METHODS
 from rotation_merge.config import Option
 from rotation_merge.mergekit_plugin.recipe.names import KEYS, METHOD, PLACES
 
-_METHODS: tuple[MergeMethod, ...] = (*METHODS, *TASK_VECTORS, OtFusion(), RefitMethod())
-
-OWN: dict[str, MergeMethod] = {method.spec.name: method for method in _METHODS}
+OWN: dict[str, MergeMethod] = {method.spec.name: method for method in METHODS}
 """Delegates of our own. They need more than weights, so they stay out of mergekit's list and run only inside a
 rotation_merge recipe."""
 

@@ -17,7 +17,7 @@ from mergekit.merge_methods.base import MergeMethod, ParameterScope, ParameterSp
 from pydantic import ValidationError
 
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.averaging.methods import DelegateParameter
+from rotation_merge.averaging.parameters import DelegateParameter
 from rotation_merge.config import DTYPES
 from rotation_merge.errors import RecipeError, nearest, nearest_path, removed, short
 from rotation_merge.matching.options import AlignConfig

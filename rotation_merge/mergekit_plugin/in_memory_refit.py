@@ -1,11 +1,10 @@
-"""Merges in memory: the tasks that a recipe is planned as, done when a tensor is asked for and written nowhere."""
+"""Refits in memory: the tasks that a recipe is planned as, done when a tensor is asked for and written nowhere."""
 
 from __future__ import annotations
 
-import keyword
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,12 +19,10 @@ from mergekit.config import (
 )
 from mergekit.graph import Task
 from mergekit.io.tasks import LoaderCache, ReturnTensor
-from mergekit.merge_methods.base import MergeMethod, ParameterScope
 from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.errors import RecipeError, RotationMergeError, nearest
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.definitions import architecture_info
@@ -33,17 +30,9 @@ from rotation_merge.mergekit_plugin.planning.opened import Loader, Models
 from rotation_merge.mergekit_plugin.planning.planner import RotationMergePlanner
 from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
 from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
-from rotation_merge.mergekit_plugin.recipe import delegates
 from rotation_merge.mergekit_plugin.recipe.document import Document
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, METHOD, OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.view import View
-
-MERGING = ("exclude", "heads_of", "targets", "start", "spill")
-"""Our parameters of merging, as opposed to aligning."""
-
-STILL = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
-"""Models that are averaged stay where they are."""
 
 
 class PlannedMerge:
@@ -106,63 +95,25 @@ def _block_label(name: str) -> str:
     return match[0] if match else name
 
 
-def renamed_views(views: Sequence[View]) -> list[View]:
-    """The same with distinct names, without the marks of revisions and adapters."""
-    names: list[str] = []
-    for view in views:
-        plain = re.sub(r"[+@]", " with ", view.name)
-        if view.files is None:  # whose name is not to be looked for on the hub
-            plain += " (in memory)"
-        number = sum(name == plain or name.startswith(f"{plain} (") for name in names)
-        names.append(f"{plain} ({number + 1})" if number else plain)
-    return [replace(view, name=name) for view, name in zip(views, names, strict=True)]
-
-
 def merge_views(
     views: Sequence[View],
     named: Sequence[View],
-    method: str,
-    parameters: Mapping[str, Any] | None,
-    of_model: Sequence[Mapping[str, Any]],
-    statistics: Sequence[Any],
+    document: Document,
     samples: Sequence[list[dict[str, Tensor]]],
     seed: int,
 ) -> View:
-    """Models in shared coordinates, merged by a delegate.
+    """Models in shared coordinates, merged by the delegate refit.
 
     Args:
         views: the first is the base.
-        named: the same ones as `renamed_views` gives them.
-        method: of mergekit, or our own.
-        parameters: of the delegate; a name that is a keyword of Python may end in an underscore.
-        of_model: parameters of single models.
-        statistics, samples: of each model, where the delegate takes them.
-
-    Raises:
-        RotationMergeError: there is no such delegate or parameter, or the models do not fit together.
+        named: the same ones with distinct names.
+        document: the recipe.
+        samples: of each model.
     """
-    delegate = delegate_of(method)
-    names = [model.name for model in named]
     models = Models(MergeOptions(quiet=True, random_seed=seed))
     for i, model in enumerate(named):
-        reference = models.hold(model)
-        if statistics:
-            models.statistics[reference] = statistics[i]
-        if samples:
-            models.samples[reference] = samples[i]
-    for name in parameters or {}:
-        if name in BY_NAME and name not in MERGING and name not in [p.name for p in delegate.spec.parameters]:
-            raise _misplaced(name)
-    shared = {name.rstrip("_") if keyword.iskeyword(name[:-1]) else name: x for name, x in (parameters or {}).items()}
-    value = {
-        "merge_method": METHOD,
-        "base_model": names[0],
-        "models": [
-            {"model": name, "parameters": dict(of_model[i]) if of_model else {}} for i, name in enumerate(names)
-        ],
-        "parameters": {**_needed(delegate, shared), **STILL, **shared, "delegate": method},
-    }
-    planned, notes = _plan(Document(value), models, named)
+        models.samples[models.hold(model)] = samples[i]
+    planned, notes = _plan(document, models, named)
     first = views[0]
 
     def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
@@ -182,50 +133,19 @@ def merge_views(
     return first.blockwise(compute, first.dtype, left_out=first.left_out, notes=(*first.notes, *notes))
 
 
-def _misplaced(name: str) -> RecipeError:
-    """The error for a parameter of recipes that an average does not have."""
-    if name in (*OPTIONS, "match_on", "untie"):
-        problem = f"'{name}' is an alignment option, but average does not align"
-        return RecipeError(problem, remedy="give it to rotation_merge.align, and average alignment.apply(donor)")
-    problem = f"'{name}' is a parameter of recipes, which average does not have"
-    return RecipeError(problem, remedy="leave it out, or write a recipe for mergekit-yaml")
-
-
-def delegate_of(method: str) -> MergeMethod:
-    """A delegate by its name.
-
-    Raises:
-        RecipeError: there is none; names the nearest.
-    """
-    known = delegates.names()
-    if method not in known:
-        raise RecipeError(f"there is no merge method {method!r}", remedy=nearest(str(method), known))
-    return delegates.get(method)
-
-
-def _needed(delegate: MergeMethod, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Equal weights where the delegate asks for weights and none are given."""
-    specs = [p for p in delegate.spec.parameters if p.name == "weight" and p.scope != ParameterScope.SHARED]
-    return {"weight": 1.0} if specs and specs[0].required and "weight" not in parameters else {}
-
-
 def _plan(document: Document, models: Models, held: Sequence[View]) -> tuple[PlannedMerge, list[str]]:
     """The tasks of a merge of models in memory, and its notes.
 
     Raises:
         RotationMergeError: as for a recipe, with the places of Python's arguments.
     """
-    try:
-        recipe = Recipe.of(document)
-        session = Session(recipe, models, Run(watched=False))
-        session.recipe = replace(recipe, config=_in_slices(recipe.config, held))
-        config = SessionConfiguration.of(session)
-        options = models.options
-        planner = RotationMergePlanner(config, architecture_info(config, options), options, SimpleNamespace())
-        return PlannedMerge(planner.plan_in_memory(), held, options.random_seed or 0), session.run.notes
-    except RotationMergeError as error:
-        place = re.sub(r"\bparameters\b\.?", "", error.where or "").rstrip(".") or None
-        raise type(error)(error.what, where=place, remedy=error.remedy) from None
+    recipe = Recipe.of(document)
+    session = Session(recipe, models, Run(watched=False))
+    session.recipe = replace(recipe, config=_in_slices(recipe.config, held))
+    config = SessionConfiguration.of(session)
+    options = models.options
+    planner = RotationMergePlanner(config, architecture_info(config, options), options, SimpleNamespace())
+    return PlannedMerge(planner.plan_in_memory(), held, options.random_seed or 0), session.run.notes
 
 
 def _in_slices(config: MergeConfiguration, held: Sequence[View]) -> MergeConfiguration:

@@ -1,0 +1,54 @@
+"""The merge methods of our own: a new one is a file beside this one, and a line here."""
+
+from __future__ import annotations
+
+from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec
+
+from rotation_merge.averaging.config import RefitConfig
+from rotation_merge.averaging.fisher import Fisher
+from rotation_merge.averaging.methods import OwnMethod
+from rotation_merge.averaging.ot_fusion import OtFusion
+from rotation_merge.averaging.parameters import WEIGHT, DelegateParameter, described_parameter
+from rotation_merge.averaging.regmean import RegMean
+from rotation_merge.averaging.task_vectors import TaskVectorMethod
+from rotation_merge.averaging.tsv import Iso, Tsv
+from rotation_merge.averaging.wudi import Wudi
+
+SOLVING = ("ridge", "lambda_")
+"""Fields that are parameters of the delegate; the others name its inputs and are parameters of the recipe."""
+
+
+def _parameter(field: str) -> DelegateParameter:
+    described = RefitConfig.options()[field]
+    return described_parameter(described.key or field, getattr(RefitConfig, field), described)
+
+
+class RefitMethod(OwnMethod):
+    """Runs the models on samples and solves the merge's linear maps for the same outputs (`averaging.refit`).
+
+    Its result is a whole model, which a merge then passes through.
+    """
+
+    on_samples = True
+    whole_models = True
+    no_changes = "needs whole models, but 'finetuned_from' gives a task vector"
+    spec = MergeMethodSpec(
+        name="refit",
+        pretty_name="Refit",
+        parameters=(WEIGHT, *map(_parameter, SOLVING)),
+        contract=InputContract(base=BasePolicy.OPTIONAL),
+    )
+
+
+METHODS: tuple[OwnMethod, ...] = (
+    RegMean(),
+    Fisher(),
+    Wudi(),
+    Tsv(),
+    Iso(),
+    OtFusion(),
+    RefitMethod(),
+)
+
+TASK_VECTORS = tuple(method for method in METHODS if isinstance(method, TaskVectorMethod))
+"""Those that merge the changes of single maps, and so those of adapters, too."""

@@ -1,0 +1,117 @@
+r"""RegMean: linear maps averaged by the Grams of their inputs, everything else by the mean.
+
+Directions: a weight here is W, shape (outputs, inputs), so that ``y = W x``; G is the Gram of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec
+from torch import Tensor
+
+from rotation_merge.averaging.methods import Source, StatisticsMethod, mean
+from rotation_merge.averaging.parameters import WEIGHT, parameter
+from rotation_merge.config import NotNegative, Share
+from rotation_merge.errors import StatisticsError
+from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.view import View
+from rotation_merge.run.maps import LinearMap, along_inputs, linear_map
+
+RIDGE_REMEDY = "set 'ridge' (0.001 is a good start), or measure on more samples"
+
+
+class RegMean(StatisticsMethod):
+    """Linear maps by the Grams of their inputs, everything else by the mean."""
+
+    statistics = "gram"
+    spec = MergeMethodSpec(
+        name="regmean",
+        pretty_name="RegMean",
+        reference_url="https://arxiv.org/abs/2212.09849",
+        parameters=(
+            WEIGHT,
+            parameter("shrink", 0.9, "factor of the off-diagonals of Grams", Share),
+            parameter("ridge", 1e-3, "ridge added to Grams, relative to their mean diagonal", NotNegative),
+        ),
+        contract=InputContract(base=BasePolicy.OPTIONAL),
+    )
+
+    def average(self, sources: Sequence[Source], parameters: Mapping[str, Any]) -> Tensor:
+        grams = [shrunk(s.inputs["gram"], parameters["shrink"], parameters["ridge"]) for s in sources]
+        return regmean([s.weight for s in sources], grams, [s.share for s in sources])
+
+    def measured(self, name: str, model: Hashable, device: torch.device) -> Tensor:
+        """The Gram of a map's inputs, (inputs, inputs), float64; (experts, inputs, inputs) where one tensor holds them.
+
+        Where a norm feeds the map, what was measured is the Gram of its normalised inputs (x_hat, 1); the map reads
+        ``x = D x_hat + c`` with the norm's gain D and shift c.
+        """
+        block, info, piece = self.models.place(model, name)
+        statistics, linear = self.models.statistics[model], linear_map(block, info)
+        gram = statistics.gram(info.name)
+        if gram is None or linear is None:
+            problem = f"hold nothing of tensor '{info.name}'"
+            remedy = "measure again; if transformers runs it in parts, use 'refit'"
+            raise StatisticsError(problem, where=statistics.path, remedy=remedy)
+        matrix = gram.matrix.to(device).double()
+        inputs = _fed(linear, matrix, self.models.views[model]) if gram.split else matrix[..., :-1, :-1]
+        return inputs[piece] if info.stacked else inputs
+
+
+def _fed(linear: LinearMap, augmented: Tensor, view: View) -> Tensor:
+    """The Gram of ``x = D x_hat + c`` from that of ``(x_hat, 1)``, (..., n + 1, n + 1)."""
+    norm, stored = linear.norm, {}
+    for part in () if norm is None else (norm.gain, norm.shift):
+        info = None if part is None else linear.block.tensor(part)
+        if info is not None and (tensor := read_tensor(info, view.tensors)) is not None:
+            stored[part] = tensor.to(augmented.device).double()
+    if norm is None or norm.gain not in stored:
+        problem = f"'{linear.info.name}' is fed by a norm whose gain is missing"
+        raise StatisticsError(problem, where=view.name, remedy="the checkpoint is incomplete")
+    gain, shift = along_inputs(linear, stored[norm.gain] + norm.offset, stored.get(norm.shift))
+    size = len(gain)
+    inner, means = augmented[..., :size, :size], augmented[..., :size, size]
+    share = augmented[..., size, size][..., None, None]  # one, or zero where no row was seen
+    moved = (gain * means)[..., :, None] * shift
+    return gain[:, None] * inner * gain + moved + moved.mT + share * torch.outer(shift, shift)
+
+
+def shrunk(gram: Tensor, shrink: float, ridge: float) -> Tensor:
+    """A Gram (n, n) with its off-diagonals times `shrink`, plus `ridge` times the mean of the diagonal."""
+    diagonal = gram.diagonal()
+    floor = ridge * diagonal.sum() / len(gram)
+    return shrink * gram + torch.diag((1 - shrink) * diagonal + floor)
+
+
+def regmean(weights: Sequence[Tensor], grams: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    r"""``W = (sum_k a_k W_k G_k) (sum_k a_k G_k)^-1``.
+
+    Args:
+        weights: (outputs, inputs) each.
+        grams: (inputs, inputs) each, shrunk and with their ridge.
+        shares: a_k.
+
+    Raises:
+        StatisticsError: the sum of the Grams is singular.
+
+    Source: Jin, Ren, Preotiuc-Pietro and Cheng 2023, equation 1.
+    """
+    if sum(shares) == 0 or all(float(gram.trace()) == 0 for gram in grams):
+        return mean(weights, shares)
+    # what the models agree on comes out bit for bit: solve for the differences from the first
+    first = weights[0].double()
+    right: Tensor = sum(a * ((w.double() - first) @ g) for a, g, w in zip(shares, grams, weights, strict=True))  # type: ignore[assignment]
+    total: Tensor = sum(a * g for a, g in zip(shares, grams, strict=True))  # type: ignore[assignment]
+    return first + torch.cholesky_solve(right.T, _cholesky(total)).T
+
+
+def _cholesky(total: Tensor) -> Tensor:
+    """The lower factor; a matrix without one is singular."""
+    lower, info = torch.linalg.cholesky_ex(total)
+    smallest = lower.diagonal().min() ** 2
+    if int(info) != 0 or not float(smallest) > 1e-13 * float(total.diagonal().max()):
+        raise StatisticsError("the Grams of a map are singular: too few samples, or none", remedy=RIDGE_REMEDY)
+    return lower

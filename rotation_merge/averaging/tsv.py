@@ -1,0 +1,121 @@
+"""Merges by singular vectors of the changes: TSV-M and Iso-C."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from mergekit.merge_methods.base import MergeMethodSpec
+from torch import Tensor
+
+from rotation_merge.averaging.task_vectors import COMMON, CONTRACT, TaskVectorMethod
+from rotation_merge.linalg.sliced import SlicedMatrix, beside, polar, weighted_sum
+
+SVD = 24.0
+"""Times as long as a product of a matrix with its transpose a thin SVD takes, in float64 on a processor."""
+
+ZERO = 1e-9
+"""Singular values below this share of the largest have no direction, in a change that is exact in float64."""
+
+
+class Tsv(TaskVectorMethod):
+    """TSV-M: the largest singular triples of each change, directions made orthogonal to those of the others.
+
+    Of each of T changes at most size / T triples are kept (fewer of a change of lower rank, such as a LoRA's), those of
+    all stand side by side, and both sides are replaced by their polar factors. Triples that rounding to float32 may
+    have made do not count; rounding to narrower types cannot be told from what training changed, and counts.
+
+    Source: Gargiulo and others 2025 (Task Singular Vectors, arXiv 2412.00081), algorithm 1.
+    """
+
+    spec = MergeMethodSpec(
+        name="tsv",
+        pretty_name="TSV-M",
+        reference_url="https://arxiv.org/abs/2412.00081",
+        parameters=COMMON,
+        contract=CONTRACT,
+    )
+    sees_rounding = True
+
+    def change(
+        self,
+        changes: Sequence[Tensor],
+        weights: Sequence[float],
+        parameters: Mapping[str, Any],
+        shape: tuple[int, int] | None = None,
+    ) -> Tensor:
+        matrices = [SlicedMatrix.of(change) for change in changes]
+        return self.in_slices(matrices, weights, parameters, min(shape or changes[0].shape)).whole()
+
+    def in_slices(
+        self,
+        changes: Sequence[SlicedMatrix],
+        weights: Sequence[float],
+        parameters: Mapping[str, Any],
+        size: int | None = None,
+    ) -> SlicedMatrix:
+        """`size`: the smaller side of the map, where changes are given in smaller orthonormal bases."""
+        lengths = [change.norm() for change in changes]
+        shares = parameters.get("rounding", [0.0] * len(changes))
+        counting = sum(length > 0.0 for length in lengths)
+        lefts, values, rights = [], [], []
+        for change, length, weight, share in zip(changes, lengths, weights, shares, strict=True):
+            if length == 0.0:
+                continue
+            left_vectors, s, v = change.svd()
+            least = max(ZERO * float(s[0]), share * length)
+            rank = max(1, min((size or len(s)) // counting, int((s > least).sum())))
+            lefts.append(left_vectors(rank))
+            values.append(weight * s[:rank])
+            rights.append(v[:rank].clone())  # or all of it stays in memory
+        return (beside(lefts).polar() * torch.cat(values)) @ polar(torch.cat(rights))
+
+    def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
+        return (models + 2) * svd_operations(shape)
+
+
+class Iso(TaskVectorMethod):
+    """Iso-C: the sum of the changes with all its singular values replaced by their mean.
+
+    Changes of low rank get the mean over the directions that they span.
+
+    Source: Marczak and others 2025 (No Task Left Behind, arXiv 2502.04959), algorithm 1.
+    """
+
+    spec = MergeMethodSpec(
+        name="iso",
+        pretty_name="Iso-C",
+        reference_url="https://arxiv.org/abs/2502.04959",
+        parameters=COMMON,
+        contract=CONTRACT,
+    )
+    sees_rounding = True
+
+    def change(
+        self,
+        changes: Sequence[Tensor],
+        weights: Sequence[float],
+        parameters: Mapping[str, Any],
+        shape: tuple[int, int] | None = None,
+    ) -> Tensor:
+        return self.in_slices([SlicedMatrix.of(d) for d in changes], weights, parameters).whole()
+
+    def in_slices(
+        self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
+    ) -> SlicedMatrix:
+        weighed = [change * weight for change, weight in zip(changes, weights, strict=True)]
+        left_vectors, s, v = weighted_sum(changes, weights).svd()
+        shares = parameters.get("rounding", [0.0] * len(weighed))
+        least = sum(share * change.norm() for share, change in zip(shares, weighed, strict=True))
+        count = max(1, int((s > max(ZERO * float(s[0]), least)).sum()))
+        return (left_vectors(count) * s[:count].mean()) @ v[:count]
+
+    def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
+        return svd_operations(shape)
+
+
+def svd_operations(shape: tuple[int, int]) -> float:
+    """Floating-point operations of a thin SVD."""
+    small, large = sorted(shape)
+    return SVD * large * small**2

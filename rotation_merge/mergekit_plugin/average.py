@@ -1,0 +1,292 @@
+"""`rotation_merge.average`: its call judged as a recipe is, and its models averaged in memory, without a plan."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from mergekit.merge_methods.base import MergeMethod, ParameterScope
+from mergekit.parameter_resolver import resolve_parameters
+from torch import Tensor
+
+from rotation_merge.architecture.model import Block, TensorInfo
+from rotation_merge.averaging.average import averaged
+from rotation_merge.averaging.methods import OwnMethod
+from rotation_merge.averaging.models import MergedModels, MergeLog, Place
+from rotation_merge.errors import RecipeError, RotationMergeError, nearest, not_written, short
+from rotation_merge.matching.check_pair import check_forward, check_pair
+from rotation_merge.matching.open_pair import as_donor
+from rotation_merge.matching.options import NOTHING
+from rotation_merge.mergekit_plugin.definitions import check_shapes
+from rotation_merge.mergekit_plugin.recipe import delegates
+from rotation_merge.mergekit_plugin.recipe.document import Document
+from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, METHOD, OPTIONS
+from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.recipe.settings import check_words
+from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.heads import head_names
+from rotation_merge.model.labels import LabelRows, in_class_order, in_order
+from rotation_merge.model.view import View
+from rotation_merge.model.vocabulary import check_token_ids
+from rotation_merge.run.data import unpadded
+from rotation_merge.run.functions import Batch
+from rotation_merge.run.statistics_file import Statistics
+
+MERGING = ("exclude", "heads_of", "targets", "start", "spill")
+"""Our parameters of merging, as opposed to aligning."""
+
+STILL = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
+"""Models that are averaged stay where they are."""
+
+
+def delegate_of(method: str) -> MergeMethod:
+    """A merge method by its name.
+
+    Raises:
+        RecipeError: there is none; names the nearest.
+    """
+    known = delegates.names()
+    if method not in known:
+        raise RecipeError(f"there is no merge method {method!r}", remedy=nearest(str(method), known))
+    return delegates.get(method)
+
+
+def renamed_views(views: Sequence[View]) -> list[View]:
+    """The same with distinct names, without the marks of revisions and adapters."""
+    names: list[str] = []
+    for view in views:
+        plain = re.sub(r"[+@]", " with ", view.name)
+        if view.files is None:  # whose name is not to be looked for on the hub
+            plain += " (in memory)"
+        number = sum(name == plain or name.startswith(f"{plain} (") for name in names)
+        names.append(f"{plain} ({number + 1})" if number else plain)
+    return [replace(view, name=name) for view, name in zip(views, names, strict=True)]
+
+
+def recipe_of(
+    method: str, views: Sequence[View], parameters: Mapping[str, Any], of_model: Sequence[Mapping[str, Any]]
+) -> Recipe:
+    """A call as the recipe that it amounts to, checked as one.
+
+    Args:
+        views: with distinct names, the base first.
+        parameters: of the method; a name that is a keyword of Python may end in an underscore.
+        of_model: parameters of single models.
+
+    Raises:
+        RecipeError: there is no such method or parameter, or a value means nothing.
+    """
+    delegate = delegate_of(method)
+    for name in parameters:
+        if name in BY_NAME and name not in MERGING and name not in [spec.name for spec in delegate.spec.parameters]:
+            raise _misplaced(name)
+    shared = {name.rstrip("_") if keyword.iskeyword(name[:-1]) else name: x for name, x in parameters.items()}
+    value = {
+        "merge_method": METHOD,
+        "base_model": views[0].name,
+        "models": [{"model": view.name, "parameters": dict(own)} for view, own in zip(views, of_model, strict=True)],
+        "parameters": {**_needed(delegate, shared), **STILL, **shared, "delegate": method},
+    }
+    return Recipe.of(Document(value))
+
+
+def _misplaced(name: str) -> RecipeError:
+    """The error for a parameter of recipes that an average does not have."""
+    if name in (*OPTIONS, "match_on", "untie"):
+        problem = f"'{name}' is an alignment option, but average does not align"
+        return RecipeError(problem, remedy="give it to rotation_merge.align, and average alignment.apply(donor)")
+    problem = f"'{name}' is a parameter of recipes, which average does not have"
+    return RecipeError(problem, remedy="leave it out, or write a recipe for mergekit-yaml")
+
+
+def _needed(delegate: MergeMethod, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Equal weights where the delegate asks for weights and none are given."""
+    specs = [p for p in delegate.spec.parameters if p.name == "weight" and p.scope != ParameterScope.SHARED]
+    return {"weight": 1.0} if specs and specs[0].required and "weight" not in parameters else {}
+
+
+@contextmanager
+def python_places() -> Iterator[None]:
+    """Errors of recipes, raised within, name the arguments of Python's call."""
+    try:
+        yield
+    except RotationMergeError as error:
+        place = re.sub(r"\bparameters\b\.?", "", error.where or "").rstrip(".") or None
+        raise type(error)(error.what, where=place, remedy=error.remedy) from None
+
+
+@dataclass(frozen=True)
+class TensorParameters:
+    """The parameters of a delegate for each output tensor: filters and per-layer lists, resolved by mergekit."""
+
+    recipe: Recipe
+    anchor: View
+    count: int
+
+    def __call__(self, name: str) -> dict[str, Any]:
+        """By name; of those with a value for each model a mapping by the models' numbers.
+
+        Raises:
+            RecipeError: a required parameter has no value for the tensor.
+        """
+        config, models = self.recipe.config, range(self.count)
+        own = [entry.parameters for entry in config.models or ()]
+        try:
+            shared, each = resolve_parameters(
+                self.recipe.delegate.spec,
+                tensor_name=name,
+                inputs=dict.fromkeys(models, name),
+                sources=lambda model: [config.parameters] if model is None else [own[model], config.parameters],
+                base_model=None if self.recipe.plain else 0,
+                t=self._depth(name),
+            )
+        except RuntimeError as error:
+            raise RecipeError(short(error), remedy="give it a value for every tensor") from error
+        names = {key for values in each.values() for key in values}
+        return {**shared, **{key: {m: each[m][key] for m in models if key in each[m]} for key in names}}
+
+    def _depth(self, name: str) -> float:
+        """A layer's place among those of its module, from 0 to 1; 0 outside of the layers, as mergekit has it."""
+        block, _, _ = self._places[name]
+        if block.index is None:
+            return 0.0
+        last = len(self.anchor.architecture.layers(block.module)) - 1
+        return block.index / last if last else 1.0
+
+    @cached_property
+    def _places(self) -> Mapping[str, Place]:
+        return self.anchor.architecture.places()
+
+
+def _brought_together(views: Sequence[View], recipe: Recipe) -> tuple[list[View], list[LabelRows], list[str]]:
+    """The models with their classes in the anchor's order, what reorders them, and notes for the report.
+
+    Raises:
+        RotationMergeError: they do not compute alike, or differ in sizes or tokens.
+    """
+    anchor, architecture = views[0], views[0].architecture
+    if recipe.value("heads_of") == "each":
+        recipe.own_heads.update(name for view in views for name in head_names(view.architecture))
+    donors = [as_donor(anchor, view) for view in views[1:]]
+    check_words(recipe.document, architecture, (name for view in views for name in view.names))
+    recipe.document.raise_first()
+    for donor in donors:
+        check_shapes(anchor, donor, recipe.excluded, False)
+    together, rows, notes = [anchor], list[LabelRows]([{}]), list[str]()
+    for donor in donors:
+        checked = check_pair(anchor, donor.as_filed, NOTHING, excluded=recipe.excluded)
+        together.append(in_class_order(donor.as_filed, checked.rows))
+        check_forward(anchor, together[-1])
+        rows.append(checked.rows)
+        notes += [*checked.warnings, *checked.notes()]
+    infos = [info for info in architecture.tensors() if info.vocabulary_axis is not None]
+    if any(name in anchor and not recipe.excluded(name) for info in infos for name in info.names):
+        for donor in together[1:]:
+            check_token_ids(anchor, donor)
+    return together, rows, notes
+
+
+def _ordered(statistics: Statistics, rows: LabelRows) -> Statistics:
+    """A model's statistics with its classes in the anchor's order."""
+    if not rows:
+        return statistics
+
+    def read(key: str) -> Tensor:
+        name, _, kind = key.rpartition(".")
+        return in_order(statistics.read(key), rows.get(name) if kind == "fisher" else None)
+
+    return replace(statistics, read=read)
+
+
+def _told(
+    method: OwnMethod,
+    views: Sequence[View],
+    recipe: Recipe,
+    statistics: Sequence[Statistics],
+    samples: Sequence[Batch],
+) -> OwnMethod:
+    """A method of ours that knows its models.
+
+    Raises:
+        RecipeError: it does not know their architecture.
+    """
+    anchor, name = views[0], f"delegate {method.spec.name}"
+    if anchor.architecture.family == "unknown":
+        remedy = "use another delegate, or add an architecture file (docs/add-architecture.md)"
+        raise RecipeError(f"{name} does not know this architecture", where=anchor.name, remedy=remedy)
+    taken = (lambda: unpadded(samples, "samples")) if samples else None
+    return method.on(MergedModels.of(views, statistics=dict(enumerate(statistics)), samples=taken))
+
+
+def _check_tensors(method: MergeMethod, parameters: TensorParameters) -> None:
+    """Find what is wrong for any output tensor, before one is asked for.
+
+    Raises:
+        RotationMergeError: parameters or weights mean nothing for a tensor.
+    """
+    recipe, anchor = parameters.recipe, parameters.anchor
+    for name in (name for name in anchor.architecture.named() if name in anchor and not recipe.excluded(name)):
+        values = parameters(name)
+        if isinstance(method, OwnMethod):
+            shared = {key: value for key, value in values.items() if key != "weight"}
+            check_heads(recipe.value("heads_of"), shared)
+            method.counting(name, {model: float(weight) for model, weight in values["weight"].items()}, shared)
+
+
+def check_heads(heads_of: str, parameters: Mapping[str, Any]) -> None:
+    """Refuse to transport a stream under heads that stay where they are.
+
+    Raises:
+        RecipeError: every model keeps its head, and the method transports streams.
+    """
+    if heads_of == "each" and parameters.get("stream") == "transport":
+        problem = "'heads_of: each' puts the body under every donor's head, but plans of the stream do not move heads"
+        raise RecipeError(problem, where="parameters", remedy="add 'stream: identity'")
+
+
+def average_views(
+    views: Sequence[View],
+    recipe: Recipe,
+    statistics: Sequence[Statistics] = (),
+    samples: Sequence[Batch] = (),
+    seed: int = 0,
+) -> View:
+    """Models in shared coordinates, averaged by a recipe's delegate.
+
+    Args:
+        views: with distinct names, the base first.
+        statistics: of each model, where the delegate takes them.
+        samples: batches for all models, where it does.
+
+    Returns:
+        A lazy view of the base's names and dtypes, computed in float32 at least and rounded once.
+
+    Raises:
+        RotationMergeError: the models do not fit together, or parameters mean nothing.
+    """
+    together, rows, notes = _brought_together(views, recipe)
+    first, method, log = together[0], recipe.delegate, MergeLog()
+    if isinstance(method, OwnMethod):
+        measured = [_ordered(part, order) for part, order in zip(statistics, rows, strict=bool(statistics))]
+        method = _told(method, together, recipe, measured, samples)
+        log = method.models.log
+    notes += [*log.lines, *([not_written(first.ignored)] if first.ignored else [])]
+    parameters = TensorParameters(recipe, first, len(together))
+    _check_tensors(method, parameters)
+    based = not recipe.plain
+    merged = averaged(together, method, parameters, seed=seed, excluded=recipe.excluded, based=based)
+
+    def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
+        if not all(name in merged for name in info.names) or (tensor := read_tensor(info, merged)) is None:
+            return None
+        rounded = dtype or first.dtype or first.stored_dtypes.get(info.name)
+        return tensor.to(rounded) if tensor.is_floating_point() and rounded is not None else tensor
+
+    notes = list(dict.fromkeys([*first.notes, *notes, *log.lines]))
+    return first.blockwise(compute, first.dtype, left_out=first.left_out, notes=tuple(notes))
