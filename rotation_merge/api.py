@@ -18,6 +18,7 @@ from rotation_merge.averaging.low_rank import with_lora
 from rotation_merge.averaging.methods import BLOCK, MODEL, numbers_for, plan_of
 from rotation_merge.averaging.polish import TOGETHER, PolishConfig, PolishOptions, SharedBody, check_trainable
 from rotation_merge.averaging.polish import polish as distil
+from rotation_merge.averaging.refit_models import refitted_later, teachers_in_memory
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, not_written, short
@@ -32,17 +33,18 @@ from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.matching.teachers import AnsweredSamples, write_answers
 from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, renamed_views
+from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
 from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.fold import unfolded_gain
 from rotation_merge.model.heads import head_names, heads_in, heads_of_teachers, under_heads
-from rotation_merge.model.labels import with_classes_of
+from rotation_merge.model.labels import in_class_order, with_classes_of
 from rotation_merge.model.naming import check_different
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.open import ModelLike, check_names, open_model, paths_of, several, whole_path
 from rotation_merge.model.view import View, as_stored
-from rotation_merge.model.vocabulary import check_same_tokens
+from rotation_merge.model.vocabulary import check_same_tokens, shared_rows
 from rotation_merge.model.writing import StorageOptions, small_files
 from rotation_merge.record import MergeReport
 from rotation_merge.run.curves import Curve
@@ -164,6 +166,8 @@ def average(
         if odd := sorted(set(views[0]) ^ set(view)):
             remedy = "average models of one class; where a stream is rotated, take apply_anchor(anchor), too"
             raise CheckpointError(f"tensor '{odd[0]}' is only in one of the models", where=view.name, remedy=remedy)
+    if plan.unit == MODEL:
+        return _refit_average(views, samples, shares, limit, seed, parameters)
     opened = renamed_views(views)
     _check_folded(opened)
     of_model: list[dict[str, Any]] = [{} for _ in views]
@@ -175,11 +179,11 @@ def average(
     batches: list[list[dict[str, Tensor]]] = []
     if plan.statistics:
         measured = _measured(views, opened, method, plan.statistics, samples, statistics, limit, seed)
-    elif plan.unit == MODEL or samples is not None:
-        if plan.unit not in (MODEL, BLOCK):
+    elif samples is not None:
+        if plan.unit != BLOCK:
             raise RecipeError(f"'samples' have no effect with {method}", remedy="leave them out")
-        sources = for_each(SELF if samples is None else samples, len(views))
-        shared = samples is not None and all(source is sources[0] for source in sources)
+        sources = for_each(samples, len(views))
+        shared = all(source is sources[0] for source in sources)
         for number, (model, source) in enumerate(zip(opened, sources, strict=True)):
             batches.append(read_samples(model, source, limit, seed=seed + number).batches)
             of_model[number]["data"] = "samples" if shared else f"samples of model {number + 1}"
@@ -293,11 +297,73 @@ def refit(
         RotationMergeError: models or samples are of no use.
     """
     config = RefitConfig.or_default(config)
-    values = {name: getattr(config, name) for name in config.options() if name not in ("samples", "seed")}
-    parameters = {name: value for name, value in values.items() if value is not None}
-    return average(
-        models, "refit", weights=weights, samples=samples, limit=config.samples, seed=config.seed, **parameters
-    )
+    return _refitted(_opened(models), samples, config, weights)
+
+
+def _opened(models: Iterable[ModelLike]) -> list[View]:
+    """Models that may be averaged as they are, which have the same tensors.
+
+    Raises:
+        CheckpointError: there are none, or their tensors differ in names.
+    """
+    views = [as_stored(open_model(model)) for model in several(models)]
+    if not views:
+        raise RecipeError("no models are given", remedy="give one model or more")
+    for view in views[1:]:
+        if odd := sorted(set(views[0]) ^ set(view)):
+            remedy = "average models of one class; where a stream is rotated, take apply_anchor(anchor), too"
+            raise CheckpointError(f"tensor '{odd[0]}' is only in one of the models", where=view.name, remedy=remedy)
+    return views
+
+
+def _refitted(
+    views: Sequence[View],
+    samples: Samples,
+    config: RefitConfig,
+    weights: Sequence[float] | None,
+    exclude: Sequence[str] = (),
+) -> View:
+    """`refit` of opened models.
+
+    Args:
+        exclude: parts of names of tensors that stay the first model's.
+    """
+    if weights is not None:
+        weights = numbers_for(weights, len(views), "model")
+
+    def excluded(name: str) -> bool:
+        return any(part in name for part in exclude)
+
+    base, notes = views[0], list(views[0].notes)
+    alike = [base]
+    _check_folded(views)
+    for view in views[1:]:
+        checked = check_pair(base, view.as_filed, NOTHING, excluded=excluded)
+        check_forward(base, view)
+        if shared_rows([base, view]) is not None:
+            problem = f"its tokens are not those of {base.name}, but refit runs all models on one set of token ids"
+            raise RecipeError(problem, where=view.name, remedy="use another method")
+        notes += [*checked.warnings, *checked.notes()]
+        alike.append(in_class_order(view.as_filed, checked.rows))
+    merged = refitted_later(base, teachers_in_memory(alike, samples, config, weights), config, exclude=excluded)
+    return replace(merged, notes=tuple(dict.fromkeys(notes)))
+
+
+def _refit_average(
+    views: Sequence[View],
+    samples: Samples,
+    weights: Sequence[float] | None,
+    limit: int,
+    seed: int,
+    parameters: Mapping[str, Any],
+) -> View:
+    """`average` by `refit`."""
+    values = {"lambda_" if name == "lambda" else name: value for name, value in parameters.items()}
+    BY_NAME["heads_of"].check(values.pop("heads_of", "base"))
+    names = BY_NAME["exclude"].check(values.pop("exclude")) if "exclude" in values else None
+    config = RefitConfig.from_values({**values, "samples": limit, "seed": seed})
+    exclude = [part.strip() for part in (names or "").split(",") if part.strip()]
+    return _refitted(views, samples, config, weights, exclude)
 
 
 def polish(
