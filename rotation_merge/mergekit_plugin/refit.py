@@ -12,14 +12,8 @@ from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.options import MergeOptions
 
 from rotation_merge.averaging.config import RefitConfig
-from rotation_merge.averaging.refit_models import (
-    RefittedModel,
-    Teacher,
-    read_teachers,
-    refitted,
-    shares_of,
-    usual_source,
-)
+from rotation_merge.averaging.refit_models import refitted
+from rotation_merge.averaging.teachers import Teacher, read_teachers, shares_of, usual_source
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
@@ -54,7 +48,7 @@ class RecipeRefit:
             The merge, which is there until the run ends.
         """
         spill = self.config.spill
-        result: RefittedModel = refitted(
+        result = refitted(
             base,
             self.teachers,
             self.config,
