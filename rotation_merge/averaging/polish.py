@@ -45,6 +45,9 @@ GRADIENT_SAMPLES = 8
 TRIAL = 0.1
 """Share of the steps after which a learning rate is chosen."""
 
+HELD_OUT = 0.15
+"""Share of the samples that chooses the learning rate and the step."""
+
 LEAST_SHARE = 0.5
 """Share of the best learning rate's gain in the trial that a larger one must reach to be chosen."""
 
@@ -83,8 +86,7 @@ class PolishOptions:
         lora: rank of the LoRA that is trained; 0: all weights.
         new: the LoRA holds nothing yet and begins along the gradient (`low_rank.initialise_along_gradient`).
         rates: learning rates that are tried; empty: the usual ones.
-        held_out: share of the samples that is kept for choosing.
-        last: number of last batches of each teacher to hold out instead; empty: a random share.
+        last: number of last batches of each teacher to hold out; empty: a random share of `HELD_OUT`.
         seed: of everything random.
         state: file for the state of an unfinished run; found there, the run goes on from it.
         batches: of every teacher that a step sees; 0: as many as hold `STEP_TOKENS`, or as there are.
@@ -94,7 +96,6 @@ class PolishOptions:
     lora: int = 0
     new: bool = False
     rates: tuple[float, ...] = ()
-    held_out: float = 0.15
     last: tuple[int, ...] = ()
     seed: int = 0
     state: Path | None = None
@@ -202,14 +203,13 @@ class _Polish:
         self.training: list[list[int]] = []
         for number, answers in enumerate(answered):
             if answers.count < 2:
-                remedy = "give more of them ('samples')"
-                raise DataError(
+                problem, where = (
                     f"{answers.count} batches of samples are too few to hold one out",
-                    where=f"teacher {number + 1}",
-                    remedy=remedy,
+                    f"teacher {number + 1}",
                 )
+                raise DataError(problem, where=where, remedy="give more of them ('samples')")
             order = torch.randperm(answers.count, generator=draw).tolist()
-            held_count = max(1, round(answers.count * options.held_out))
+            held_count = max(1, round(answers.count * HELD_OUT))
             if options.last:
                 order, held_count = list(reversed(range(answers.count))), options.last[number]
             self.held.append(order[:held_count])

@@ -116,7 +116,13 @@ def polished(
         raise RecipeError("no teachers are given", remedy="give the models that were merged")
     heads = _heads(merged, teachers)
     students = [head or merged for head in heads]
-    _check_trainable(merged, config.lora if any(heads) else 0)
+    if config.lora and any(heads):
+        problem = "has a separate head for each teacher, but one LoRA cannot hold them"
+        raise RotationMergeError(problem, where=merged.name, remedy="train all weights, without 'lora'")
+    if merged.config.get(KEY):
+        problem = "is a sentence-transformers folder, whose modules cannot be trained"
+        remedy = "leave it out of polish; merge with 'delegate: regmean' for a better average"
+        raise RotationMergeError(problem, where=merged.name, remedy=remedy)
     if merged.files is not None:
         check_same_tokens(merged, *(teacher for teacher in teachers if teacher.files is not None))
     with seeded(config.seed):
@@ -181,21 +187,3 @@ def _heads(merged: View, teachers: Sequence[View]) -> list[View | None]:
     references = [None if teacher.files is None else teacher.files.reference for teacher in teachers]
     heads = heads_of_teachers(known, references, merged.name)
     return [None if head is None else open_model(head, unsupported="merge") for head in heads]
-
-
-def _check_trainable(merged: View, lora: int) -> None:
-    """Refuse a merge that cannot be polished.
-
-    Args:
-        lora: rank of the LoRA that is to be trained under several heads; 0: there are none, or all weights are trained.
-
-    Raises:
-        RotationMergeError: it has modules of sentence-transformers, or is one LoRA for several heads.
-    """
-    if lora:
-        problem = "has a separate head for each teacher, but one LoRA cannot hold them"
-        raise RotationMergeError(problem, where=merged.name, remedy="train all weights, without 'lora'")
-    if merged.config.get(KEY):
-        problem = "is a sentence-transformers folder, whose modules cannot be trained"
-        remedy = "leave it out of polish; merge with 'delegate: regmean' for a better average"
-        raise RotationMergeError(problem, where=merged.name, remedy=remedy)

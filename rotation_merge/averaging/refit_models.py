@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import count
 from statistics import fmean
+from tempfile import gettempdir
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,9 +33,12 @@ from rotation_merge.run.data import Data, with_small_first_batch
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.maps import linear_map
-from rotation_merge.run.runner import Fill, Runner, filled_model
+from rotation_merge.run.runner import Runner, filled_model
 from rotation_merge.run.store import StateStore
 from rotation_merge.workers import Progress, listener
+
+ELSEWHERE = "free some space, or name a folder that has more in TMPDIR (in a recipe: 'spill')"
+"""Remedy for a full disk."""
 
 STARTS = {"average": "average", "anchor": "anchor", "task_arithmetic": "sum of the task vectors"}
 """Starts in words; those that are not here are merges by a method of that name."""
@@ -47,10 +52,10 @@ class RefittedModel:
     """A refitted merge.
 
     Attributes:
-        view: with the base's names; its tensors are read from the store that the refit wrote them to.
+        view: with the base's names; its tensors are read from where the refit has left them.
         notes: lines for a report.
         heads: solved tensors of every teacher's own head, by the teacher's name.
-        close: removes the tensors from their store.
+        close: removes the tensors.
     """
 
     view: View
@@ -69,7 +74,6 @@ def refitted(
     own_heads: bool = False,
     dtype: torch.dtype | None = None,
     device: str = "cpu",
-    results: StateStore | None = None,
     progress: Progress = lambda *_: None,
 ) -> RefittedModel:
     """Average models and solve the average's linear maps, layer by layer (`averaging.refit`).
@@ -80,13 +84,13 @@ def refitted(
         exclude: tensors, by the base's names, that stay the base's.
         own_heads: every teacher answers under its own head, and without a pool each head is solved, too.
         dtype: of the result; None: each tensor has that of the base's files.
-        results: where solved tensors are put; None: in the config's folder, or in memory.
 
     Raises:
         RotationMergeError: models or samples are of no use.
     """
-    written = _WrittenTensors(base, _source(base, base), dtype, results or StateStore(config.spill))
-    states = StateStore(config.spill)
+    in_files = base.files is not None and config.spill is None
+    store = StateStore(gettempdir(), ELSEWHERE) if in_files else StateStore(config.spill)
+    states, written = StateStore(config.spill), _WrittenTensors(base, _source(base, base), dtype, store)
     try:
         work = _Refit(base, teachers, config, pooled, exclude, own_heads, device, states, written)
         result = work.solve(progress)
@@ -94,17 +98,15 @@ def refitted(
         if own_heads and not pooled and not result.alike:
             work.solve_heads()
     except BaseException:
-        written.store.close()
+        store.close()
         raise
     finally:
         states.close()
-    return RefittedModel(written.view(), [*work.notes, *work.words(result)], work.heads, written.store.close)
+    return RefittedModel(written.view(), [*work.notes, *work.words(result)], work.heads, store.close)
 
 
-def refitted_later(
-    base: View, teachers: Sequence[Teacher], config: RefitConfig, exclude: Chosen = lambda _: False
-) -> View:
-    """A merge that is refitted in memory when its first tensor is asked for; arguments as of `refitted`."""
+def refitted_later(base: View, teachers: Sequence[Teacher], config: RefitConfig, exclude: Chosen) -> View:
+    """A merge that is refitted when its first tensor is asked for; arguments as of `refitted`."""
     answering, pooled = read_teachers(base, teachers, config)
 
     @cache
@@ -127,10 +129,9 @@ def _source(view: View, base: View) -> Tensors:
 
 @dataclass(frozen=True)
 class _WrittenTensors:
-    """The tensors of the merge that are done, in a store and as they are stored; all others are the base's.
+    """The tensors of the merge: those that are done in a store, as they are stored, all others the base's.
 
     Attributes:
-        dtype: of the merge; None: each tensor has that of the base's files.
         names: of those that are done.
     """
 
@@ -141,7 +142,6 @@ class _WrittenTensors:
     names: set[str] = field(default_factory=set)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype of an output tensor."""
         stored = self.base.stored_dtypes
         return self.dtype or stored.get(name) or next(iter(stored.values()))
 
@@ -150,26 +150,21 @@ class _WrittenTensors:
         return tensor.to("cpu", self.dtype_of(name)) if tensor.is_floating_point() else tensor
 
     def write(self, name: str, tensor: Tensor) -> Tensor:
-        """Write a tensor; returns it as it was, but rounded."""
+        """Write a tensor; returns it rounded, in the dtype and on the device that it had."""
         stored = self.rounded(name, tensor)
+        if not all_finite([stored]):
+            problem = f"tensor '{name}' of the merged model would hold NaN or infinity"
+            raise RotationMergeError(problem, remedy="look at the weights of the models and at the samples")
         self.store.put(name, [stored])
         self.names.add(name)
         return stored.to(tensor)
 
-    def read(self, name: str) -> Tensor:
-        """A tensor of the merge."""
+    def __getitem__(self, name: str) -> Tensor:
         return self.store.get(name)[0] if name in self.names else self.anchor[name]
 
     def view(self) -> View:
         """The merge; the base's tensors in it are rounded as the others are."""
-        return _with_tensors(self.base, self._finite, self.dtype)
-
-    def _finite(self, name: str) -> Tensor:
-        stored = self.rounded(name, self.read(name))
-        if not all_finite([stored]):
-            problem = f"tensor '{name}' of the merged model would hold NaN or infinity"
-            raise RotationMergeError(problem, remedy="look at the weights of the models and at the samples")
-        return stored
+        return _with_tensors(self.base, lambda name: self.rounded(name, self[name]), self.dtype)
 
 
 @dataclass
@@ -177,7 +172,6 @@ class _Refit:
     """One refit in progress; arguments as of `refitted`.
 
     Attributes:
-        written: what is done of the merge.
         start: the weights before solving; the merge runs as it is written.
     """
 
@@ -194,42 +188,31 @@ class _Refit:
     heads: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.architecture, self.tied_head = self.base.architecture, None if self.base.untie else self.base.tied_head
+        self.architecture, self.anchor = self.base.architecture, self.written.anchor
+        self.tied_head = None if self.base.untie else self.base.tied_head
         self.head_names = head_names(self.architecture)
         self.large = {i.name for i in self.architecture.tensors() if len(i.axes) > 1 and not i.stacked}
         self.exact = torch.promote_types(self.written.dtype_of(self.base.names[0]), torch.float32)
-        self.anchor = self.written.anchor
         self.sources = [_source(teacher.view, self.base) for teacher in self.teachers]
-        self.start = self._start()
+        merged = self.anchor if self.config.start == "anchor" else self._merged()
+        self.start = merged if merged is self.anchor else selected(merged, self.anchor, self.excluded)
 
     def excluded(self, name: str) -> bool:
         """Whether a tensor of the merge stays the base's."""
         return self.exclude(name) or (self.own_heads and name in self.head_names)
 
-    # --- the start ---
-
-    def _start(self) -> Tensors:
-        if self.config.start == "anchor":
-            return self.anchor
-        merged = self._average() if self.config.start == "average" else self._merged()
-        return selected(merged, self.anchor, self.excluded)
-
-    def _average(self) -> Tensors:
-        average = weighted_mean(self.sources, [teacher.share for teacher in self.teachers])
-        scale = self.config.lambda_
-        return average if scale == 1.0 else extrapolated(average, self.anchor, scale)
-
     def _merged(self) -> Tensors:
-        """A merge of the task vectors."""
-        pairs = zip(self.teachers, self.sources, strict=True)
+        """The models' average, or a merge of the task vectors."""
+        scale, pairs = self.config.lambda_, list(zip(self.teachers, self.sources, strict=True))
+        if self.config.start == "average":
+            average = weighted_mean(self.sources, [teacher.share for teacher in self.teachers])
+            return average if scale == 1.0 else extrapolated(average, self.anchor, scale)
         tuned = [(teacher.share, source) for teacher, source in pairs if teacher.view is not self.base]
         total = sum(share for share, _ in tuned)
         shares, sources = [share / total for share, _ in tuned], [source for _, source in tuned]
         if self.config.start == "task_arithmetic":
-            mean = weighted_mean(sources, shares)
-            return extrapolated(mean, self.anchor, self.config.lambda_ * len(tuned))
-        weights = [1.0, *(share * len(tuned) for share in shares)]
-        return self._by_task_vectors([self.anchor, *sources], weights)
+            return extrapolated(weighted_mean(sources, shares), self.anchor, scale * len(tuned))
+        return self._by_task_vectors([self.anchor, *sources], [1.0, *(share * len(tuned) for share in shares)])
 
     def _by_task_vectors(self, sources: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
         """Models merged by the method that the start names, the base first."""
@@ -239,8 +222,6 @@ class _Refit:
         named: Any = list(enumerate(sources))
         parameters = {"lambda": self.config.lambda_}
         return merged_tensors(method, self.architecture, named, weights, parameters, self.tied_head is not None)
-
-    # --- solving ---
 
     def solve(self, progress: Progress) -> RefitResult:
         """Solve the merge's maps; where held-out samples say that this is worse, the start will be written."""
@@ -254,11 +235,10 @@ class _Refit:
         held_out = [(teacher.share, teacher.held_out) for teacher in self.teachers if teacher.held_out is not None]
         judged = [] if self.own_heads else held_out  # whose heads are not the merge's
         beside = [batch for _, data in judged for batch in data.batches]
-        self.merge = self._runner("merge", self.base, self.start, [*batches, *beside], self._rounded)
+        self.merge = self._runner("merge", self.base, self.start, [*batches, *beside], fill=self._filled)
         answers = Teachers(self.runners, [*answering, *([] for _ in beside)], self.states)
-        weights += [0.0] * len(beside)
-        solving = self.architecture, answers, weights, self.config.ridge, self.written.write
-        result = Refit(self.merge, *solving, skip=self.excluded, watch=progress).run()
+        solving = self.architecture, answers, [*weights, *(0.0 for _ in beside)], self.config.ridge
+        result = Refit(self.merge, *solving, self.written.write, self.excluded, progress).run()
         if judged and not result.alike:
             result.losses = self._losses(judged, len(batches))
             if result.losses is not None and result.losses[1] > result.losses[0]:
@@ -283,18 +263,26 @@ class _Refit:
         teacher = self.teachers[number]
         if teacher.batches is not None:
             return teacher.batches
-        model = teacher.original
-        config, device = model.transformers_config, self.device
-        writer = filled_model(config, model.tensors, model.architecture, self.exact, device)
+        model, config = teacher.original, teacher.original.transformers_config
+        writer = filled_model(config, model.tensors, model.architecture, self.exact, self.device)
         return samples_of(teacher, writer, teacher.samples, self.config.seed + number).batches
 
-    def _runner(
-        self, prefix: str, model: View, source: Tensors, batches: list[Batch], fill: Fill = lambda _, tensor: tensor
-    ) -> Runner:
+    def _runner(self, prefix: str, model: View, source: Tensors, batches: list[Batch], **fill: Any) -> Runner:
         """Runs tensors by the base's names as a model of another's config."""
-        config, untie = model.transformers_config, self.base.untie
-        stored, exact, device = self.architecture, self.exact, self.device
-        return Runner(config, source, stored, batches, self.states, prefix, exact, device, fill, untie)
+        given = model.transformers_config, source, self.architecture, batches, self.states, prefix, self.exact
+        return Runner(*given, self.device, untie=self.base.untie, **fill)
+
+    def _filled(self, info: TensorInfo, tensor: Tensor) -> Tensor:
+        """Tensors other than linear maps run as they will be stored; solved maps are rounded afterwards.
+
+        The model may have more names than the checkpoint: tied tensors. Embeddings are large and are written at once.
+        """
+        blocks = (block for block in self.architecture.blocks if any(t.key == info.key for t in block.tensors))
+        if not tensor.is_floating_point() or any(linear_map(block, info) is not None for block in blocks):
+            return tensor
+        if info.name in self.large and not self.excluded(info.name):
+            return self.written.write(info.name, tensor)
+        return self.written.rounded(info.name, tensor)
 
     def _losses(self, judged: Sequence[tuple[float, Data]], first: int) -> tuple[float, float] | None:
         """Losses of the start and the refitted merge on held-out samples, weighted by the models' shares.
@@ -305,30 +293,43 @@ class _Refit:
             first: number of the first of their batches among the merge's.
         """
         batches = [batch for _, data in judged for batch in data.batches]
-        start = self._runner(
-            "start", self.base, self.start, batches, lambda info, x: self.written.rounded(info.name, x)
-        )
+        fill = self.written.rounded
+        start = self._runner("start", self.base, self.start, batches, fill=lambda info, x: fill(info.name, x))
         start.run_through()
-        losses = []
+        total, losses = sum(share for share, _ in judged), []
         for answers in (LayerwiseAnswers(start, 0), LayerwiseAnswers(self.merge, first)):
             try:
-                losses.append(sum(share * score(answers, data).loss for share, data in judged))
+                losses.append(sum(share * score(answers, data).loss for share, data in judged) / total)
             except DataError as error:
                 self.notes.append(f"The refit was not judged on held-out samples: {error}.")
                 return None
-        total = sum(share for share, _ in judged)
-        return losses[0] / total, losses[1] / total
+        return losses[0], losses[1]
+
+    def write_rest(self) -> None:
+        """Write the start's tensors that were not solved."""
+        for info in self.architecture.tensors():
+            rest = [name for name in info.names if name not in self.written.names and not self.excluded(name)]
+            tensor = read_tensor(info, self.start) if rest else None
+            pieces = {} if tensor is None else unstack(info, tensor)
+            for name in filter(pieces.__contains__, rest):
+                self.written.write(name, pieces[name])
 
     def solve_heads(self) -> None:
         """Solve every teacher's own head, on its own samples under the merged body: the last maps of its refit.
 
         All layers have been run on these samples, by the merge and by the teachers.
         """
-        body, first = Tensors(self.anchor.shapes, self.anchor.dtypes, by_name(self.written.read)), 0
+        body, first = Tensors(self.anchor.shapes, self.anchor.dtypes, by_name(self.written.__getitem__)), 0
         for teacher, source, runner in zip(self.teachers, self.sources, self.runners, strict=True):
             solved = self.heads.setdefault(teacher.original.name, {})
             if teacher.view is not self.base and not all(map(self.exclude, self.head_names)):
-                self._solve_head(teacher, source, runner, body, first, solved)
+                merge, again = (
+                    self._runner("", teacher.original, tensors, runner.batches)
+                    for tensors in (selected(body, source, self.head_names.__contains__), source)
+                )
+                merge.follow(self.merge, first, is_head)
+                again.follow(runner, 0, is_head)
+                self._solve_head(merge, again, solved)
             first += len(runner.batches)
         if any(self.heads.values()):
             self.notes.append(
@@ -336,16 +337,8 @@ class _Refit:
                 "leaves out tensors with NAME in their names)."
             )
 
-    def _solve_head(
-        self, teacher: Teacher, source: Tensors, runner: Runner, body: Tensors, first: int, solved: dict[str, Tensor]
-    ) -> None:
-        """Solve one teacher's head.
-
-        Args:
-            runner: that has run the teacher.
-            first: number of the first of its batches among the merge's.
-            solved: takes the solved tensors.
-        """
+    def _solve_head(self, merge: Runner, teacher: Runner, solved: dict[str, Tensor]) -> None:
+        """Solve a head, whose tensors are put into `solved`."""
 
         def write(name: str, tensor: Tensor) -> Tensor:
             solved[name] = self.written.rounded(name, tensor).contiguous()
@@ -354,38 +347,12 @@ class _Refit:
         def skip(name: str) -> bool:
             return name not in self.head_names or self.exclude(name)
 
-        merge = self._runner("", teacher.original, selected(body, source, self.head_names.__contains__), runner.batches)
-        merge.follow(self.merge, first, is_head)
-        again = self._runner("", teacher.original, source, runner.batches)
-        again.follow(runner, 0, is_head)
-        count = len(runner.batches)
-        answers = Teachers([again], [[(0, i, 1.0)] for i in range(count)], self.states)
-        Refit(merge, self.architecture, answers, [1.0] * count, self.config.ridge, write, skip).run()
-
-    def _rounded(self, info: TensorInfo, tensor: Tensor) -> Tensor:
-        """Tensors other than linear maps run as they will be stored; solved maps are rounded afterwards.
-
-        The model may have more names than the checkpoint: tied tensors. Embeddings are large and are written at once.
-        """
-        blocks = (block for block in self.architecture.blocks if any(t.key == info.key for t in block.tensors))
-        if not tensor.is_floating_point() or any(linear_map(block, info) is not None for block in blocks):
-            return tensor
-        if info.name in self.large and not self.excluded(info.name):
-            return self.written.write(info.name, tensor)
-        return tensor.to(self.written.dtype_of(info.name))
-
-    def write_rest(self) -> None:
-        """Write the start's tensors that were not solved."""
-        for info in self.architecture.tensors():
-            if all(name in self.written.names for name in info.names):
-                continue
-            tensor = read_tensor(info, self.start)
-            for name, piece in {} if tensor is None else unstack(info, tensor).items():
-                if name not in self.written.names and not self.excluded(name):
-                    self.written.write(name, piece)
+        weights = [1.0] * len(teacher.batches)
+        answers = Teachers([teacher], [[(0, i, 1.0)] for i in range(len(weights))], self.states)
+        Refit(merge, self.architecture, answers, weights, self.config.ridge, write, skip).run()
 
     def words(self, result: RefitResult) -> list[str]:
-        """A refit in words."""
+        """The refit in words."""
         before, after = (fmean([getattr(m, name) for m in result.maps] or [0.0]) for name in ("before", "after"))
         target = "the mean of all models' answers" if self.pooled else "each sample's own model"
         sources = ", ".join(f"`{teacher.original.name}` {teacher.source}" for teacher in self.teachers)
@@ -397,33 +364,26 @@ class _Refit:
         ]
         if result.losses is not None:
             before, after = result.losses
-            count = sum(teacher.held_out.examples for teacher in self.teachers if teacher.held_out is not None)
+            examples = sum(teacher.held_out.examples for teacher in self.teachers if teacher.held_out is not None)
             written = f"; that is worse, so the {start} was written" * (after > before)
             change = f"{before:.4f} before the refit and {after:.4f} after it"
-            notes.append(f"On {count} held-out samples the loss was {change}{written}.")
+            notes.append(f"On {examples} held-out samples the loss was {change}{written}.")
         for why, names in result.kept.items():
-            listed = ", ".join(f"`{name}`" for name in names)
-            notes.append(f"Refit kept the {start} ({why}): {listed}.")
+            notes.append(f"Refit kept the {start} ({why}): {', '.join(f'`{name}`' for name in names)}.")
         if self.tied_head is not None:
             tied = "which is tied to an embedding ('untie: true' gives it its own tensor)"
             notes.append(f"Refit did not solve the head `{self.tied_head}`, {tied}.")
-        if result.whole:
+        if self.merge.whole:
             why = "transformers stores it in another form than the files"
             notes.append(f"Refit held each model whole in memory: {why}.")
         return notes
 
 
 class LayerwiseAnswers:
-    """A model that has been run block by block, asked for its answers to its batches one after the other.
-
-    Args:
-        first: number of the first batch.
-    """
+    """A model that has been run block by block, asked for its answers to its batches, from a number on."""
 
     def __init__(self, runner: Runner, first: int) -> None:
-        self.runner, self.config, self._next = runner, runner.model.config, first
+        self.runner, self.config, self._numbers = runner, runner.model.config, count(first)
 
     def __call__(self, **_: Tensor) -> SimpleNamespace:
-        answer = self.runner.answer(self._next)
-        self._next += 1
-        return SimpleNamespace(logits=answer.logits.cpu())
+        return SimpleNamespace(logits=self.runner.answer(next(self._numbers)).logits.cpu())

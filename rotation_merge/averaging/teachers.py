@@ -87,51 +87,41 @@ def usual_source(model: View) -> str:
 def read_teachers(base: View, teachers: Sequence[Teacher], config: RefitConfig) -> tuple[list[Teacher], bool]:
     """Read the samples of all teachers but those that write their own, before any weight is read.
 
-    Args:
-        teachers: those whose batches are known keep them.
-
     Returns:
-        The teachers with their samples, and whether these are one pool that all teachers answer to; a source that
-        several teachers of a pool name is read once.
+        The teachers, and whether their samples are one pool that all of them answer to: by the config, or because all
+        have the same. A source that several teachers of a pool name is read once.
 
     Raises:
         RotationMergeError: samples are of no use, or the config asks for what these models cannot give.
     """
     if config.start not in ("average", "anchor") and all(teacher.view is base for teacher in teachers):
-        problem = f"'start: {config.start}' merges task vectors, but there are none"
         remedy = "name the fine-tunes under 'models', and their base as 'base_model'"
-        raise RecipeError(problem, remedy=remedy)
-    pooled = _pooled(teachers, config.targets)
-    read: list[Teacher] = []
+        raise RecipeError(f"'start: {config.start}' merges task vectors, but there are none", remedy=remedy)
+    sources = [teacher.source for teacher in teachers]
+    same = len(sources) > 1 and set(sources) == {sources[0]} != {SELF}
+    if same and config.targets == "own":
+        problem = f"'targets: own' needs different samples for each model, all have '{sources[0]}'"
+        raise RecipeError(problem, remedy="write 'data' under each model, or 'targets: mean'")
+    pooled = same if config.targets is None else config.targets == "mean"
+    read = []
     for number, teacher in enumerate(teachers):
-        known = pooled and teacher.source != SELF and any(earlier.source == teacher.source for earlier in read)
+        known = pooled and teacher.source != SELF and teacher.source in sources[:number]
         read.append(replace(teacher, batches=[]) if known else _read(teacher, config.seed + number))
     return read, pooled
 
 
-def _pooled(teachers: Sequence[Teacher], targets: str | None) -> bool:
-    """Whether all models share one pool of samples, by the config or because all have the same ones."""
-    source = teachers[0].source
-    same = len(teachers) > 1 and source != SELF and all(teacher.source == source for teacher in teachers)
-    if same and targets == "own":
-        problem = f"'targets: own' needs different samples for each model, all have '{source}'"
-        raise RecipeError(problem, remedy="write 'data' under each model, or 'targets: mean'")
-    return same if targets is None else targets == "mean"
-
-
 def _read(teacher: Teacher, seed: int) -> Teacher:
-    """A teacher with its samples from a file, a quarter of those with labels held out."""
+    """A teacher with its samples from a file, some of those with labels held out."""
     if teacher.batches is not None or teacher.source == SELF:
         return teacher
     beyond = 0 if teacher.source == SYNTHETIC else max(HELD_OUT, teacher.samples // 3)
-    kind = empty_model(teacher.original.transformers_config)
-    samples = samples_of(teacher, kind, teacher.samples + beyond, seed)
+    samples = samples_of(teacher, empty_model(teacher.original.transformers_config), teacher.samples + beyond, seed)
     held_out = None
     if beyond and samples.examples >= 2 * HELD_OUT:
         count = min(teacher.samples, samples.examples - max(HELD_OUT, samples.examples // 4))
         samples, remaining = split_batches(samples, count)
         held_out = remaining if remaining.task in JUDGED else None
-    batches = _in_batches(samples.batches, teacher.source)
+    batches = _in_batches(samples, teacher.source)
     return replace(teacher, batches=batches, samples=samples.examples, held_out=held_out)
 
 
@@ -141,33 +131,29 @@ def samples_of(teacher: Teacher, model: Any, count: int, seed: int) -> Data:
     return read_batches(teacher.source, path, model, count, AT_ONCE, LENGTH, seed)
 
 
-def _in_batches(samples: Sequence[Batch], source: str) -> list[Batch]:
-    return batched_by_length(unpadded(samples, source), AT_ONCE * LENGTH)
+def _in_batches(samples: Data, source: str) -> list[Batch]:
+    return batched_by_length(unpadded(samples.batches, source), AT_ONCE * LENGTH)
 
 
 def teachers_in_memory(
-    views: Sequence[View], samples: Samples, config: RefitConfig, weights: Sequence[float] | None = None
+    views: Sequence[View], samples: Samples, config: RefitConfig, weights: Sequence[float] | None
 ) -> list[Teacher]:
-    """Teachers with samples from Python; models without weight are left out.
+    """Views in shared coordinates as teachers, without those of no weight, and with their samples.
 
     Args:
-        views: in shared coordinates.
-        samples: for all models, or a list with those of each (`run.data.for_each`); None: each writes its own.
-        weights: of the models; None: all equal.
+        samples: for all, or a list with those of each (`run.data.for_each`); None: each writes its own.
+        weights: of the views; None: all equal.
 
     Raises:
         RotationMergeError: weights or samples are of no use.
     """
-    shares = shares_of([1.0] * len(views) if weights is None else weights)
     sources = for_each(SELF if samples is None else samples, len(views))
     shared = samples is not None and all(source is sources[0] for source in sources)
     teachers: list[Teacher] = []
-    for number, (view, share, source) in enumerate(zip(views, shares, sources, strict=True)):
-        if share == 0:
-            continue
-        name, batches = "samples" if shared else f"samples of model {number + 1}", list[Batch]()
-        if not shared or not teachers:
-            read = read_samples(view, source, config.samples, seed=config.seed + number)
-            batches = _in_batches(read.batches, name)
-        teachers.append(Teacher(view, view, share, name, config.samples, batches))
+    for number, share in enumerate(shares_of([1.0] * len(views) if weights is None else weights)):
+        view, name, batches = views[number], "samples" if shared else f"samples of model {number + 1}", list[Batch]()
+        if share and not (shared and teachers):
+            read = read_samples(view, sources[number], config.samples, seed=config.seed + number)
+            batches = _in_batches(read, name)
+        teachers += [Teacher(view, view, share, name, config.samples, batches)] if share else []
     return teachers

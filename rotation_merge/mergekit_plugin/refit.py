@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from tempfile import gettempdir
+from dataclasses import dataclass, field
 from typing import Any
 
 from mergekit.common import ModelReference
@@ -18,11 +17,7 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.view import View
-from rotation_merge.run.store import StateStore
 from rotation_merge.workers import Progress
-
-ELSEWHERE = "free some space, or name a folder that has more in TMPDIR (in a recipe: 'spill')"
-"""Remedy for a full disk."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +29,6 @@ class RecipeRefit:
     teachers: list[Teacher] = field(repr=False)
     pooled: bool
 
-    def with_views(self, views: Mapping[ModelReference, View]) -> RecipeRefit:
-        """The same with the models' views in the base's coordinates."""
-        return replace(self, teachers=[replace(t, view=views[t.original.reference]) for t in self.teachers])
-
     def refit(self, base: View, options: MergeOptions, run: Run, progress: Progress) -> View:
         """Run the refit, and record it.
 
@@ -47,7 +38,6 @@ class RecipeRefit:
         Returns:
             The merge, which is there until the run ends.
         """
-        spill = self.config.spill
         result = refitted(
             base,
             self.teachers,
@@ -57,7 +47,6 @@ class RecipeRefit:
             own_heads=self.recipe.value("heads_of") == "each",
             dtype=self.recipe.dtype,
             device=str(options.device or "cpu"),
-            results=StateStore(spill) if spill else StateStore(gettempdir(), ELSEWHERE),
             progress=progress,
         )
         run.endings.append(result.close)
