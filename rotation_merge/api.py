@@ -17,7 +17,6 @@ from rotation_merge.averaging.methods import BLOCK, MODEL, numbers_for, plan_of
 from rotation_merge.averaging.polish import PolishConfig
 from rotation_merge.averaging.polish_models import polished
 from rotation_merge.averaging.refit_models import refitted_later
-from rotation_merge.averaging.teachers import teachers_in_memory
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, not_written, short
@@ -342,7 +341,7 @@ def _refitted(
             raise RecipeError(problem, where=view.name, remedy="use another method")
         notes += [*checked.warnings, *checked.notes()]
         alike.append(in_class_order(view.as_filed, checked.rows))
-    merged = refitted_later(base, teachers_in_memory(alike, samples, config, weights), config, excluded)
+    merged = refitted_later(alike, samples, config, weights, excluded)
     return replace(merged, notes=tuple(dict.fromkeys(notes)))
 
 

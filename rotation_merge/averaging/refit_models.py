@@ -20,8 +20,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.refit import Refit, RefitResult, Teachers
-from rotation_merge.averaging.task_vectors import TASK_VECTORS
-from rotation_merge.averaging.teachers import Teacher, read_teachers, samples_of
+from rotation_merge.averaging.teachers import Teacher, read_teachers, samples_of, teachers_in_memory
 from rotation_merge.errors import DataError, RotationMergeError
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.model.blocks import read_tensor, unstack, with_tied
@@ -29,7 +28,7 @@ from rotation_merge.model.forms import translated
 from rotation_merge.model.heads import head_names, is_head
 from rotation_merge.model.tensors import Tensors, by_name, extrapolated, selected, weighted_mean
 from rotation_merge.model.view import View
-from rotation_merge.run.data import Data, with_small_first_batch
+from rotation_merge.run.data import Data, Samples, with_small_first_batch
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.maps import linear_map
@@ -105,13 +104,24 @@ def refitted(
     return RefittedModel(written.view(), [*work.notes, *work.words(result)], work.heads, store.close)
 
 
-def refitted_later(base: View, teachers: Sequence[Teacher], config: RefitConfig, exclude: Chosen) -> View:
-    """A merge that is refitted when its first tensor is asked for; arguments as of `refitted`."""
-    answering, pooled = read_teachers(base, teachers, config)
+def refitted_later(
+    views: Sequence[View],
+    samples: Samples,
+    config: RefitConfig,
+    weights: Sequence[float] | None = None,
+    exclude: Chosen = lambda _: False,
+) -> View:
+    """Views in shared coordinates, the base first, refitted when the first tensor of the result is asked for.
+
+    Args:
+        samples, weights: as of `teachers_in_memory`; read now.
+    """
+    base = views[0]
+    teachers, pooled = read_teachers(base, teachers_in_memory(views, samples, config, weights), config)
 
     @cache
     def solved() -> View:
-        return refitted(base, answering, config, pooled=pooled, exclude=exclude, progress=listener()).view
+        return refitted(base, teachers, config, pooled=pooled, exclude=exclude, progress=listener()).view
 
     return _with_tensors(base, lambda name: solved()[name], base.dtype)
 
@@ -203,25 +213,28 @@ class _Refit:
 
     def _merged(self) -> Tensors:
         """The models' average, or a merge of the task vectors."""
-        scale, pairs = self.config.lambda_, list(zip(self.teachers, self.sources, strict=True))
+        scale = self.config.lambda_
         if self.config.start == "average":
             average = weighted_mean(self.sources, [teacher.share for teacher in self.teachers])
             return average if scale == 1.0 else extrapolated(average, self.anchor, scale)
-        tuned = [(teacher.share, source) for teacher, source in pairs if teacher.view is not self.base]
-        total = sum(share for share, _ in tuned)
-        shares, sources = [share / total for share, _ in tuned], [source for _, source in tuned]
+        tuned = [teacher for teacher in self.teachers if teacher.view is not self.base]
+        total = sum(teacher.share for teacher in tuned)
+        shares = [teacher.share / total for teacher in tuned]
         if self.config.start == "task_arithmetic":
-            return extrapolated(weighted_mean(sources, shares), self.anchor, scale * len(tuned))
-        return self._by_task_vectors([self.anchor, *sources], [1.0, *(share * len(tuned) for share in shares)])
+            mean = weighted_mean([_source(teacher.view, self.base) for teacher in tuned], shares)
+            return extrapolated(mean, self.anchor, scale * len(tuned))
+        views, weights = [teacher.view for teacher in tuned], [share * len(tuned) for share in shares]
+        return self._by_task_vectors([self.base, *views], [1.0, *weights])
 
-    def _by_task_vectors(self, sources: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
+    def _by_task_vectors(self, views: Sequence[View], weights: Sequence[float]) -> Tensors:
         """Models merged by the method that the start names, the base first."""
+        from rotation_merge.averaging.task_vectors import TASK_VECTORS
         from rotation_merge.mergekit_plugin.planning.delegate import merged_tensors
 
         method = next(method for method in TASK_VECTORS if method.spec.name == self.config.start)
-        named: Any = list(enumerate(sources))
+        sources: Any = list(enumerate(_source(view, self.base) for view in views))
         parameters = {"lambda": self.config.lambda_}
-        return merged_tensors(method, self.architecture, named, weights, parameters, self.tied_head is not None)
+        return merged_tensors(method, self.architecture, sources, weights, parameters, self.tied_head is not None)
 
     def solve(self, progress: Progress) -> RefitResult:
         """Solve the merge's maps; where held-out samples say that this is worse, the start will be written."""
