@@ -12,18 +12,16 @@ from typing import Any
 
 from torch import nn
 
-from rotation_merge.architecture.sentence import KEY
 from rotation_merge.averaging.config import RefitConfig
-from rotation_merge.averaging.low_rank import with_lora
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.averaging.parameters import numbers_for
-from rotation_merge.averaging.polish import TOGETHER, PolishConfig, PolishOptions, SharedBody, check_trainable
-from rotation_merge.averaging.polish import polish as distil
+from rotation_merge.averaging.polish import PolishConfig
+from rotation_merge.averaging.polish_models import polished
+from rotation_merge.averaging.refit_models import refitted_later
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, not_written, short
 from rotation_merge.files import FOLDER, Input, Output, TemporaryFolder, check_output
-from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.check_pair import check_forward, check_pair
@@ -31,25 +29,25 @@ from rotation_merge.matching.engine import same_shapes
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
-from rotation_merge.matching.teachers import AnsweredSamples, write_answers
 from rotation_merge.mergekit_plugin.average import average_views, delegate_of, python_places, recipe_of, renamed_views
+from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
 from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.fold import unfolded_gain
-from rotation_merge.model.heads import head_names, heads_in, heads_of_teachers, under_heads
-from rotation_merge.model.labels import with_classes_of
+from rotation_merge.model.heads import under_heads
+from rotation_merge.model.labels import in_class_order, with_classes_of
 from rotation_merge.model.naming import check_different
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.open import ModelLike, check_names, open_model, paths_of, several, whole_path
 from rotation_merge.model.view import View, as_stored
-from rotation_merge.model.vocabulary import check_same_tokens
+from rotation_merge.model.vocabulary import shared_rows
 from rotation_merge.model.writing import StorageOptions, small_files
 from rotation_merge.record import MergeReport
 from rotation_merge.run.curves import Curve
-from rotation_merge.run.data import Samples, data_in_memory, for_each, read_samples, unpadded
+from rotation_merge.run.data import Samples, data_in_memory, for_each, read_samples
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
-from rotation_merge.run.functions import Batch, copy_parameters, module_of, unlabelled
+from rotation_merge.run.functions import Batch, module_of, unlabelled
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
@@ -166,6 +164,8 @@ def average(
         if odd := sorted(set(views[0]) ^ set(view)):
             remedy = "average models of one class; where a stream is rotated, take apply_anchor(anchor), too"
             raise CheckpointError(f"tensor '{odd[0]}' is only in one of the models", where=view.name, remedy=remedy)
+    if own.whole_models:
+        return _refit_average(views, SELF if samples is None else samples, shares, limit, seed, parameters)
     opened = renamed_views(views)
     _check_folded(opened)
     if statistics is not None and not own.statistics:
@@ -175,8 +175,6 @@ def average(
     of_model: list[dict[str, Any]] = [{} for _ in views]
     for settings, share in zip(of_model, shares or (), strict=False):
         settings["weight"] = share
-    if own.whole_models:
-        return _refitted(views, opened, method, parameters, of_model, SELF if samples is None else samples, limit, seed)
     measured: list[Statistics] = []
     if own.statistics:
         measured = _measured(views, opened, method, own.statistics, samples, statistics, limit, seed)
@@ -198,29 +196,6 @@ def _pool(models: Sequence[View], method: str, samples: Samples, limit: int, see
         problem = f"delegate {method} compares activations on the same samples, but models have their own 'data'"
         raise RecipeError(problem, remedy="write 'data' once, under the recipe's parameters")
     return read_samples(models[0], first, limit, seed=seed).batches
-
-
-def _refitted(
-    views: Sequence[View],
-    models: Sequence[View],
-    method: str,
-    parameters: Mapping[str, Any],
-    of_model: list[dict[str, Any]],
-    samples: Samples,
-    limit: int,
-    seed: int,
-) -> View:
-    """The average by the delegate refit."""
-    from rotation_merge.mergekit_plugin.in_memory_refit import merge_views
-
-    sources, batches = for_each(samples, len(models)), []
-    shared = not isinstance(samples, str) and all(source is sources[0] for source in sources)
-    for number, (model, source) in enumerate(zip(models, sources, strict=True)):
-        batches.append(read_samples(model, source, limit, seed=seed + number).batches)
-        of_model[number]["data"] = "samples" if shared else f"samples of model {number + 1}"
-    with python_places():
-        recipe = recipe_of(method, models, parameters, of_model)
-        return merge_views(views, models, recipe.document, batches, seed)
 
 
 def _check_folded(models: Sequence[View]) -> None:
@@ -329,11 +304,73 @@ def refit(
         RotationMergeError: models or samples are of no use.
     """
     config = RefitConfig.or_default(config)
-    values = {name: getattr(config, name) for name in config.options() if name not in ("samples", "seed")}
-    parameters = {name: value for name, value in values.items() if value is not None}
-    return average(
-        models, "refit", weights=weights, samples=samples, limit=config.samples, seed=config.seed, **parameters
-    )
+    return _refitted(_opened(models), samples, config, weights)
+
+
+def _opened(models: Iterable[ModelLike]) -> list[View]:
+    """Models that may be averaged as they are, which have the same tensors.
+
+    Raises:
+        CheckpointError: there are none, or their tensors differ in names.
+    """
+    views = [as_stored(open_model(model)) for model in several(models)]
+    if not views:
+        raise RecipeError("no models are given", remedy="give one model or more")
+    for view in views[1:]:
+        if odd := sorted(set(views[0]) ^ set(view)):
+            remedy = "average models of one class; where a stream is rotated, take apply_anchor(anchor), too"
+            raise CheckpointError(f"tensor '{odd[0]}' is only in one of the models", where=view.name, remedy=remedy)
+    return views
+
+
+def _refitted(
+    views: Sequence[View],
+    samples: Samples,
+    config: RefitConfig,
+    weights: Sequence[float] | None,
+    exclude: Sequence[str] = (),
+) -> View:
+    """`refit` of opened models.
+
+    Args:
+        exclude: parts of names of tensors that stay the first model's.
+    """
+    if weights is not None:
+        weights = numbers_for(weights, len(views), "model")
+
+    def excluded(name: str) -> bool:
+        return any(part in name for part in exclude)
+
+    base, notes = views[0], list(views[0].notes)
+    alike = [base]
+    _check_folded(views)
+    for view in views[1:]:
+        checked = check_pair(base, view.as_filed, NOTHING, excluded=excluded)
+        check_forward(base, view)
+        if shared_rows([base, view]) is not None:
+            problem = f"its tokens are not those of {base.name}, but refit runs all models on one set of token ids"
+            raise RecipeError(problem, where=view.name, remedy="use another method")
+        notes += [*checked.warnings, *checked.notes()]
+        alike.append(in_class_order(view.as_filed, checked.rows))
+    merged = refitted_later(alike, samples, config, weights, excluded)
+    return replace(merged, notes=tuple(dict.fromkeys(notes)))
+
+
+def _refit_average(
+    views: Sequence[View],
+    samples: Samples,
+    weights: Sequence[float] | None,
+    limit: int,
+    seed: int,
+    parameters: Mapping[str, Any],
+) -> View:
+    """`average` by `refit`."""
+    values = {"lambda_" if name == "lambda" else name: value for name, value in parameters.items()}
+    BY_NAME["heads_of"].check(values.pop("heads_of", "base"))
+    names = BY_NAME["exclude"].check(values.pop("exclude")) if "exclude" in values else None
+    config = RefitConfig.from_values({**values, "samples": limit, "seed": seed})
+    exclude = [part.strip() for part in (names or "").split(",") if part.strip()]
+    return _refitted(views, samples, config, weights, exclude)
 
 
 def polish(
@@ -358,62 +395,8 @@ def polish(
     """
     config = PolishConfig.or_default(config)
     opened, parents = open_model(merged), [open_model(teacher) for teacher in several(teachers)]
-    if not parents:
-        raise RecipeError("no teachers are given", remedy="give the models that were merged")
-    heads = _heads(merged, opened, parents)
-    check_trainable(opened.name, opened.config.get(KEY) or [], config.lora if any(heads) else 0)
-    students = [head or opened for head in heads]
-    if opened.files is not None:
-        check_same_tokens(opened, *(parent for parent in parents if parent.files is not None))
-    size = max(1, min(TOGETHER // len(parents), config.samples // 4))
-    with TemporaryFolder() as folder, seeded(config.seed):
-        answered = []
-        each = zip(students, parents, for_each(samples, len(parents)), strict=True)
-        for number, (learning, teacher, source) in enumerate(each):
-            check_forward(learning, teacher)
-            module = for_evaluation(with_classes_of(teacher, learning))
-            path = Path(folder) / f"answers-{number}.safetensors"
-            seed = config.seed + number
-            data = read_samples(teacher, source, config.samples, size, config.length, seed, module)
-            write_answers(module, unpadded(data.batches, data.source), path, "", teacher.name)
-            answered.append(AnsweredSamples(path))
-        models = {model.name: for_evaluation(model).requires_grad_(True) for model in (opened, *students)}
-        for model in models.values():
-            copy_parameters(model)
-        model = models[opened.name]
-        student = with_lora(model, config.lora, config.seed) if config.lora else model
-        if any(heads):
-            student = SharedBody([models[old.name] for old in students], model, head_names(opened.architecture))
-        rates = () if config.learning_rate is None else (config.learning_rate,)
-        options = PolishOptions(config.steps, config.lora, config.lora > 0, rates, seed=config.seed)
-        report = distil(student, answered, options)
-    if report.gained:
-        models[opened.name] = student.merge_and_unload() if config.lora else model
-        result, *under_heads = (_trained(old, models[old.name]) for old in (opened, *filter(None, heads)))
-    else:
-        result, *under_heads = (as_stored(old) for old in (opened, *filter(None, heads)))
-    named = {os.path.basename(view.name): view for view in under_heads}
-    return replace(result, heads=named, notes=(report.verdict(),), report=None)
-
-
-def _heads(merged: ModelLike, opened: View, teachers: Sequence[View]) -> list[View | None]:
-    """A merge's body under the head of each teacher, where it has that (`heads_of: each`)."""
-    known: Mapping[str, ModelLike] = {}
-    if isinstance(merged, View):
-        known = merged.heads
-    elif opened.files is not None and opened.adapter is None:
-        known = heads_in(opened.files.folder)
-    references = [None if teacher.files is None else teacher.files.reference for teacher in teachers]
-    heads = heads_of_teachers(known, references, opened.name)
-    return [None if head is None else open_model(head) for head in heads]
-
-
-def _trained(opened: View, module: Any) -> View:
-    """A trained model in the dtype of the model that it was, with the small files of its folder."""
-    dtypes = {tensor.dtype for tensor in as_stored(opened).to_module().parameters()}
-    result = open_model(module.to(max(dtypes, key=lambda dtype: dtype.itemsize)).eval(), opened.name)
-    beside = opened.beside if opened.files is None else small_files(opened.files.folder)
-    return as_stored(replace(result, beside=beside))
+    with TemporaryFolder() as folder:
+        return polished(opened, parents, samples, config, Path(folder)).view()
 
 
 def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: BarrierConfig | None = None) -> Curve:

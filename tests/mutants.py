@@ -88,6 +88,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/linalg/polar.py": ("linalg/test_linalg.py", "symmetry/test_group_laws.py"),
     "rotation_merge/matching/fit.py": ("project/test_add_group.py", *FITS),
     "rotation_merge/averaging/polish.py": ("averaging/test_polish.py",),
+    "rotation_merge/averaging/polish_models.py": ("averaging/test_polish.py",),
     "rotation_merge/matching/teachers.py": ("averaging/test_polish.py",),
     "rotation_merge/matching": ("matching/test_matching_ffn.py", "matching/test_laws_of_matching.py"),
     "rotation_merge/matching/attention.py": (
@@ -121,12 +122,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/mergekit_plugin/planning/carrying.py": ("carrying/test_carry_recipe.py", *MERGES),
     "rotation_merge/mergekit_plugin/planning/transport.py": ("averaging/test_ot_fusion.py",),
     "rotation_merge/mergekit_plugin/planning/save_alignments.py": ("matching/test_save_alignment.py",),
-    "rotation_merge/mergekit_plugin/planning/refit.py": ("averaging/test_refit_sources.py", "averaging/test_refit.py"),
-    "rotation_merge/mergekit_plugin/planning/refit_tasks.py": (
-        "averaging/test_refit_sources.py",
-        "averaging/test_refit.py",
-        "model/test_heads.py",
-    ),
+    "rotation_merge/mergekit_plugin/refit.py": ("averaging/test_refit_sources.py", "averaging/test_refit_recipes.py"),
     "rotation_merge/mergekit_plugin/planning/session.py": (
         "mergekit_plugin/test_session.py",
         "matching/test_save_alignment.py",
@@ -146,6 +142,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/matching/moved_statistics.py": ("carrying/test_carry.py",),
     "rotation_merge/carrying": CARRIES,
     "rotation_merge/averaging/refit.py": REFITS,
+    "rotation_merge/averaging/refit_models.py": (
+        "averaging/test_refit_sources.py",
+        "averaging/test_refit_start.py",
+        "model/test_heads.py",
+    ),
+    "rotation_merge/averaging/teachers.py": ("averaging/test_refit_recipes.py", "averaging/test_refit_start.py"),
     "rotation_merge/run/stages.py": REFITS,
     **{f"rotation_merge/run/{name}.py": MEASURES for name in ("layers", "measure", "passes", "statistics_writer")},
     "rotation_merge/averaging/ot_fusion.py": ("averaging/test_ot_fusion.py",),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from rotation_merge.averaging.low_rank import initialise_along_gradient
 from rotation_merge.config import Config, Count, Length, Rate, option
-from rotation_merge.errors import CheckpointError, DataError, RotationMergeError
+from rotation_merge.errors import CheckpointError, DataError
 from rotation_merge.matching.resume import TrainingState
 from rotation_merge.matching.teachers import AnsweredSamples, divergence
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.run.functions import check_answers, device_of, fused_attention, unlabelled
+from rotation_merge.workers import Progress
 
 RATES = {"weights": (2e-4, 5e-4, 1e-3), "lora": (1e-3, 2e-3, 5e-3), "new lora": (5e-4, 1e-3)}
 """Learning rates that are tried first: for all weights, for a LoRA that holds something, for one that begins along the
@@ -35,17 +36,17 @@ LOWER = (3e-4, 1e-4, 3e-5, 1e-5)
 """Learning rates that are tried next, in this order, while the lowest one so far is the best. Pretrained models need
 them."""
 
-TOGETHER = 16
-"""Examples in one batch of every teacher, of all teachers together."""
-
 STEP_TOKENS = 2048
-"""Tokens of a step, of all teachers together: of short texts, a step sees more than `TOGETHER`."""
+"""Tokens of a step, of all teachers together: of short texts, a step sees more batches."""
 
 GRADIENT_SAMPLES = 8
 """Batches of each teacher that say where a LoRA begins."""
 
 TRIAL = 0.1
 """Share of the steps after which a learning rate is chosen."""
+
+HELD_OUT = 0.15
+"""Share of the samples that chooses the learning rate and the step."""
 
 LEAST_SHARE = 0.5
 """Share of the best learning rate's gain in the trial that a larger one must reach to be chosen."""
@@ -61,8 +62,6 @@ LEAST_GAIN = 1e-3
 
 ROUNDING = 1e-6
 """Nats from the teachers that a model which is one of them may show, of either sign."""
-
-Watch = Callable[[str, int, int], None]
 
 
 @config_dataclass(frozen=True)
@@ -87,8 +86,7 @@ class PolishOptions:
         lora: rank of the LoRA that is trained; 0: all weights.
         new: the LoRA holds nothing yet and begins along the gradient (`low_rank.initialise_along_gradient`).
         rates: learning rates that are tried; empty: the usual ones.
-        held_out: share of the samples that is kept for choosing.
-        last: number of last batches of each teacher to hold out instead; empty: a random share.
+        last: number of last batches of each teacher to hold out; empty: a random share of `HELD_OUT`.
         seed: of everything random.
         state: file for the state of an unfinished run; found there, the run goes on from it.
         batches: of every teacher that a step sees; 0: as many as hold `STEP_TOKENS`, or as there are.
@@ -98,7 +96,6 @@ class PolishOptions:
     lora: int = 0
     new: bool = False
     rates: tuple[float, ...] = ()
-    held_out: float = 0.15
     last: tuple[int, ...] = ()
     seed: int = 0
     state: Path | None = None
@@ -146,25 +143,6 @@ class PolishReport:
         return {**asdict(self), "gained": self.gained, "verdict": self.verdict()}
 
 
-def check_trainable(name: str, modules: Sequence[Mapping[str, Any]], lora: int = 0) -> None:
-    """Refuse a merge that cannot be polished.
-
-    Args:
-        modules: those of a sentence-transformers folder.
-        lora: rank of the LoRA that is to be trained under several heads; 0: there are none, or all weights are trained.
-
-    Raises:
-        RotationMergeError: there are modules, or one LoRA for several heads.
-    """
-    if lora:
-        problem = "has a separate head for each teacher, but one LoRA cannot hold them"
-        raise RotationMergeError(problem, where=name, remedy="train all weights, without 'lora'")
-    if modules:
-        problem = "is a sentence-transformers folder, whose modules cannot be trained"
-        remedy = "leave it out of polish; merge with 'delegate: regmean' for a better average"
-        raise RotationMergeError(problem, where=name, remedy=remedy)
-
-
 class SharedBody(nn.ModuleList):
     """Models that share the parameters of their body, each with its own head: one for each teacher.
 
@@ -186,7 +164,7 @@ class SharedBody(nn.ModuleList):
 
 
 def polish(
-    model: nn.Module, answered: Sequence[AnsweredSamples], options: PolishOptions, watch: Watch | None = None
+    model: nn.Module, answered: Sequence[AnsweredSamples], options: PolishOptions, watch: Progress | None = None
 ) -> PolishReport:
     """Train a model in place towards the teachers' outputs, and keep the best state on held-out samples.
 
@@ -213,7 +191,7 @@ def _students(model: nn.Module, answered: Sequence[AnsweredSamples]) -> list[nn.
 
 class _Polish:
     def __init__(
-        self, model: nn.Module, answered: Sequence[AnsweredSamples], options: PolishOptions, watch: Watch
+        self, model: nn.Module, answered: Sequence[AnsweredSamples], options: PolishOptions, watch: Progress
     ) -> None:
         torch.manual_seed(options.seed)
         self.model, self.answered, self.options, self.watch = model, answered, options, watch
@@ -225,14 +203,13 @@ class _Polish:
         self.training: list[list[int]] = []
         for number, answers in enumerate(answered):
             if answers.count < 2:
-                remedy = "give more of them ('samples')"
-                raise DataError(
+                problem, where = (
                     f"{answers.count} batches of samples are too few to hold one out",
-                    where=f"teacher {number + 1}",
-                    remedy=remedy,
+                    f"teacher {number + 1}",
                 )
+                raise DataError(problem, where=where, remedy="give more of them ('samples')")
             order = torch.randperm(answers.count, generator=draw).tolist()
-            held_count = max(1, round(answers.count * options.held_out))
+            held_count = max(1, round(answers.count * HELD_OUT))
             if options.last:
                 order, held_count = list(reversed(range(answers.count))), options.last[number]
             self.held.append(order[:held_count])

@@ -132,14 +132,12 @@ class RefitResult:
     Attributes:
         maps: the maps that were solved.
         kept: by reason, names of linear maps' weights that are unchanged.
-        whole: whether the models were held whole.
         alike: whether all models compute the same, bit for bit, so that no map was changed.
         losses: on samples held out, before and after, where they judged.
     """
 
     maps: list[MapErrors] = field(default_factory=list)
     kept: dict[str, list[str]] = field(default_factory=dict)
-    whole: bool = False
     alike: bool = False
     losses: tuple[float, float] | None = None
 
@@ -197,7 +195,7 @@ class Refit:
 
     def run(self) -> RefitResult:
         """Solve every map, in the order of the forward."""
-        result = RefitResult(whole=self.merge.whole)
+        result = RefitResult()
         total, before = len(self.merge.architecture.blocks), set(self.merge.opened)
         self._alike = not before  # after a merge that ran before, nothing is known
         progress = _BlockProgress(self.watch, total, len(self.merge.batches))

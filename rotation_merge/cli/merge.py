@@ -115,13 +115,13 @@ def command(
 def _polished(search: Search, out: str) -> dict[str, Any]:
     """Distil the parents into the merge; its figures on the reporting samples."""
     from rotation_merge.averaging.polish import PolishConfig
-    from rotation_merge.cli.polish import polished
+    from rotation_merge.cli.polish import write_polished
 
     config, place = search.config, f"{out}{POLISHED}"
     note("polishing ...")
     try:
         ways = PolishConfig(samples=config.samples, length=config.length, seed=config.seed)
-        report = polished(
+        report = write_polished(
             out, place, config.models, [search.data[model] for model in config.models], ways, config.device
         )
     except RotationMergeError as error:

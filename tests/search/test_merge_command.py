@@ -416,7 +416,7 @@ def test_polish_is_a_step_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return PolishReport(1.0, 0.5)
 
     only(1)
-    monkeypatch.setattr(polish, "polished", polished)
+    monkeypatch.setattr(polish, "write_polished", polished)
     result = run(ENGLISH, C, tmp_path / "out", *TINY, "--anyway", "--polish", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)["polished"]

@@ -1,1 +1,1 @@
-"""Plans of merges: blocks, donors, moves, tasks, planner."""
+"""Files that recipes read and write."""

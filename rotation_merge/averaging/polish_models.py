@@ -1,0 +1,189 @@
+"""Polish of whole models: each teacher answers its samples and is let go, then the merge learns from the answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rotation_merge.architecture.sentence import KEY
+from rotation_merge.averaging.low_rank import with_lora
+from rotation_merge.averaging.polish import PolishConfig, PolishOptions, PolishReport, SharedBody, polish
+from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.linalg.seeding import seeded
+from rotation_merge.matching.teachers import AnsweredSamples, write_answers
+from rotation_merge.model.heads import head_names, heads_in, heads_of_teachers
+from rotation_merge.model.labels import with_classes_of
+from rotation_merge.model.open import ModelLike, open_model
+from rotation_merge.model.staging import HEADS, write_files
+from rotation_merge.model.view import View, as_stored
+from rotation_merge.model.vocabulary import check_same_tokens
+from rotation_merge.model.writing import small_files
+from rotation_merge.run.data import Samples, for_each, read_samples, unpadded
+from rotation_merge.run.functions import copy_parameters, load, module_of, stored_dtype, take_rows
+from rotation_merge.workers import Progress
+
+TOGETHER = 16
+"""Examples in one batch of every teacher, of all teachers together."""
+
+
+@dataclass
+class PolishedModel:
+    """A merge after polishing.
+
+    Attributes:
+        merged: as it was.
+        under_heads: the same body under heads of teachers, as it was.
+        student: what was trained: the merge, perhaps with a LoRA beside its weights.
+        modules: the trained models, by the names of the views that they were.
+    """
+
+    merged: View
+    under_heads: list[View]
+    report: PolishReport
+    student: Any
+    modules: dict[str, Any]
+
+    def merge_lora(self) -> None:
+        """Merge a LoRA into the trained weights."""
+        if hasattr(self.student, "merge_and_unload"):
+            self.student = self.modules[self.merged.name] = self.student.merge_and_unload()
+
+    def view(self) -> View:
+        """The trained model; where nothing was gained, the merge as it was. `notes` says which."""
+        self.merge_lora()
+        given = self.merged, *self.under_heads
+        result, *headed = (self._trained(view) if self.report.gained else as_stored(view) for view in given)
+        heads = {os.path.basename(view.name): view for view in headed}
+        return replace(result, heads=heads, notes=(self.report.verdict(),), report=None)
+
+    def _trained(self, view: View) -> View:
+        """A trained model in the dtype of the model that it was, with the small files of its folder."""
+        dtypes = [dtype for dtype in view.dtypes.values() if dtype.is_floating_point]
+        widest = view.dtype or max(dtypes, key=lambda dtype: dtype.itemsize)
+        module = self.modules[view.name].to(widest).eval()
+        beside = view.beside if view.files is None else small_files(view.files.folder)
+        return as_stored(replace(open_model(module, view.name), beside=beside))
+
+    def write(self, folder: str) -> None:
+        """Write the trained model with its heads, or its LoRA as an adapter, into a folder.
+
+        The merge and its heads are stored models.
+        """
+        if hasattr(self.student, "peft_config"):
+            config, base = self.student.peft_config["default"], self.merged.name
+            config.base_model_name_or_path = os.path.abspath(base) if os.path.exists(base) else base
+            config.target_modules = sorted(config.target_modules)
+            config.target_parameters = sorted(config.target_parameters or ()) or None
+            self.student.save_pretrained(folder)
+            return
+        self._save(self.merged, folder)
+        for view in self.under_heads:
+            self._save(view, os.path.join(folder, HEADS, os.path.basename(view.name)))
+
+    def _save(self, view: View, out: str) -> None:
+        """Write a trained model in the dtype of the model that it was, with its small files."""
+        self.modules[view.name].to(stored_dtype(str(view.reference))).save_pretrained(out)
+        files = small_files(view.folder)
+        write_files(out, {name: files[name] for name in files if not os.path.exists(os.path.join(out, name))})
+
+
+def polished(
+    merged: View,
+    teachers: Sequence[View],
+    samples: Samples,
+    config: PolishConfig,
+    work: Path,
+    *,
+    state: Path | None = None,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> PolishedModel:
+    """Distil teachers into a merge for a few steps, every sample answered by its own teacher.
+
+    Args:
+        merged: where it has heads (`heads_of: each`), each of their teachers trains the body under its own.
+        samples: for all teachers, or a list with those of each (`run.data.for_each`).
+        work: a folder for the teachers' answers; those that are there already are used.
+        state: file for the state of unfinished training, which continues from there.
+
+    Raises:
+        RotationMergeError: models or samples are of no use.
+    """
+    if not teachers:
+        raise RecipeError("no teachers are given", remedy="give the models that were merged")
+    heads = _heads(merged, teachers)
+    students = [head or merged for head in heads]
+    if config.lora and any(heads):
+        problem = "has a separate head for each teacher, but one LoRA cannot hold them"
+        raise RotationMergeError(problem, where=merged.name, remedy="train all weights, without 'lora'")
+    if merged.config.get(KEY):
+        problem = "is a sentence-transformers folder, whose modules cannot be trained"
+        remedy = "leave it out of polish; merge with 'delegate: regmean' for a better average"
+        raise RotationMergeError(problem, where=merged.name, remedy=remedy)
+    if merged.files is not None:
+        check_same_tokens(merged, *(teacher for teacher in teachers if teacher.files is not None))
+    with seeded(config.seed):
+        answered = _answers(students, teachers, for_each(samples, len(teachers)), config, work, device)
+        modules = {view.name: _in_memory(view).to(device).requires_grad_(True) for view in (merged, *students)}
+        model = student = modules[merged.name]
+        if config.lora:
+            student = with_lora(model, config.lora, config.seed)
+        if any(heads):
+            student = SharedBody([modules[view.name] for view in students], model, head_names(merged.architecture))
+        rates = () if config.learning_rate is None else (config.learning_rate,)
+        options = PolishOptions(config.steps, config.lora, config.lora > 0, rates, seed=config.seed, state=state)
+        report = polish(student, answered, options, progress)
+    own_heads = [head for head in heads if head is not None]
+    return PolishedModel(merged, own_heads, report, student, modules)
+
+
+def _answers(
+    students: Sequence[View],
+    teachers: Sequence[View],
+    sources: Sequence[Samples],
+    config: PolishConfig,
+    work: Path,
+    device: str,
+) -> list[AnsweredSamples]:
+    """The answers of every teacher, in its student's order of classes; existing ones are used."""
+    answered, size = [], max(1, min(TOGETHER // len(teachers), config.samples // 4))
+    for number, (student, teacher, source) in enumerate(zip(students, teachers, sources, strict=True)):
+        path, seed = work / f"answers-{number}.safetensors", config.seed + number
+        name = source if isinstance(source, str | os.PathLike) else "in memory"
+        mark = f"{teacher.name} {name} {config.samples} {config.length} {seed}"
+        if not path.exists() or AnsweredSamples(path).mark != mark:
+            module = _in_memory(teacher, student).to(device)
+            data = read_samples(teacher, source, config.samples, size, config.length, seed, module)
+            write_answers(module, unpadded(data.batches, data.source), path, mark, teacher.name)
+            del module
+        answered.append(AnsweredSamples(path))
+    return answered
+
+
+def _in_memory(view: View, like: View | None = None) -> Any:
+    """A model in memory, in float32 and evaluation mode, its parameters its own.
+
+    Args:
+        like: in whose order its classes are to stand, where both name the same ones.
+    """
+    ordered = view if like is None else with_classes_of(view, like)
+    if view.is_stored and view.files is not None and not view.untie:
+        module = load(str(view.files.reference))
+        take_rows(module, ordered.rows)
+        return module
+    module = module_of(ordered).float()
+    copy_parameters(module)
+    return module
+
+
+def _heads(merged: View, teachers: Sequence[View]) -> list[View | None]:
+    """The merge's body under the head of each teacher, where it has that."""
+    known: Mapping[str, ModelLike] = merged.heads
+    if merged.is_stored and merged.adapter is None:
+        known = heads_in(merged.folder)
+    references = [None if teacher.files is None else teacher.files.reference for teacher in teachers]
+    heads = heads_of_teachers(known, references, merged.name)
+    return [None if head is None else open_model(head, unsupported="merge") for head in heads]
