@@ -16,14 +16,7 @@ from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.averaging.methods import Plan, plan_of
 from rotation_merge.errors import RotationMergeError, StatisticsError
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.moved_statistics import (
-    Feeding,
-    carried_fisher,
-    carried_gram,
-    feeding,
-    feeding_keys,
-    value_shift,
-)
+from rotation_merge.matching.statistics import moved_fisher, moved_gram, value_shift
 from rotation_merge.mergekit_plugin.planning.block_moves import BlockMoves, Move
 from rotation_merge.mergekit_plugin.planning.blocks import same_block
 from rotation_merge.mergekit_plugin.planning.delegate import AuxiliaryInput, DelegateTask
@@ -38,7 +31,7 @@ from rotation_merge.model.hub import HubFile, local_file
 from rotation_merge.model.labels import in_order
 from rotation_merge.model.view import View
 from rotation_merge.run.maps import LinearMap, linear_map
-from rotation_merge.run.statistics_file import NAME, Statistics
+from rotation_merge.run.statistics import NAME, Gram, Statistics
 from rotation_merge.symmetry import SpaceTransform
 
 
@@ -166,9 +159,10 @@ class CarriedStatistics:
     def _carry(self, info: TensorInfo, moves: BlockMoves, model: ModelReference, book: Statistics) -> DelegateTask:
         move, names = moves.found[model], self._names(info, moves, model)
         framed = move.frame.tensor(info.key) or info
-        shared = book.inputs.get(names[0], names[0]) if self.plan.statistics == "gram" else names[0]
+        shared = book.axes.get(names[0], names[0]) if self.plan.statistics == "gram" else names[0]
         mapped = linear_map(move.frame, framed) if self.plan.maps_only else None
-        feeds = [] if mapped is None else feeding_keys(mapped)
+        norm = None if mapped is None else mapped.norm
+        feeds = [] if norm is None else [key for key in (norm.gain, norm.shift) if key and move.frame.tensor(key)]
         keys = moves.folded_from(move.frame, feeds)
         biases = moves.folded_from(move.frame, self._biases(move, framed))
         work = CarryStatistics(
@@ -245,7 +239,8 @@ class CarryStatistics:
             linear = linear_map(self.block, self.info)
             if linear is None:
                 raise StatisticsError(f"'{self.info.name}' is not a linear map")
-            return {"gram": self._gram(linear, maps, self._feeding(linear, values), self._shift(linear, maps, values))}
+            fed = self._behind_norm(linear, values)
+            return {"gram": moved_gram(linear, fed.matrix, maps, self._shift(linear, maps, values))[..., :-1, :-1]}
         except RotationMergeError as error:
             raise StatisticsError(error.what, where=error.where or self.model_name, remedy=error.remedy) from error
 
@@ -259,7 +254,7 @@ class CarryStatistics:
         if len(pieces) < len(self.names):
             raise StatisticsError(f"hold nothing of tensor '{self.names[0]}'", where=self.statistics.path)
         tensor = torch.stack(pieces) if self.info.stacked else pieces[0]
-        return carried_fisher(self.info, in_order(tensor, self.rows).to(self.device), maps)
+        return moved_fisher(self.info, in_order(tensor, self.rows).to(self.device), maps)
 
     def _shift(
         self, linear: LinearMap, maps: Mapping[str, SpaceTransform], values: Mapping[str, Tensor | None]
@@ -282,9 +277,8 @@ class CarryStatistics:
         shift = value_shift(linear, of("biases", self.biases), of("anchor", self.anchor), maps)
         return None if shift is None else shift.to(self.device)
 
-    def _gram(
-        self, linear: LinearMap, maps: Mapping[str, SpaceTransform], feeding: Feeding, shift: Tensor | None
-    ) -> Tensor:
+    def _behind_norm(self, linear: LinearMap, values: Mapping[str, Tensor | None]) -> Gram:
+        """The Gram of what the map reads, behind the gain and shift of its norm, folded where the merge folds."""
         gram = self.statistics.gram(self.names[0])
         if gram is None:
             problem, remedy = (
@@ -292,8 +286,23 @@ class CarryStatistics:
                 "if transformers runs it in parts, use 'refit'",
             )
             raise StatisticsError(problem, where=self.statistics.path, remedy=f"measure again; {remedy}")
-        return carried_gram(linear, gram.to(self.device), maps, feeding, shift)
+        norm, fold = linear.norm, self.fold
+        if norm is None or not gram.split:
+            if norm is not None and fold is not None and norm.stream in fold.streams:
+                raise StatisticsError(
+                    f"the Gram of '{linear.info.name}' was measured after a norm gain that this merge folds",
+                    remedy="leave out 'residual: rotation', or measure the donor that 'align' wrote",
+                )
+            return gram.to(self.device)
+        tensors = {k: x.to(self.device) for k, x in loaded("feeds", self.feeds, self.block, values).items()}
 
-    def _feeding(self, linear: LinearMap, values: Mapping[str, Tensor | None]) -> Feeding:
-        tensors = loaded("feeds", self.feeds, self.block, values)
-        return feeding({key: tensor.to(self.device) for key, tensor in tensors.items()}, linear, self.fold)
+        def get(key: str | None) -> Tensor | None:
+            info = None if key is None else self.block.tensor(key)
+            if info is None or info.key not in tensors:
+                return None
+            return tensors[info.key] if fold is None else fold.tensor(self.block, info, tensors.get)
+
+        gain = get(norm.gain)
+        return gram.to(self.device).behind_norm(
+            linear, None if gain is None else gain.double() + norm.offset, get(norm.shift)
+        )
