@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rotation_merge.model.view import View
     from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig
     from rotation_merge.run.measure import MeasureConfig
-    from rotation_merge.run.statistics_file import Statistics
+    from rotation_merge.run.statistics import Statistics
     from rotation_merge.search.config import MergeConfig
 
 __version__ = "0.1.0"
@@ -41,7 +41,7 @@ _PUBLIC = {
     "PolishConfig": "rotation_merge.averaging.polish",
     "RefitConfig": "rotation_merge.averaging.config",
     "RotationMergeError": "rotation_merge.errors",
-    "Statistics": "rotation_merge.run.statistics_file",
+    "Statistics": "rotation_merge.run.statistics",
     "Delta": "rotation_merge.carrying.delta",
     "TransferConfig": "rotation_merge.carrying.config",
     "View": "rotation_merge.model.view",

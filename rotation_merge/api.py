@@ -50,9 +50,9 @@ from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, sco
 from rotation_merge.run.functions import Batch, module_of, unlabelled
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.measure import MeasureConfig
+from rotation_merge.run.measuring import measured_in_memory
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
-from rotation_merge.run.statistics_file import Statistics
-from rotation_merge.run.statistics_writer import measured_in_memory
+from rotation_merge.run.statistics import Statistics
 from rotation_merge.search.clock import Clock
 from rotation_merge.search.config import MergeConfig
 from rotation_merge.search.job import SearchConfig, usual_data

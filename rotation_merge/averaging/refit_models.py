@@ -19,7 +19,10 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.config import RefitConfig
+from rotation_merge.averaging.average import averaged
+from rotation_merge.averaging.models import MergedModels
 from rotation_merge.averaging.refit import Refit, RefitResult, Teachers
+from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.averaging.teachers import Teacher, read_teachers, samples_of, teachers_in_memory
 from rotation_merge.errors import DataError, RotationMergeError
 from rotation_merge.linalg.finite import all_finite
@@ -228,13 +231,9 @@ class _Refit:
 
     def _by_task_vectors(self, views: Sequence[View], weights: Sequence[float]) -> Tensors:
         """Models merged by the method that the start names, the base first."""
-        from rotation_merge.averaging.task_vectors import TASK_VECTORS
-        from rotation_merge.mergekit_plugin.planning.delegate import merged_tensors
-
         method = next(method for method in TASK_VECTORS if method.spec.name == self.config.start)
-        sources: Any = list(enumerate(_source(view, self.base) for view in views))
-        parameters = {"lambda": self.config.lambda_}
-        return merged_tensors(method, self.architecture, sources, weights, parameters, self.tied_head is not None)
+        models = replace(MergedModels.of(views), tied_head=self.tied_head)
+        return averaged(views, method.on(models), {"lambda": self.config.lambda_, "weight": list(weights)})
 
     def solve(self, progress: Progress) -> RefitResult:
         """Solve the merge's maps; where held-out samples say that this is worse, the start will be written."""

@@ -9,7 +9,7 @@ import click
 from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
 from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE
 from rotation_merge.cli.show import json_option, print_json, shown, table
-from rotation_merge.run.evaluate import EvaluateConfig, score
+from rotation_merge.run.evaluate import EvaluateConfig, keep_figures, score
 from rotation_merge.run.sample_kinds import KINDS
 
 TITLES = {
@@ -49,7 +49,6 @@ def command(
     """
     from rotation_merge.run.data import read_batches
     from rotation_merge.run.functions import load
-    from rotation_merge.run.statistics_writer import keep_figures
 
     config, device = config_of(EvaluateConfig, values), usable_device(device)
     table_rows: list[dict[str, Any]] = []

@@ -135,13 +135,13 @@ def _averaging(path: str) -> AveragingCost | None:
     from rotation_merge.averaging.task_vectors import TaskVectorMethod
     from rotation_merge.diagnose.donors import last_recipe
     from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-    from rotation_merge.run.statistics_writer import checkpoint_of
+    from rotation_merge.model.open import open_model
 
     recipe = Recipe.of(last_recipe(path, "give two models instead"))
     method, config = recipe.delegate, recipe.config
     if not isinstance(method, TaskVectorMethod):
         return None
-    base = checkpoint_of(str(recipe.base))
+    base = open_model(str(recipe.base), any_base=True)
     known = {parameter.name for parameter in method.spec.parameters}
     values = {name: value for name, value in (config.parameters or {}).items() if name in known}
     plain = {name: value for name, value in values.items() if isinstance(value, str | int | float)}
@@ -267,9 +267,9 @@ def _fingerprint(target: str, as_json: bool) -> int:
     if is_document(target):
         marks = described(target)["fingerprints"]
     else:
-        from rotation_merge.run.statistics_writer import checkpoint_of
+        from rotation_merge.model.open import open_model
 
-        model = checkpoint_of(target)
+        model = open_model(target, any_base=True)
         marks = {str(model.reference): model.fingerprint}
     if as_json:
         print_json(marks)

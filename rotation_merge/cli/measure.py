@@ -54,15 +54,16 @@ def command(
     does not fit in memory is run layer by layer from its files, for Grams only: they are read once, and again for every
     token of '--data self'.
     """
+    from rotation_merge.model.open import open_model
     from rotation_merge.run.data import read_batches
     from rotation_merge.run.data_checks import check_labels
     from rotation_merge.run.functions import load
     from rotation_merge.run.layers import in_layers
+    from rotation_merge.run.measuring import default_statistics_path, record
     from rotation_merge.run.passes import fits
-    from rotation_merge.run.statistics_writer import checkpoint_of, default_statistics_path, record
 
     config = config_of(MeasureConfig, values)
-    checkpoint = checkpoint_of(model)
+    checkpoint = open_model(model, any_base=True)
     place = Path(out) if out is not None else default_statistics_path(checkpoint.reference)
     if out is None:
         click.get_current_context().with_resource(hold_outputs(STATISTICS.outputs(str(place), "--out")))
@@ -75,7 +76,8 @@ def command(
     if config.labels == "data":
         check_labels(data_set.batches, loaded, data_set.task, data)
     progress = Progress()
-    summary = record(checkpoint, None if by_layer else loaded, data_set, data, config, place, progress, device)
+    module = None if by_layer else loaded
+    summary = record(checkpoint, module, data_set, data, config, place, progress, device).metadata
     progress.close()
     if as_json:
         print_json({"file": str(place), **summary})

@@ -12,6 +12,7 @@ from rotation_merge.architecture.model import Architecture, Axis, Block, Space
 from rotation_merge.model.apply import placed, split_axis, transform_axis
 from rotation_merge.run.maps import LinearMap, linear_map, same_map
 from rotation_merge.run.measure import Batch, ModelMeasurement
+from rotation_merge.run.sums import first_readers
 from rotation_merge.symmetry import SpaceTransform
 from rotation_merge.symmetry.convolution import FACTORS
 
@@ -28,17 +29,18 @@ class Activations:
 
     Attributes:
         maps: the maps of each block, with names of the model's own.
-        inputs, outputs: by map: (rows, size), at the same samples and positions in every model of a class. Maps that
-            read the same have the inputs of the first of them.
-        shared: by map, that first one.
-        split: those whose inputs are what a norm normalised, before its gain and shift.
+        inputs: by (block, axis) that maps read: (rows, size), at the same samples and positions in every model of a
+            class.
+        outputs: by map: (rows, size), at the same.
+        axes: by map, the (block, axis) that it reads.
+        split: those where the inputs are what a norm normalised, before its gain and shift.
     """
 
     maps: dict[Place, list[LinearMap]] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    shared: dict[str, str] = field(default_factory=dict)
-    split: set[str] = field(default_factory=set)
+    axes: dict[str, str] = field(default_factory=dict)
+    split: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -53,22 +55,21 @@ class Activations:
         """
         measurement = ModelMeasurement(model, architecture, batches, "none")
         watcher = _RowWatcher(
-            measurement.shared, max(1, most // sum(len(next(iter(batch.values()))) for batch in batches))
+            measurement.axes, max(1, most // sum(len(next(iter(batch.values()))) for batch in batches))
         )
         with (
             torch.no_grad(),
-            measurement.tapped.split(measurement.called, measurement.layers_only),
+            measurement.tapped.split(measurement.axes, measurement.layers_only),
             measurement.tapped.watched(watcher),
         ):
             for batch in batches:
                 watcher.samples = len(next(iter(batch.values())))
                 measurement.outputs(batch)
-        result = cls(shared=measurement.shared, split=set(measurement.split))
-        joined = {name: torch.cat(parts) for name, parts in watcher.inputs.items()}
+        inputs = {axis: torch.cat(parts) for axis, parts in watcher.inputs.items()}
+        result = cls(inputs=inputs, axes=measurement.axes, split=measurement.split)
         for name, linear in measurement.tapped.maps.items():
-            if name in measurement.shared and not linear.stacked:
+            if name in measurement.axes and not linear.stacked:
                 result.maps.setdefault(_place(linear.block), []).append(linear)
-                result.inputs[name] = joined[measurement.shared[name]]
                 if name in watcher.outputs:
                     result.outputs[name] = torch.cat(watcher.outputs[name])
         return result
@@ -80,12 +81,12 @@ class Activations:
             return None, None
         ours, rows = place
         outputs = self.outputs.get(ours.info.name)
-        return self.inputs[ours.info.name], None if outputs is None else outputs[:, rows]
+        return self.inputs[self.axes[ours.info.name]], None if outputs is None else outputs[:, rows]
 
     def read_with(self, linear: LinearMap) -> str:
-        """The first map with the same inputs as this one; None if it did not run."""
+        """The (block, axis) that a map reads; empty if it did not run."""
         place = same_map(linear, self.maps.get(_place(linear.block), []))
-        return "" if place is None else self.shared[place[0].info.name]
+        return "" if place is None else self.axes[place[0].info.name]
 
     def is_plain(self, linear: LinearMap) -> bool:
         """Whether no norm's gain is between a stream and the known inputs of this map."""
@@ -99,14 +100,15 @@ def _place(block: Block) -> Place:
 class _RowWatcher:
     """Keeps evenly spread rows of every map: the same positions in every model, equally many of each sample."""
 
-    def __init__(self, shared: Mapping[str, str], each: int) -> None:
-        self.shared, self.each, self.samples = shared, each, 1
+    def __init__(self, axes: Mapping[str, str], each: int) -> None:
+        self.axes, self.each, self.samples = axes, each, 1
+        self.first_readers = first_readers(axes)
         self.inputs: dict[str, list[Tensor]] = {}
         self.outputs: dict[str, list[Tensor]] = {}
 
     def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
-        if expert is None and self.shared.get(name) == name:
-            self.inputs.setdefault(name, []).append(self._some(x))
+        if expert is None and name in self.first_readers:
+            self.inputs.setdefault(self.axes[name], []).append(self._some(x))
 
     def on_output(self, name: str, expert: int | None, y: Tensor) -> None:
         if expert is None:

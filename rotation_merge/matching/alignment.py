@@ -24,9 +24,9 @@ from rotation_merge.matching.check_pair import check_pair
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.layer_spans import inconsistent_space
 from rotation_merge.matching.model_pair import Transforms
-from rotation_merge.matching.moved_statistics import MovedTensors
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.serialisation import packed, unpacked
+from rotation_merge.matching.statistics import StatisticsMover
 from rotation_merge.model.biases import holders, in_coordinates
 from rotation_merge.model.blocks import read_tensor, unstack
 from rotation_merge.model.fingerprint import Fingerprint, checksum
@@ -41,7 +41,7 @@ from rotation_merge.model.run_keys import stamps_of
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import View, check_storage, described, stored_dtype
 from rotation_merge.record import MergeReport
-from rotation_merge.run.statistics_file import Statistics
+from rotation_merge.run.statistics import Statistics
 from rotation_merge.symmetry import SpaceTransform, StreamTransform
 from rotation_merge.symmetry.admitted import WIDEST, admitted
 
@@ -135,6 +135,11 @@ class Basis:
     @cached_property
     def architecture(self) -> Architecture:
         return resolve(dict(self.config), list(self.shapes), self.anchor.name, keep_unknown=True, untie=self.untie)
+
+    @cached_property
+    def with_head(self) -> Architecture:
+        """The architecture in which a tied head is a map of its own, as in statistics."""
+        return resolve(dict(self.config), list(self.shapes), self.anchor.name, keep_unknown=True, untie=True)
 
     @cached_property
     def described_anchor(self) -> View:
@@ -270,7 +275,7 @@ class Alignment:
         return bool(self.folded) or any(not stream.is_identity() for stream in streams)
 
     @overload
-    def apply(self, donor: Statistics, *, strict: bool = True) -> Statistics: ...
+    def apply(self, donor: Statistics, dtype: torch.dtype | None = None, strict: bool = True) -> Statistics: ...
     @overload
     def apply(self, donor: M, dtype: torch.dtype | None = None, strict: bool = True) -> M: ...
     @overload
@@ -282,7 +287,7 @@ class Alignment:
         Args:
             donor: the model that the alignment was made for, in any form (`ModelLike`); or its `Statistics`; or a
                 `Delta`, what fine-tuning changed in it. Not modified.
-            dtype: of the result; None: as the donor's. Statistics keep theirs.
+            dtype: of the result; None: as the donor's.
             strict: refuse tensors that are not those the alignment was made for, when they are read. False: also a
                 fine-tune of the donor is moved, by the same maps.
 
@@ -298,7 +303,7 @@ class Alignment:
         """
         check_storage(dtype)
         if isinstance(donor, Statistics):
-            return self._statistics(donor, self._known().donor, strict)
+            return self._statistics(donor, self._known().donor, dtype, strict)
         if isinstance(donor, Movable):
             return donor.moved_by(self, dtype, strict)
         opened = self.opened_donor(donor, strict)
@@ -325,7 +330,7 @@ class Alignment:
             opened[name]
 
     @overload
-    def apply_anchor(self, anchor: Statistics, *, strict: bool = True) -> Statistics: ...
+    def apply_anchor(self, anchor: Statistics, dtype: torch.dtype | None = None, strict: bool = True) -> Statistics: ...
     @overload
     def apply_anchor(self, anchor: ModelLike, dtype: torch.dtype | None = None, strict: bool = True) -> View: ...
 
@@ -337,27 +342,29 @@ class Alignment:
         check_storage(dtype)
         still, identity = replace(self, transforms={}).without_biases(), self._known().anchor
         if isinstance(anchor, Statistics):
-            return still._statistics(anchor, identity, strict)
+            return still._statistics(anchor, identity, dtype, strict)
         return still.view_of(self._opened(anchor, identity, strict), None, dtype, identity if strict else None)
 
     def without_biases(self) -> Alignment:
         """The same alignment without the anchor's biases: a moved donor keeps its own."""
         return replace(self, basis=replace(self._known(), biases={}, donor_biases={}))
 
-    def _statistics(self, statistics: Statistics, identity: Identity, strict: bool) -> Statistics:
+    def _statistics(
+        self, statistics: Statistics, identity: Identity, dtype: torch.dtype | None, strict: bool
+    ) -> Statistics:
         """Statistics of a model, moved as the alignment moves the model."""
-        basis = self._known()
-        fingerprint = statistics.metadata.get("fingerprint")
+        basis, fingerprint = self._known(), statistics.metadata.get("fingerprint")
         if strict and identity.fingerprint and fingerprint != identity.fingerprint:
             raise StatisticsError(
                 f"are of other weights than {identity.name}, which the alignment was made for",
                 where=statistics.path,
                 remedy="measure that model, or apply(..., strict=False) to move those of a fine-tune by the same maps",
             )
-        biases, rows = (basis.biases, basis.donor_biases), basis.rows if self.transforms else {}
-        tensors = MovedTensors(statistics, basis.architecture, self.transforms, self.folded, biases, rows)
-        metadata = {**statistics.metadata, "fingerprint": self._moved_fingerprint(str(fingerprint))}
-        return replace(statistics, metadata=metadata, read=tensors.tensor)
+        rows = basis.rows if self.transforms else {}
+        mover = StatisticsMover(basis.with_head, self.transforms, self.folded, basis.biases, basis.donor_biases, rows)
+        moved = mover.moved(statistics, dtype)
+        mark = self._moved_fingerprint(str(fingerprint)) if strict else ""
+        return replace(moved, metadata={**statistics.metadata, "fingerprint": mark})
 
     def _moved_fingerprint(self, fingerprint: str) -> str:
         """Fingerprint of a moved model, derived from the model's fingerprint.

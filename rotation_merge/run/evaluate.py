@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
-from collections.abc import Callable, Collection, Iterator
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Annotated, Any
@@ -15,8 +17,11 @@ from pydantic.dataclasses import dataclass as config_dataclass
 from torch import Tensor
 
 from rotation_merge.config import option
-from rotation_merge.errors import DataError
-from rotation_merge.files import Entry
+from rotation_merge.errors import DataError, RotationMergeError
+from rotation_merge.files import Entry, write_text
+from rotation_merge.model.card import MEASURED, kept_figures
+from rotation_merge.model.open import open_model
+from rotation_merge.record import versions
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import UNLABELLED, Data
 from rotation_merge.run.data_checks import check_labels
@@ -287,3 +292,35 @@ def _ranks(x: Tensor) -> Tensor:
     _, place, counts = torch.unique(x, return_inverse=True, return_counts=True)
     ends = counts.cumsum(0).double()
     return (ends - (counts.double() - 1) / 2)[place]
+
+
+PIPELINES = {"next token": "text-generation", "masked token": "fill-mask", "similarity": "sentence-similarity"}
+"""The hub's names of tasks; all others classify."""
+
+
+def keep_figures(name: str, images: bool, facts: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+    """Put figures beside a model, with the fingerprint of the weights they are of; those of the same data go.
+
+    Args:
+        name: the folder.
+        images: whether it looks at them.
+        facts: data, task, examples.
+
+    Raises:
+        RotationMergeError: the model is no folder here.
+    """
+    if not os.path.isdir(name):
+        raise RotationMergeError("--keep needs a model folder", where=name, remedy="name a folder")
+    data_facts = {key: facts[key] for key in ("data", "task", "examples")}
+    pipeline = PIPELINES.get(str(facts["task"]), f"{'image' if images else 'text'}-classification")
+    measurement = {
+        **data_facts,
+        "pipeline": pipeline,
+        "figures": dict(figures),
+        "fingerprint": open_model(name, any_base=True).fingerprint,
+    }
+    other_data = [entry for entry in kept_figures(name) if entry["data"] != data_facts["data"]]
+    write_text(
+        os.path.join(name, MEASURED),
+        json.dumps([*other_data, {**measurement, "versions": versions()}], indent=1) + "\n",
+    )

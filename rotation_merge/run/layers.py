@@ -15,17 +15,18 @@ from torch.utils import _pytree
 
 from rotation_merge.architecture.model import Block
 from rotation_merge.errors import StatisticsError
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import linear_maps
-from rotation_merge.run.measure import MeasureConfig, MeasuredStatistics, Probe, check_watched
-from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, stored_in
+from rotation_merge.run.measure import MeasureConfig, Probe, check_watched
+from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, together
 from rotation_merge.run.recorder import HookedModel, Watcher
 from rotation_merge.run.runner import Runner, streamed_model
-from rotation_merge.run.statistics_file import DeferredTensor
+from rotation_merge.run.statistics import Statistics
 from rotation_merge.run.store import hooked
-from rotation_merge.run.sums import Collector, finished
+from rotation_merge.run.sums import Collector, means
 
 
 def in_layers(checkpoint: View, options: MeasureConfig, data: str, device: str) -> Any:
@@ -58,52 +59,51 @@ class LayerwiseMeasurement:
     def __init__(self, runner: Runner, state: UnfinishedMeasurement, progress: Progress) -> None:
         self.runner, self.state, self.progress = runner, state, progress
         self.opened = 0
-        self.shared: dict[str, str] = {}
-        self.split: list[str] = []
+        self.axes: dict[str, str] = {}
+        self.split: set[str] = set()
 
-    def run(self) -> MeasuredStatistics:
+    def run(self) -> Statistics:
         """Measures all layers; one that an interrupted run has measured is only run forward."""
-        tensors: dict[str, DeferredTensor] = {}
+        parts: list[Tensors] = []
         total = len(self.runner.architecture.blocks)
         while (block := self.runner.advance()) is not None:
             self.progress("inputs of the maps, layer by layer", self.opened, total)
             self.opened += 1
-            tensors.update(self._block(block))
+            parts.append(self._block(block))
         self.progress("inputs of the maps, layer by layer", total, total)
-        uncalled = sorted(set(linear_maps(self.runner.architecture)) - set(self.shared))
-        return MeasuredStatistics(tensors, self.shared, sorted(self.split), uncalled)
+        uncalled = frozenset(linear_maps(self.runner.architecture)) - self.axes.keys()
+        return Statistics(together(parts), self.axes, frozenset(self.split), uncalled)
 
-    def _block(self, block: Block) -> dict[str, DeferredTensor]:
+    def _block(self, block: Block) -> Tensors:
         """Measure the maps of a block, and carry the hidden states on."""
         tapped = HookedModel.of(self.runner.model, self.runner.architecture)
-        shared = self._look(block, tapped)
-        everywhere = [item.name for item in self.runner.architecture.blocks]  # `shared` says what is measured now
+        axes = self._look(block, tapped)
         layer_pass = StatisticsPass("inputs of the maps", frozenset({block.name}), 0, lambda *_: None, lambda _: {})
-        part = self.state.part(layer_pass)
-        collector = Collector(tapped.maps, {} if part.exists() else shared, everywhere)
+        results = self.state.result(layer_pass)
+        collector = Collector(tapped.maps, axes if results is None else {})
         with tapped.split(self._splits), tapped.watched(collector), self.runner.recording():
             for batch in range(len(self.runner.batches)):
                 self.runner.run(batch)
-        if not part.exists():
-            dtype = torch.promote_types(self.runner.dtype, torch.float32)
-            self.state.done(layer_pass, finished(collector.sums, dtype))
-        self.shared.update(shared)
-        return dict(stored_in(part))
+        self.axes.update(axes)
+        if results is not None:
+            return results
+        dtype = torch.promote_types(self.runner.dtype, torch.float32)
+        return self.state.done(layer_pass, means(collector.sums, dtype))
 
     def _look(self, block: Block, tapped: HookedModel) -> dict[str, str]:
-        """Find maps that run for the first time and those that share their inputs, and settle the split norms."""
+        """Find the inputs of maps that run for the first time, and settle the split norms."""
         probe = Probe()
         plain = self._outputs(block, tapped, probe)
-        shared = {name: same for name, same in probe.shared(tapped).items() if name not in self.shared}
-        for splits in [shared, ()] if plain else [()]:
+        axes = probe.axes(tapped, self.axes)
+        for splits in [axes, ()] if plain else [()]:
             self._splits: Iterable[str] = splits
             with tapped.split(splits):
-                split = [name for name in tapped.splits if shared[name] == name]
+                split = {axes[name] for name in tapped.splits}
                 again = self._outputs(block, tapped, Probe())
             if not plain or check_watched(plain, again, self.runner.model, must=block.index is not None):
                 break
-        self.split += split
-        return shared
+        self.split |= split
+        return axes
 
     def _outputs(self, block: Block, tapped: HookedModel, watcher: Watcher) -> list[Tensor]:
         """Outputs of a layer (or, outside of the layers, the model) for the first batch; empty if it ends early."""

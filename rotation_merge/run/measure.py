@@ -9,8 +9,8 @@ vocabulary of a language model one label is drawn at each position.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain, count
 from typing import Annotated, Any, Literal
 
 import torch
@@ -26,8 +26,8 @@ from rotation_merge.run.functions import check_answers, device_of, unlabelled
 from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, packed, room, run_passes
 from rotation_merge.run.recorder import HookedModel
 from rotation_merge.run.sample_kinds import SAMPLES, Statistic
-from rotation_merge.run.statistics_file import DeferredTensor
-from rotation_merge.run.sums import Collector, Sums, finished
+from rotation_merge.run.statistics import Statistics
+from rotation_merge.run.sums import Collector, Sums, first_readers, means
 
 Batch = Mapping[str, Tensor]
 
@@ -55,25 +55,6 @@ class MeasureConfig(Config):
     length: Length = option(128, "tokens in a window of text")
 
 
-@dataclass
-class MeasuredStatistics:
-    """Measured statistics, under the names of the model's state dict.
-
-    Attributes:
-        tensors: to be written.
-        shared: by map, the one under whose name its inputs' Gram stands.
-        split: Grams of normalised inputs of norms.
-        uncalled: maps that never ran.
-        buffers: tensors that no gradient reaches, as they are no parameters.
-    """
-
-    tensors: dict[str, DeferredTensor]
-    shared: dict[str, str]
-    split: list[str]
-    uncalled: list[str]
-    buffers: frozenset[str] = frozenset()
-
-
 class ModelMeasurement:
     """A model under measurement."""
 
@@ -93,11 +74,11 @@ class ModelMeasurement:
         probe = Probe()
         with torch.no_grad(), self.tapped.watched(probe):
             plain = self.outputs(first)
-        self.shared, self.called = probe.shared(self.tapped), set(probe.inputs)
+        self.axes = probe.axes(self.tapped)
         self.layers_only = False
         for layers_only in (False, True):
-            with torch.no_grad(), self.tapped.split(self.called, layers_only), self.tapped.watched(probe):
-                self.split = sorted(name for name in self.tapped.splits if self.shared[name] == name)
+            with torch.no_grad(), self.tapped.split(self.axes, layers_only), self.tapped.watched(probe):
+                self.split = frozenset(self.axes[name] for name in self.tapped.splits)
                 if check_watched(_tensors(plain), _tensors(self.outputs(first)), model, must=layers_only):
                     self.layers_only = layers_only
                     return
@@ -121,18 +102,12 @@ class ModelMeasurement:
         """The passes that the options need."""
         return [*self._input_passes(options), *self._fisher_passes(options)]
 
-    def run(
-        self, options: MeasureConfig, state: UnfinishedMeasurement | None, progress: Progress
-    ) -> MeasuredStatistics:
-        """Everything that the options ask for; without a state all of it stays in memory."""
+    def run(self, options: MeasureConfig, state: UnfinishedMeasurement | None, progress: Progress) -> Statistics:
+        """Everything that the options ask for, by the module's names; without a state all of it stays in memory."""
         tensors = run_passes(self.passes(options), state, progress)
-        return MeasuredStatistics(
-            tensors=tensors,
-            shared=self.shared,
-            split=self.split,
-            uncalled=sorted(set(self.tapped.maps) - self.called),
-            buffers=frozenset(name for name, _ in self.model.named_buffers()),
-        )
+        uncalled = frozenset(self.tapped.maps) - self.axes.keys()
+        buffers = sorted(name for name, _ in self.model.named_buffers())
+        return Statistics(tensors, self.axes, self.split, uncalled, {"buffers": buffers})
 
     def _dtype(self) -> torch.dtype:
         return torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
@@ -141,22 +116,24 @@ class ModelMeasurement:
         if "gram" not in options.kinds:
             return []
         sizes: Counter[str] = Counter()
-        for name in sorted(self.called):
+        for name in first_readers(self.axes):
             linear = self.tapped.maps[name]
             n = (linear.inputs.size or 0) + 1
             copies = (linear.info.axes[0].size or 1) if linear.stacked else 1
-            sizes[linear.block.name] += 8 * copies * n * n * (self.shared[name] == name)
+            sizes[linear.block.name] += 8 * copies * n * n
         order = {block.name: sizes[block.name] for block in self.architecture.blocks if sizes[block.name]}
         return [self._input_pass(blocks) for blocks in packed(order, options.memory or room())]
 
     def _input_pass(self, blocks: frozenset[str]) -> StatisticsPass:
+        axes = {name: axis for name, axis in self.axes.items() if self.tapped.maps[name].block.name in blocks}
+
         def run(step: int, sums: Sums) -> None:
-            collector = Collector(self.tapped.maps, self.shared, blocks, sums)
-            with torch.no_grad(), self.tapped.split(self.called, self.layers_only), self.tapped.watched(collector):
+            collector = Collector(self.tapped.maps, axes, sums)
+            with torch.no_grad(), self.tapped.split(self.axes, self.layers_only), self.tapped.watched(collector):
                 self.outputs(self.batches[step])
 
         def finish(sums: Sums) -> dict[str, Tensor]:
-            return finished(sums, self._dtype())
+            return means(sums, self._dtype())
 
         return StatisticsPass("inputs of the maps", blocks, len(self.batches), run, finish)
 
@@ -237,22 +214,30 @@ class Probe:
     def on_output(self, name: str, expert: int | None, y: Tensor) -> None:
         pass
 
-    def shared(self, tapped: HookedModel) -> dict[str, str]:
-        """First map of its block that reads the same inputs, by map."""
-        leaders: dict[tuple[str, tuple[int, ...]], str] = {}
-        first_reader = {}
+    def axes(self, tapped: HookedModel, known: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The (block, axis) of each map that ran; those that read one tensor behind the same norm have the same.
+
+        Args:
+            known: those of other maps, which are left out.
+        """
+        known, axes = known or {}, dict[str, str]()
+        by_input: dict[tuple[Any, ...], str] = {}
         for name, linear in tapped.maps.items():
-            if name in self.inputs:
-                key = linear.block.name, tuple(map(id, self.inputs[name]))
-                same = leaders.setdefault(key, name)
-                first_reader[name] = same if _alike(tapped, same, name) else name
-        return first_reader
+            if name not in self.inputs or name in known:
+                continue
+            tensors = tuple(map(id, self.inputs[name]))
+            read = linear.block.name, tensors, linear.norm, linear.stacked
+            if read not in by_input:
+                taken = {*known.values(), *by_input.values()}
+                by_input[read] = _unused(f"{linear.block.name}/{linear.inputs.label}", taken)
+            axes[name] = by_input[read]
+        return axes
 
 
-def _alike(tapped: HookedModel, first: str, second: str) -> bool:
-    """Whether two maps with the same input read it behind the same norm."""
-    a, b = tapped.maps[first], tapped.maps[second]
-    return a.norm is b.norm and a.stacked == b.stacked
+def _unused(axis: str, taken: Collection[str]) -> str:
+    """A name for an input along an axis of a block; further ones are numbered."""
+    names = chain([axis], (f"{axis}/{number}" for number in count(2)))
+    return next(name for name in names if name not in taken)
 
 
 def _expert_by_expert(model: nn.Module) -> None:

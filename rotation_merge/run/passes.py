@@ -6,20 +6,22 @@ import json
 import math
 import os
 import time
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors import SafetensorError
 from torch import Tensor
 
-from rotation_merge.files import Store
+from rotation_merge.errors import StatisticsError
+from rotation_merge.files import Entry, Store, read_entry
+from rotation_merge.linalg.finite import all_finite
+from rotation_merge.model.tensors import Tensors, as_tensors, by_name
 from rotation_merge.run.ledger import SECONDS
-from rotation_merge.run.statistics_file import DeferredTensor, write_error, write_statistics
+from rotation_merge.run.statistics import write_error
 from rotation_merge.run.sums import Sums
 from rotation_merge.workers import Progress as Progress
 
@@ -41,6 +43,11 @@ class StatisticsPass:
     steps: int
     run: Callable[[int, Sums], None]
     finish: Callable[[Sums], dict[str, Tensor]]
+
+    @property
+    def key(self) -> str:
+        """Its name among the parts of a measurement."""
+        return " ".join((self.name, *sorted(self.blocks)))
 
 
 class UnfinishedMeasurement(Store):
@@ -64,64 +71,77 @@ class UnfinishedMeasurement(Store):
     def __enter__(self) -> UnfinishedMeasurement:
         return self
 
-    def part(self, pass_: StatisticsPass) -> Path:
-        """The result file of a pass."""
-        return self.file(f"{self._name(pass_)}.safetensors")
+    def result(self, pass_: StatisticsPass) -> Tensors | None:
+        """The results of a finished pass, read when they are asked for; None if it is not finished."""
+        entry = self.get(pass_.key)
+        return None if entry is None else self._stored(pass_, entry.tensors)
 
     def begun(self, pass_: StatisticsPass) -> tuple[int, Sums]:
         """Steps that an interrupted run has done in a pass, and their sums."""
-        path = self._running(pass_)
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                done = int((file.metadata() or {})["done"])
-            return done, load_file(path)
-        except (OSError, SafetensorError, KeyError, ValueError):
-            return 0, {}
+        entry = self.get(_running(pass_))
+        return (0, {}) if entry is None else (int(entry.facts["done"]), entry.tensors)
 
     def keep(self, pass_: StatisticsPass, done: int, sums: Sums) -> None:
         """Write the state of a pass."""
-        write_statistics(self._running(pass_), stored(sums), {"done": str(done)}, self.out)
+        with self._writing(sums):
+            self.put(_running(pass_), Entry({"done": done}, sums))
 
-    def done(self, pass_: StatisticsPass, tensors: dict[str, Tensor]) -> None:
-        """Write the results of a pass."""
-        write_statistics(self.part(pass_), stored(tensors), {}, self.out)
-        self._running(pass_).unlink(missing_ok=True)
+    def done(self, pass_: StatisticsPass, tensors: dict[str, Tensor]) -> Tensors:
+        """Write the results of a pass, and give them as `result` does."""
+        with self._writing(tensors):
+            self.put(pass_.key, Entry({}, tensors))
+        self._file(_running(pass_)).unlink(missing_ok=True)
+        return self._stored(pass_, tensors)
 
-    def _running(self, pass_: StatisticsPass) -> Path:
-        return self.file(f"{self._name(pass_)}.running.safetensors")
+    def _stored(self, pass_: StatisticsPass, tensors: dict[str, Tensor]) -> Tensors:
+        described, path = as_tensors(tensors), self._file(pass_.key)
+        return Tensors(described.shapes, described.dtypes, by_name(lambda key: read_entry(path).tensors[key]))
 
-    @staticmethod
-    def _name(pass_: StatisticsPass) -> str:
-        return f"{pass_.name}-{zlib.crc32(' '.join(sorted(pass_.blocks)).encode()):08x}".replace(" ", "-")
+    @contextmanager
+    def _writing(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """
+        Raises:
+            StatisticsError: a tensor holds NaN or infinity, or cannot be written.
+        """
+        for key, tensor in tensors.items():
+            if not all_finite([tensor]):
+                problem, remedy = (
+                    f"'{key}' would hold NaN or infinity",
+                    "look at the model's weights, and at the samples",
+                )
+                raise StatisticsError(problem, where=str(self.out), remedy=remedy)
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise write_error(self.out, error) from error
 
 
-def stored(tensors: Mapping[str, Tensor]) -> dict[str, DeferredTensor]:
-    """Tensors in memory in their stored form."""
-
-    def load(tensor: Tensor) -> Callable[[], Tensor]:
-        return lambda: tensor
-
-    return {key: DeferredTensor(tuple(t.shape), t.dtype, load(t)) for key, t in tensors.items()}
+def _running(pass_: StatisticsPass) -> str:
+    return f"{pass_.key} running"
 
 
-def run_passes(
-    passes: Sequence[StatisticsPass], state: UnfinishedMeasurement | None, progress: Progress
-) -> dict[str, DeferredTensor]:
-    """Runs all passes that have no result file yet, and gives all results.
+def together(parts: Iterable[Tensors]) -> Tensors:
+    """The tensors of several sources under one."""
+    holders = {key: part for part in parts for key in part}
+    shapes = {key: part.shapes[key] for key, part in holders.items()}
+    dtypes = {key: part.dtypes[key] for key, part in holders.items()}
+    return Tensors(shapes, dtypes, by_name(lambda key: holders[key][key]))
+
+
+def run_passes(passes: Sequence[StatisticsPass], state: UnfinishedMeasurement | None, progress: Progress) -> Tensors:
+    """Runs all passes that have no results yet, and gives all results.
 
     Args:
         state: None: results stay in memory.
     """
-    tensors: dict[str, DeferredTensor] = {}
-    for pass_ in passes:
-        if state is None:
-            tensors.update(stored(pass_.finish(_run(pass_, None, progress))))
-            continue
-        path = state.part(pass_)
-        if not path.exists():
-            state.done(pass_, pass_.finish(_run(pass_, state, progress)))
-        tensors.update(stored_in(path))
-    return tensors
+    return together([_results(pass_, state, progress) for pass_ in passes])
+
+
+def _results(pass_: StatisticsPass, state: UnfinishedMeasurement | None, progress: Progress) -> Tensors:
+    if state is None:
+        return as_tensors(pass_.finish(_run(pass_, None, progress)))
+    results = state.result(pass_)
+    return state.done(pass_, pass_.finish(_run(pass_, state, progress))) if results is None else results
 
 
 def _run(pass_: StatisticsPass, state: UnfinishedMeasurement | None, progress: Progress) -> Sums:
@@ -149,23 +169,6 @@ def _run(pass_: StatisticsPass, state: UnfinishedMeasurement | None, progress: P
 def _marks(sums: Sums) -> dict[str, tuple[int, int]]:
     """Version marks of sums, which change whenever a sum does."""
     return {key: (id(total), total._version) for key, total in sums.items()}
-
-
-def stored_in(path: Path) -> Iterator[tuple[str, DeferredTensor]]:
-    """The tensors of a file, read on demand."""
-    with safe_open(str(path), framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118 (not a mapping)
-            tensor = file.get_tensor(key)
-            yield key, DeferredTensor(tuple(tensor.shape), tensor.dtype, _loader(path, key))
-
-
-def _loader(path: Path, key: str) -> Callable[[], Tensor]:
-    def load() -> Tensor:
-        with safe_open(str(path), framework="pt") as file:
-            tensor: Tensor = file.get_tensor(key)
-        return tensor
-
-    return load
 
 
 def room() -> int:

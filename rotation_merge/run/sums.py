@@ -1,12 +1,11 @@
-r"""Sums over samples of linear maps' inputs, from which Grams are made.
+r"""Sums over samples of the inputs of linear maps, from which Grams are made.
 
-For inputs x of a map the sum of ``(x, 1) (x, 1)^T`` is kept (x is the normalised input if a norm feeds the map).
+For an input x the sum of ``(x, 1) (x, 1)^T`` is kept (x is the normalised input if a norm feeds its maps).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,66 +13,57 @@ from torch import Tensor
 from rotation_merge.run.maps import LinearMap
 
 Sums = dict[str, Tensor]
-"""Accumulators in float64, and counts in int64, by `map.what`."""
+"""Accumulators in float64 by `AXIS.gram` or `TENSOR.fisher`, and counts in int64 by `AXIS.count`."""
 
 
-@dataclass
 class Collector:
     """Sums Grams of a watched model.
 
-    Attributes:
+    Args:
         maps: by name.
-        shared: the map whose inputs stand for those of each.
-        blocks: names of the blocks whose maps are looked at.
+        axes: by map, the (block, axis) that it reads; inputs of others are not looked at.
         sums: the sums so far.
     """
 
-    maps: Mapping[str, LinearMap]
-    shared: Mapping[str, str]
-    blocks: Collection[str]
-    sums: Sums = field(default_factory=dict)
+    def __init__(self, maps: Mapping[str, LinearMap], axes: Mapping[str, str], sums: Sums | None = None) -> None:
+        self.maps, self.axes, self.sums = maps, axes, {} if sums is None else sums
+        self.first_readers = first_readers(axes)
 
     def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
-        linear = self.maps[name]
-        if self.shared.get(name) != name or linear.block.name not in self.blocks:
+        if name not in self.first_readers:
             return
+        experts = () if expert is None else (self.maps[name].info.axes[0].size or 1,)
         rows = x.detach().flatten(0, -2)
         rows = rows if rows.dtype == torch.float64 else rows.float()
-        self._count(f"{name}.count", linear, expert, len(rows))
+        self._add(f"{self.axes[name]}.count", experts, expert, torch.tensor(len(rows)))
         rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
-        self._add(f"{name}.gram", linear, expert, rows.T @ rows)
+        self._add(f"{self.axes[name]}.gram", experts, expert, rows.T @ rows)
 
     def on_output(self, name: str, expert: int | None, y: Tensor) -> None:
         pass
 
-    def _add(self, key: str, linear: LinearMap, expert: int | None, value: Tensor) -> None:
+    def _add(self, key: str, experts: tuple[int, ...], expert: int | None, value: Tensor) -> None:
         if key not in self.sums:
-            shape = value.shape if expert is None else (_experts(linear), *value.shape)
-            self.sums[key] = torch.zeros(shape, dtype=torch.float64, device=value.device)
+            dtype = torch.float64 if value.is_floating_point() else torch.int64
+            self.sums[key] = torch.zeros((*experts, *value.shape), dtype=dtype, device=value.device)
         total = self.sums[key] if expert is None else self.sums[key][expert]
         total += value
 
-    def _count(self, key: str, linear: LinearMap, expert: int | None, rows: int) -> None:
-        if key not in self.sums:
-            self.sums[key] = torch.zeros(() if expert is None else (_experts(linear),), dtype=torch.int64)
-        total = self.sums[key] if expert is None else self.sums[key][expert]
-        total += rows
+
+def first_readers(axes: Mapping[str, str]) -> frozenset[str]:
+    """One map for each input, the first that reads it."""
+    return frozenset({axis: name for name, axis in reversed(axes.items())}.values())
 
 
-def _experts(linear: LinearMap) -> int:
-    return linear.info.axes[0].size or 1
-
-
-def finished(sums: Sums, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Means from stored sums."""
+def means(sums: Sums, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Grams from sums, each divided by its number of rows (for each expert separately; zero without rows)."""
     result: dict[str, Tensor] = {}
     for key, total in sums.items():
-        name, _, statistic = key.rpartition(".")
-        result[key] = _mean(total, sums[f"{name}.count"]).to(dtype) if statistic == "gram" else total
+        axis, _, statistic = key.rpartition(".")
+        result[key] = _mean(total, sums[f"{axis}.count"]).to(dtype) if statistic == "gram" else total
     return result
 
 
 def _mean(total: Tensor, count: Tensor) -> Tensor:
-    """Sums divided by the number of rows, for each expert separately; zero without rows."""
     divisor = count.clamp(min=1).double().to(total.device)
     return total / divisor.reshape(*divisor.shape, *[1] * (total.ndim - divisor.ndim))

@@ -15,9 +15,8 @@ from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.headers import read_json
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.nearness import RELATED, SampledChanges, likeness, sampled_changes
-from rotation_merge.model.open import parse_reference
+from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.model.view import View
-from rotation_merge.run.statistics_writer import checkpoint_of
 
 UNRELATED = 0.35
 """Fine-tunes change a base in directions of their own: the cosine of two changes to it is below this. Seen from a
@@ -54,7 +53,7 @@ def find_base(models: Sequence[str], base_name: str | None = None) -> TaskVector
     Raises:
         RotationMergeError: the named one is missing, does not fit, or is no base of a model.
     """
-    opened = {name: checkpoint_of(name) for name in models}
+    opened = {name: open_model(name, any_base=True) for name in models}
     if base_name is not None:
         return _opened(base_name, "as given", opened)
     for name, why in _named(models, opened):
@@ -69,7 +68,7 @@ def _opened(name: str, why: str, models: Mapping[str, View]) -> TaskVectorBase:
     Raises:
         RotationMergeError: it is missing, or not the base of a model.
     """
-    base = checkpoint_of(name)
+    base = open_model(name, any_base=True)
     for model in models:
         if model == name:
             continue

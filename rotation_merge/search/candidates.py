@@ -18,11 +18,12 @@ from rotation_merge.matching.fit import fit
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import BOTH
 from rotation_merge.model.naming import shortened
+from rotation_merge.model.open import open_model
 from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.functions import load
 from rotation_merge.run.generated_samples import SOURCES
 from rotation_merge.run.measure import MeasureConfig
-from rotation_merge.run.statistics_writer import checkpoint_of, record
+from rotation_merge.run.measuring import record
 from rotation_merge.search.base import TaskVectorBase
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.readers import Reader
@@ -341,7 +342,7 @@ class CandidateFiles:
             path.parent.mkdir(parents=True, exist_ok=True)
             loaded = load(model).to(self.config.device)
             data = self._data(model, number, loaded)
-            record(checkpoint_of(model), loaded, data, self.data[model], MeasureConfig(), path, listener())
+            record(open_model(model, any_base=True), loaded, data, self.data[model], MeasureConfig(), path, listener())
         return str(path)
 
     def _data(self, model: str, number: int, loaded: object) -> Data:

@@ -22,6 +22,7 @@ from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.model.folder import close_files
 from rotation_merge.model.naming import shortened
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness
+from rotation_merge.model.open import open_model
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import moved_tokens, vocabulary_size
 from rotation_merge.record import SMALL_GAIN
@@ -29,7 +30,6 @@ from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches
 from rotation_merge.run.examples import tokenizer_of
 from rotation_merge.run.functions import Batch, inputs_for
 from rotation_merge.run.generated_samples import SELF, SOURCES, writes_text
-from rotation_merge.run.statistics_writer import checkpoint_of
 from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.candidates import FAR, NEAR, SHARED
 from rotation_merge.search.clock import WRITING, Clock, Costs
@@ -117,7 +117,7 @@ class Preparation:
         """
         models = self.config.models
         with self.clock.step("opening the models"):
-            anchor = checkpoint_of(models[0])
+            anchor = open_model(models[0], any_base=True)
             architecture = anchor.architecture
             relations = self._relations(anchor)
             relation = self._relation(architecture, relations)

@@ -28,8 +28,8 @@ from rotation_merge.model.staging import staged
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import read_report
 from rotation_merge.run.data import data_hash
+from rotation_merge.run.evaluate import keep_figures
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC
-from rotation_merge.run.statistics_writer import keep_figures
 from rotation_merge.search.candidates import FIRST_PART, Candidate, CandidateFiles, Planner, with_models
 from rotation_merge.search.clock import Clock, OutOfTime
 from rotation_merge.search.forgetting import Forgetting, sentences

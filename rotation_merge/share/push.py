@@ -21,13 +21,12 @@ from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.headers import holds_model
 from rotation_merge.model.hub import no_answer, reachable
 from rotation_merge.model.markdown import plain
-from rotation_merge.model.open import parse_reference
+from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.model.origin import licence
 from rotation_merge.record import MANIFEST_FILE, REPORT_FILE, MergeReport
 from rotation_merge.report.files import read_report
 from rotation_merge.report.integrity import check_folder
-from rotation_merge.run.statistics_file import Statistics
-from rotation_merge.run.statistics_writer import checkpoint_of
+from rotation_merge.run.statistics import Statistics
 from rotation_merge.share.contents import chosen_files, included, is_statistics, published_name
 from rotation_merge.share.manifest import Manifest, sha256_of
 from rotation_merge.share.names import STATISTICS as MEASURED
@@ -168,7 +167,7 @@ class Draft:
         report = MergeReport.from_dict(renaming.value(self._facts()))
         figures = kept_figures(self.folder)
         if figures:
-            mark = checkpoint_of(self.folder).fingerprint
+            mark = open_model(self.folder, any_base=True).fingerprint
             figures = [renaming.value(figure) for figure in figures if figure["fingerprint"] == mark]
         old, new = (os.path.basename(os.path.abspath(self.folder)), self.repo.partition("/")[2])
         text = re.sub(rf"(?m)^# {re.escape(old)}$", f"# {new}", text, count=1)

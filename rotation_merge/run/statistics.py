@@ -1,0 +1,267 @@
+"""Statistics of a model: second moments of its inputs by (block, axis), Fisher diagonals by tensor.
+
+All maps that read one input have one Gram: queries, keys and values of a layer, gate and up. It goes by the block and
+the axis that is read, `model.layers.0/residual.read`; further inputs along the same axis of a block are numbered,
+`model.layers.0/residual.read/2`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rotation_merge.errors import RotationMergeError, SpaceError, StatisticsError, no_space, short
+from rotation_merge.files import Output, check_output, replacing
+from rotation_merge.linalg.finite import all_finite
+from rotation_merge.model.headers import Header
+from rotation_merge.model.tensors import Tensors, by_name
+from rotation_merge.run.maps import LinearMap, along_inputs
+
+FORMAT = "rotation_merge.statistics.2"
+
+NAME = "statistics.safetensors"
+"""Name of the file beside a model."""
+
+ANEW = "measure again with 'rotation-merge measure'"
+
+_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
+
+
+@dataclass(frozen=True)
+class Gram:
+    """Second moments of an input.
+
+    Attributes:
+        matrix: of (x, 1), (..., n + 1, n + 1).
+        count: rows that were seen, one number for each expert.
+        split: whether x is a norm's normalised output, before gain and shift.
+    """
+
+    matrix: Tensor
+    count: Tensor
+    split: bool
+
+    def to(self, device: str) -> Gram:
+        """The same on a device."""
+        return Gram(self.matrix.to(device), self.count, self.split)
+
+    def behind_norm(self, linear: LinearMap, gain: Tensor | None, shift: Tensor | None) -> Gram:
+        """The Gram of what a map reads, ``x = D x_hat + c``, in float64; its own where no norm is split.
+
+        Args:
+            gain: D, of the norm that feeds the map, the offset added.
+            shift: c.
+
+        Raises:
+            StatisticsError: there is no gain.
+        """
+        matrix = self.matrix.double()
+        if not self.split:
+            return Gram(matrix, self.count, False)
+        if gain is None:
+            problem = f"'{linear.info.name}' is fed by a norm whose gain is missing"
+            raise StatisticsError(problem, remedy="the checkpoint is incomplete")
+        gain, shift = along_inputs(linear, gain.double(), None if shift is None else shift.double())
+        inner, means = matrix[..., :-1, :-1], matrix[..., :-1, -1]
+        share = matrix[..., -1, -1]  # one, or zero where no row was seen
+        crossed = (gain * means)[..., :, None] * shift
+        shifts = share[..., None, None] * torch.outer(shift, shift)
+        fed = matrix.clone()
+        fed[..., :-1, :-1] = gain[:, None] * inner * gain + crossed + crossed.mT + shifts
+        fed[..., :-1, -1] = fed[..., -1, :-1] = gain * means + share[..., None] * shift
+        return Gram(fed, self.count, False)
+
+
+@dataclass
+class Statistics:
+    """What was measured of a model on samples; tensors are read, or computed, when they are asked for.
+
+    Attributes:
+        tensors: `AXIS.gram` and `AXIS.count` by (block, axis); `TENSOR.fisher` by tensor name.
+        axes: by name of a map's tensor, the (block, axis) that it reads.
+        split: those whose Gram is of a norm's normalised output.
+        uncalled: maps that never ran on the samples.
+        metadata: origin: model, fingerprint, family, data, samples, tokens, labels, versions.
+        path: of the file, or the model's name.
+    """
+
+    tensors: Tensors = field(repr=False)
+    axes: Mapping[str, str]
+    split: frozenset[str]
+    uncalled: frozenset[str]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    path: str = ""
+
+    @classmethod
+    def open(cls, path: Path | str) -> Statistics:
+        """Read the head of a file.
+
+        Raises:
+            StatisticsError: it cannot be read, or is none.
+        """
+        try:
+            tensors, meta = stored_in(path)
+        except (OSError, SafetensorError) as error:
+            raise StatisticsError(f"cannot be read ({short(error)})", where=str(path), remedy=ANEW) from error
+        if meta.get("format") != FORMAT:
+            raise StatisticsError("is not a statistics file of this version", where=str(path), remedy=ANEW)
+        try:
+            metadata, axes = json.loads(meta["made"]), json.loads(meta["axes"])
+            split, uncalled = (frozenset(json.loads(meta[name])) for name in ("split", "uncalled"))
+        except (KeyError, ValueError) as error:
+            raise StatisticsError(f"its header is damaged ({short(error)})", where=str(path), remedy=ANEW) from error
+        return cls(tensors, axes, split, uncalled, metadata, str(path))
+
+    def check(self, kind: str, fingerprint: str, model: str, remedy: str) -> None:
+        """Refuse statistics of other weights, or without a kind of numbers.
+
+        Args:
+            fingerprint: of the model.
+
+        Raises:
+            StatisticsError: names their kinds, or their model.
+        """
+        kinds = self.metadata.get("kinds", ())
+        if kind not in kinds:
+            problem = f"'{self.path}' holds {', '.join(kinds) or 'nothing'}, the averaging needs {kind}"
+            raise StatisticsError(problem, where=model, remedy=remedy)
+        if self.metadata.get("fingerprint") != fingerprint:
+            problem = f"'{self.path}' was measured on other weights than these ('{self.metadata.get('model')}')"
+            raise StatisticsError(problem, where=model, remedy=remedy)
+
+    def save(self, path: Path | str) -> None:
+        """Write the file that `rotation-merge measure` writes, which recipes name under `statistics`.
+
+        Raises:
+            StatisticsError: it cannot be written; nothing is left behind.
+            RotationMergeError: there is a file at that place that holds no statistics; it stays as it is.
+        """
+        check_output(Output(str(path), "path", wrote=holds_statistics, remedy="name another file, or move it away"))
+        self.write(path)
+
+    def write(self, path: Path | str) -> None:
+        """Write the file, one tensor in memory at a time, whatever is at its place.
+
+        Raises:
+            StatisticsError: it cannot be written, or a number is none; nothing is left behind.
+        """
+        meta = {
+            "format": FORMAT,
+            "made": json.dumps(self.metadata, sort_keys=True, default=str),
+            "axes": json.dumps(self.axes, sort_keys=True),
+            "split": json.dumps(sorted(self.split)),
+            "uncalled": json.dumps(sorted(self.uncalled)),
+        }
+        try:
+            with replacing(path) as temporary, open(temporary, "wb") as file:
+                file.write(_head(self.tensors, meta))
+                for key in self:
+                    file.write(self[key].to("cpu", self.tensors.dtypes[key]).contiguous().numpy().tobytes())
+        except OSError as error:
+            raise write_error(path, error) from error
+
+    def renamed(self, names: Mapping[str, str]) -> Statistics:
+        """The same of a model whose tensors have other names.
+
+        Args:
+            names: by new name of a tensor the present one; those that are not here are left out.
+        """
+        axes = {new: self.axes[old] for new, old in names.items() if old in self.axes}
+        grams = [f"{axis}.{kind}" for axis in dict.fromkeys(axes.values()) for kind in ("gram", "count")]
+        fishers = {f"{new}.fisher": f"{old}.fisher" for new, old in names.items()}
+        tensors = self.tensors.renamed(fishers).only([*grams, *fishers])
+        uncalled = frozenset(new for new, old in names.items() if old in self.uncalled)
+        return Statistics(tensors, axes, self.split, uncalled, self.metadata, self.path)
+
+    def __repr__(self) -> str:
+        facts = self.metadata
+        kinds = ", ".join(facts.get("kinds", ()))
+        return f"Statistics({facts.get('model')}, {kinds}, {facts.get('samples')} samples of {facts.get('data')})"
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys of all tensors."""
+        return frozenset(self.tensors)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self.tensors))
+
+    def __getitem__(self, key: str) -> Tensor:
+        """One tensor; it must hold finite numbers.
+
+        Raises:
+            StatisticsError: it holds NaN or infinity, or cannot be read.
+        """
+        try:
+            tensor = self.tensors[key]
+        except (OSError, SafetensorError) as error:
+            raise StatisticsError(f"'{key}' cannot be read ({short(error)})", where=self.path, remedy=ANEW) from error
+        if not all_finite([tensor]):
+            raise StatisticsError(f"'{key}' holds NaN or infinity", where=self.path, remedy=ANEW)
+        return tensor
+
+    def gram(self, name: str) -> Gram | None:
+        """The Gram of a map's inputs, by the name of its tensor; None if it has none."""
+        axis = self.axes.get(name)
+        if axis is None or f"{axis}.gram" not in self:
+            return None
+        return Gram(self[f"{axis}.gram"], self[f"{axis}.count"], axis in self.split)
+
+
+def stored_in(path: Path | str) -> tuple[Tensors, Mapping[str, str]]:
+    """The tensors of a safetensors file, read when they are asked for, and its metadata.
+
+    Raises:
+        OSError, SafetensorError: it cannot be read.
+    """
+    file = safe_open(str(path), framework="pt")
+    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+    head = Header(shapes, {name: part.get_dtype() for name, part in slices.items()}, file.metadata() or {})
+    return Tensors(head.shapes, head.dtypes, by_name(file.get_tensor)), head.metadata
+
+
+def _head(tensors: Tensors, meta: Mapping[str, str]) -> bytes:
+    """The beginning of a safetensors file with these tensors in the order of their names; the same on every run."""
+    head: dict[str, Any] = {"__metadata__": meta}
+    begin = 0
+    for key in sorted(tensors):
+        shape, dtype = tensors.shapes[key], tensors.dtypes[key]
+        end = begin + torch.Size(shape).numel() * dtype.itemsize
+        head[key] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(head, separators=(",", ":"), sort_keys=True).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def holds_statistics(path: str) -> bool:
+    """Whether a file holds statistics, of this format or an older one."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return str((file.metadata() or {}).get("format")).startswith(FORMAT.rpartition(".")[0])
+    except (OSError, SafetensorError):
+        return False
+
+
+SPACE = "free some space (the same command continues), or give another place with --out"
+"""Remedy for a full disk."""
+
+
+def write_error(path: Path | str, error: Exception) -> RotationMergeError:
+    """The error for a file that cannot be written."""
+    problem = f"cannot be written ({(getattr(error, 'strerror', None) or short(error)).lower()})"
+    if no_space(error):
+        return SpaceError(problem, where=str(path), remedy=SPACE)
+    return StatisticsError(problem, where=str(path), remedy="give another place with --out")
