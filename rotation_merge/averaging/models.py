@@ -12,7 +12,7 @@ import torch
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.model.view import View
 from rotation_merge.run.functions import Batch
-from rotation_merge.run.statistics_file import Statistics
+from rotation_merge.run.statistics import Statistics
 
 Place = tuple[Block, TensorInfo, int]
 """A tensor's block, its description, and which piece of a stacked tensor it is."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.average import averaged
+from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.models import MergedModels
 from rotation_merge.averaging.refit import Refit, RefitResult, Teachers
 from rotation_merge.averaging.registry import TASK_VECTORS

@@ -36,7 +36,7 @@ from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids
 from rotation_merge.run.data import unpadded
 from rotation_merge.run.functions import Batch
-from rotation_merge.run.statistics_file import Statistics
+from rotation_merge.run.statistics import Statistics
 
 MERGING = ("exclude", "heads_of", "targets", "start", "spill")
 """Our parameters of merging, as opposed to aligning."""

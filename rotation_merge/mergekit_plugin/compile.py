@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference, dtype_from_name
-from mergekit.config import InputSliceDefinition, MergeConfiguration, OutputModuleDefinition, OutputSliceDefinition
+from mergekit.config import InputSliceDefinition, MergeConfiguration
 from mergekit.io.tasks import LoaderCache, ReturnTensor
 from mergekit.merge_methods import registry
 from mergekit.merge_methods.base import (
@@ -23,7 +22,6 @@ from mergekit.merge_methods.base import (
     InputContract,
     MergeMethod,
     ParameterScope,
-    PerInputValues,
     TensorGroup,
 )
 from mergekit.merge_methods.passthrough import passthrough_merge_method
@@ -44,8 +42,6 @@ from rotation_merge.mergekit_plugin.parts import Parts
 from rotation_merge.mergekit_plugin.refit import RefittedParts
 from rotation_merge.mergekit_plugin.saved_alignments import check_keepable
 from rotation_merge.mergekit_plugin.session import Session
-from rotation_merge.model.tensors import Tensors
-from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids
 
 _runs = itertools.count(1)
@@ -116,7 +112,7 @@ class Compiled:
     stock: CompiledRecipe
     architecture: ModelArchitecture
     donors: Donors
-    prepare: Callable[[], None]
+    prepare: Callable[[], object]
 
 
 def compiled(session: Session) -> Compiled:
@@ -144,7 +140,8 @@ def compiled(session: Session) -> Compiled:
     parts = Parts(session, donors, output)
     placed = {model: PlacedModel.of(model, number) for model in parts.models}
     stock = stock_recipe(config, name, placed, recipe.base)
-    served, prepare = parts.served, donors.match_wholes
+    served = parts.served
+    prepare: Callable[[], object] = donors.match_wholes
     if isinstance(recipe.delegate, OwnMethod) and recipe.delegate.whole_models:
         refitted = RefittedParts(session, config, donors, parts)
         method.inner, served, prepare = passthrough_merge_method, refitted.served, refitted.prepare

@@ -18,7 +18,6 @@ from rotation_merge.mergekit_plugin.recipe.settings import check_filters, check_
 from rotation_merge.mergekit_plugin.session import Session, settle_heads
 from rotation_merge.model.view import View
 
-
 Names = Mapping[ModelReference, Mapping[str, str]]
 """By model, the own name of each output tensor that is called otherwise in the model."""
 
@@ -140,7 +139,9 @@ def _check_depths(config: MergeConfiguration, models: Models) -> None:
                 )
 
 
-def describe(architecture: Architecture, config: Mapping[str, Any], own_names: Names | None = None) -> ModelArchitecture:
+def describe(
+    architecture: Architecture, config: Mapping[str, Any], own_names: Names | None = None
+) -> ModelArchitecture:
     """An architecture as mergekit's `ModelArchitecture`; `own_names` as of `AlignedModule`."""
     spec = find(config)
     return ModelArchitecture(

@@ -1,10 +1,11 @@
-"""A recipe's models as views: every tensor of the output, in the anchor's coordinates, computed when it is asked for."""
+"""A recipe's models in the anchor's coordinates: every tensor of the output, computed when it is asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.model.rows import vocabulary_axes, with_rows_of
 from rotation_merge.model.tensors import Tensors, as_tensors, by_name
 from rotation_merge.symmetry import SpaceTransform
-
 
 
 def named_as(tensors: Tensors, stored: Block, named: Block) -> Tensors:
@@ -177,16 +177,9 @@ class OutputTensors:
 
     Args:
         blocks: of the output, each with the model's part in it.
-        copied: says which tensors every model takes from the anchor.
-        anchor: the anchor's tensors by the same names; None: this is the anchor.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[tuple[OutputBlock, MovedBlock]],
-        copied: Callable[[str], bool] = lambda _: False,
-        anchor: Tensors | None = None,
-    ) -> None:
+    def __init__(self, blocks: Sequence[tuple[OutputBlock, MovedBlock]]) -> None:
         self.places: dict[str, tuple[MovedBlock, TensorInfo, int]] = {}
         self._stacks: dict[tuple[int, str], dict[int, Tensor]] = {}
         shapes, dtypes = dict[str, tuple[int, ...]](), dict[str, torch.dtype]()
@@ -196,8 +189,7 @@ class OutputTensors:
                     if stored in part.tensors:
                         self.places[name] = part, frame, piece
                         shapes[name], dtypes[name] = part.tensors.shapes[stored], part.tensors.dtypes[stored]
-        tensors = Tensors(shapes, dtypes, by_name(self._read))
-        self.tensors = tensors if anchor is None else tensors.replaced(anchor.only(filter(copied, anchor)))
+        self.tensors = Tensors(shapes, dtypes, by_name(self._read))
 
     def _read(self, name: str) -> Tensor:
         part, info, piece = self.places[name]

@@ -69,7 +69,10 @@ class ToldMethod:
         method = self.delegate.on(models)
         for out in self.output.blocks:
             self._check(method, out)
-        self.session.run.add_notes_later(lambda: [*log.lines, *method.words(log)])
+        run, known = self.session.run, tuple(log.lines)
+        for line in known:
+            run.note(line)
+        run.add_notes_later(lambda: [*(line for line in log.lines if line not in known), *method.words(log)])
         return method
 
     def storage(self, name: str) -> torch.dtype | None:
@@ -84,7 +87,9 @@ class ToldMethod:
         """Look at the parameters of every tensor of a block before anything is merged."""
         for name, values, weights in self._resolved(out):
             if values.get("stream") == "transport" and self.recipe.value("heads_of") == "each":
-                problem = "'heads_of: each' puts the body under every donor's head, but plans of the stream do not move "
+                problem = (
+                    "'heads_of: each' puts the body under every donor's head, but plans of the stream do not move "
+                )
                 raise RecipeError(f"{problem}heads", where="parameters", remedy="add 'stream: identity'")
             method.counting(name, {self.placed[model]: weight for model, weight in weights.items()}, values)
 

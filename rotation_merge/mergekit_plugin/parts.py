@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-
-import math
 
 import torch
 from mergekit.common import ModelReference
@@ -21,9 +20,11 @@ from rotation_merge.mergekit_plugin.moved import ChangedBlock, MovedBlock, Outpu
 from rotation_merge.mergekit_plugin.output import Output, OutputBlock, same_block
 from rotation_merge.mergekit_plugin.recipe.donor import title
 from rotation_merge.mergekit_plugin.session import Session
+from rotation_merge.mergekit_plugin.statistics import MovedStatistics, OutputStatistics
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.tensors import Tensors
-from rotation_merge.model.view import View
+from rotation_merge.model.view import View, stored_dtype
+from rotation_merge.run.statistics import Statistics
 from rotation_merge.symmetry import SpaceTransform
 
 
@@ -43,20 +44,29 @@ class Parts:
         cpu = torch.device(options.device or "cpu").type == "cpu" and not options.multi_gpu
         self.matches = BlockMatches(single=options.low_cpu_memory, pooled=cpu)
         self.run.endings.append(self.matches.end)
-        self.anchor = OutputTensors([(out, self._anchor(out)) for out in output.blocks])
-        self.tensors = {model: self._tensors(model) for model in self.models}
+        anchor = [(out, self._anchor(out)) for out in output.blocks]
+        self.anchor = OutputTensors(anchor)
+        self.blocks = {base: [(out, part) for out, part in anchor if base in out.sources]}
+        for model in (model for model in self.models if model != base):
+            of_model = ((out, out.sources[model]) for out in output.blocks if model in out.sources)
+            self.blocks[model] = [(out, self._part(out, model, block)) for out, block in of_model]
+        self.tensors = {model: OutputTensors(blocks).tensors for model, blocks in self.blocks.items()}
 
     def view(self, model: ModelReference) -> View:
         """A model in the anchor's coordinates, as a model of the output's architecture."""
-        opened = self.session.models[model]
-        return replace(opened, tensors=self.tensors[model], architecture=self.output.architecture)
+        opened, tensors = self.session.models[model], self.tensors[model]
+
+        def at(dtype: torch.dtype) -> Tensors:
+            return tensors.map(lambda _, tensor: tensor.to(stored_dtype(tensor, dtype)))
+
+        return replace(opened, tensors=tensors, architecture=self.output.architecture, at=at)
 
     def served(self, model: ModelReference) -> View:
-        """The same for mergekit, which finds tensors by the names that the recipe's filters see."""
-        return self.under_own_names(model, self.view(model))
-
-    def under_own_names(self, model: ModelReference, view: View) -> View:
-        """A view by the names under which mergekit reads a model."""
+        """The same for mergekit: what is copied is the anchor's, and names are those that the recipe's filters see."""
+        view = self.view(model)
+        if model != self.recipe.base:
+            copied = filter(self.recipe.excluded, self._names(model))
+            view = replace(view, tensors=view.tensors.replaced(self.anchor.tensors.only(copied)))
         names = {read_as(name, own): name for name, own in self.own_names().get(model, {}).items()}
         return replace(view, tensors=view.tensors.renamed(names).only(_served(view.tensors, names)))
 
@@ -70,13 +80,15 @@ class Parts:
                     result.setdefault(model, {}).update(zip(info.names, own, strict=True))
         return {model: names for model, names in result.items() if any(new != old for new, old in names.items())}
 
-    def _tensors(self, model: ModelReference) -> Tensors:
-        if model == self.recipe.base:
-            return self.anchor.tensors
-        blocks = [(out, self._part(out, model, out.sources[model])) for out in self.output.blocks if model in out.sources]
-        names = {name for out, _ in blocks for info in out.block.tensors for name in info.names}
-        copied = self.anchor.tensors.only(name for name in self.anchor.tensors if name in names)
-        return OutputTensors(blocks, self.recipe.excluded, copied).tensors
+    def statistics(self, model: ModelReference, stored: Statistics) -> OutputStatistics:
+        """A model's statistics, moved with it, by the output's names."""
+        rows = self.session.models[model].rows
+        blocks = [MovedStatistics(out, part, out.sources[model], stored, rows) for out, part in self.blocks[model]]
+        return OutputStatistics(blocks, stored)
+
+    def _names(self, model: ModelReference) -> Iterator[str]:
+        """Names of the output's tensors that a model has a part in."""
+        return (name for out, _ in self.blocks[model] for info in out.block.tensors for name in info.names)
 
     def _anchor(self, out: OutputBlock) -> MovedBlock:
         """The anchor's part; where all models are aligned to a mean it does not move either."""

@@ -3,21 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.options import MergeOptions
+from torch import Tensor
 
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.refit_models import refitted
 from rotation_merge.averaging.teachers import Teacher, read_teachers, shares_of, usual_source
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.run import Run
+from rotation_merge.mergekit_plugin.donors import Donors
+from rotation_merge.mergekit_plugin.parts import Parts
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.session import Session
+from rotation_merge.mergekit_plugin.wholes import progress_bar
+from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.model.view import View
 from rotation_merge.workers import Progress
+
+
+class RefittedParts:
+    """The parts of a recipe's models in the coordinates of the merge, and the merge that is refitted to them.
+
+    Args:
+        config: normalised (modules with slices).
+    """
+
+    def __init__(self, session: Session, config: MergeConfiguration, donors: Donors, parts: Parts) -> None:
+        self.session, self.donors, self.parts = session, donors, parts
+        self.base = session.recipe.base
+        views = {model: parts.view(model) for model in parts.models}
+        originals = {model: session.models[model] for model in parts.models}
+        self.planned = recipe_teachers(config, session.recipe, views, originals, session.options, session.run)
+
+    def prepare(self) -> View:
+        """Align the models, and refit the merge, which is returned."""
+        self.donors.match_wholes()
+        return self.merged
+
+    @cached_property
+    def merged(self) -> View:
+        options, run = self.session.options, self.session.run
+        with progress_bar("Refitting", options.quiet) as progress:
+            return self.planned.refit(self.parts.view(self.base), options, run, progress)
+
+    def served(self, model: ModelReference) -> View:
+        """The merge for mergekit, which reads it as the base; what is excluded is the anchor's."""
+        view = self.parts.view(model)
+        if model != self.base:
+            return view
+        excluded = self.session.recipe.excluded
+
+        def read(name: str) -> Tensor:
+            return view[name] if excluded(name) else self.merged[name]
+
+        return replace(view, tensors=Tensors(view.shapes, view.dtypes, by_name(read)))
 
 
 @dataclass(frozen=True)

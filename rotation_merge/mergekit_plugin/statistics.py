@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
+import torch
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
+from torch import Tensor
 
+from rotation_merge.architecture.model import Block
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.errors import StatisticsError
+from rotation_merge.matching.alignment import hidden_biases
+from rotation_merge.matching.statistics import StatisticsMover
+from rotation_merge.mergekit_plugin.moved import MovedBlock
+from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.hub import HubFile, local_file
 from rotation_merge.model.view import View
-from rotation_merge.run.statistics import NAME, Statistics
+from rotation_merge.run.statistics import NAME, Gram, Statistics
 
 
 @dataclass(frozen=True)
@@ -81,3 +90,73 @@ def _place(model: View, setting: str | None) -> str | None:
     if setting is not None and HubFile.of(setting) is not None and not os.path.isfile(places[1]):
         return local_file(setting, model.options.transformers_cache)
     return next((place for place in places if os.path.isfile(place)), None)
+
+
+@dataclass(frozen=True)
+class MovedStatistics:
+    """One model's statistics of one output block, moved as the model's part is, by the names of the output.
+
+    Attributes:
+        own: the model's block.
+        stored: of the whole model, as measured.
+        rows: what puts the model's classes into the anchor's order, by its own names.
+    """
+
+    out: OutputBlock
+    part: MovedBlock
+    own: Block
+    stored: Statistics
+    rows: Mapping[str, tuple[int, tuple[int, ...]]]
+
+    @cached_property
+    def own_names(self) -> dict[str, str]:
+        """By the anchor's name of a tensor the model's."""
+        pairs = ((info, self.own.tensor(info.key) or info) for info in self.part.block.tensors)
+        return {new: old for info, own in pairs for new, old in zip(info.names, own.names, strict=True)}
+
+    @cached_property
+    def output_names(self) -> dict[str, str]:
+        """By the output's name of a tensor the anchor's."""
+        return {new: old for info, frame in self.out.pairs() for new, old in zip(info.names, frame.names, strict=True)}
+
+    @cached_property
+    def moved(self) -> Statistics:
+        block, folded = replace(self.part.architecture, blocks=(self.part.block,)), self.part.folded
+        matched = type(self.part) is MovedBlock and self.part.maps is not None
+        anchor, donor = (
+            hidden_biases(block, source, folded) if matched else {} for source in (self.part.anchor, self.part.tensors)
+        )
+        rows = {new: self.rows[old] for new, old in self.own_names.items() if old in self.rows}
+        mover = StatisticsMover(block, self.part.alignment.transforms, folded, anchor, donor, rows)
+        return mover.moved(self.stored.renamed(self.own_names), torch.float64).renamed(self.output_names)
+
+
+class OutputStatistics:
+    """The statistics of one model by the names of the output; each block's are moved when they are asked for.
+
+    Attributes:
+        metadata: of the file; its `buffers` by the names of the output.
+        path: of the file.
+        uncalled: maps that never ran on the samples.
+    """
+
+    def __init__(self, blocks: Sequence[MovedStatistics], stored: Statistics) -> None:
+        self.blocks = {name: block for block in blocks for name in block.output_names}
+        names = {name: block.own_names[block.output_names[name]] for name, block in self.blocks.items()}
+        buffers = stored.metadata.get("buffers", ())
+        self.metadata: dict[str, Any] = {
+            **stored.metadata,
+            "buffers": [name for name, own in names.items() if own in buffers],
+        }
+        self.path, self.uncalled = stored.path, frozenset(n for n, own in names.items() if own in stored.uncalled)
+
+    def gram(self, name: str) -> Gram | None:
+        """The Gram of a map's inputs."""
+        return self.blocks[name].moved.gram(name)
+
+    def __contains__(self, key: str) -> bool:
+        name = key.rpartition(".")[0]
+        return name in self.blocks and key in self.blocks[name].moved
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.blocks[key.rpartition(".")[0]].moved[key]
