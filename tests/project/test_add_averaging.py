@@ -10,7 +10,8 @@ import pytest
 import test_task_vector_rules as laws
 import torch
 
-from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod
+from rotation_merge.averaging.registry import TASK_VECTORS
+from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.mergekit_plugin.recipe.delegates import OWN
 
 PAGE = (Path(__file__).parents[2] / "docs" / "add-averaging.md").read_text(encoding="utf-8")
