@@ -277,7 +277,7 @@ def _of_task_vectors(method: TaskVectorMethod, values: Mapping[str, Any]) -> _Ru
     def merge(changes: Sequence[Tensor], weights: Sequence[float], shape: tuple[int, int]) -> Tensor:
         if not any(bool(change.any()) for change in changes):
             return torch.zeros_like(changes[0])
-        return float(values["lambda"]) * method.change(changes, weights, values, shape)
+        return float(values["lambda"]) * method.change(changes, weights, {**values, "size": min(shape)})
 
     def mean(changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         merged = mean_of(changes, weights) * (sum(weights) if values["others"] == "sum" else 1.0)
