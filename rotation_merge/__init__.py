@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from rotation_merge.api import align, average, barrier, evaluate, measure, merge, polish, refit, transfer
     from rotation_merge.averaging.config import AdapterMergeConfig, RefitConfig
+    from rotation_merge.averaging.lora import merge_adapters
     from rotation_merge.averaging.polish import PolishConfig
     from rotation_merge.carrying.config import TransferConfig
     from rotation_merge.carrying.delta import Delta
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from rotation_merge.matching.fit_models import fit
     from rotation_merge.matching.fit_records import FitConfig
     from rotation_merge.matching.options import AlignConfig
-    from rotation_merge.mergekit_plugin.adapter_merge import merge_adapters
     from rotation_merge.model.view import View
     from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig
     from rotation_merge.run.measure import MeasureConfig
@@ -54,7 +54,7 @@ _PUBLIC = {
     "polish": "rotation_merge.api",
     "refit": "rotation_merge.api",
     "fit": "rotation_merge.matching.fit_models",
-    "merge_adapters": "rotation_merge.mergekit_plugin.adapter_merge",
+    "merge_adapters": "rotation_merge.averaging.lora",
     "transfer": "rotation_merge.api",
 }
 

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from random_changes import DRAWS, random_change
 from record import Table
 
-from rotation_merge.averaging.task_vectors import added_by_wudi
+from rotation_merge.averaging.wudi import added_by_wudi
 
 PIECES, LENGTH = 8, 256
 SEEDS = (0, 1)

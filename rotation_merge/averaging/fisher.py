@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec
 from torch import Tensor
 
-from rotation_merge.averaging.methods import Source, StatisticsMethod
+from rotation_merge.averaging.methods import Source
 from rotation_merge.averaging.parameters import WEIGHT, parameter
+from rotation_merge.averaging.statistics import StatisticsMethod
 from rotation_merge.config import NotNegative
 from rotation_merge.errors import StatisticsError
 
@@ -44,14 +45,6 @@ class Fisher(StatisticsMethod):
         shares = [s.share / norm for s, norm in zip(sources, norms, strict=True)]
         fishers = [s.inputs["fisher"] for s in sources]
         return fisher([s.weight for s in sources], fishers, shares, parameters["floor"])
-
-    def measured(self, name: str, model: Hashable, device: torch.device) -> Tensor:
-        """The Fisher diagonal of a tensor, of its shape."""
-        _, info, piece = self.models.place(model, name)
-        statistics, key = self.models.statistics[model], f"{info.names[piece]}.fisher"
-        if key not in statistics:
-            raise StatisticsError(f"hold nothing of tensor '{info.name}'", where=statistics.path)
-        return statistics[key].to(device)
 
 
 def fisher(weights: Sequence[Tensor], fishers: Sequence[Tensor], shares: Sequence[float], floor: float) -> Tensor:

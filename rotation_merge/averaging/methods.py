@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.models import MergedModels, MergeLog
-from rotation_merge.errors import RecipeError, RotationMergeError, StatisticsError
+from rotation_merge.errors import RecipeError, StatisticsError
 from rotation_merge.run.maps import LinearMap, linear_map
 
 Inputs = Mapping[str, Any]
@@ -202,72 +202,6 @@ class OwnMethod(MergeMethod):
     def _metadata(self, model: Hashable) -> Mapping[str, Any]:
         statistics = self.models.statistics.get(model)
         return {} if statistics is None else statistics.metadata
-
-
-class StatisticsMethod(OwnMethod):
-    """A method that averages each tensor by statistics of the models."""
-
-    def average(self, sources: Sequence[Source], parameters: Mapping[str, Any]) -> Tensor:
-        """The average, float64; the anchor's source first."""
-        raise NotImplementedError
-
-    def measured(self, name: str, model: Hashable, device: torch.device) -> Any:
-        """What a model's statistics hold for an output tensor.
-
-        Raises:
-            StatisticsError: nothing.
-        """
-        raise NotImplementedError
-
-    def on(self, models: MergedModels) -> Self:
-        if self.maps_only:
-            tied = ", and the head, which is tied to the embedding ('untie: true' gives it its own tensor),"
-            others = "embeddings, biases, norms and other tensors that are not linear maps"
-            head = "" if models.tied_head is None else tied
-            models.log.line(f"Delegate {self.spec.name}: {others}{head} keep the average.")
-        return super().on(models)
-
-    def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
-        return self.average(sources, parameters) if sources[0].inputs else weighted_mean(sources)
-
-    def words(self, log: MergeLog) -> list[str]:
-        kind = "linear maps" if self.maps_only else "tensors"
-        how = "by statistics on samples"
-        return [f"Delegate {self.spec.name} averaged {len(log.with_statistics)} {kind} {how}."]
-
-    def counting(self, name: str, weights: Mapping[Hashable, float], parameters: Mapping[str, Any]) -> list[Hashable]:
-        counting = super().counting(name, weights, parameters)
-        with_statistics = self._with_statistics(name, counting)
-        if with_statistics:
-            self.models.log.with_statistics.update(self.models.places[name][1].names)
-        return with_statistics or counting
-
-    def inputs(
-        self, name: str, models: Sequence[Hashable], parameters: Mapping[str, Any], device: torch.device
-    ) -> Mapping[Hashable, Inputs]:
-        with_statistics = self._with_statistics(name, models)
-        return {model: {self.statistics: self._measured(name, model, device)} for model in with_statistics}
-
-    def _measured(self, name: str, model: Hashable, device: torch.device) -> Any:
-        try:
-            return self.measured(name, model, device)
-        except RotationMergeError as error:
-            place = error.where or self.models.name(model)
-            raise StatisticsError(error.what, where=place, remedy=error.remedy) from error
-
-    def _with_statistics(self, name: str, models: Sequence[Hashable]) -> list[Hashable]:
-        """The models whose statistics weigh a tensor: for a map those that have run it; none where it gets the mean."""
-        if name not in self.models.places or (self.maps_only and self.linear(name) is None):
-            return []
-        names = {model: self.models.place(model, name)[1].names for model in models}
-        statistics = self.models.statistics
-        if self.maps_only:
-            return [model for model in models if names[model][0] not in statistics[model].uncalled]
-        if all(set(names[model]) <= set(statistics[model].metadata.get("buffers", ())) for model in models):
-            text = f"Delegate {self.spec.name}: buffers, which no gradient reaches, keep the average."
-            self.models.log.line(text)
-            return []
-        return list(models)
 
 
 def weighted_mean(sources: Sequence[Source]) -> Tensor:

@@ -74,8 +74,8 @@ class MergedModels:
     def of(cls, views: Sequence[View], **facts: Any) -> MergedModels:
         """Models by their numbers, the anchor first; `facts` are further attributes."""
         first = views[0]
-        facts = {"log": MergeLog(first.name), **facts}
-        return cls(0, first.architecture.places(), first.tied_head, dict(enumerate(views)), **facts)
+        facts = {"tied_head": first.tied_head, "log": MergeLog(first.name), **facts}
+        return cls(0, first.architecture.places(), views=dict(enumerate(views)), **facts)
 
     def name(self, model: Hashable) -> str:
         """What a model is called in messages."""

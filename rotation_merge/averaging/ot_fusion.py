@@ -25,7 +25,7 @@ from rotation_merge.averaging.methods import Inputs, OwnMethod, Source, Target, 
 from rotation_merge.averaging.models import MergedModels
 from rotation_merge.averaging.parameters import WEIGHT, parameter
 from rotation_merge.config import Rate
-from rotation_merge.errors import StatisticsError
+from rotation_merge.errors import RecipeError, StatisticsError
 from rotation_merge.matching.activations import Activations, activation_points, stream_points, wanted_roles
 from rotation_merge.model.apply import placed, split_axis, transform_tensor
 from rotation_merge.model.blocks import read_tensor
@@ -75,6 +75,8 @@ class OtFusion(OwnMethod):
     def on(self, models: MergedModels) -> Self:
         method = super().on(models)
         method.transport = Transport(models)
+        if models.samples is not None:
+            _check_samples(models)
         return method
 
     def counting(self, name: str, weights: Mapping[Hashable, float], parameters: Mapping[str, Any]) -> list[Hashable]:
@@ -96,6 +98,24 @@ class OtFusion(OwnMethod):
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
         moved = [transported(source.weight, target.info, source.inputs, target.piece) for source in sources]
         return mean(moved, [source.share for source in sources])
+
+
+def _check_samples(models: MergedModels) -> None:
+    """Refuse to compare activations of models that do not read the same samples, layer by layer.
+
+    Raises:
+        RecipeError: a donor's vocabulary differs, or its layers are combined differently.
+    """
+    anchor = models.views[models.base]
+    for model, view in models.views.items():
+        problem = ""
+        if shared_rows([anchor, view]) is not None:
+            problem = f"compares activations on the same tokens, but its tokens are not those of {anchor.reference}"
+        elif any(models.place(model, name)[0].index != place[0].index for name, place in models.places.items()):
+            problem = "compares activations of whole models, but the slices pair layers differently"
+        if problem:
+            remedy = "leave 'data' out: plans then come from weights"
+            raise RecipeError(f"delegate ot_fusion {problem}", where=view.name, remedy=remedy)
 
 
 @dataclass(frozen=True)

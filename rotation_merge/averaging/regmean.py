@@ -5,20 +5,18 @@ Directions: a weight here is W, shape (outputs, inputs), so that ``y = W x``; G 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec
 from torch import Tensor
 
-from rotation_merge.averaging.methods import Source, StatisticsMethod, mean
+from rotation_merge.averaging.methods import Source, mean
 from rotation_merge.averaging.parameters import WEIGHT, parameter
+from rotation_merge.averaging.statistics import StatisticsMethod
 from rotation_merge.config import NotNegative, Share
 from rotation_merge.errors import StatisticsError
-from rotation_merge.model.blocks import read_tensor
-from rotation_merge.model.view import View
-from rotation_merge.run.maps import LinearMap, along_inputs, linear_map
 
 RIDGE_REMEDY = "set 'ridge' (0.001 is a good start), or measure on more samples"
 
@@ -42,41 +40,6 @@ class RegMean(StatisticsMethod):
     def average(self, sources: Sequence[Source], parameters: Mapping[str, Any]) -> Tensor:
         grams = [shrunk(s.inputs["gram"], parameters["shrink"], parameters["ridge"]) for s in sources]
         return regmean([s.weight for s in sources], grams, [s.share for s in sources])
-
-    def measured(self, name: str, model: Hashable, device: torch.device) -> Tensor:
-        """The Gram of a map's inputs, (inputs, inputs), float64; (experts, inputs, inputs) where one tensor holds them.
-
-        Where a norm feeds the map, what was measured is the Gram of its normalised inputs (x_hat, 1); the map reads
-        ``x = D x_hat + c`` with the norm's gain D and shift c.
-        """
-        block, info, piece = self.models.place(model, name)
-        statistics, linear = self.models.statistics[model], linear_map(block, info)
-        gram = statistics.gram(info.name)
-        if gram is None or linear is None:
-            problem = f"hold nothing of tensor '{info.name}'"
-            remedy = "measure again; if transformers runs it in parts, use 'refit'"
-            raise StatisticsError(problem, where=statistics.path, remedy=remedy)
-        matrix = gram.matrix.to(device).double()
-        inputs = _fed(linear, matrix, self.models.views[model]) if gram.split else matrix[..., :-1, :-1]
-        return inputs[piece] if info.stacked else inputs
-
-
-def _fed(linear: LinearMap, augmented: Tensor, view: View) -> Tensor:
-    """The Gram of ``x = D x_hat + c`` from that of ``(x_hat, 1)``, (..., n + 1, n + 1)."""
-    norm, stored = linear.norm, {}
-    for part in () if norm is None else (norm.gain, norm.shift):
-        info = None if part is None else linear.block.tensor(part)
-        if info is not None and (tensor := read_tensor(info, view.tensors)) is not None:
-            stored[part] = tensor.to(augmented.device).double()
-    if norm is None or norm.gain not in stored:
-        problem = f"'{linear.info.name}' is fed by a norm whose gain is missing"
-        raise StatisticsError(problem, where=view.name, remedy="the checkpoint is incomplete")
-    gain, shift = along_inputs(linear, stored[norm.gain] + norm.offset, stored.get(norm.shift))
-    size = len(gain)
-    inner, means = augmented[..., :size, :size], augmented[..., :size, size]
-    share = augmented[..., size, size][..., None, None]  # one, or zero where no row was seen
-    moved = (gain * means)[..., :, None] * shift
-    return gain[:, None] * inner * gain + moved + moved.mT + share * torch.outer(shift, shift)
 
 
 def shrunk(gram: Tensor, shrink: float, ridge: float) -> Tensor:

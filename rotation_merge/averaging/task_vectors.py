@@ -65,21 +65,15 @@ class TaskVectorMethod(OwnMethod):
     tied = True
     sees_rounding = False
 
-    def change(
-        self,
-        changes: Sequence[Tensor],
-        weights: Sequence[float],
-        parameters: Mapping[str, Any],
-        shape: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
         """The merged change of one map, before `lambda`.
 
         Args:
             changes: of the models, (outputs, inputs) each, float64; not all zero.
             weights: importances, positive.
             parameters: of the method; and where it sees rounding, `rounding`: of each change the largest singular
-                value that the rounding of its weights gives it, over its norm. Without that entry changes are exact.
-            shape: of the map, where the changes are given in smaller orthonormal bases; None: theirs.
+                value that the rounding of its weights gives it, over its norm (without that entry changes are exact);
+                `size`: the smaller side of the map, where the changes are given in smaller orthonormal bases.
         """
         raise NotImplementedError
 

@@ -19,7 +19,16 @@ ZERO = 1e-9
 """Singular values below this share of the largest have no direction, in a change that is exact in float64."""
 
 
-class Tsv(TaskVectorMethod):
+class SingularMethod(TaskVectorMethod):
+    """A rule on singular values and vectors, which are found of maps in slices as of any other."""
+
+    sees_rounding = True
+
+    def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
+        return self.in_slices(list(map(SlicedMatrix.of, changes)), weights, parameters).whole()
+
+
+class Tsv(SingularMethod):
     """TSV-M: the largest singular triples of each change, directions made orthogonal to those of the others.
 
     Of each of T changes at most size / T triples are kept (fewer of a change of lower rank, such as a LoRA's), those of
@@ -36,26 +45,10 @@ class Tsv(TaskVectorMethod):
         parameters=COMMON,
         contract=CONTRACT,
     )
-    sees_rounding = True
-
-    def change(
-        self,
-        changes: Sequence[Tensor],
-        weights: Sequence[float],
-        parameters: Mapping[str, Any],
-        shape: tuple[int, int] | None = None,
-    ) -> Tensor:
-        matrices = [SlicedMatrix.of(change) for change in changes]
-        return self.in_slices(matrices, weights, parameters, min(shape or changes[0].shape)).whole()
 
     def in_slices(
-        self,
-        changes: Sequence[SlicedMatrix],
-        weights: Sequence[float],
-        parameters: Mapping[str, Any],
-        size: int | None = None,
+        self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
-        """`size`: the smaller side of the map, where changes are given in smaller orthonormal bases."""
         lengths = [change.norm() for change in changes]
         shares = parameters.get("rounding", [0.0] * len(changes))
         counting = sum(length > 0.0 for length in lengths)
@@ -65,7 +58,8 @@ class Tsv(TaskVectorMethod):
                 continue
             left_vectors, s, v = change.svd()
             least = max(ZERO * float(s[0]), share * length)
-            rank = max(1, min((size or len(s)) // counting, int((s > least).sum())))
+            size = parameters.get("size", len(s))
+            rank = max(1, min(size // counting, int((s > least).sum())))
             lefts.append(left_vectors(rank))
             values.append(weight * s[:rank])
             rights.append(v[:rank].clone())  # or all of it stays in memory
@@ -75,7 +69,7 @@ class Tsv(TaskVectorMethod):
         return (models + 2) * svd_operations(shape)
 
 
-class Iso(TaskVectorMethod):
+class Iso(SingularMethod):
     """Iso-C: the sum of the changes with all its singular values replaced by their mean.
 
     Changes of low rank get the mean over the directions that they span.
@@ -90,16 +84,6 @@ class Iso(TaskVectorMethod):
         parameters=COMMON,
         contract=CONTRACT,
     )
-    sees_rounding = True
-
-    def change(
-        self,
-        changes: Sequence[Tensor],
-        weights: Sequence[float],
-        parameters: Mapping[str, Any],
-        shape: tuple[int, int] | None = None,
-    ) -> Tensor:
-        return self.in_slices([SlicedMatrix.of(d) for d in changes], weights, parameters).whole()
 
     def in_slices(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]

@@ -58,13 +58,7 @@ class Wudi(TaskVectorMethod):
         contract=CONTRACT,
     )
 
-    def change(
-        self,
-        changes: Sequence[Tensor],
-        weights: Sequence[float],
-        parameters: Mapping[str, Any],
-        shape: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
         if parameters["sides"] == "both":
             return both_sides(changes, weights, parameters["ridge"])
         shares = _gram_shares([float(d.norm()) for d in changes], weights)

@@ -41,7 +41,7 @@ def command(
 
     With --force adapters that name different bases are merged, too.
     """
-    from rotation_merge.mergekit_plugin.adapter_merge import merge_adapters
+    from rotation_merge.averaging.lora import merge_adapters
 
     *sources, out = adapters
     force = bool(click.get_current_context().params.get("force"))

@@ -14,10 +14,12 @@ from tiny_models import ALL
 from tiny_models import make as tiny
 from torch import Tensor
 
+from rotation_merge.averaging.fisher import Fisher
 from rotation_merge.averaging.low_rank import initialise_along_gradient, with_lora
-from rotation_merge.averaging.methods import Fisher, RegMean, Source
+from rotation_merge.averaging.methods import Source
 from rotation_merge.averaging.ot_fusion import plan
 from rotation_merge.averaging.polish import LEAST_GAIN, PolishReport
+from rotation_merge.averaging.regmean import RegMean
 from rotation_merge.matching.teachers import AnsweredSamples, answer, divergence, write_answers
 from rotation_merge.run.measure import scores
 
@@ -52,12 +54,13 @@ def test_averages_by_hand(count: int):
         inputs = some(9, 4)
         held = {"gram": inputs.T @ inputs, "fisher": some(3, 4).square()}
         sources.append(Source(some(3, 4), share, held, {"fisher_norm": 3.0 - number}))
-    grams = [s.share * whole(s.held["gram"]) for s in sources]
+    grams = [s.share * whole(s.inputs["gram"]) for s in sources]
     best = sum(s.weight @ g for s, g in zip(sources, grams, strict=True)) @ torch.linalg.inv(sum(grams))
     torch.testing.assert_close(RegMean().average(sources, parameters), best)
     floors = [0.4, 0.0, 0.0]
     rows = [
-        s.share / s.made["fisher_norm"] * s.held["fisher"].clamp(min=f) for s, f in zip(sources, floors, strict=False)
+        s.share / s.metadata["fisher_norm"] * s.inputs["fisher"].clamp(min=f)
+        for s, f in zip(sources, floors, strict=False)
     ]
     best = sum(r * s.weight for r, s in zip(rows, sources, strict=True)) / sum(rows)
     torch.testing.assert_close(Fisher().average(sources, parameters), best)

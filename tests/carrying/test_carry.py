@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rotation_merge import AlignConfig, MeasureConfig, RotationMergeError
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.averaging.methods import RegMean, Target
+from rotation_merge.averaging.methods import Target
+from rotation_merge.averaging.regmean import RegMean
 from rotation_merge.matching.engine import untie_heads
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.moved_statistics import carried_fisher, carried_gram, feeding

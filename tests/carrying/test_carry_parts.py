@@ -26,7 +26,7 @@ import rotation_merge as rm
 from rotation_merge import AlignConfig, Alignment, Delta, RotationMergeError, TransferConfig
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.averaging.task_vectors import added_by_wudi
+from rotation_merge.averaging.wudi import added_by_wudi
 from rotation_merge.carrying import carrier as carry
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN

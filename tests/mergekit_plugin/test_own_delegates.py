@@ -13,7 +13,8 @@ from mergekit.merge_methods.base import InputContract, MergeMethod, MergeMethodS
 from mergekit.merge_methods.easy_define import merge_method
 from plugin_support import merged, mergekit_yaml, one_error, recipe_for, state
 
-from rotation_merge.averaging.methods import TENSOR, WEIGHT, DelegateMethod, Plan, Source, Target
+from rotation_merge.averaging.methods import OwnMethod, Source, Target
+from rotation_merge.averaging.parameters import WEIGHT
 from rotation_merge.mergekit_plugin.recipe import delegates
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
 
@@ -66,13 +67,12 @@ def test_a_stock_recipe_that_names_it_gets_one_line(half: MergeMethod, pair: Pai
     assert not (tmp_path / "out").exists()
 
 
-class Lower(DelegateMethod):
-    """The lower of the models' values: a plan, and what it does with one tensor."""
+class Lower(OwnMethod):
+    """The lower of the models' values: what it does with one tensor."""
+
+    maps_only = False
 
     spec = MergeMethodSpec(name="lower", parameters=(WEIGHT,), contract=InputContract(min_inputs=2))
-
-    def plan(self) -> Plan:
-        return Plan(TENSOR, maps_only=False)
 
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> torch.Tensor:
         return torch.stack([source.weight for source in sources]).amin(0)

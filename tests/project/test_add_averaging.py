@@ -10,7 +10,8 @@ import pytest
 import test_task_vector_rules as laws
 import torch
 
-from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod
+from rotation_merge.averaging.registry import METHODS
+from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.mergekit_plugin.recipe.delegates import OWN
 
 PAGE = (Path(__file__).parents[2] / "docs" / "add-averaging.md").read_text(encoding="utf-8")
@@ -20,10 +21,10 @@ CLASS, LINE = re.findall(r"```python title=\"[^\"]*\"\n(.*?)```", PAGE, flags=re
 @pytest.fixture
 def method(monkeypatch: pytest.MonkeyPatch) -> TaskVectorMethod:
     """The page's rule, added by the page's line."""
-    namespace: dict[str, Any] = {"__name__": "page", "TASK_VECTORS": TASK_VECTORS}
+    namespace: dict[str, Any] = {"__name__": "page", "METHODS": METHODS}
     exec(compile(CLASS, "docs/add-averaging.md", "exec", dont_inherit=True), namespace)
     exec(LINE, namespace)
-    added: TaskVectorMethod = namespace["TASK_VECTORS"][-1]
+    added: TaskVectorMethod = namespace["METHODS"][-1]
     monkeypatch.setitem(OWN, added.spec.name, added)
     monkeypatch.setitem(laws.BY_NAME, added.spec.name, added)
     return added

@@ -23,13 +23,13 @@ from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskAr
 from torch import Tensor
 
 from rotation_merge.averaging.config import AUTO, AdapterMergeConfig
-from rotation_merge.averaging.methods import numbers_for
-from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, mean_of, shortening
+from rotation_merge.averaging.parameters import check_known, checked, numbers_for
+from rotation_merge.averaging.registry import TASK_VECTORS
+from rotation_merge.averaging.task_vectors import TaskVectorMethod, mean_of, shortening
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.files import FILE, FOLDER, Input, Output, check_output
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
-from rotation_merge.mergekit_plugin.recipe.settings import check_value
 from rotation_merge.model.adapter_files import AdapterWeights, plain_adapter, with_factors
 from rotation_merge.model.adapters import PEFT, SUFFIX, Adapter
 from rotation_merge.model.low_rank import LowRank
@@ -244,52 +244,46 @@ class _Rule:
     shortens: bool = False
 
 
-def _rule(name: str, parameters: dict[str, Any]) -> _Rule:
+def _rule(name: str, parameters: Mapping[str, Any]) -> _Rule:
+    """The rule of a method, its parameters checked.
+
+    Raises:
+        RecipeError: there is no such method or parameter, or a value means nothing.
+    """
     if name == LINEAR:
-        _check_known(name, parameters, ())
+        check_known(name, parameters, {})
         return _Rule(lambda changes, weights, _: mean_of(changes, weights), mean_of)
     method = _ENTRYWISE.get(name) or _OWN.get(name)
     if method is None:
         remedy = f"{nearest(str(name), METHODS)}; there are {', '.join(METHODS)}"
         raise RecipeError(f"adapters are not merged by '{name}'", remedy=remedy)
     specs = {spec.name: spec for spec in method.spec.parameters if spec.name != "weight"}
-    _check_known(name, parameters, specs)
-    for key, value in parameters.items():
-        check_value(key, value, specs[key])
-    values = {key: spec.validate(parameters.get(key, spec.default)) for key, spec in specs.items()}
-    if isinstance(method, TaskVectorMethod):
-        return _of_task_vectors(method, values)
+    check_known(name, parameters, specs)
+    values = {key: checked(spec, parameters.get(key, spec.default)) for key, spec in specs.items()}
+    return _of_task_vectors(method, values) if isinstance(method, TaskVectorMethod) else _of_mergekit(method, values)
 
+
+def _of_mergekit(method: GeneralizedTaskArithmeticMerge, values: Mapping[str, Any]) -> _Rule:
     def merge(changes: Sequence[Tensor], weights: Sequence[float], _: tuple[int, int]) -> Tensor:
-        base = torch.zeros_like(changes[0])
-        group = TensorGroup.from_tensors([base, *changes], base_index=0)
-        each = {entry.id: weight for entry, weight in zip(group.non_base, weights, strict=True)}
-        per_model = {k: dict.fromkeys(each, values[k]) for k in ("density", "gamma", "epsilon") if k in values}
-        result: Tensor = method.merge_group(group, **{**values, **per_model, "weight": each})
-        return result
+        group = TensorGroup.from_tensors([torch.zeros_like(changes[0]), *changes], base_index=0)
+        (merged,) = method((group,), parameters={**values, "weight": list(weights)})
+        return merged
 
     entrywise = method.sparsification_method is not None or method.consensus_method is not None
     return _Rule(merge, lambda changes, weights: merge(changes, weights, (0, 0)), entrywise)
 
 
-def _of_task_vectors(method: TaskVectorMethod, values: dict[str, Any]) -> _Rule:
+def _of_task_vectors(method: TaskVectorMethod, values: Mapping[str, Any]) -> _Rule:
     def merge(changes: Sequence[Tensor], weights: Sequence[float], shape: tuple[int, int]) -> Tensor:
         if not any(bool(change.any()) for change in changes):
             return torch.zeros_like(changes[0])
-        return float(values["lambda"]) * method.change(changes, weights, values, shape)
+        return float(values["lambda"]) * method.change(changes, weights, {**values, "size": min(shape)})
 
     def mean(changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         merged = mean_of(changes, weights) * (sum(weights) if values["others"] == "sum" else 1.0)
         return float(values["lambda"]) * merged
 
     return _Rule(merge, mean, shortens=values["lengths"] == "auto")
-
-
-def _check_known(method: str, parameters: Mapping[str, Any], known: Sequence[str] | Mapping[str, Any]) -> None:
-    for name in parameters:
-        if name not in known:
-            remedy = f"{nearest(name, known)}; it has {', '.join(known)}" if known else "leave it out"
-            raise RecipeError(f"'{method}' has no parameter '{name}'", remedy=remedy)
 
 
 def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
