@@ -159,7 +159,7 @@ def described_parameter(name: str, default: Any, described: Option) -> DelegateP
 class DelegateMethod(MergeMethod):
     """A delegate of our own: it runs inside a merge and looks at more than single tensors.
 
-    A new one is a class like this in a file of this folder, with a line in `mergekit_plugin/recipe/delegates.py`.
+    A new one is a class like this in a file of this folder, with a line in `mergekit_plugin/delegates.py`.
     """
 
     def plan(self) -> Plan:

@@ -29,7 +29,7 @@ from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.files import FILE, FOLDER, Input, Output, check_output
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
-from rotation_merge.mergekit_plugin.recipe.settings import check_value
+from rotation_merge.mergekit_plugin.delegates import check_value
 from rotation_merge.model.adapter_files import AdapterWeights, plain_adapter, with_factors
 from rotation_merge.model.adapters import PEFT, SUFFIX, Adapter
 from rotation_merge.model.low_rank import LowRank
@@ -255,7 +255,7 @@ def _rule(name: str, parameters: dict[str, Any]) -> _Rule:
     specs = {spec.name: spec for spec in method.spec.parameters if spec.name != "weight"}
     _check_known(name, parameters, specs)
     for key, value in parameters.items():
-        check_value(key, value, specs[key])
+        check_value(specs[key], value)
     values = {key: spec.validate(parameters.get(key, spec.default)) for key, spec in specs.items()}
     if isinstance(method, TaskVectorMethod):
         return _of_task_vectors(method, values)

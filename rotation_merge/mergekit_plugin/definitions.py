@@ -14,8 +14,8 @@ from rotation_merge.architecture import Architecture, find
 from rotation_merge.errors import CheckpointError
 from rotation_merge.mergekit_plugin.planning.opened import Models
 from rotation_merge.mergekit_plugin.planning.session import session_of, settle_heads
-from rotation_merge.mergekit_plugin.recipe.donor import carried_donors
-from rotation_merge.mergekit_plugin.recipe.settings import check_filters, check_words
+from rotation_merge.mergekit_plugin.recipe import carried_donors
+from rotation_merge.mergekit_plugin.rules import check_filters, check_words
 from rotation_merge.model.view import View
 
 

@@ -28,15 +28,15 @@ from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.run import Run
+from rotation_merge.mergekit_plugin import delegates
 from rotation_merge.mergekit_plugin.definitions import architecture_info
+from rotation_merge.mergekit_plugin.document import METHOD, Document
+from rotation_merge.mergekit_plugin.keys import BY_NAME, OPTIONS
 from rotation_merge.mergekit_plugin.planning.opened import Loader, Models
 from rotation_merge.mergekit_plugin.planning.planner import RotationMergePlanner
 from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
 from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
-from rotation_merge.mergekit_plugin.recipe import delegates
-from rotation_merge.mergekit_plugin.recipe.document import Document
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, METHOD, OPTIONS
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.model.view import View
 
 MERGING = ("exclude", "heads_of", "targets", "start", "spill")

@@ -18,7 +18,7 @@ from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.mergekit_plugin.planning.blocks import BlockPart, OutputBlock, same_block
 from rotation_merge.mergekit_plugin.planning.donors import Donor, Donors
 from rotation_merge.mergekit_plugin.planning.tasks import CarriedTensor, LabelledLoad, Loads, MatchBlock, MoveTensor
-from rotation_merge.mergekit_plugin.recipe.donor import title
+from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.model.biases import holders, inputs
 
 

@@ -9,7 +9,7 @@ from mergekit.common import ModelReference
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError
 from rotation_merge.mergekit_plugin.planning.opened import Models
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.report_rows import figures_in
 from rotation_merge.matching.run import AppliedAlignment, Run
+from rotation_merge.mergekit_plugin.keys import UNMOVED
 from rotation_merge.mergekit_plugin.planning.carrying import (
     CarryPlan,
     added_as_it_is,
@@ -38,9 +39,7 @@ from rotation_merge.mergekit_plugin.planning.whole_model_tasks import (
     MeanAlignment,
     devices_of,
 )
-from rotation_merge.mergekit_plugin.recipe.donor import title
-from rotation_merge.mergekit_plugin.recipe.names import UNMOVED
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.recipe import Recipe, title
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.forms import translated
 from rotation_merge.model.heads import compared

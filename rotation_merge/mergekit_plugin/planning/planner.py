@@ -20,6 +20,7 @@ from mergekit.tokenizer.truncate import TruncatedVocabulary
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.methods import BLOCK, MODEL, STOCK, plan_of
 from rotation_merge.errors import RecipeError, not_written
+from rotation_merge.mergekit_plugin.delegates import registered_name
 from rotation_merge.mergekit_plugin.planning.block_moves import BlockMoves
 from rotation_merge.mergekit_plugin.planning.blocks import BlockPart, OutputBlock, same_block
 from rotation_merge.mergekit_plugin.planning.delegate import OutputPlanner
@@ -29,7 +30,6 @@ from rotation_merge.mergekit_plugin.planning.output_tensor import OutputTensor
 from rotation_merge.mergekit_plugin.planning.save_alignments import check_keepable
 from rotation_merge.mergekit_plugin.planning.session import session_of, settle_heads
 from rotation_merge.mergekit_plugin.planning.tasks import AlignedGather, FiniteTensor
-from rotation_merge.mergekit_plugin.recipe.delegates import registered_name
 from rotation_merge.model.vocabulary import check_token_ids
 
 

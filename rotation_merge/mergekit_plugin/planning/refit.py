@@ -11,7 +11,7 @@ from mergekit.options import MergeOptions
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.planning.donors import Donors
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.run.data import Data, batched_by_length, read_batches, split_batches, unpadded
 from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.functions import Batch, local_path
