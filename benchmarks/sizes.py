@@ -46,7 +46,7 @@ from shapes import OPTIONS, SHAPES, Shape, add_options, chosen, write
 import rotation_merge as rm
 from rotation_merge.architecture import resolve
 from rotation_merge.matching.passes import PARTS, SAMPLE
-from rotation_merge.mergekit_plugin.recipe.delegates import OWN
+from rotation_merge.mergekit_plugin.delegates import OWN
 from rotation_merge.report.estimate import PASSES, Estimate, averaging, estimate
 
 TURNED: dict[str, object] = {**OPTIONS, "residual": "rotation", "untie": True}

@@ -18,11 +18,11 @@ from rotation_merge.averaging.config import AdapterMergeConfig, RefitConfig
 from rotation_merge.averaging.polish import PolishConfig
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.cli.app import COMMANDS, app
+from rotation_merge.cli.inspect import delegates, options
 from rotation_merge.config import Config
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.mergekit_plugin.recipe.delegates import delegates, options
-from rotation_merge.mergekit_plugin.recipe.names import BLOCK, DONOR_ONLY, EACH, PLACES, RECIPE
+from rotation_merge.mergekit_plugin.keys import BLOCK, DONOR_ONLY, EACH, PLACES, RECIPE
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig
 from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.search.config import MergeConfig
@@ -51,12 +51,12 @@ def parameters(*places: str) -> str:
     """Our own parameters that stand at some places."""
     rows = []
     for option in options():
-        if option.where in places:
-            values = ", ".join(map(code, option.values)) if len(option.values) > 1 else option.values[0]
-            text = option.text
-            if option.where == PLACES[EACH]:
+        if option["where"] in places:
+            values = ", ".join(map(code, option["values"])) if len(option["values"]) > 1 else option["values"][0]
+            text = option["text"]
+            if option["where"] == PLACES[EACH]:
                 text += " Under the recipe's `parameters`: for every model."
-            rows.append((code(option.name), values, code(option.default), text))
+            rows.append((code(option["name"]), values, code(option["default"]), text))
     return table(("parameter", "values", "default", "meaning"), rows)
 
 
@@ -64,9 +64,9 @@ def delegate_table() -> str:
     """Every delegate; the first line says of which mergekit."""
     rows = []
     for d in delegates():
-        name = f"[`{d.name}`]({d.url})" if d.url else code(d.name)
-        required, optional = (", ".join(map(code, names)) for names in (d.required, d.optional))
-        rows.append((name, d.models, d.base, required, optional))
+        name = f"[`{d['name']}`]({d['url']})" if d["url"] else code(d["name"])
+        required, optional = (", ".join(map(code, d[key])) for key in ("required", "optional"))
+        rows.append((name, d["models"], d["base"], required, optional))
     head = ("delegate", "models", "`base_model`", "must be given", "may be given")
     return f"{VERSION}\n\n{table(head, rows)}"
 

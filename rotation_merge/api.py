@@ -30,7 +30,7 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.mergekit_plugin.average import average_views, delegate_of, python_places, recipe_of, renamed_views
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
+from rotation_merge.mergekit_plugin.keys import BY_NAME
 from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapters import Adapter, is_adapter

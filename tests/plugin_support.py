@@ -34,7 +34,7 @@ from transformers import (
 )
 
 import rotation_merge as rm
-from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
+from rotation_merge.mergekit_plugin.keys import OPTIONS
 
 DECODER = {
     "vocab_size": 40,

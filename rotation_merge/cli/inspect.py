@@ -15,10 +15,10 @@ from click.core import ParameterSource
 from rotation_merge.cli.options import config_of, matching_options
 from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document, read_recipe
 from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, seconds_text, shown, table
+from rotation_merge.diagnose.donors import RecipeDonor
 from rotation_merge.errors import RotationMergeError, nearest_path
 from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.mergekit_plugin.recipe.document import documents
-from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor
+from rotation_merge.mergekit_plugin.document import documents
 from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.open import parse_reference
@@ -134,7 +134,7 @@ def _averaging(path: str) -> AveragingCost | None:
     """Cost of a delegate that merges task vectors; None for other delegates."""
     from rotation_merge.averaging.task_vectors import TaskVectorMethod
     from rotation_merge.diagnose.donors import last_recipe
-    from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+    from rotation_merge.mergekit_plugin.recipe import Recipe
     from rotation_merge.model.open import open_model
 
     recipe = Recipe.of(last_recipe(path, "give two models instead"))
@@ -297,18 +297,60 @@ def _draft(target: str, as_json: bool) -> int:
 
 def _methods(as_json: bool) -> int:
     """Merge methods that can be the delegate, and the parameters of recipes."""
-    from rotation_merge.mergekit_plugin.recipe.delegates import delegates, options
-
-    known = delegates()
     if as_json:
-        print_json({"delegates": [asdict(d) for d in known], "options": [asdict(o) for o in options()]})
+        print_json({"delegates": delegates(), "options": options()})
         return 0
-    rows = [(d.name, d.models, d.base, ", ".join(d.required), ", ".join(d.optional)) for d in known]
+    rows = [
+        (d["name"], d["models"], d["base"], ", ".join(d["required"]), ", ".join(d["optional"])) for d in delegates()
+    ]
     table("Delegates", ("delegate", "models", "base_model", "must be given", "may be given"), rows)
     say("")
-    rows = [(o.name, o.where, ", ".join(o.values), o.default, o.text.replace("`", "")) for o in options()]
+    rows = [
+        (o["name"], o["where"], ", ".join(o["values"]), o["default"], o["text"].replace("`", "")) for o in options()
+    ]
     table("rotation_merge's own parameters", ("parameter", "stands", "values", "default", "meaning"), rows)
     return 0
+
+
+def delegates() -> list[dict[str, Any]]:
+    """Everything that can do the averaging, by name; parameters with `*` stand under each model."""
+    from rotation_merge.mergekit_plugin.delegates import OWN, get, names
+
+    entries = []
+    for spec in (get(name).spec for name in names()):
+        contract = spec.contract
+        low, high = contract.min_inputs, contract.max_inputs
+        models = str(low) if low == high else f"{low} or more" if high is None else f"{low} to {high}"
+        if contract.min_non_base is not None and contract.min_non_base == contract.max_non_base:
+            models += f", {contract.min_non_base} beside the base"
+        parameters = {p.name + "*" * (p.scope.value != "shared"): p.required for p in spec.parameters}
+        entries.append(
+            {
+                "name": spec.name,
+                "title": spec.pretty_name or spec.name,
+                "models": models,
+                "base": contract.base.value,
+                "required": [name for name, required in parameters.items() if required],
+                "optional": [name for name, required in parameters.items() if not required],
+                "url": spec.reference_url,
+                "own": spec.name in OWN,
+            }
+        )
+    return entries
+
+
+def options() -> list[dict[str, Any]]:
+    """Every parameter of rotation_merge itself; `text` is Markdown."""
+    from rotation_merge.mergekit_plugin.keys import BY_NAME, PLACES
+
+    entries = []
+    for name, spec in BY_NAME.items():
+        option = BY_NAME[name].option
+        readers = f" Delegate: {', '.join(f'`{reader}`' for reader in option.delegates)}." if option.delegates else ""
+        text = f"{option.help[:1].upper()}{option.help[1:]}.{readers}"
+        where, default = PLACES[option.scope], str(spec.default).lower()
+        entries.append({"name": name, "where": where, "values": option.values, "default": default, "text": text})
+    return entries
 
 
 def _architectures(as_json: bool) -> int:

@@ -64,7 +64,7 @@ class ReadsModelsOrRecipe(Reads):
     def inputs(self, values: Sequence[str]) -> list[Input]:
         if len(values) != 1 or not is_document(values[0]):
             return super().inputs(values)
-        from rotation_merge.mergekit_plugin.planning.files import inputs_in
+        from rotation_merge.mergekit_plugin.recipe import inputs_in
 
         return [Input(values[0], "recipe"), *inputs_in(values[0])]
 

@@ -9,10 +9,8 @@ from mergekit.options import MergeOptions
 from rotation_merge.diagnose.donors import RecipeDonor, carried_recipe, donors_of
 from rotation_merge.diagnose.sources import check_sources, references
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.mergekit_plugin.recipe.document import Document, Fault, documents
-from rotation_merge.mergekit_plugin.recipe.names import METHOD
-from rotation_merge.mergekit_plugin.recipe.reading import read
-from rotation_merge.mergekit_plugin.recipe.settings import check_settings
+from rotation_merge.mergekit_plugin.document import Document, Fault, documents, is_ours
+from rotation_merge.mergekit_plugin.recipe import read
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.open import parse_reference
@@ -44,10 +42,9 @@ def check_text(text: str, refused: Mapping[str, RotationMergeError]) -> list[Fau
     for document in parsed:
         if not isinstance(document.value, dict):
             continue
-        if document.value.get("merge_method") == METHOD:
-            check_sources(document, read(document), names, options, refused)
-        else:
-            check_settings(document)
+        recipe = read(document)
+        if is_ours(document.value, misspelt=False):
+            check_sources(document, recipe, names, options, refused)
         name = document.value.get("name")
         if isinstance(name, str):
             names.add(name)

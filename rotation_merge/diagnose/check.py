@@ -15,9 +15,9 @@ from mergekit.options import MergeOptions
 from rotation_merge.averaging.task_vectors import RATIO, SHORTENED, TaskVectorMethod
 from rotation_merge.diagnose.donors import donors_of, last_recipe
 from rotation_merge.errors import RotationMergeError
+from rotation_merge.mergekit_plugin.keys import OPTIONS
 from rotation_merge.mergekit_plugin.models import Models
-from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness, sampled_changes
 from rotation_merge.model.open import open_model

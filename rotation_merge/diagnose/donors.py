@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import yaml
@@ -12,16 +12,55 @@ from mergekit.options import MergeOptions
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
+from rotation_merge.mergekit_plugin.document import METHOD, Document, documents
+from rotation_merge.mergekit_plugin.keys import OF_MODEL, OPTIONS, RELATIONS
 from rotation_merge.mergekit_plugin.models import Models
 from rotation_merge.mergekit_plugin.presets import settle_presets
-from rotation_merge.mergekit_plugin.recipe.document import Document, documents
-from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor
-from rotation_merge.mergekit_plugin.recipe.names import METHOD, OF_MODEL, OPTIONS, RELATIONS
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.recipe import Recipe, title
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.open import parse_reference
 from rotation_merge.model.run_keys import mark_of
 from rotation_merge.model.view import View
+
+
+@dataclass(frozen=True)
+class RecipeDonor:
+    """One donor of a recipe.
+
+    Attributes:
+        options: of matching; they may differ from block to block.
+        origin: the model it was fine-tuned from, if its task vector is carried over; that one is matched then.
+        file: of an alignment, which is applied instead of matching.
+        excluded: says of a tensor that it is copied from the anchor, or kept by each model.
+        words: whether tokens at other ids stay where they are.
+        unsupported: `error` refuses unknown tensors, `merge` keeps them.
+        own: names of tensors that every model keeps of its own (`heads_of: each`).
+        match_on: weights, activations or both; with samples from `data` (empty: not named), so many.
+    """
+
+    anchor: str
+    name: str
+    options: AlignConfig
+    untie: bool = False
+    origin: str | None = None
+    file: str | None = None
+    excluded: Callable[[str], bool] = lambda _: False
+    words: bool = True
+    unsupported: str = "error"
+    match_on: str = WEIGHTS
+    data: str = ""
+    samples: int = 64
+    own: tuple[str, ...] = ()
+
+    @property
+    def matched(self) -> str:
+        """The model that is matched to the anchor."""
+        return self.origin or self.name
+
+    @property
+    def title(self) -> str:
+        return title(self.name, self.origin)
+
 
 KEPT = ("exclude", "unsupported", "untie")
 """Options of the whole merge that say something about each donor."""

@@ -17,14 +17,12 @@ from rotation_merge.files import check_output
 from rotation_merge.matching.alignment import load_alignment
 from rotation_merge.matching.check_pair import check_forward
 from rotation_merge.matching.stream import residual_groups
+from rotation_merge.mergekit_plugin.document import Document, Path
 from rotation_merge.mergekit_plugin.donors import Donors
+from rotation_merge.mergekit_plugin.keys import BY_NAME
 from rotation_merge.mergekit_plugin.models import Models
-from rotation_merge.mergekit_plugin.planning.files import check_pulled, recipe_inputs, recipe_outputs
-from rotation_merge.mergekit_plugin.recipe.document import Document, Path
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
-from rotation_merge.mergekit_plugin.recipe.parameter_scopes import at, items, scopes
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.mergekit_plugin.recipe.settings import explain
+from rotation_merge.mergekit_plugin.recipe import Recipe, check_pulled, recipe_inputs, recipe_outputs
+from rotation_merge.mergekit_plugin.rules import at, explain, items, scopes
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.heads import head_names

@@ -23,12 +23,12 @@ from rotation_merge.errors import RecipeError, RotationMergeError, nearest, not_
 from rotation_merge.matching.check_pair import check_forward, check_pair
 from rotation_merge.matching.open_pair import as_donor
 from rotation_merge.matching.options import NOTHING
+from rotation_merge.mergekit_plugin import delegates
 from rotation_merge.mergekit_plugin.definitions import check_shapes
-from rotation_merge.mergekit_plugin.recipe import delegates
-from rotation_merge.mergekit_plugin.recipe.document import Document
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, METHOD, OPTIONS
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.mergekit_plugin.recipe.settings import check_words
+from rotation_merge.mergekit_plugin.document import METHOD, Document
+from rotation_merge.mergekit_plugin.keys import BY_NAME, OPTIONS
+from rotation_merge.mergekit_plugin.recipe import Recipe
+from rotation_merge.mergekit_plugin.rules import check_words
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.labels import LabelRows, in_class_order, in_order

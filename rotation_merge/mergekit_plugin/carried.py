@@ -20,9 +20,8 @@ from rotation_merge.carrying.transfer import transferred
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
-from rotation_merge.mergekit_plugin.recipe.donor import title
-from rotation_merge.mergekit_plugin.recipe.names import OF_MODEL, OPTIONS
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.keys import OF_MODEL, OPTIONS
+from rotation_merge.mergekit_plugin.recipe import Recipe, title
 from rotation_merge.model.adapter_base import OWN_BASE
 from rotation_merge.model.folder import folder_of
 from rotation_merge.model.forms import translated

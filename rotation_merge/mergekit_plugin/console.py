@@ -113,8 +113,8 @@ def _names(text: str, code: int) -> bool:
 
 def _validation_error(error: ValidationError) -> RecipeError:
     """The first fault that mergekit's own schema finds."""
-    from rotation_merge.mergekit_plugin.recipe.document import dotted
-    from rotation_merge.mergekit_plugin.recipe.settings import explain
+    from rotation_merge.mergekit_plugin.document import dotted
+    from rotation_merge.mergekit_plugin.rules import explain
 
     first = error.errors()[0]
     problem, remedy = explain(first)

@@ -13,8 +13,8 @@ from transformers import PretrainedConfig
 from rotation_merge.architecture import Architecture, find
 from rotation_merge.errors import CheckpointError
 from rotation_merge.mergekit_plugin.models import Models
-from rotation_merge.mergekit_plugin.recipe.donor import carried_donors
-from rotation_merge.mergekit_plugin.recipe.settings import check_filters, check_words
+from rotation_merge.mergekit_plugin.recipe import carried_donors
+from rotation_merge.mergekit_plugin.rules import check_filters, check_words
 from rotation_merge.mergekit_plugin.session import Session, settle_heads
 from rotation_merge.model.view import View
 

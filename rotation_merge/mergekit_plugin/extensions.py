@@ -14,9 +14,8 @@ from typing import Any
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin import state
 from rotation_merge.mergekit_plugin.console import one_line
+from rotation_merge.mergekit_plugin.document import METHOD, is_ours, ours_in, read_from
 from rotation_merge.mergekit_plugin.host import check_host
-from rotation_merge.mergekit_plugin.recipe.detect import is_ours, ours_in, read_from
-from rotation_merge.mergekit_plugin.recipe.names import METHOD
 
 
 def _once(target: Any) -> bool:
@@ -131,7 +130,7 @@ def extend_config(module: Any) -> None:
         if _mentions(obj) and is_ours(obj):
             with one_line():
                 check_host()
-                from rotation_merge.mergekit_plugin.recipe.reading import check_document, restore_paths
+                from rotation_merge.mergekit_plugin.recipe import check_document, restore_paths
 
                 document = restore_paths(obj)
                 check_document(document)
@@ -203,7 +202,7 @@ def extend_command(module: Any) -> None:
             with one_line():
                 check_host()
                 if module.__name__ != "mergekit.scripts.merge_raw_pytorch":
-                    from rotation_merge.mergekit_plugin.recipe.reading import checked_file
+                    from rotation_merge.mergekit_plugin.recipe import checked_file
 
                     checked.enter_context(checked_file(path))
             with one_line() if all(ours) else nullcontext():

@@ -10,7 +10,7 @@ from mergekit.merge_methods.base import MergeMethod, MergeMethodSpec
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.console import one_line
-from rotation_merge.mergekit_plugin.recipe.names import METHOD
+from rotation_merge.mergekit_plugin.document import METHOD
 
 _REFUSAL = "merge_method rotation_merge aligns whole models and cannot merge single tensors"
 _REMEDY = "use mergekit-yaml or mergekit-multi instead of mergekit-pytorch"
@@ -27,7 +27,7 @@ class Methods(dict[str, MergeMethod]):
     def __missing__(self, name: str) -> MergeMethod:
         if name == METHOD:
             return OURS
-        from rotation_merge.mergekit_plugin.recipe.delegates import OWN, PREFIX
+        from rotation_merge.mergekit_plugin.delegates import OWN, PREFIX
 
         if name.startswith(PREFIX) and name.removeprefix(PREFIX) in OWN:
             return OWN[name.removeprefix(PREFIX)]

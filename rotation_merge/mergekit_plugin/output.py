@@ -11,7 +11,7 @@ from mergekit.config import ConfigReader, InputSliceDefinition, MergeConfigurati
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.mergekit_plugin.models import Models
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.recipe import Recipe
 
 
 @dataclass(frozen=True)

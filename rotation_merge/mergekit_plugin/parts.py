@@ -18,7 +18,7 @@ from rotation_merge.mergekit_plugin.definitions import read_as
 from rotation_merge.mergekit_plugin.donors import Donor, Donors
 from rotation_merge.mergekit_plugin.moved import ChangedBlock, MovedBlock, OutputTensors, named_as
 from rotation_merge.mergekit_plugin.output import Output, OutputBlock, same_block
-from rotation_merge.mergekit_plugin.recipe.donor import title
+from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.statistics import MovedStatistics, OutputStatistics
 from rotation_merge.model.fold import Fold

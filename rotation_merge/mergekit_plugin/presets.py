@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from mergekit.common import ModelReference
 
 from rotation_merge.matching.run import Run
+from rotation_merge.mergekit_plugin.keys import PRESETS
 from rotation_merge.mergekit_plugin.models import Models
-from rotation_merge.mergekit_plugin.recipe.names import PRESETS
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 
 

@@ -19,7 +19,7 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.donors import Donors
 from rotation_merge.mergekit_plugin.parts import Parts
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.wholes import progress_bar
 from rotation_merge.model.tensors import Tensors, by_name

@@ -31,12 +31,10 @@ from rotation_merge.matching.aligned_output import write_aligned
 from rotation_merge.matching.open_pair import open_pair, read_alignment
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.mergekit_plugin.compile import compiled
+from rotation_merge.mergekit_plugin.delegates import OWN
 from rotation_merge.mergekit_plugin.output_check import complete, say, vocabulary_note
-from rotation_merge.mergekit_plugin.planning.files import check_pulled, recipe_inputs, recipe_outputs
-from rotation_merge.mergekit_plugin.recipe.delegates import OWN
-from rotation_merge.mergekit_plugin.recipe.donor import entries
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.mergekit_plugin.recipe.settings import tokenizer_source
+from rotation_merge.mergekit_plugin.recipe import Recipe, check_pulled, entries, recipe_inputs, recipe_outputs
+from rotation_merge.mergekit_plugin.rules import tokenizer_source
 from rotation_merge.mergekit_plugin.saved_alignments import keep_alignments
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.wholes import devices_of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.mergekit_plugin import state
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.folder import close_files
 

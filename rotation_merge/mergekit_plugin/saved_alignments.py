@@ -14,8 +14,7 @@ from rotation_merge.matching.alignment import Alignment, Basis, Identity, hidden
 from rotation_merge.matching.open_pair import alignment_metadata
 from rotation_merge.matching.report_rows import figures
 from rotation_merge.mergekit_plugin.output import Output
-from rotation_merge.mergekit_plugin.planning.files import ALIGNMENT, KEPT_BY, numbered
-from rotation_merge.mergekit_plugin.recipe.donor import title
+from rotation_merge.mergekit_plugin.recipe import ALIGNMENT, KEPT_BY, numbered, title
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.forms import translated

@@ -12,7 +12,7 @@ from mergekit.options import MergeOptions
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.models import Models
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.model.heads import head_names
 
 if TYPE_CHECKING:

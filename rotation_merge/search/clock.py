@@ -14,8 +14,8 @@ from rotation_merge.architecture import Architecture
 from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.mergekit_plugin.recipe.delegates import OWN
-from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
+from rotation_merge.mergekit_plugin.delegates import OWN
+from rotation_merge.mergekit_plugin.keys import OPTIONS
 from rotation_merge.report.estimate import averaging, estimate
 from rotation_merge.search.candidates import CHANGES, FAR, Candidate
 from rotation_merge.workers import listening

@@ -8,8 +8,8 @@ from typing import Any
 
 from rotation_merge.config import FILE, FOLDER, MODEL, NEW_FILE
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.mergekit_plugin.recipe.document import Path, documents, dotted
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
+from rotation_merge.mergekit_plugin.document import Path, documents, dotted
+from rotation_merge.mergekit_plugin.keys import BY_NAME
 from rotation_merge.share.contents import PART
 
 MODELS = (

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from mergekit.graph import Task
+from rotation_merge.matching.moved_statistics import carried_fisher, carried_gram, feeding
+from rotation_merge.mergekit_plugin.planning.delegate import AuxiliaryInput, merge_tensor
+from rotation_merge.run.statistics_file import Gram
 from tiny_models import ALL, Case, inputs, keep_float64, make
 from torch import Tensor
 
@@ -17,8 +20,6 @@ from rotation_merge.averaging.methods import Target
 from rotation_merge.averaging.regmean import RegMean
 from rotation_merge.matching.engine import untie_heads
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.moved_statistics import carried_fisher, carried_gram, feeding
-from rotation_merge.mergekit_plugin.planning.delegate import AuxiliaryInput, merge_tensor
 from rotation_merge.model.biases import in_coordinates
 from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import Fold, folded_tensors
@@ -26,7 +27,6 @@ from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.maps import LinearMap, linear_map
 from rotation_merge.run.measure import MeasuredStatistics, ModelMeasurement
 from rotation_merge.run.passes import UnfinishedMeasurement
-from rotation_merge.run.statistics_file import Gram
 
 FAMILIES = list({case.family: case for case in ALL}.values())
 STILL = ("signed_permutation", "permutation", "none")

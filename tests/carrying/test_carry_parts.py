@@ -17,6 +17,7 @@ from cli_support import run
 from plugin_support import make as make_checkpoint
 from plugin_support import merged, state, write_state
 from residual_support import checkpoint, transport, twin
+from rotation_merge.mergekit_plugin.planning import tasks
 from test_transport import tuned as fine_tune
 from tiny_models import ALL, Case, make, planted, reload, save
 from torch import Tensor
@@ -42,7 +43,6 @@ from rotation_merge.carrying.judge import (
 from rotation_merge.carrying.refit import ChangeOptions, of_rank, refit_change
 from rotation_merge.carrying.sampled import JudgedChange, SampledTransfer
 from rotation_merge.matching.match import match_model
-from rotation_merge.mergekit_plugin.planning import tasks
 from rotation_merge.model import blocks, rows
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.blocks import read_tensor

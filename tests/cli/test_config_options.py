@@ -15,8 +15,7 @@ import rotation_merge as rm
 from rotation_merge.cli import align, barrier, carry, compare, evaluate, fit, inspect, lora, measure, merge, polish
 from rotation_merge.config import NEITHER, Config, Kind, Option
 from rotation_merge.matching.options import MatchConfig
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, CONFIGS, RecipeConfig
-from rotation_merge.mergekit_plugin.recipe.settings import check_value
+from rotation_merge.mergekit_plugin.keys import BY_NAME, CONFIGS, RecipeConfig, checked
 
 COMMANDS: dict[type[Config], list[click.Command]] = {
     rm.AlignConfig: [each.command for each in (align, barrier, carry, compare, fit, inspect)],
@@ -57,15 +56,15 @@ def wrong_values(described: Option) -> list[Any]:
 @pytest.mark.parametrize(("config", "name"), FIELDS, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_a_wrong_value_names_the_option_what_it_may_be_and_the_nearest(config: type[Config], name: str) -> None:
     described = config.options()[name]
-    key = BY_NAME.get(described.key or name)
+    key = described.key or name
     for value in wrong_values(described):
         messages = []
         with pytest.raises(rm.RotationMergeError, match=f"option '{name}'") as error:
             config(**{name: value})
         messages.append(str(error.value))
-        if described.scope and key is not None and config in CONFIGS and key.name != "delegate":
-            with pytest.raises(rm.RotationMergeError, match=f"parameter '{key.name}' is") as error:
-                check_value(key.name, value)
+        if described.scope and key in BY_NAME and config in CONFIGS and key != "delegate":
+            with pytest.raises(rm.RotationMergeError, match=f"parameter '{key}' is") as error:
+                checked(key, value)
             messages.append(str(error.value))
         for message in messages:
             assert described.allowed in message
@@ -119,7 +118,7 @@ def test_the_nearest_name_and_a_nearest_word_of_several_are_told() -> None:
         rm.MeasureConfig(kinds=("fisher", "gramm"))
     with pytest.raises(rm.RotationMergeError, match="did you mean 'points'"):
         rm.BarrierConfig.from_values({"point": 3})
-    assert BY_NAME["delegate"].option.kind.role == NEITHER
+    assert RecipeConfig.options()["delegate"].kind.role == NEITHER
 
 
 def test_paths_lists_and_single_words_are_what_people_write() -> None:

@@ -20,7 +20,7 @@ from rotation_merge import RotationMergeError
 from rotation_merge.cli.paths import MODEL, Reads, ReadsModelsAndWrites, Word, Writes
 from rotation_merge.config import NEITHER, READ, WRITTEN, Kind
 from rotation_merge.files import FILE, FOLDER
-from rotation_merge.mergekit_plugin.recipe.names import KEYS
+from rotation_merge.mergekit_plugin.keys import BY_NAME
 
 
 def command(name: str) -> click.Command:
@@ -63,9 +63,9 @@ def test_every_parameter_is_known_to_read_to_write_or_neither(name: str) -> None
 
 
 def test_every_kind_of_value_is_known_to_be_read_written_or_neither() -> None:
-    kinds = {key.option.kind for key in KEYS if isinstance(key.option.kind, Kind)}
+    kinds = {key.option.kind for key in BY_NAME.values() if isinstance(key.option.kind, Kind)}
     assert {kind.role for kind in kinds} <= {READ, WRITTEN, NEITHER}
-    assert {key.name for key in KEYS if key.option.kind is bool or "true" in key.option.literals} == {
+    assert {name for name, key in BY_NAME.items() if key.option.kind is bool or "true" in key.option.literals} == {
         "save_alignment",  # writes beside the model
         *("scaling", "shift_head", "untie", "prove"),  # do not
     }
@@ -252,7 +252,7 @@ PLACES = {
 
 
 def test_every_key_that_reads_or_writes_is_tried() -> None:
-    role = {key.name: key.option.kind.role for key in KEYS if isinstance(key.option.kind, Kind)}
+    role = {name: key.option.kind.role for name, key in BY_NAME.items() if isinstance(key.option.kind, Kind)}
     assert {name for name in role if role[name] == READ} <= set(NAMED)
     assert {name for name in role if role[name] == WRITTEN} == {"save_alignment", "spill"}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cli_support import run
 from mergekit import merge_methods
 from mergekit.merge_methods.base import InputContract, MergeMethod, MergeMethodSpec, TensorGroup
 from mergekit.merge_methods.easy_define import merge_method
@@ -15,8 +17,8 @@ from plugin_support import merged, mergekit_yaml, one_error, recipe_for, state
 
 from rotation_merge.averaging.methods import OwnMethod, Source, Target
 from rotation_merge.averaging.parameters import WEIGHT
-from rotation_merge.mergekit_plugin.recipe import delegates
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
+from rotation_merge.mergekit_plugin import delegates
+from rotation_merge.mergekit_plugin.keys import BY_NAME
 
 Pair = tuple[Path, Path]
 
@@ -56,7 +58,8 @@ def test_it_is_held_to_its_contract(half: MergeMethod, pair: Pair, tmp_path: Pat
 
 def test_mergekit_does_not_list_it_and_we_do(half: MergeMethod) -> None:
     assert "half" not in [method.spec.name for method in merge_methods.registered_methods()]
-    assert [d.own for d in delegates.delegates() if d.name == "half"] == [True]
+    listed = json.loads(run("inspect", "--methods", "--json").output)["delegates"]
+    assert [d["own"] for d in listed if d["name"] == "half"] == [True]
 
 
 def test_a_stock_recipe_that_names_it_gets_one_line(half: MergeMethod, pair: Pair, tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from plugin_support import recipe_for, write_recipe
 
 from rotation_merge.config import EACH, FILE, Count, Option
 from rotation_merge.errors import RecipeError
-from rotation_merge.mergekit_plugin.recipe.document import Document, documents
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, KEYS, Key
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe, read
-from rotation_merge.mergekit_plugin.recipe.settings import check_settings
+from rotation_merge.mergekit_plugin.document import Document, documents
+from rotation_merge.mergekit_plugin.keys import BY_NAME, Key, checked
+from rotation_merge.mergekit_plugin.recipe import Recipe, read
 
 
 def recipe(old: str, new: str) -> str:
@@ -67,7 +66,7 @@ IDLE: dict[str, tuple[dict[str, Any], str]] = {
 def test_options_that_do_nothing_beside_alignment_files(case: str) -> None:
     parts, place = IDLE[case]
     document = Document({"merge_method": "rotation_merge", "base_model": "A", **parts})
-    check_settings(document)
+    read(document)
     found = [fault for fault in document.faults if "has no effect" in fault.what]
     assert [fault.where for fault in found] == ([place] if place else [])
 
@@ -83,9 +82,8 @@ def test_samples_of_carried_donors_may_stand_under_the_recipe() -> None:
 
 def test_a_parameter_is_one_line_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key added to the table is read, checked and placed with no further code."""
-    each = Key("samples", Option(Count, "how many", scope=EACH, delegates=("linear",)), 64)
+    each = Key(Option(Count, "how many", scope=EACH, delegates=("linear",)), 64)
     monkeypatch.setitem(BY_NAME, "samples", each)
-    monkeypatch.setattr("rotation_merge.mergekit_plugin.recipe.names.KEYS", (*KEYS, each))
     (document,) = documents(recipe("{weight: 0.5}\np", "{weight: 0.5, samples: 8}\np"))
     found = read(document)
     assert found is not None, document.faults
@@ -102,13 +100,13 @@ def test_a_parameter_is_one_line_of_data(monkeypatch: pytest.MonkeyPatch) -> Non
         (Option(Literal["own", "mean"], ""), ["own"], ["owm", 1]),
     ],
 )
-def test_values_of_a_key(option: Option, good: list[Any], bad: list[Any]) -> None:
-    key = Key("key", option, default=0)
+def test_values_of_a_key(option: Option, good: list[Any], bad: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BY_NAME, "key", Key(option, 0))
     for value in good:
-        assert key.check(value) == value
+        assert checked("key", value) == value
     for value in bad:
         with pytest.raises(RecipeError, match="parameter 'key' is"):
-            key.check(value)
+            checked("key", value)
 
 
 def test_a_good_recipe_is_read_alike_from_text_and_python(pair: tuple[Path, Path]) -> None:

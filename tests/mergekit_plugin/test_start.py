@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from rotation_merge.mergekit_plugin import start
-from rotation_merge.mergekit_plugin.recipe.names import METHOD
+from rotation_merge.mergekit_plugin.document import METHOD
 
 
 @pytest.fixture

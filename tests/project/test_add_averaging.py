@@ -12,7 +12,7 @@ import torch
 
 from rotation_merge.averaging.registry import METHODS
 from rotation_merge.averaging.task_vectors import TaskVectorMethod
-from rotation_merge.mergekit_plugin.recipe.delegates import OWN
+from rotation_merge.mergekit_plugin.delegates import OWN
 
 PAGE = (Path(__file__).parents[2] / "docs" / "add-averaging.md").read_text(encoding="utf-8")
 CLASS, LINE = re.findall(r"```python title=\"[^\"]*\"\n(.*?)```", PAGE, flags=re.DOTALL)

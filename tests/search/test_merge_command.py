@@ -17,6 +17,7 @@ import torch
 from cli_support import CHECKPOINTS
 from click.testing import Result
 from plugin_support import mergekit_yaml, state
+from rotation_merge.run.statistics_writer import checkpoint_of
 from safetensors.torch import load_file
 
 from rotation_merge.errors import DataError
@@ -24,7 +25,6 @@ from rotation_merge.files import read_entry
 from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load
-from rotation_merge.run.statistics_writer import checkpoint_of
 from rotation_merge.search.candidates import FAR, NEAR, SHARED, Candidate, Planner
 from rotation_merge.search.clock import Clock, Costs
 from rotation_merge.search.job import SearchConfig

@@ -13,7 +13,7 @@ from plugin_support import files_of, one_error
 
 from rotation_merge import RotationMergeError
 from rotation_merge.config import FILE, FOLDER, MODEL, NEW_FILE
-from rotation_merge.mergekit_plugin.recipe.names import BY_NAME
+from rotation_merge.mergekit_plugin.keys import BY_NAME
 from rotation_merge.share.contents import belongs, is_weights
 from rotation_merge.share.paths import check_paths
 

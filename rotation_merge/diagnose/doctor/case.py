@@ -17,9 +17,8 @@ from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.open_pair import Pair
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.mergekit_plugin.recipe.document import documents
-from rotation_merge.mergekit_plugin.recipe.names import METHOD
-from rotation_merge.mergekit_plugin.recipe.settings import MULTI_KEYS, explain
+from rotation_merge.mergekit_plugin.document import METHOD, documents
+from rotation_merge.mergekit_plugin.rules import MULTI_KEYS, explain
 from rotation_merge.model.folder import absent_parts, folder_of
 from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.headers import holds_model

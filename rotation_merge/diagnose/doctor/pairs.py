@@ -10,7 +10,7 @@ from rotation_merge.diagnose.doctor.cause import Cause
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.open_pair import check_models, open_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.mergekit_plugin.recipe.names import METHOD
+from rotation_merge.mergekit_plugin.document import METHOD
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import moved_tokens

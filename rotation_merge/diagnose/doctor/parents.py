@@ -22,7 +22,7 @@ from rotation_merge.linalg.assignment import assign
 from rotation_merge.matching.alignment import Alignment, moved_tensors
 from rotation_merge.matching.open_pair import Pair, open_pair, read_alignment
 from rotation_merge.matching.options import NOTHING, WEIGHTS
-from rotation_merge.mergekit_plugin.recipe.names import METHOD
+from rotation_merge.mergekit_plugin.document import METHOD
 from rotation_merge.model.apply import split_axis
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.open import parse_reference

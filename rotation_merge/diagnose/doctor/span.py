@@ -22,7 +22,7 @@ from rotation_merge.diagnose.doctor.parents import (
     parents_of,
 )
 from rotation_merge.errors import RotationMergeError, named
-from rotation_merge.mergekit_plugin.recipe.names import METHOD
+from rotation_merge.mergekit_plugin.document import METHOD
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.workers import Progress

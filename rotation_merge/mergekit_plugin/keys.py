@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic.dataclasses import dataclass as config_dataclass
+from pydantic.dataclasses import dataclass
 
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.carrying.config import TransferConfig
@@ -25,14 +24,8 @@ from rotation_merge.config import (
 )
 from rotation_merge.matching.options import AlignConfig, MatchConfig
 
-METHOD = "rotation_merge"
-"""The merge method's name."""
-
 LEGACY = ("int8_mask",)
 """Parameters of older releases of mergekit, which recipes of every method still carry although nothing reads them."""
-
-SHARES = ("t", "density")
-"""Parameters of delegates that are shares of something, which mergekit takes beyond it, too."""
 
 PLACES = {
     BLOCK: "anywhere",
@@ -44,7 +37,7 @@ PLACES = {
 """Where parameters of a scope stand, in words."""
 
 
-@config_dataclass(frozen=True)
+@dataclass(frozen=True)
 class RecipeConfig(Config):
     """Recipe keys other than the options of aligning, carrying and refitting."""
 
@@ -108,42 +101,43 @@ class RecipeConfig(Config):
     prove: bool = option(False, "check that donors moved by alignment files keep their outputs", scope=RECIPE)
 
 
-@dataclass(frozen=True)
-class Key:
-    """A recipe's parameter.
-
-    Attributes:
-        option: its meaning, kind and range.
-        default: value where it is not given.
-    """
-
-    name: str
-    option: Option
-    default: Any = None
-
-    def check(self, value: Any) -> Any:
-        """Check a value and return it; YAML reads off and no as false, which counts as `none`.
-
-        Raises:
-            RecipeError: it is none of them.
-        """
-        if value is False and self.default is None and False not in self.option.words:
-            return None
-        self.option.check(self.name, value, "parameter")
-        return None if value == "none" and self.default is None else value
-
-
 CONFIGS: tuple[type[Config], ...] = (AlignConfig, MatchConfig, TransferConfig, RefitConfig, RecipeConfig)
 """Configs with fields that recipes have. A field with a `scope` is a parameter: `Recipe.value` and `Recipe.of_model`
 read it."""
 
-KEYS = tuple(
-    Key(described.name_in_recipes(name), described, getattr(config, name))
+
+class Key(NamedTuple):
+    """A recipe's parameter: its meaning, kind and range, and its value where it is not given."""
+
+    option: Option
+    default: Any
+
+
+BY_NAME = {
+    option.name_in_recipes(field): Key(option, getattr(config, field))
     for config in CONFIGS
-    for name, described in config.options().items()
-    if described.scope
-)
+    for field, option in config.options().items()
+    if option.scope
+}
 """Every parameter."""
+
+
+def names(*scopes: str) -> tuple[str, ...]:
+    """Names of the parameters of some scopes, in the order of the table."""
+    return tuple(name for name, key in BY_NAME.items() if key.option.scope in scopes)
+
+
+OPTIONS = names(BLOCK, WHOLE)
+"""Options of matching."""
+
+MATCHING = (*OPTIONS, "preset", "match_on")
+"""Parameters that only say how donors are matched."""
+
+MERGING = ("exclude", "heads_of", "unsupported", "statistics", "data", "samples", "targets", "start", "spill")
+"""Parameters of merging, as opposed to aligning."""
+
+OF_MODEL = names(EACH, DONOR_ONLY)
+"""Parameters that say something about one model."""
 
 PRESETS = {
     "near": {"heads": "none", "residual": "none"},
@@ -158,25 +152,23 @@ RELATIONS: dict[str, dict[str, Any]] = {
 }
 """The same by a donor's relation to the anchor; unmoved: its change is added as it is."""
 
-BY_NAME = {key.name: key for key in KEYS}
 
+def checked(name: str, value: Any) -> Any:
+    """A value of one of our parameters in the form that it is kept in: `none` of an optional one is None.
 
-def names(*scopes: str) -> tuple[str, ...]:
-    """Names of the parameters of some scopes, in the order of the table."""
-    return tuple(key.name for key in KEYS if key.option.scope in scopes)
+    YAML reads off and no as false, which counts as `none`.
 
-
-OPTIONS = names(BLOCK, WHOLE)
-"""Options of matching."""
-
-OF_MODEL = names(EACH, DONOR_ONLY)
-"""Parameters that say something about one model."""
-
-
-def normal(name: str, value: Any) -> Any:
-    """YAML reads off/no as False; for options that are words it means none."""
+    Raises:
+        RecipeError: it is none that the parameter may have.
+    """
+    option, optional = BY_NAME[name].option, BY_NAME[name].default is None
     if name == "scaling":
-        return {"none": False, "joint": True, "true": True, "false": False}.get(str(value).lower(), value)
-    if name == "layers":
-        return str(value)
-    return "none" if value is False and "none" in BY_NAME[name].option.literals else value
+        value = {"none": False, "joint": True, "true": True, "false": False}.get(str(value).lower(), value)
+    elif name == "layers":
+        value = str(value)
+    elif value is False and "none" in option.literals:
+        value = "none"
+    elif value is False and optional and False not in option.words:
+        return None
+    option.check(name, value, "parameter")
+    return None if value == "none" and optional else value

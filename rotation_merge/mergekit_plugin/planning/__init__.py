@@ -1,1 +1,0 @@
-"""Files that recipes read and write."""

@@ -1,1 +1,0 @@
-"""Recipes: names, documents with marks, rules, delegates."""
