@@ -46,8 +46,8 @@ class RefitModels:
         moved = {model: self._moved(view, alignments.get(str(model))) for model, view in views.items()}
         with progress_bar("Refitting", self.donors.options.quiet) as progress:
             teachers = [replace(teacher, view=moved[teacher.original.reference]) for teacher in self.plan.teachers]
-            plan = replace(self.plan, teachers=teachers)
-            return plan.refit(moved[base], self.donors.options, self.donors.run, progress)
+            plan = replace(self.plan, base=moved[base], teachers=teachers)
+            return plan.refit(self.donors.options, self.donors.run, progress)
 
     def _moved(self, model: View, alignment: Alignment | None) -> View:
         """A model in the anchor's coordinates, by the anchor's names."""
