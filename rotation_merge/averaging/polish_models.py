@@ -53,17 +53,18 @@ class PolishedModel:
 
     def view(self) -> View:
         """The trained model; where nothing was gained, the merge as it was. `notes` says which."""
-        self.merge_lora()
         given = self.merged, *self.under_heads
+        if self.report.gained:
+            self.merge_lora()
         result, *headed = (self._trained(view) if self.report.gained else as_stored(view) for view in given)
         heads = {os.path.basename(view.name): view for view in headed}
         return replace(result, heads=heads, notes=(self.report.verdict(),), report=None)
 
     def _trained(self, view: View) -> View:
         """A trained model in the dtype of the model that it was, with the small files of its folder."""
-        dtypes = [dtype for dtype in view.dtypes.values() if dtype.is_floating_point]
-        widest = view.dtype or max(dtypes, key=lambda dtype: dtype.itemsize)
-        module = self.modules[view.name].to(widest).eval()
+        stored = view.dtypes.values() if view.module is None else [p.dtype for p in view.module.parameters()]
+        dtypes = [dtype for dtype in stored if dtype.is_floating_point]
+        module = self.modules[view.name].to(view.dtype or max(dtypes, key=lambda dtype: dtype.itemsize)).eval()
         beside = view.beside if view.files is None else small_files(view.files.folder)
         return as_stored(replace(open_model(module, view.name), beside=beside))
 

@@ -67,24 +67,22 @@ class RefittedParts:
 
 @dataclass(frozen=True)
 class RecipeRefit:
-    """The refit that a recipe asks for, its samples read and no weight yet; see `averaging.refit_models`."""
+    """The refit that a recipe asks for, its samples read and no weight yet; see `averaging.refit_models`.
+
+    Attributes:
+        base: in the coordinates of the merge.
+    """
 
     recipe: Recipe
+    base: View
     config: RefitConfig
     teachers: list[Teacher] = field(repr=False)
     pooled: bool
 
-    def refit(self, base: View, options: MergeOptions, run: Run, progress: Progress) -> View:
-        """Run the refit, and record it.
-
-        Args:
-            base: in the coordinates of the merge.
-
-        Returns:
-            The merge, which is there until the run ends.
-        """
+    def refit(self, options: MergeOptions, run: Run, progress: Progress) -> View:
+        """Run the refit, and record it; the merge that it gives is there until the run ends."""
         result = refitted(
-            base,
+            self.base,
             self.teachers,
             self.config,
             pooled=self.pooled,
@@ -113,7 +111,7 @@ def recipe_teachers(
 
     Args:
         config: normalised (modules with slices).
-        views: the models in the base's coordinates.
+        views: the models in the base's coordinates, each the same view whenever it is asked for.
         originals: the models as they are.
 
     Raises:
@@ -132,9 +130,9 @@ def recipe_teachers(
     values: dict[str, Any] = {name: recipe.value(name) for name in ("targets", "start", "spill")}
     values["ridge"] = _number("ridge", first, None, RefitConfig.ridge)
     values["lambda_"] = _number("lambda", first, None, RefitConfig.lambda_)
-    chosen = RefitConfig(**values, seed=options.random_seed or 0)
+    chosen, base = RefitConfig(**values, seed=options.random_seed or 0), views[recipe.base]
     try:
-        return RecipeRefit(recipe, chosen, *read_teachers(views[recipe.base], teachers, chosen))
+        return RecipeRefit(recipe, base, chosen, *read_teachers(base, teachers, chosen))
     except RecipeError as error:
         raise RecipeError(error.what, where=error.where or "parameters", remedy=error.remedy) from None
 

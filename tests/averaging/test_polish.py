@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -187,20 +186,13 @@ def test_python_polishes_under_the_heads_of_a_folder_as_the_command_does(rate: f
     view = rm.polish(before, teachers, list(data), config)
     wanted = tmp_path / "out" if done.exit_code == 0 else before
     assert (wanted == before) == (rate < 1e-6)
-    number = r"\d[.\d]*(?:e-\d+)?"
-    printed, said = done.output.splitlines()[-2].rstrip(".").lower(), view.notes[-1].lower()
-    assert re.sub(number, "", said) == re.sub(number, "", printed)
-    figures = [[float(x) for x in re.findall(number, text)] for text in (said, printed)]
-    assert figures[0] == pytest.approx(figures[1], rel=1e-2)
+    assert view.notes[-1].lower() == done.output.splitlines()[-2].rstrip(".").lower()
     assert set(view.heads) == {"five"}  # the base's is the merge's own
     view.save_pretrained(tmp_path / "python")
     for place in (".", "heads/five"):
-        expected, found, start = (state(path / place) for path in (wanted, tmp_path / "python", before))
+        expected, found = (state(path / place) for path in (wanted, tmp_path / "python"))
         assert found.keys() == expected.keys()
-        # attention is saturated, so that queries and keys have gradients of rounding, of which Adam makes whole steps
-        names = [name for name in found if "self.key" not in name and "self.query" not in name]
-        apart, moved = (sum(float((x[n] - expected[n]).square().sum()) for n in names) ** 0.5 for x in (found, start))
-        assert apart <= 0.01 * moved
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     loss = rm.evaluate(view.heads["five"], [{"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([4])}])
     assert loss["loss"] > 0
 
