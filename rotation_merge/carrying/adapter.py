@@ -14,6 +14,7 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor
 from rotation_merge.carrying.carrier import Carrier, Change, Changes
 from rotation_merge.errors import AlignmentError, CheckpointError
+from rotation_merge.matching.run import change_note
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapters import WHOLE, WRONG_BASE, Adapter, PlacedChange, placed_changes
 from rotation_merge.model.blocks import check_shape, read_tensor
@@ -39,6 +40,15 @@ class CarriedAdapter:
     norms: dict[str, tuple[float, float]] = field(default_factory=dict)
     constants: list[str] = field(default_factory=list)
 
+    def notes(self) -> list[str]:
+        """Lines on what was carried."""
+        warning = change_note("The change", *map(sum, zip(*self.norms.values(), strict=True)))
+        notes = [f"{len(self.norms)} changed tensors were carried.", *([warning] if warning else [])]
+        if self.constants:
+            count = len(self.constants)
+            notes.append(f"{count} modules got a bias (peft's lora_bias), because norms shift their inputs.")
+        return notes
+
     def add_norm(self, info: TensorInfo, change: Change, old: Tensor | None) -> None:
         so_far = self.norms.get(info.name, (0.0, 0.0))[0]
         before = 0.0 if old is None else float(old.double().square().sum())
@@ -52,7 +62,7 @@ def carry_adapter(
     new_name: str,
     scale: float,
     rows: LabelRows | None,
-) -> CarriedAdapter:
+) -> tuple[AdapterWeights, list[str]]:
     """Carry an adapter of the old base to the new one.
 
     If the new base is the old one in other coordinates, it has with the carried adapter the old one's outputs with its
@@ -64,6 +74,9 @@ def carry_adapter(
         new_name: the new base, for adapter_config.json.
         scale: factor of every change.
         rows: order that brings the old base's classes into the new one's (see `model/labels.py`).
+
+    Returns:
+        The adapter, and lines on it.
 
     Raises:
         CheckpointError: the adapter does not belong to the old base, or changes a tensor that the new base lacks.
@@ -82,8 +95,7 @@ def carry_adapter(
             _BlockOfAdapter(adapter, carrier, block, result, scale, rows or {}).carry(entries, saved)
     if result.constants:
         _give_biases(adapter, [change for change in changes if change.a], result)
-    result.adapter = separated_adapter(result.adapter, changes, stored, adapter.path)
-    return result
+    return separated_adapter(result.adapter, changes, stored, adapter.path), result.notes()
 
 
 def _with_all(carrier: Carrier, spots: Iterable[PossibleTensor]) -> Carrier:

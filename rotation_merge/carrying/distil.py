@@ -62,9 +62,9 @@ class DistillationResult:
     share: float
     report: PolishReport
 
-    def words(self, steps: int) -> list[str]:
+    def words(self, steps: int) -> str:
         target = "tuned + new - old" if self.share == 1 else f"tuned + {self.share:g} (new - old)"
-        return [f"Distilled for {steps} steps from the refit towards the logits {target}: {self.report.verdict()}."]
+        return f"Distilled for {steps} steps from the refit towards the logits {target}: {self.report.verdict()}."
 
 
 @dataclass(frozen=True)

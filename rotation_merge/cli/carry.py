@@ -25,7 +25,7 @@ from rotation_merge.files import FOLDER, Output, check_output
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 
 if TYPE_CHECKING:
-    from rotation_merge.carrying.session import TransferResult
+    from rotation_merge.carrying.folders import TransferResult
 
 
 @click.command(
@@ -73,8 +73,8 @@ def command(
     says so and writes nothing without --data or --force. --force also moves an adapter whose base is not OLD_BASE.
     Interrupted matching continues from OUT.matching.unfinished.
     """
-    from rotation_merge.carrying.session import Execution
-    from rotation_merge.carrying.transfer import carry, check_places
+    from rotation_merge.carrying.bases import Execution
+    from rotation_merge.carrying.folders import carry, check_places
     from rotation_merge.model.open import open_model
     from rotation_merge.model.run_keys import mark_of
     from rotation_merge.model.writing import StorageOptions, check_dtype, parse_size
@@ -108,7 +108,8 @@ def command(
     force = bool(context.params["force"])
     progress = Progress()
     with kept_beside(out, mark, device) as ledger:
-        execution = Execution(device, storage, ledger, force, force or "data" in given_options)
+        near = "carried" if force or "data" in given_options else "named"
+        execution = Execution(device, storage, ledger, force, near)
         results = carry(jobs, old, new, config, execution, progress)
     progress.close()
     if as_json:

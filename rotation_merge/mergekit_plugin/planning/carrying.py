@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.session import Execution
+from rotation_merge.carrying.bases import Execution
 from rotation_merge.carrying.tokens import AddedTokens
 from rotation_merge.carrying.transfer import transferred
 from rotation_merge.errors import RecipeError
@@ -29,7 +29,7 @@ from rotation_merge.model.folder import folder_of
 from rotation_merge.model.forms import translated
 from rotation_merge.model.gguf import quantised
 from rotation_merge.model.nearness import nearness
-from rotation_merge.model.open import check_own_base
+from rotation_merge.model.open import check_own_base, open_model
 from rotation_merge.model.view import View
 
 ASKS = (*OPTIONS, "preset", "match_on", "carry", "carry_scale", "data")
@@ -102,7 +102,7 @@ def carried(
         note = "the effect of the carried change is not measured; 'carry_scale: auto' measures it on samples"
         run.note(f"`{model}`: {note}.")
         bases = open_bases(str(recipe.base), str(origin), untie=recipe.untie)
-        for line in AddedTokens.of(bases, str(model), 0).words(written=False):
+        for line in AddedTokens.of(bases, open_model(str(model), any_base=True)).words(merged=True):
             run.note(f"`{model}`: {line}")
         return CarryPlan(scale=1.0 if config.factor is None else config.factor)
     if not shares_vocabulary:
