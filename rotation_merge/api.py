@@ -483,7 +483,8 @@ def transfer(
             fit.
     """
     from rotation_merge.carrying.bases import Execution, is_adapter_folder, open_bases
-    from rotation_merge.carrying.transfer import transfers
+    from rotation_merge.carrying.transfer import carried
+    from rotation_merge.carrying.work import transfers
 
     chosen = _with_given_alignment(TransferConfig.from_values(options, config), old)
     chosen.check_use()
@@ -506,7 +507,7 @@ def transfer(
     execution = Execution(storage=StorageOptions(untie=chosen.untie), near="added", match=match, watched=False)
     (job,) = transfers([tuned if adapter else fine[0]], bases, chosen, execution)
     with TemporaryFolder() as folder:
-        value = job.value(os.path.join(folder, "out"), samples)
+        value = carried(job, os.path.join(folder, "out"), samples)
     if isinstance(value, View) and value.left_out:
         LOG.warning("%s", not_written(sorted(value.left_out)))
     if isinstance(value, AdapterWeights) and first.files is None:

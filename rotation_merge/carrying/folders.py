@@ -11,7 +11,8 @@ from torch import Tensor
 from rotation_merge.carrying.bases import Bases, Execution, is_adapter_folder, open_bases
 from rotation_merge.carrying.config import HOW, MOVED, TransferConfig
 from rotation_merge.carrying.tokens import AddedTokens
-from rotation_merge.carrying.transfer import Transfer, transfers
+from rotation_merge.carrying.transfer import carried
+from rotation_merge.carrying.work import Transfer, transfers
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.adapter_base import check_base
 from rotation_merge.model.adapter_files import AdapterWeights
@@ -78,9 +79,9 @@ def carry(
     if (lines := usable_as_it_is(list(works.values()), bases, config, execution)) is not None:
         return [TransferResult(work, None, notes) for work, notes in zip(works.values(), lines, strict=True)]
     jobs = transfers(list(works.values()), bases, config, execution, progress)
-    values = (job.value(out, progress=progress) for job, out in zip(jobs, works, strict=True))
-    carried = values if config.needs_samples else list(values)
-    return [_written(job, value, out, progress) for job, value, out in zip(jobs, carried, works, strict=True)]
+    values = (carried(job, out, progress=progress) for job, out in zip(jobs, works, strict=True))
+    ready = values if config.needs_samples else list(values)
+    return [_written(job, value, out, progress) for job, value, out in zip(jobs, ready, works, strict=True)]
 
 
 def usable_as_it_is(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.architecture.registry import every_name
 from rotation_merge.carrying.carrier import Changes, is_bias, weight_key
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, short
@@ -19,6 +18,7 @@ from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.low_rank import LowRank, dense, stacks, transposed
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.view import View
+from rotation_merge.run.functions import architecture_of
 
 PREFIX = "base_model.model."
 
@@ -64,7 +64,7 @@ def adapter_changes(delta: Delta, rank: int, base: View) -> dict[str, Changes]:
 
 def _decomposed(delta: Delta, rank: int, base: View) -> tuple[_Writing, Kept, dict[str, Changes]]:
     """The adapter in the making, the share of each change that it keeps, and all changes of that rank by block."""
-    modules = _modules(base.config, str(base.reference))
+    modules = _modules(base)
     writing = _Writing(base.tied_head is not None)
     norms, blocks = Kept(), dict[str, Changes]()
     for block in delta.carrier.architecture.blocks:
@@ -171,23 +171,16 @@ class _Writing:
         }
 
 
-def _modules(config: Mapping[str, Any], name: str) -> dict[tuple[str, str, int | None, str], str]:
+def _modules(base: View) -> dict[tuple[str, str, int | None, str], str]:
     """Parameters as the model's class names them, by block and key of the architecture."""
-    import transformers
-
     try:
-        model_class = getattr(transformers, (config.get("architectures") or [""])[0])
         with torch.device("meta"):
-            model = model_class(model_class.config_class.from_dict(dict(config)))
+            model = base.model_class(base.transformers_config)
     except Exception as error:  # models and configs raise errors of many classes
-        raise CheckpointError(
-            f"its class cannot be built ({short(error)})",
-            where=name,
-            remedy="carry it as a whole model, not as an adapter",
-        ) from error
-    spots = every_name(config)
+        problem, remedy = f"its class cannot be built ({short(error)})", "carry it as a whole model, not as an adapter"
+        raise CheckpointError(problem, where=base.name, remedy=remedy) from error
     return {
-        (spot.module, spot.place, spot.index, spot.info.key): parameter
-        for parameter, _ in model.named_parameters(remove_duplicate=False)
-        if (spot := spots.get(parameter)) is not None
+        (block.module, block.place, block.index, info.key): info.name
+        for block in architecture_of(model, untie=True).blocks
+        for info in block.tensors
     }

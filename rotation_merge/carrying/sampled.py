@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block
-from rotation_merge.averaging.polish import PolishOptions
+from rotation_merge.averaging.polish import PolishOptions, polish
 from rotation_merge.averaging.task_vectors import added_by_wudi
 from rotation_merge.carrying.carrier import Change, Changes
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN
 from rotation_merge.carrying.delta import Delta, with_changes
-from rotation_merge.carrying.distil import DistillationSamples, adapter_in_training, distil
+from rotation_merge.carrying.distil import STEP_BATCHES, adapter_in_training, answered_by_target
 from rotation_merge.carrying.judge import AT_ONCE, HELD_OUT, SCALES, RecoveredLift, TransferSamples, read_parts
 from rotation_merge.carrying.lora import adapter_changes, adapter_of
-from rotation_merge.carrying.refit import HEAD_RIDGE, ChangeOptions, refit_change
+from rotation_merge.carrying.refit import ChangeOptions, refit_change
+from rotation_merge.carrying.work import Transfer
 from rotation_merge.files import Store
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.blocks import read_tensor, unstack
@@ -36,11 +37,11 @@ from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Runner
 from rotation_merge.workers import Progress
 
-if TYPE_CHECKING:
-    from rotation_merge.carrying.transfer import Transfer
-
 CROSS_ENTROPY = ("next token", "masked token", "class")
 """Tasks whose loss is the cross entropy of the softmax of the logits."""
+
+HEAD_RIDGE = 3e-3
+"""Of a head that is fitted to probabilities, per position and mean square of its inputs."""
 
 Judgement = Mapping[str, tuple[float, float]]
 """Losses by method, see `HeldOutSamples.losses`."""
@@ -253,18 +254,28 @@ class _Sampling:
         """The new base's tensors after some steps of training from a refit, and a line on it."""
         transfer, config, choice = self.transfer, self.transfer.config, self.parts.choice.tuned
         held_out = unpadded(choice.batches, config.data)
+        samples = [*solved, *held_out]
         options = f"{config} {transfer.execution} {self.rank}"
         files = [config.alignment] if isinstance(config.alignment, str) else []
-        models = [*self.views.values()]
-        samples = data_hash([*solved, *held_out, *own])
         with Store(self.place) as work:
-            work.begin(mark_of(models, files, options=options, samples=samples))
-            last = len(held_out), max(1, round(HELD_OUT * len(own)))
-            lessons = DistillationSamples([*solved, *held_out], own, last, choice)
+            key = mark_of(self.views.values(), files, options=options, samples=data_hash([*samples, *own]))
+            work.begin(key)
             loaders = {name: partial(self.module, view) for name, view in self.views.items()}
-            student, training = self._student(tensors), PolishOptions(config.steps, lora=self.rank, seed=config.seed)
-            report = distil(loaders, student, lessons, training, work, self.progress)
-        return self._trained(student), report.words(config.steps)
+            share, answered = answered_by_target(loaders, choice, samples, own, work)
+            student = self._student(tensors)
+            last = (len(held_out), max(1, round(HELD_OUT * len(own))))[: len(answered)]
+            training = PolishOptions(
+                config.steps,
+                lora=self.rank,
+                seed=config.seed,
+                last=last,
+                batches=STEP_BATCHES,
+                state=work.file("progress.safetensors"),
+            )
+            report = polish(student, answered, training, self.progress)
+        target = "tuned + new - old" if share == 1 else f"tuned + {share:g} (new - old)"
+        line = f"Distilled for {config.steps} steps from the refit towards the logits {target}: {report.verdict()}."
+        return self._trained(student), line
 
     def _student(self, tensors: Mapping[str, Tensor]) -> Any:
         """The model to train: all of it, or only the factors of an adapter."""

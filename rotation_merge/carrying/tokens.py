@@ -237,20 +237,22 @@ class AddedTokens:
         """The old base's config with the vocabulary size including added tokens."""
         return {**config, **sized(config, self.old_length, self.lengths[1])}
 
-    def files(self, base_files: Mapping[str, bytes]) -> dict[str, bytes]:
+    def files(self, base_files: Mapping[str, bytes] | None) -> dict[str, bytes]:
         """Small files of the output: tokenizer, template and special tokens in place of the new base's.
 
         Args:
-            base_files: the new base's, of a model; none, of an adapter.
+            base_files: the new base's, of a model; None, of an adapter.
         """
-        files = dict(base_files)
+        files = dict(base_files or {})
         if self.tokenizers[2] is not None and (self.tokens or self.template) and (self.whole or self.tokenizer):
             with TemporaryFolder() as folder:
                 if self.tokenizer is not None:
                     self.tokenizer.save_pretrained(folder)
                 files = {name: content for name, content in files.items() if not TOKENIZER.fullmatch(name)}
                 files |= _tokenizer_files(self.folder if self.tokenizer is None else folder)
-        if self.model is not None and (changed := self._numbers(self.model, GENERATION)):
+        if self.model is None or base_files is None:
+            return files
+        if changed := self._numbers(self.model, GENERATION):
             entries = {**json.loads(files.get(GENERATION, b"{}")), **changed}
             files[GENERATION] = f"{json.dumps(entries, indent=2)}\n".encode()
         return files

@@ -108,8 +108,8 @@ def command(
     force = bool(context.params["force"])
     progress = Progress()
     with kept_beside(out, mark, device) as ledger:
-        near = "carried" if force or "data" in given_options else "named"
-        execution = Execution(device, storage, ledger, force, near)
+        carries = force or "data" in given_options
+        execution = Execution(device, storage, ledger, force, "carried" if carries else "named")
         results = carry(jobs, old, new, config, execution, progress)
     progress.close()
     if as_json:
