@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-import torch
 import yaml
 
 from rotation_merge.architecture import Architecture
 from rotation_merge.carrying.carrier import RowPair
 from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.delta import with_base_rows
 from rotation_merge.carrying.judge import parted
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.alignment import Alignment
@@ -26,7 +26,7 @@ from rotation_merge.model.forms import other_form, restructured, same_form
 from rotation_merge.model.labels import in_class_order, label_rows
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.open import ModelLike
-from rotation_merge.model.rows import resized_vocabulary, vocabulary_subset
+from rotation_merge.model.rows import vocabulary_subset
 from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, shared_rows, vocabulary_size
@@ -130,8 +130,7 @@ class Bases:
         before, size = (vocabulary_size(view) or 0 for view in (pair.anchor, pair.donor))
         length = length or before
         if length != size:
-            absent = torch.arange(min(before, size), before)
-            source = resized_vocabulary(pair.architecture, source, length, stored, (absent, absent))
+            source = with_base_rows(pair.architecture, source, stored, (size, before), length)
         config = {**pair.donor.config, **sized(pair.donor.config, size, length)}
         tensors = as_tensors(self._named(source, pair.donor))
         return replace(pair.donor, tensors=tensors, architecture=self.architecture, config=config, untie=True)

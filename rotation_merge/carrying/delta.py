@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block, TensorInfo
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.carrying.carrier import Carrier, Change, Changes, RowPair, is_bias, weight_key
 from rotation_merge.errors import AlignmentError, not_written
 from rotation_merge.matching.alignment import Alignment
@@ -60,9 +60,9 @@ class Delta:
         """
         opened, fine = open_model(base, "base"), open_model(tuned, "tuned")
         check_names(opened, fine)
-        source = fine.tensors
-        if cut and (length := vocabulary_size(opened)) not in (None, vocabulary_size(fine)):
-            source = with_base_rows(opened, fine, length or 0)
+        source, sizes = fine.tensors, (vocabulary_size(fine) or 0, vocabulary_size(opened) or 0)
+        if cut and sizes[0] != sizes[1]:
+            source = with_base_rows(opened.architecture, source, opened.tensors, sizes, sizes[1])
         for name, shape in opened.shapes.items():
             if source.shapes.get(name, shape) != shape:
                 problem = f"'{name}' has the shape {source.shapes[name]}, in {opened.name} {shape}"
@@ -260,11 +260,16 @@ class Delta:
         return change, float(old.square().sum())
 
 
-def with_base_rows(base: View, fine: View, length: int) -> Tensors:
-    """A fine-tune with a vocabulary of the base's length: cut, or extended by the base's rows."""
-    known = vocabulary_size(fine) or 0
-    absent = torch.arange(min(known, length), length)
-    return resized_vocabulary(base.architecture, fine.tensors, length, base.tensors, (absent, absent))
+def with_base_rows(
+    architecture: Architecture, tuned: TensorSource, base: TensorSource, sizes: tuple[int, int], length: int
+) -> Tensors:
+    """A fine-tune with a vocabulary of another length: cut, or extended by the base's rows.
+
+    Args:
+        sizes: rows of the fine-tune's vocabulary, and of the base's.
+    """
+    absent = torch.arange(min(sizes), sizes[1])
+    return resized_vocabulary(architecture, tuned, length, base, (absent, absent))
 
 
 def with_changes(
