@@ -17,7 +17,10 @@ from rotation_merge.averaging.low_rank import with_lora
 from rotation_merge.averaging.methods import BLOCK, MODEL, numbers_for, plan_of
 from rotation_merge.averaging.polish import TOGETHER, PolishConfig, PolishOptions, SharedBody, check_trainable
 from rotation_merge.averaging.polish import polish as distil
+from rotation_merge.carrying.bases import Execution, is_adapter_folder, open_bases
 from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.transfer import carried
+from rotation_merge.carrying.work import transfers
 from rotation_merge.errors import CheckpointError, RecipeError, not_written, short
 from rotation_merge.files import FOLDER, Input, Output, TemporaryFolder, check_output
 from rotation_merge.linalg.seeding import seeded
@@ -482,38 +485,43 @@ def transfer(
         RotationMergeError: unknown options or some without effect, an unsupported architecture, tensors that do not
             fit.
     """
-    from rotation_merge.carrying.bases import Execution, is_adapter_folder, open_bases
-    from rotation_merge.carrying.transfer import carried
-    from rotation_merge.carrying.work import transfers
-
     chosen = _with_given_alignment(TransferConfig.from_values(options, config), old)
     chosen.check_use()
-    if type(samples) is int:
-        chosen, samples = replace(chosen, samples=samples), None
     tuned = os.fspath(tuned) if isinstance(tuned, os.PathLike) else tuned
     adapter = isinstance(tuned, str) and is_adapter_folder(tuned)
-    names = ("new", "old") if adapter else ("new", "old", "tuned")
-    first, second, *fine = (open_model(model, name) for model, name in zip((new, old, tuned), names, strict=False))
-    for view in fine:
-        check_names(first, view)
+    first, second = open_model(new, "new"), open_model(old, "old")
+    work = tuned if adapter else open_model(tuned, "tuned")
+    if isinstance(work, View) and None in (first.files, work.files):
+        check_names(first, work)
+    chosen, execution, samples = _run_of(chosen, samples, first, second)
     whole = not adapter and not chosen.rank and chosen.method == "weights"
     bases = open_bases(first, second, untie=chosen.untie or not whole, watched=False)
-    match = None
-    if chosen.matched_on != WEIGHTS and (samples is not None or first.files is None or second.files is None):
-        match = _matcher(chosen.matched_on, chosen.data if samples is None else samples, first, second)
-    if samples is not None:
-        source = str(samples) if isinstance(samples, str | os.PathLike) else "samples in memory"
-        chosen, samples = replace(chosen, data=source), None if source == samples else samples
-    execution = Execution(storage=StorageOptions(untie=chosen.untie), near="added", match=match, watched=False)
-    (job,) = transfers([tuned if adapter else fine[0]], bases, chosen, execution)
+    (job,) = transfers([work], bases, chosen, execution)
     with TemporaryFolder() as folder:
         value = carried(job, os.path.join(folder, "out"), samples)
-    if isinstance(value, View) and value.left_out:
-        LOG.warning("%s", not_written(sorted(value.left_out)))
     if isinstance(value, AdapterWeights) and first.files is None:
         named = getattr(new, "name_or_path", None) or None
         return replace(value, config={**value.config, "base_model_name_or_path": named})
+    if isinstance(value, View) and value.left_out:
+        LOG.warning("%s", not_written(sorted(value.left_out)))
     return value
+
+
+def _run_of(
+    config: TransferConfig, samples: Samples, new: View, old: View
+) -> tuple[TransferConfig, Execution, Samples]:
+    """How a transfer runs: its config with what the samples are called, its settings, and samples in memory."""
+    if type(samples) is int:
+        config, samples = replace(config, samples=samples), None
+    match = None
+    if config.matched_on != WEIGHTS and (samples is not None or None in (new.files, old.files)):
+        match = _matcher(config.matched_on, config.data if samples is None else samples, new, old)
+    execution = Execution(storage=StorageOptions(untie=config.untie), near="added", match=match, watched=False)
+    if samples is None:
+        return config, execution, None
+    if isinstance(samples, str | os.PathLike):
+        return replace(config, data=os.fspath(samples)), execution, None
+    return replace(config, data="samples in memory"), execution, samples
 
 
 def _with_given_alignment(config: TransferConfig, old: ModelLike) -> TransferConfig:

@@ -12,9 +12,8 @@ from mergekit.options import MergeOptions
 from pydantic import Field
 from torch import Tensor
 
-from rotation_merge.carrying.bases import open_bases
+from rotation_merge.carrying.bases import Execution, open_bases
 from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.bases import Execution
 from rotation_merge.carrying.tokens import AddedTokens
 from rotation_merge.carrying.transfer import transferred
 from rotation_merge.errors import RecipeError
