@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,9 +17,11 @@ from rotation_merge.averaging.parameters import numbers_for
 from rotation_merge.averaging.polish import PolishConfig
 from rotation_merge.averaging.polish_models import polished
 from rotation_merge.averaging.refit_models import refitted_later
+from rotation_merge.carrying.bases import Execution, is_adapter_folder, open_bases
 from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.delta import Delta
-from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, not_written, short
+from rotation_merge.carrying.transfer import carried
+from rotation_merge.carrying.work import transfers
+from rotation_merge.errors import CheckpointError, RecipeError, not_written, short
 from rotation_merge.files import FOLDER, Input, Output, TemporaryFolder, check_output
 from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.alignment import Alignment
@@ -33,17 +34,14 @@ from rotation_merge.mergekit_plugin.average import average_views, delegate_of, p
 from rotation_merge.mergekit_plugin.keys import BY_NAME
 from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.adapter_files import AdapterWeights
-from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.fold import unfolded_gain
 from rotation_merge.model.heads import under_heads
 from rotation_merge.model.labels import in_class_order, with_classes_of
 from rotation_merge.model.naming import check_different
-from rotation_merge.model.nearness import nearness
 from rotation_merge.model.open import ModelLike, check_names, open_model, paths_of, several, whole_path
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import shared_rows
-from rotation_merge.model.writing import StorageOptions, small_files
-from rotation_merge.record import MergeReport
+from rotation_merge.model.writing import StorageOptions
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import Samples, data_in_memory, for_each, read_samples
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
@@ -493,7 +491,8 @@ def transfer(
         old, new: bases of one architecture; not modified.
         config: how; or name its fields, and those of `AlignConfig`, as options. Without options of matching, between
             bases that share their coordinates, nothing is matched: the change is added as it is.
-        samples: of `match_on` other than weights, as of `align`; None: `data` of the config.
+        samples: batches of forward's inputs, or the name of a source, that a change is solved from and judged by, and
+            of `match_on` other than weights; or the number of them, as in the config. None: `data` of the config.
 
     Returns:
         The new base with the carried change: of weights lazily (folded where the stream is rotated, and then without
@@ -507,32 +506,41 @@ def transfer(
     """
     chosen = _with_given_alignment(TransferConfig.from_values(options, config), old)
     chosen.check_use()
-    adapter = isinstance(tuned, str | os.PathLike) and is_adapter(os.fspath(tuned))
-    if adapter or chosen.needs_samples or chosen.rank or chosen.alignment is not None:
-        return _transferred_files(tuned, old, new, chosen)
-    bases = [
-        open_model(model, name, untie=chosen.untie) for model, name in ((new, "new"), (old, "old"), (tuned, "tuned"))
-    ]
-    first, second, third = bases
-    for model in (second, third):
-        check_pair(first, model, chosen.match, untie=chosen.untie)
-        check_names(first, model)
-    if _with_tokens(tuned, old, new):
-        return _transferred_files(tuned, old, new, chosen)
-    near = nearness(first.architecture, first.tensors, second.tensors)
-    added = near.shared and chosen.match == TransferConfig().match and chosen.match_on is None
-    match = NOTHING if added else chosen.match
-    if samples is None and chosen.matched_on != WEIGHTS:
-        samples = chosen.data
-    alignment = align(first, second, match, match_on=chosen.matched_on, samples=samples, untie=chosen.untie)
-    delta = Delta.between(second, third).moved(alignment, first, strict=False)  # it was made of this base
-    carried = delta.scaled(1.0 if chosen.factor is None else chosen.factor).applied()
-    for note in carried.notes:
-        LOG.warning("%s", note)
-    shared = f"The bases share their coordinates ({near.words}): nothing was matched, the change is added as it is."
-    notes = [shared] if added else []
-    notes += alignment.report.notes if alignment.report is not None else []
-    return replace(carried, notes=tuple(dict.fromkeys([*notes, *carried.notes])), report=alignment.report)
+    tuned = os.fspath(tuned) if isinstance(tuned, os.PathLike) else tuned
+    adapter = isinstance(tuned, str) and is_adapter_folder(tuned)
+    first, second = open_model(new, "new"), open_model(old, "old")
+    work = tuned if adapter else open_model(tuned, "tuned")
+    if isinstance(work, View) and None in (first.files, work.files):
+        check_names(first, work)
+    chosen, execution, samples = _run_of(chosen, samples, first, second)
+    whole = not adapter and not chosen.rank and chosen.method == "weights"
+    bases = open_bases(first, second, untie=chosen.untie or not whole, watched=False)
+    (job,) = transfers([work], bases, chosen, execution)
+    with TemporaryFolder() as folder:
+        value = carried(job, os.path.join(folder, "out"), samples)
+    if isinstance(value, AdapterWeights) and first.files is None:
+        named = getattr(new, "name_or_path", None) or None
+        return replace(value, config={**value.config, "base_model_name_or_path": named})
+    if isinstance(value, View) and value.left_out:
+        LOG.warning("%s", not_written(sorted(value.left_out)))
+    return value
+
+
+def _run_of(
+    config: TransferConfig, samples: Samples, new: View, old: View
+) -> tuple[TransferConfig, Execution, Samples]:
+    """How a transfer runs: its config with what the samples are called, its settings, and samples in memory."""
+    if type(samples) is int:
+        config, samples = replace(config, samples=samples), None
+    match = None
+    if config.matched_on != WEIGHTS and (samples is not None or None in (new.files, old.files)):
+        match = _matcher(config.matched_on, config.data if samples is None else samples, new, old)
+    execution = Execution(storage=StorageOptions(untie=config.untie), near="added", match=match, watched=False)
+    if samples is None:
+        return config, execution, None
+    if isinstance(samples, str | os.PathLike):
+        return replace(config, data=os.fspath(samples)), execution, None
+    return replace(config, data="samples in memory"), execution, samples
 
 
 def _with_given_alignment(config: TransferConfig, old: ModelLike) -> TransferConfig:
@@ -551,62 +559,6 @@ def _with_given_alignment(config: TransferConfig, old: ModelLike) -> TransferCon
         problem = f"option 'alignment' is {short(repr(alignment))}"
         raise RecipeError(problem, remedy="it must be an Alignment of old to new, or its file")
     return config
-
-
-def _with_tokens(tuned: ModelLike, old: ModelLike, new: ModelLike) -> bool:
-    """Whether a fine-tune has a chat template or tokens beyond its base; unknown for models in memory."""
-    from rotation_merge.carrying.bases import open_bases
-    from rotation_merge.carrying.tokens import adds_tokens
-
-    if not all(isinstance(model, str | os.PathLike) for model in (tuned, old, new)):
-        return False
-    return adds_tokens(os.fspath(tuned), open_bases(os.fspath(new), os.fspath(old)))
-
-
-def _transferred_files(
-    tuned: ModelLike, old: ModelLike, new: ModelLike, config: TransferConfig
-) -> View | AdapterWeights:
-    """Return the results of a transfer run on checkpoint files.
-
-    Models in memory are first written to a temporary folder.
-    """
-    from rotation_merge.carrying.session import Execution
-    from rotation_merge.carrying.transfer import carry
-
-    with TemporaryFolder() as folder:
-
-        def path_of(name: str, model: ModelLike) -> str:
-            if isinstance(model, str | os.PathLike):
-                return os.fspath(model)
-            as_stored(open_model(model, name)).save_pretrained(path := os.path.join(folder, name))
-            return path
-
-        work, *bases = (path_of(name, model) for name, model in (("tuned", tuned), ("old", old), ("new", new)))
-
-        def named(text: str) -> str:
-            """A text with what models in memory are called instead of the places where they were written."""
-            return text.replace(f"{folder}{os.sep}", "")
-
-        out = os.path.join(folder, "out")
-        execution = Execution(storage=StorageOptions(untie=config.untie), even_if_near=True)
-        try:
-            (result,) = carry({out: work}, bases[0], bases[1], config, execution)
-        except RotationMergeError as error:
-            raise type(error)(
-                named(error.what), where=error.where and named(error.where), remedy=error.remedy and named(error.remedy)
-            ) from error
-        notes = tuple(map(named, result.lines))
-        report = None if result.report is None else MergeReport.from_dict(json.loads(named(result.report.text())))
-        if is_adapter(out):
-            written = Adapter(out)
-            tensors = {name: written.tensor(name).clone() for name in written.shapes}
-            base = bases[1] if isinstance(new, str | os.PathLike) else getattr(new, "name_or_path", None) or None
-            facts = {**written.config, "base_model_name_or_path": base}
-            return AdapterWeights(facts, tensors, small_files(out), notes, report)
-        checkpoint = open_model(out)
-        state = {name: tensor.clone() for name, tensor in checkpoint.items()}
-        opened = open_model((state, checkpoint.config), f"{named(work)}, carried", untie=config.untie)
-        return as_stored(replace(opened, beside=small_files(out), notes=tuple(dict.fromkeys(notes)), report=report))
 
 
 def _matcher(how: str, samples: Samples, anchor: View, donor: View) -> Match:

@@ -38,6 +38,8 @@ from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.match import match_model
 from rotation_merge.mergekit_plugin.planning.transport import PlanStreams
 from rotation_merge.model.blocks import read_block, unstack
+from rotation_merge.model.tensors import as_tensors
+from rotation_merge.model.view import View
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import architecture_of
@@ -270,8 +272,8 @@ def _tuned(base: Path, task: str, steps: int) -> Model:
 
 def _moved(carrier: Carrier, tuned: Model) -> dict[str, tuple[Tensor, Tensor]]:
     """A fine-tune's change moved by an alignment, as `ScaledChange` has it."""
-    change = Delta(carrier, tuned.state)
-    start, end = (dict(change.scaled(scale).named(torch.float32)) for scale in (0.0, 1.0))
+    change = Delta(carrier, tuned.state, View("new", {}, carrier.architecture, as_tensors(carrier.new)))
+    start, end = (dict(change.scaled(scale).applied().to(torch.float32).blocks()) for scale in (0.0, 1.0))
     return {name: (tensor, end[name] - tensor) for name, tensor in start.items()}
 
 

@@ -14,6 +14,7 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor
 from rotation_merge.carrying.carrier import Carrier, Change, Changes
 from rotation_merge.errors import AlignmentError, CheckpointError
+from rotation_merge.matching.run import change_note
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapters import WHOLE, WRONG_BASE, Adapter, PlacedChange, placed_changes
 from rotation_merge.model.blocks import check_shape, read_tensor
@@ -26,25 +27,6 @@ from rotation_merge.model.tensors import TensorSource
 SMALLER = f"use 'residual: permutation', or {WHOLE}"
 
 
-@dataclass
-class CarriedAdapter:
-    """An adapter for the new base.
-
-    Attributes:
-        norms: squared norm of every change, and of the old base's tensor before it, by tensor.
-        constants: modules that got a bias, because a norm of the old base shifts their inputs.
-    """
-
-    adapter: AdapterWeights
-    norms: dict[str, tuple[float, float]] = field(default_factory=dict)
-    constants: list[str] = field(default_factory=list)
-
-    def add_norm(self, info: TensorInfo, change: Change, old: Tensor | None) -> None:
-        so_far = self.norms.get(info.name, (0.0, 0.0))[0]
-        before = 0.0 if old is None else float(old.double().square().sum())
-        self.norms[info.name] = so_far + float(dense(change, info).square().sum()), before
-
-
 def carry_adapter(
     adapter: Adapter,
     carrier: Carrier,
@@ -52,7 +34,7 @@ def carry_adapter(
     new_name: str,
     scale: float,
     rows: LabelRows | None,
-) -> CarriedAdapter:
+) -> tuple[AdapterWeights, list[str]]:
     """Carry an adapter of the old base to the new one.
 
     If the new base is the old one in other coordinates, it has with the carried adapter the old one's outputs with its
@@ -65,25 +47,25 @@ def carry_adapter(
         scale: factor of every change.
         rows: order that brings the old base's classes into the new one's (see `model/labels.py`).
 
+    Returns:
+        The adapter, and lines on it.
+
     Raises:
         CheckpointError: the adapter does not belong to the old base, or changes a tensor that the new base lacks.
         AlignmentError: a form of change that these maps cannot carry; names it and the remedy.
     """
     changes = placed_changes(adapter, config)
-    result = CarriedAdapter(
-        AdapterWeights({**adapter.config, "base_model_name_or_path": new_name, "revision": None}, {})
-    )
-    stored, carrier = carrier.architecture, _with_all(carrier, [change.spot for change in changes])
-    for block in carrier.architecture.blocks:
-        in_block = [change for change in changes if change.spot.in_block(block)]
-        entries = [change for change in in_block if change.a]
-        saved = {change.value: change.spot.info.key for change in in_block if change.value}
-        if entries or saved:
-            _BlockOfAdapter(adapter, carrier, block, result, scale, rows or {}).carry(entries, saved)
-    if result.constants:
-        _give_biases(adapter, [change for change in changes if change.a], result)
-    result.adapter = separated_adapter(result.adapter, changes, stored, adapter.path)
-    return result
+    extended = _with_all(carrier, [change.spot for change in changes])
+    moving = _MovingAdapter(adapter, extended, scale, rows or {}, extended.architecture.blocks[0])
+    for block in extended.architecture.blocks:
+        if in_block := [change for change in changes if change.spot.in_block(block)]:
+            replace(moving, block=block).carry(in_block)
+    facts = {**adapter.config, "base_model_name_or_path": new_name, "revision": None}
+    if moving.constants:
+        moving.give_biases([change for change in changes if change.a])
+        facts |= {"lora_bias": True, "init_lora_weights": True}
+    written = AdapterWeights(facts, moving.tensors)
+    return separated_adapter(written, changes, carrier.architecture, adapter.path), moving.notes()
 
 
 def _with_all(carrier: Carrier, spots: Iterable[PossibleTensor]) -> Carrier:
@@ -106,25 +88,48 @@ def _extended(architecture: Architecture, spots: Iterable[PossibleTensor]) -> Ar
 
 
 @dataclass
-class _BlockOfAdapter:
-    """One block's part of an adapter."""
+class _MovingAdapter:
+    """An adapter on its way to the new base, block by block.
+
+    Attributes:
+        scale: factor of every change.
+        rows: order that brings the old base's classes into the new one's.
+        block: the present one.
+        tensors: of the new adapter.
+        norms: squared norm of every change, and of the old base's tensor before it, by tensor.
+        constants: modules that got a bias, because a norm of the old base shifts their inputs.
+    """
 
     adapter: Adapter
     carrier: Carrier
+    scale: float
+    rows: LabelRows
     block: Block
-    result: CarriedAdapter
-    scale: float = 1.0
-    rows: LabelRows = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    norms: dict[str, tuple[float, float]] = field(default_factory=dict)
+    constants: list[str] = field(default_factory=list)
 
-    def carry(self, entries: list[PlacedChange], saved: Mapping[str, str]) -> None:
-        """Carry the adapter's entries of this block, and its whole tensors.
+    def notes(self) -> list[str]:
+        """Lines on what was carried."""
+        warning = change_note("The change", *map(sum, zip(*self.norms.values(), strict=True)))
+        notes = [f"{len(self.norms)} changed tensors were carried.", *([warning] if warning else [])]
+        if self.constants:
+            count = len(self.constants)
+            notes.append(f"{count} modules got a bias (peft's lora_bias), because norms shift their inputs.")
+        return notes
 
-        Args:
-            saved: keys of the block's tensors that the adapter holds whole, by their names in it.
-        """
+    def _add_norm(self, info: TensorInfo, change: Change) -> None:
+        so_far, old = self.norms.get(info.name, (0.0, 0.0))[0], read_tensor(info, self.carrier.old)
+        before = 0.0 if old is None else float(old.double().square().sum())
+        self.norms[info.name] = so_far + float(dense(change, info).square().sum()), before
+
+    def carry(self, changes: Sequence[PlacedChange]) -> None:
+        """Carry the adapter's changes of this block, by factors and of whole tensors."""
         groups: dict[str, list[PlacedChange]] = {}
-        for entry in entries:
-            groups.setdefault(entry.spot.info.key, []).append(entry)
+        for entry in changes:
+            if entry.a:
+                groups.setdefault(entry.spot.info.key, []).append(entry)
+        saved = {change.value: change.spot.info.key for change in changes if change.value}
         low: Changes = {key: self._change(group) for key, group in groups.items()}
         moved = self.carrier.block(self.block, low)
         whole = self.carrier.block(self.block, {key: self._saved_change(name, key) for name, key in saved.items()})
@@ -218,7 +223,7 @@ class _BlockOfAdapter:
         """Put a carried change back under the adapter's names."""
         assert isinstance(moved, LowRank)
         first, info = entries[0], self._info(entries[0].spot.info.key)
-        self.result.add_norm(info, before, read_tensor(info, self.carrier.old))
+        self._add_norm(info, before)
         a, b = moved.a, moved.b
         if first.bias in self.adapter.shapes:
             self._put(first.bias, b[:, -1].reshape(-1))
@@ -230,7 +235,7 @@ class _BlockOfAdapter:
             self._put(entry.b, b if entry.expert is None else b[entry.expert])
 
     def _put(self, key: str, tensor: Tensor) -> None:
-        self.result.adapter.tensors[key] = tensor.to(self.adapter.tensor(key).dtype).contiguous()
+        self.tensors[key] = tensor.to(self.adapter.tensor(key).dtype).contiguous()
 
     def _write_constant(self, entry: PlacedChange, constant: Tensor) -> None:
         """Write the constant from a norm's shift as peft's `lora_bias` (which is multiplied by the scale)."""
@@ -238,11 +243,20 @@ class _BlockOfAdapter:
             raise self._refused(
                 f"the shift of a norm adds a constant to '{entry.module}', which cannot hold it", SMALLER
             )
-        tensors = self.result.adapter.tensors
-        bias, added = tensors.get(entry.bias), constant / entry.scale
+        bias, added = self.tensors.get(entry.bias), constant / entry.scale
         added = added if bias is None else bias.double() + added
-        tensors[entry.bias] = added.to(tensors[entry.b].dtype)
-        self.result.constants.append(entry.module)
+        self.tensors[entry.bias] = added.to(self.tensors[entry.b].dtype)
+        self.constants.append(entry.module)
+
+    def give_biases(self, entries: Iterable[PlacedChange]) -> None:
+        """Give every module a zero bias if any has one: peft knows only all or none (`lora_bias`)."""
+        for entry in entries:
+            if entry.embedding or (stacks(entry.spot.info) and entry.expert is None):
+                problem = f"a norm's shift adds a constant, but peft has no bias for '{entry.module}'"
+                raise AlignmentError(problem, where=self.adapter.path, remedy=SMALLER)
+            if entry.bias not in self.tensors:
+                b = self.tensors[entry.b]
+                self.tensors[entry.bias] = b.new_zeros(b.shape[0])
 
     def _write_magnitude(self, entry: PlacedChange, before: Change, moved: Change, constant: Tensor | None) -> None:
         """DoRA: each output keeps the ratio of its magnitude to the norm of its row with the product added.
@@ -270,9 +284,7 @@ class _BlockOfAdapter:
         columns = LowRank(ratio.new_zeros(2, width), torch.stack([ratio, torch.ones_like(ratio)], 1))
         placed = self.carrier.block(self.block, {info.key: columns})[info.key]
         assert isinstance(placed, LowRank)
-        ratio, carried_ones = placed.b.unbind(
-            1
-        )  # both permuted and rescaled; zero at tokens that only the new base has
+        ratio, carried_ones = placed.b.unbind(1)  # zero at tokens that only the new base has
         ratio = torch.where(carried_ones == 0, torch.ones_like(carried_ones), ratio / carried_ones)
         self._put(entry.magnitude, (ratio * lengths[1]).reshape(-1, *stored.shape[1:]))
 
@@ -293,7 +305,7 @@ class _BlockOfAdapter:
     def _write_saved(self, name: str, key: str, change: Change) -> None:
         info = self._info(key)
         moved = dense(change, info)
-        self.result.add_norm(info, self._saved_change(name, key), read_tensor(info, self.carrier.old))
+        self._add_norm(info, self._saved_change(name, key))
         new = read_tensor(info, self.carrier.new)
         self._put(name, moved if new is None else new.double() + moved)
 
@@ -304,21 +316,6 @@ def _holds(source: TensorSource, info: TensorInfo) -> bool:
 
 def _bias_of(key: str) -> str:
     return key.removesuffix("weight") + "bias"
-
-
-def _give_biases(adapter: Adapter, entries: Iterable[PlacedChange], result: CarriedAdapter) -> None:
-    """Give every module a zero bias if any has one: peft knows only all or none (`lora_bias`)."""
-    tensors = result.adapter.tensors
-    for entry in entries:
-        if entry.embedding or (stacks(entry.spot.info) and entry.expert is None):
-            raise AlignmentError(
-                f"a norm's shift adds a constant, but peft has no bias for '{entry.module}'",
-                where=adapter.path,
-                remedy=SMALLER,
-            )
-        if entry.bias not in tensors:
-            tensors[entry.bias] = tensors[entry.b].new_zeros(tensors[entry.b].shape[0])
-    result.adapter.config.update(lora_bias=True, init_lora_weights=True)
 
 
 def separated_adapter(

@@ -1,34 +1,63 @@
-"""An old and a new base, their relation, and the transfer of changes between them."""
+"""An old and a new base of one architecture: matched, or aligned by a file; fine-tunes under the new base's names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from typing import Any, Literal
 
-import torch
 import yaml
-from mergekit.common import dtype_from_name
 
 from rotation_merge.architecture import Architecture
-from rotation_merge.carrying.carrier import Carrier, RowPair
+from rotation_merge.carrying.carrier import RowPair
+from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.delta import with_base_rows
+from rotation_merge.carrying.judge import parted
+from rotation_merge.errors import RecipeError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.check_pair import check_pair
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import Pair, open_pair, read_file
-from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.matching.options import NOTHING, WEIGHTS
 from rotation_merge.matching.run import AppliedAlignment, Run
 from rotation_merge.model.adapters import Adapter, is_adapter, placed_changes
 from rotation_merge.model.forms import other_form, restructured, same_form
 from rotation_merge.model.labels import in_class_order, label_rows
 from rotation_merge.model.nearness import Nearness, nearness
-from rotation_merge.model.rows import resized_vocabulary, vocabulary_subset
-from rotation_merge.model.tensors import TensorSource
+from rotation_merge.model.open import ModelLike
+from rotation_merge.model.rows import vocabulary_subset
+from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, shared_rows, vocabulary_size
+from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import MergeReport
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers import Progress
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Device, storage and other settings of a transfer's run.
+
+    Attributes:
+        device: to compute on.
+        storage: options of writing models.
+        ledger: store of matching's intermediate results, to resume from.
+        force: carry adapters to the new base from one that is not their own.
+        near: what becomes of work between bases that share their coordinates: `named`, as usable without carrying;
+            `carried`; or `added`, without any matching, unless the config asks for some.
+        match: aligns the bases, instead of what the config says.
+        watched: take the bases' fingerprints, for a report that will be written.
+    """
+
+    device: str = "cpu"
+    storage: StorageOptions = field(default_factory=StorageOptions)
+    ledger: Ledger = field(default=NOWHERE, repr=False)
+    force: bool = False
+    near: Literal["named", "carried", "added"] = "named"
+    match: Match | None = field(default=None, repr=False)
+    watched: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,6 +78,11 @@ class Bases:
     def architecture(self) -> Architecture:
         return self.pair.architecture
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of the new base and of the old one."""
+        return str(self.new.reference), str(self.old.reference)
+
     @cached_property
     def rows(self) -> RowPair | None:
         """Rows of the shared tokens, the new base's first; None if the vocabularies are equal."""
@@ -66,14 +100,20 @@ class Bases:
         """The nearness of the two bases by a few matrices, cached."""
         return nearness(self.architecture, *self.sources)
 
+    @property
+    def near_words(self) -> str:
+        """Words on bases that share their coordinates."""
+        new, old = self.names
+        return f"{old} and {new} share their coordinates ({self.nearness.words})"
+
     def _named(self, source: TensorSource, model: View) -> TensorSource:
         """The tensors of the old base or of its fine-tune, under the new base's names."""
         if same_form(model.architecture, self.architecture):
             return source
         return restructured(source, model.architecture, self.architecture)
 
-    def tuned(self, path: str, length: int | None = None) -> TensorSource:
-        """A fine-tune of the old base.
+    def tuned(self, model: ModelLike, length: int | None = None) -> View:
+        """A fine-tune of the old base, in the new base's class order and under its names.
 
         Args:
             length: rows that its vocabulary is brought to, those that it lacks the base's; None: the base's.
@@ -81,70 +121,100 @@ class Bases:
         Raises:
             RotationMergeError: it is missing, damaged, or no fine-tune of that base.
         """
-        pair = open_pair(str(self.old.reference), path, NOTHING, True, self.pair.device, words=False, any_base=True)
+        base, device = self.old.as_filed, self.pair.device
+        pair = open_pair(base, model, NOTHING, True, device, words=False, any_base=True, watched=False)
         check_token_ids(pair.anchor, pair.donor, tuned=True)
         donor = pair.donor.as_filed
         pair = replace(pair, donor=in_class_order(donor, label_rows(self.new, donor)))
-        base, source = pair.sources
-        ends = [size or 0 for size in (vocabulary_size(pair.anchor), vocabulary_size(pair.donor))]
-        if (length := length or ends[0]) != ends[1]:
-            absent = torch.arange(min(ends), ends[0])
-            source = resized_vocabulary(pair.architecture, source, length, base, (absent, absent))
-        return self._named(source, pair.donor)
+        stored, source = pair.sources
+        before, size = (vocabulary_size(view) or 0 for view in (pair.anchor, pair.donor))
+        length = length or before
+        if length != size:
+            source = with_base_rows(pair.architecture, source, stored, (size, before), length)
+        config = {**pair.donor.config, **sized(pair.donor.config, size, length)}
+        tensors = as_tensors(self._named(source, pair.donor))
+        return replace(pair.donor, tensors=tensors, architecture=self.architecture, config=config, untie=True)
 
-    def match(
-        self,
-        options: AlignConfig,
-        progress: Progress | None = None,
-        match: Match = match_model,
-        ledger: Ledger = NOWHERE,
+    def aligned(
+        self, config: TransferConfig, execution: Execution, progress: Progress | None = None
     ) -> tuple[Alignment, MergeReport]:
-        """Match the old base to the new one: the alignment and its report."""
-        new, old = self.sources
-        architecture = self.architecture
-        options = check_pair(self.pair.checked.anchor, self.pair.checked.donor, options, untie=True).options
-        if self.rows is not None:
-            new, old = (
-                vocabulary_subset(architecture, source, rows)
-                for source, rows in zip((new, old), self.rows, strict=True)
-            )
-        run = Run()
-        alignment = match(architecture, new, old, options, progress, ledger=ledger)
-        run.aligned(str(self.old.reference), alignment)
-        if self.rows is not None:
-            run.note(f"The bases share {len(self.rows[0])} tokens: embeddings and heads were matched on them.")
-        return alignment, self.pair.report(
-            run, yaml.safe_dump(asdict(options), sort_keys=False), str(self.new.reference)
-        )
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """Names of the new base and of the old one."""
-        return str(self.new.reference), str(self.old.reference)
-
-    def given(self, path: str) -> tuple[Alignment, MergeReport]:
-        """Read the alignment file for these two bases.
+        """The alignment of the old base to the new one, and its report: from a file, or matched.
 
         Raises:
-            RotationMergeError: it cannot be read, or was made for other weights.
+            RotationMergeError: the file cannot be read, or was made for other weights; or they cannot be matched.
         """
-        run = Run()
-        run.note(f"The bases were aligned by the file {path}; nothing was matched.")
-        file, name = read_file(self.pair, path, untie=True), str(self.old.reference)
-        run.moved_by(name, AppliedAlignment(path, name, file.metadata))
-        return file.alignment, self.pair.report(run, base=str(self.new.reference))
+        run, (new, old) = Run(), self.names
+        if isinstance(config.alignment, str):
+            run.note(f"The bases were aligned by the file {config.alignment}; nothing was matched.")
+            file = read_file(self.pair, config.alignment, untie=True)
+            run.moved_by(old, AppliedAlignment(config.alignment, old, file.metadata))
+            return file.alignment, self.pair.report(run, base=new)
+        checked, untie = self.pair.checked, self.pair.untie
+        options = check_pair(checked.anchor, checked.donor, config.match, untie=untie).options
+        sources = self.sources
+        if self.rows is not None:
+            pairs = zip(sources, self.rows, strict=True)
+            first, second = (vocabulary_subset(self.architecture, source, rows) for source, rows in pairs)
+            sources = first, second
+        match = execution.match or self._matcher(config, execution.device)
+        alignment = match(self.architecture, *sources, options, progress, ledger=execution.ledger)
+        run.aligned(old, alignment)
+        if self.rows is not None:
+            run.note(f"The bases share {len(self.rows[0])} tokens: embeddings and heads were matched on them.")
+        return alignment, self.pair.report(run, yaml.safe_dump(asdict(options), sort_keys=False), new)
 
-    def carrier(self, alignment: Alignment, dtype: str | None = None) -> Carrier:
-        """The carrier of changes from the old base to the new one.
+    def _matcher(self, config: TransferConfig, device: str) -> Match:
+        """The function that aligns the bases."""
+        alignment = config.alignment
+        if isinstance(alignment, Alignment):
+            return lambda *_, **__: alignment
+        if config.matched_on == WEIGHTS:
+            return match_model
+        from rotation_merge.matching.match_on import SampleMatcher
+
+        part = (lambda data: parted(data)[0]) if config.needs_samples else (lambda data: data)
+        count, seed, length = config.sample_count, config.seed, config.length
+        return SampleMatcher(config.matched_on, *self.names, config.data, count, seed, device, length, part)
+
+    def check_head(self, storage: StorageOptions, folded: bool) -> None:
+        """Refuse a change of a head that is tied in the new base, without `untie`.
 
         Args:
-            dtype: that a carried model is stored in, if another than the new base's.
+            folded: whether the stream that the head reads is rotated.
         """
-        new, old = self.sources
-        return Carrier(self.architecture, old, new, alignment, self.rows, dtype_from_name(dtype))
+        tied = None if storage.untie else self.new.tied_head
+        if tied is None or not (folded or self.old.tied_head is None):
+            return
+        problem = f"a rotated stream needs an untied head, '{tied}' is tied to the embedding"
+        if not folded:
+            problem = f"'{tied}' is tied to the embedding, which {self.names[1]} has apart: its change has no place"
+        unrotated = "use 'residual: permutation', " if folded else ""
+        remedy = f"add 'untie' (the output then stores a separate head), {unrotated}or carry it as an adapter"
+        raise RecipeError(problem, where=self.names[0], remedy=remedy)
+
+    def changes_vocabulary(self, work: ModelLike) -> bool:
+        """Whether work changes rows of a vocabulary, which may mean other tokens in another base."""
+        if not is_adapter_folder(work):
+            return True
+        changes = placed_changes(Adapter(str(work)), self.old.config)
+        return any(change.spot.info.vocabulary_axis is not None for change in changes)
 
 
-def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True) -> Bases:
+def sized(config: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
+    """Entries of a config, or of a part of it, that name the size of a vocabulary, with another size."""
+    changed: dict[str, Any] = {"vocab_size": after} if config.get("vocab_size") == before else {}
+    for name, part in config.items():
+        if isinstance(part, dict) and part.get("vocab_size") == before:
+            changed[name] = {**part, "vocab_size": after}
+    return changed
+
+
+def is_adapter_folder(work: ModelLike) -> bool:
+    """Whether work is the folder of an adapter, not a model."""
+    return not isinstance(work, View) and is_adapter(str(work))
+
+
+def open_bases(new: ModelLike, old: ModelLike, device: str = "cpu", untie: bool = True, watched: bool = True) -> Bases:
     """Open two bases of one architecture and sizes.
 
     Their vocabularies may differ, and so may the form of their files: experts apart or stacked.
@@ -152,7 +222,7 @@ def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True) -> B
     Raises:
         RotationMergeError: one is missing, damaged, quantised or not supported, or they do not fit together.
     """
-    pair = open_pair(new, old, NOTHING, untie, device, words=False)
+    pair = open_pair(new, old, NOTHING, untie, device, words=False, watched=watched)
     donor = _in_form_of(pair.architecture, pair.checked.donor)
     return Bases(replace(pair, checked=replace(pair.checked, donor=donor)))
 
@@ -171,44 +241,3 @@ def _in_form_of(reference: Architecture, member: View) -> View:
             )
         blocks.append(block)
     return replace(member, architecture=replace(member.architecture, blocks=tuple(blocks)))
-
-
-def usable_as_it_is(works: Mapping[str, str], bases: Bases) -> dict[str, list[str]] | None:
-    """Lines on work that needs no carrying, by output directory; None if it must be carried.
-
-    Raises:
-        RotationMergeError: work cannot be read, or is not of the old base.
-    """
-    near = bases.nearness
-    if not near.shared or bases.old.rows:
-        return None
-    if bases.rows is not None and any(_by_token(work, bases) for work in works.values()):
-        return None
-    old, new = bases.old.reference, bases.new.reference
-    lines = {}
-    for out, work in works.items():
-        subject = f"{old} and {new} share their coordinates ({near.words})"
-        if is_adapter(work):
-            whole = [change.value for change in placed_changes(Adapter(work), bases.old.config) if change.value]
-            lines[out] = [f"{subject}: {work} can be used on {new} as it is."]
-            if whole:
-                lines[out].append(f"It replaces {len(whole)} whole tensors of the new base.")
-        else:
-            bases.tuned(work)  # opened, so that what is no fine-tune of the old base is refused
-            recipe = f"merge_method: task_arithmetic, base_model: {new}, weight 1 for {work} and -1 for {old}"
-            merge = f"merge_method: rotation_merge, delegate: wudi, base_model: {old}, models {new} and {work}"
-            lines[out] = [
-                f"{subject}: the change of {work} can be added to {new} as it is ({recipe}).",
-                f"A merge of {new} and {work} as two fine-tunes of {old} keeps more of what {new} knows ({merge}).",
-            ]
-        judging = "--scale auto --data FILE judges the change on samples"
-        lines[out].append(f"Nothing was written. {judging}, --force carries it anyway.")
-    return lines
-
-
-def _by_token(work: str, bases: Bases) -> bool:
-    """Whether work changes rows of a vocabulary, which may mean other tokens in another base."""
-    if not is_adapter(work):
-        return True
-    changes = placed_changes(Adapter(work), bases.old.config)
-    return any(change.spot.info.vocabulary_axis is not None for change in changes)

@@ -1,28 +1,28 @@
-"""The change of a fine-tune as a value: scaled, moved to another base, written.
-
-`Delta.tensors` gives the new base with the change (folded, where the alignment folds), `Delta.changes` the change of
-the new base as it is stored, and `Delta.factors` that change by the factors of an adapter.
-"""
+"""The change of a fine-tune as a value: scaled, moved to another base, applied, or cut to low rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.carrying.carrier import Carrier, Change, Changes, is_bias, weight_key
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.carrying.carrier import Carrier, Change, Changes, RowPair, is_bias, weight_key
 from rotation_merge.errors import AlignmentError, not_written
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.model.blocks import read_tensor, unstack
+from rotation_merge.model.blocks import blockwise, read_tensor, unstack
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.low_rank import LowRank, dense, stacks, transposed
 from rotation_merge.model.open import ModelLike, check_names, open_model
-from rotation_merge.model.rows import in_slices, views
-from rotation_merge.model.tensors import TensorSource, as_tensors
+from rotation_merge.model.rows import in_slices, resized_vocabulary, views
+from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import View
+from rotation_merge.model.vocabulary import vocabulary_size
+
+Record = Callable[[float, float], None]
+"""Takes the squared norms of a tensor's change and of the old base's tensor."""
 
 
 @dataclass(frozen=True)
@@ -32,51 +32,49 @@ class Delta:
     Attributes:
         carrier: the base that it is of (`old`), the one that it is for (`new`), and the maps between the two.
         tuned: the fine-tune's tensors, under the names of the carrier's architecture.
+        opened: the model that it is for.
         scale: factor of the change.
-        dtype: of the results; None: the new base's for storage.
-        solved: names of the tensors that were solved or trained for the new base itself; None: it is a fine-tune's
-            change. Solved tensors are read in float64 and already have the rank of an adapter, if one is wanted.
-        opened: the model that it is for, where it was made of models at hand.
+        precision: the least precise dtype of its computation.
     """
 
     carrier: Carrier
     tuned: TensorSource
+    opened: View = field(repr=False)
     scale: float = 1.0
-    dtype: torch.dtype | None = None
-    solved: frozenset[str] | None = None
-    opened: View | None = field(default=None, repr=False)
+    precision: torch.dtype = torch.float32
 
     def __repr__(self) -> str:
-        base = "" if self.opened is None else f"for {self.opened.name}, "
-        return f"Delta({base}scale {self.scale})"
+        return f"Delta(for {self.opened.name}, scale {self.scale})"
 
     @staticmethod
-    def between(base: ModelLike, tuned: ModelLike) -> Delta:
+    def between(base: ModelLike, tuned: ModelLike, *, cut: bool = False) -> Delta:
         """The change of a fine-tune from its base.
 
         Args:
             base, tuned: folders, names on the hub, modules, or pairs of a state dict and its config; `tuned` also
                 `base+adapter`; not modified.
+            cut: leave out rows that the fine-tune added to the vocabulary; rows that it lacks are unchanged.
 
         Raises:
             RotationMergeError: one cannot be opened, or a tensor is only in one of the two, or has another shape there.
         """
         opened, fine = open_model(base, "base"), open_model(tuned, "tuned")
         check_names(opened, fine)
+        source, sizes = fine.tensors, (vocabulary_size(fine) or 0, vocabulary_size(opened) or 0)
+        if cut and sizes[0] != sizes[1]:
+            source = with_base_rows(opened.architecture, source, opened.tensors, sizes, sizes[1])
         for name, shape in opened.shapes.items():
-            if fine.shapes.get(name, shape) != shape:
-                problem = f"'{name}' has the shape {fine.shapes[name]}, in {opened.name} {shape}"
+            if source.shapes.get(name, shape) != shape:
+                problem = f"'{name}' has the shape {source.shapes[name]}, in {opened.name} {shape}"
                 remedy = "name the base that it was tuned from, of the same class"
                 raise AlignmentError(problem, where=fine.name, remedy=remedy)
-        carrier = Carrier(opened.architecture, opened.tensors, opened.tensors, Alignment({}))
-        return Delta(carrier, fine.tensors, opened=opened)
+        return Delta.of_base(opened, source)
 
     @staticmethod
-    def from_solved(carrier: Carrier, tensors: Mapping[str, Tensor]) -> Delta:
-        """The change of a carrier's new base to tensors that were solved for it, by its names."""
-        new = carrier.new
-        base = Carrier(carrier.architecture, new, new, Alignment({}))
-        return Delta(base, as_tensors(new).replaced(tensors), solved=frozenset(tensors))
+    def of_base(base: View, tuned: TensorSource, precision: torch.dtype = torch.float32) -> Delta:
+        """The change from a base to tensors by its names."""
+        carrier = Carrier(base.architecture, base.tensors, base.tensors, Alignment({}))
+        return Delta(carrier, tuned, base, precision=precision)
 
     def scaled(self, factor: float) -> Delta:
         """The change times a factor."""
@@ -87,20 +85,23 @@ class Delta:
     def __neg__(self) -> Delta:
         return self.scaled(-1.0)
 
-    def moved(self, alignment: Alignment, new: ModelLike, strict: bool = True) -> Delta:
+    def moved(self, alignment: Alignment, new: ModelLike, strict: bool = True, *, rows: RowPair | None = None) -> Delta:
         """The change in the coordinates of another base: L (tuned - base) R^T of each map.
 
         Args:
-            alignment: of the base (the donor) to the other one (the anchor), whose class order the change takes.
+            alignment: of the base (the donor) to the other one (the anchor), whose class order the change takes. One
+                without facts on its models is taken as it is.
             new: the other base, which the change is for then.
             strict: as of `Alignment.apply`.
+            rows: rows of shared tokens in the new vocabulary and in the base's, int64, (tokens,) each; other rows of
+                the new base are unchanged. None: the vocabularies are equal.
 
         Raises:
             AlignmentError: the alignment is of another base, or of the language half of a model.
         """
         start, opened = self._settled(), open_model(new, "new")
         base, tuned = start._as_donor(alignment, strict)
-        carrier = Carrier(opened.architecture, base.tensors, opened.tensors, alignment)
+        carrier = Carrier(opened.architecture, base.tensors, opened.tensors, alignment, rows)
         return replace(start, carrier=carrier, tuned=tuned.tensors, opened=opened)
 
     def moved_by(self, alignment: Alignment, dtype: torch.dtype | None, strict: bool) -> Delta:
@@ -110,19 +111,17 @@ class Delta:
             AlignmentError: it is of another base than the alignment's donor, or of the language half of a model.
         """
         start, maps = self._settled(), alignment.without_biases()
-        assert start.opened is not None
         base, tuned = start._as_donor(maps, strict)
         moved = maps.apply(replace(start.opened, tensors=as_tensors(start.carrier.new)), dtype, strict)
         carrier = Carrier(base.architecture, base.tensors, moved.tensors, maps)
-        return replace(start, carrier=carrier, tuned=tuned.tensors, dtype=dtype, opened=moved)
+        return replace(start, carrier=carrier, tuned=tuned.tensors, opened=moved)
 
     def _as_donor(self, alignment: Alignment, strict: bool) -> tuple[View, View]:
         """The base and the fine-tune in the anchor's sizes and class order; errors as for `moved_by`."""
-        assert self.opened is not None
-        models = (replace(self.opened, tensors=as_tensors(source)) for source in (self.carrier.new, self.tuned))
-        base, tuned = (
-            alignment.opened_donor(model, check) for model, check in zip(models, (strict, False), strict=True)
-        )
+        base, tuned = (replace(self.opened, tensors=as_tensors(source)) for source in (self.carrier.new, self.tuned))
+        if alignment.basis is None:
+            return base, tuned
+        base, tuned = alignment.opened_donor(base, strict), alignment.opened_donor(tuned, False)
         if base.text is not None:
             problem = "the change of a text-only model cannot be moved as a value into a vision-language model"
             raise AlignmentError(problem, remedy="take Delta.between(alignment.apply(base), alignment.apply(tuned))")
@@ -130,109 +129,93 @@ class Delta:
 
     def _settled(self) -> Delta:
         """The change for its own base, after moving if it is moved."""
-        assert self.opened is not None, "only of models at hand"
         if self.carrier.old is self.carrier.new:
             return self
         base, tuned = (delta.applied().to(torch.float64) for delta in (self.scaled(0.0), self))
         return Delta.between(base, tuned)
 
-    def applied(self) -> View:
+    def applied(self, *, record: Record | None = None) -> View:
         """The base with the change, computed lazily.
 
         It is folded if the alignment folds, and then lacks layers that predict tokens further ahead.
-        """
-        assert self.opened is not None, "only of models at hand"
-        left_out = self.opened.unread if self.carrier.alignment.folded else []
-        notes = (not_written(left_out),) if left_out else ()
-        return self.opened.blockwise(self.tensor, left_out=frozenset(left_out), notes=notes)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The task vector: the change of each stored tensor of the base, by name."""
-        return self.changes()
-
-    @property
-    def precision(self) -> torch.dtype:
-        """The least precise dtype of the change's computation."""
-        return torch.float32 if self.solved is None else torch.float64
-
-    def _holds(self, info: TensorInfo) -> bool:
-        return self.solved is None or info.name in self.solved
-
-    def tensors(self) -> Iterator[tuple[TensorInfo, dict[str, Tensor], float, float]]:
-        """The new base with the carried change, tensor by tensor, in the new base's storage dtype.
-
-        Yields:
-            The tensor, its pieces by name, and the squared norms of its change and of the old base's tensor.
-        """
-        carrier = self.carrier
-        for block in carrier.architecture.blocks:
-            for info in block.tensors:
-                if not self._holds(info) or (stored := read_tensor(info, carrier.new)) is None:
-                    continue
-                if not stored.is_floating_point():
-                    yield info, unstack(info, stored), 0.0, 0.0
-                    continue
-                tensor, change, before = self.carried(block, info, stored)
-                yield info, unstack(info, tensor.to(self.dtype or stored.dtype).contiguous()), change, before
-
-    def named(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the new base with the change, by name; of a solved change, its tensors alone.
 
         Args:
-            dtype: storage type, rounded to once; None: that of the new base.
+            record: called for every tensor that is computed with the squared norms of its change and of the old
+                base's tensor.
         """
-        for _, pieces, *_ in replace(self, dtype=dtype).tensors():
-            yield from pieces.items()
+        left_out = self.opened.unread if self.carrier.alignment.folded else []
+        notes = (not_written(left_out),) if left_out else ()
 
-    def tensor(self, block: Block, info: TensorInfo, dtype: torch.dtype | None = None) -> Tensor | None:
+        def tensor(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
+            return self.tensor(block, info, dtype, record)
+
+        return self.opened.blockwise(tensor, left_out=frozenset(left_out), notes=notes)
+
+    def stored(self, left_out: str | None = None) -> Tensors:
+        """The base with the change in its storage form, unrounded: nothing is folded, and changes of norms of folded
+        streams are in the maps that read them.
+
+        Args:
+            left_out: a tensor that stays the base's.
+        """
+        return with_changes(self.carrier, lambda block: self.factors(block, None)[0], left_out)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The task vector: the change of each stored tensor of the base, by name, in float64."""
+        changes: dict[str, Tensor] = {}
+        for block in self.carrier.architecture.blocks:
+            for key, part in self.factors(block, None)[0].items():
+                if (info := block.tensor(key)) is not None:
+                    changes |= unstack(info, dense(part, info))
+        return changes
+
+    def tensor(
+        self, block: Block, info: TensorInfo, dtype: torch.dtype | None = None, record: Record | None = None
+    ) -> Tensor | None:
         """One tensor of the new base with the carried change, rounded once; None if the new base lacks it.
+
+        Long vocabularies that both bases share are computed in slices.
 
         Args:
             dtype: storage type; None: that of the new base.
+            record: see `applied`.
         """
         stored = read_tensor(info, self.carrier.new)
         if stored is None or not stored.is_floating_point():
             return stored
-        return replace(self, dtype=dtype).carried(block, info, stored)[0].to(dtype or stored.dtype).contiguous()
-
-    def carried(self, block: Block, info: TensorInfo, stored: Tensor) -> tuple[Tensor, float, float]:
-        """A tensor of the new base with the change, and the squared norms of the change and of the old base's tensor.
-
-        Args:
-            stored: the new base's; long vocabularies that are shared come in slices, rounded to its type.
-        """
-        sources, norms = (self.carrier.old, self.carrier.new, self.tuned), list[tuple[float, float]]()
+        sources = (self.carrier.old, self.carrier.new, self.tuned)
         same = info.vocabulary_axis is not None and self.carrier.rows is None
-        parts_of = views(block, sources if same else [])
+        norms, parts_of = list[tuple[float, float]](), views(block, sources if same else [])
 
-        def made(part: slice | None) -> Tensor:
-            view = self if part is None else self._of(*parts_of(part))
-            tensor, *both = view._with_change(block, info)
-            norms.append((both[0], both[1]))
+        def computed(part: slice | None) -> Tensor:
+            delta = self if part is None else self._of(*parts_of(part))
+            tensor, *squares = delta._with_change(block, info)
+            norms.append((squares[0], squares[1]))
             return tensor
 
         known = [tensor for source in sources if same and (tensor := read_tensor(info, source)) is not None]
-        result = in_slices(info, known, self.dtype or stored.dtype, made) if known else made(None)
-        change, before = map(sum, zip(*norms, strict=True))
-        return result, change, before
+        rounded = dtype or stored.dtype
+        result = in_slices(info, known, rounded, computed) if known else computed(None)
+        if record is not None:
+            record(*map(sum, zip(*norms, strict=True)))
+        return result.to(rounded).contiguous()
 
     def _of(self, old: TensorSource, new: TensorSource, tuned: TensorSource) -> Delta:
         """The same change between other sources."""
         return replace(self, carrier=replace(self.carrier, old=old, new=new), tuned=tuned)
 
     def _with_change(self, block: Block, info: TensorInfo) -> tuple[Tensor, float, float]:
-        """See `tensors`; without rounding."""
-        carrier = self.carrier
-        base = read_tensor(info, self._folded(carrier.new))
+        """A tensor with the change, unrounded, and the squared norms of the change and of the old base's tensor."""
+        base = read_tensor(info, self._folded(self.carrier.new))
         assert base is not None
         change, before = self._change(block, info)
-        moved = carrier.with_new_rows(block, info, carrier.moved(info, change))
+        moved = self.carrier.with_new_rows(block, info, self.carrier.moved(info, change))
         return base + self.scale * moved, float(change.square().sum()), before
 
     def factors(self, block: Block, rank: int | None) -> tuple[Changes, dict[str, tuple[float, float]]]:
         """A block's change in the new base's storage form, every matrix cut to low rank (None: not cut).
 
-        Changes of folded streams' norms go into the maps that read them.
+        Changes of folded streams' norms go into the maps that read them. Tensors that do not change are left out.
 
         Returns:
             The changes by key, those of biases and of other norms whole; and by key the squared norm of each, and the
@@ -241,41 +224,19 @@ class Delta:
         result: Changes = {}
         norms: dict[str, tuple[float, float]] = {}
         for info in sorted(block.tensors, key=lambda i: is_bias(i.key)):
-            if not self._holds(info) or read_tensor(info, self.carrier.new) is None:
+            if read_tensor(info, self.carrier.new) is None:
                 continue
             change, _ = self._change(block, info)
             weight = block.tensor(weight_key(info.key)) if is_bias(info.key) else None
             beside = dense(result[weight.key], weight) if weight is not None and weight.key in result else None
             moved = self.carrier.stored(block, info, change.double(), beside)
-            whole = self.scale * moved
-            if self.solved is None and not bool(whole.any()):
-                continue  # an adapter of what was solved has factors of zero where nothing is worth carrying
-            result[info.key] = cut = (
-                of_low_rank(whole, info, rank, trimmed=self.solved is None)
-                if rank is not None and len(info.axes) > 1
-                else whole
-            )
+            if not bool(moved.any()):
+                continue
+            whole, is_cut = self.scale * moved, rank is not None and len(info.axes) > 1
+            result[info.key] = cut = of_low_rank(whole, info, rank or 0, self.scale != 0) if is_cut else whole
             norm = float(whole.square().sum())
             norms[info.key] = norm, norm - float((whole - dense(cut, info)).square().sum())
         return result, norms
-
-    def changes(self, left_out: str | None = None, rank: int | None = None) -> dict[str, Tensor]:
-        """Changes of all tensors in the new base's storage form, by name, in float64.
-
-        Args:
-            left_out: a head that stays the embedding's tensor.
-            rank: that the change of every matrix is cut down to; None: not.
-        """
-        return {name: change for part in self.changes_by_block(left_out, rank) for name, change in part.items()}
-
-    def changes_by_block(self, left_out: str | None, rank: int | None = None) -> Iterator[dict[str, Tensor]]:
-        """Yield `changes` block by block, so that one block is in memory at a time."""
-        for block in self.carrier.architecture.blocks:
-            change: dict[str, Tensor] = {}
-            for key, part in self.factors(block, rank)[0].items():
-                if (info := block.tensor(key)) is not None and info.name != left_out:
-                    change |= unstack(info, dense(part, info))
-            yield change
 
     def _folded(self, source: TensorSource) -> TensorSource:
         carrier = self.carrier
@@ -297,6 +258,43 @@ class Delta:
             problem = f"'{info.name}' of the fine-tune or its base holds NaN or infinity"
             raise AlignmentError(problem, where=block.name, remedy="repair or replace the checkpoint")
         return change, float(old.square().sum())
+
+
+def with_base_rows(
+    architecture: Architecture, tuned: TensorSource, base: TensorSource, sizes: tuple[int, int], length: int
+) -> Tensors:
+    """A fine-tune with a vocabulary of another length: cut, or extended by the base's rows.
+
+    Args:
+        sizes: rows of the fine-tune's vocabulary, and of the base's.
+    """
+    absent = torch.arange(min(sizes), sizes[1])
+    return resized_vocabulary(architecture, tuned, length, base, (absent, absent))
+
+
+def with_changes(
+    carrier: Carrier, changes_of: Callable[[Block], Changes], left_out: str | None = None, scale: float = 1.0
+) -> Tensors:
+    """The new base with changes in its storage form, unrounded; those of one block are kept in memory.
+
+    Args:
+        changes_of: gives the changes of a block by key.
+        left_out: a tensor that stays as it is.
+    """
+    latest: dict[str, Changes] = {}
+
+    def tensor(block: Block, info: TensorInfo) -> Tensor | None:
+        if block.name not in latest:
+            changes = changes_of(block)
+            latest.clear()
+            latest[block.name] = changes
+        change, stored = latest[block.name].get(info.key), read_tensor(info, carrier.new)
+        if change is None or stored is None or info.name == left_out:
+            return None
+        added = dense(change, info)
+        return stored.to(added) + scale * added
+
+    return blockwise(carrier.architecture, carrier.new, tensor)
 
 
 NOTHING_LEFT = 1e-4

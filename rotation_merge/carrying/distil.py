@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rotation_merge.averaging.polish import PolishOptions, PolishReport, polish
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.matching.objective import is_distribution, main_output
@@ -35,36 +34,6 @@ SHARES = (1.0, 0.5)
 
 STEP_BATCHES = 4
 """Batches of a step."""
-
-Watch = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class DistillationSamples:
-    """Samples like the fine-tune's and, if it counts, text of the new base; the held-out ones come last.
-
-    Attributes:
-        samples, base_texts: batches without labels or padding.
-        last: number of batches of each that are held out.
-        choice: the held-out samples, with labels, that choose the target.
-    """
-
-    samples: Sequence[Batch]
-    base_texts: Sequence[Batch]
-    last: tuple[int, ...]
-    choice: Data
-
-
-@dataclass(frozen=True)
-class DistillationResult:
-    """The share of the new base's logits in the target, and the report of the training."""
-
-    share: float
-    report: PolishReport
-
-    def words(self, steps: int) -> list[str]:
-        target = "tuned + new - old" if self.share == 1 else f"tuned + {self.share:g} (new - old)"
-        return [f"Distilled for {steps} steps from the refit towards the logits {target}: {self.report.verdict()}."]
 
 
 @dataclass(frozen=True)
@@ -97,35 +66,35 @@ def best_target(models: Mapping[str, Any], samples: Data) -> TransferTarget:
     return min(targets, key=lambda target: evaluate(target, samples)[0])
 
 
-def distil(
+def answered_by_target(
     models: Mapping[str, Callable[[], Any]],
-    student: Any,
-    lessons: DistillationSamples,
-    options: PolishOptions,
+    choice: Data,
+    samples: Sequence[Batch],
+    base_texts: Sequence[Batch],
     work: Store,
-    watch: Watch | None = None,
-) -> DistillationResult:
-    """Train the student in place towards the better target.
+) -> tuple[float, list[AnsweredSamples]]:
+    """The better target's answers to samples, and the new base's own to its texts.
 
     Args:
-        models: `new`, `old` and `tuned`, made when they are needed.
-        student: its trainable parameters are those that require gradients.
-        work: folder of answers and progress, from which an interrupted run continues.
+        models: make `new`, `old` and `tuned` when they are needed.
+        choice: samples with labels, that choose the target.
+        work: folder of answers, which an interrupted run continues from.
+
+    Returns:
+        The target's share of the new base's logits, and the answers; those to the texts only where there are any.
     """
     path = work.file("answers.safetensors")
     if not path.exists():
-        target = best_target({name: make() for name, make in models.items()}, lessons.choice)
-        write_answers(target, lessons.samples, path, f"{target.share:g}")
+        target = best_target({name: make() for name, make in models.items()}, choice)
+        write_answers(target, samples, path, f"{target.share:g}")
         del target
     answered = [AnsweredSamples(path)]
-    if lessons.base_texts:
+    if base_texts:
         path = work.file("answers-of-new-base.safetensors")
         if not path.exists():
-            write_answers(models["new"](), lessons.base_texts, path, "new base")
+            write_answers(models["new"](), base_texts, path, "new base")
         answered.append(AnsweredSamples(path))
-    last = lessons.last[: len(answered)]
-    state = replace(options, last=last, batches=STEP_BATCHES, state=work.file("progress.safetensors"))
-    return DistillationResult(float(answered[0].mark), polish(student, answered, state, watch))
+    return float(answered[0].mark), answered
 
 
 def adapter_in_training(model: Any, written: AdapterWeights) -> Any:

@@ -11,9 +11,10 @@ from typing import Any
 
 from rotation_merge.carrying.config import NONE, TransferConfig
 from rotation_merge.errors import DataError
-from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches, split_batches
+from rotation_merge.model.view import View
+from rotation_merge.run.data import UNLABELLED, Data, Samples, examples_in, read_samples, split_batches
 from rotation_merge.run.evaluate import evaluate
-from rotation_merge.run.functions import Batch, local_path
+from rotation_merge.run.functions import Batch
 from rotation_merge.run.generated_samples import SELF, writes_text
 
 AT_ONCE = 16
@@ -65,34 +66,36 @@ class TransferSamples:
     judge: HeldOutSamples
 
 
-def read_parts(tuned: str, new: str, config: TransferConfig, load: Callable[[str], Any]) -> TransferSamples:
+def read_parts(
+    tuned: View, new: View, config: TransferConfig, samples: Samples, load: Callable[[View], Any]
+) -> TransferSamples:
     """The samples of a transfer, read or written by the models.
 
     Args:
-        load: makes a model of its name.
+        samples: batches, or the name of a source; None: the config's `data`.
+        load: makes the module of a model.
 
     Raises:
         DataError: the model writes no text and no data are given, or too few, or without labels.
     """
-    model = load(tuned)
-    if config.data == SELF and not writes_text(model):
-        raise DataError(f"{type(model).__name__} writes no text", where=tuned, remedy="give a file as 'data'")
-    data = read_batches(config.data, local_path(tuned), model, **config.reading(AT_ONCE))
+    source, model = config.data if samples is None else samples, load(tuned)
+    if source == SELF and not writes_text(model):
+        raise DataError(f"{type(model).__name__} writes no text", where=tuned.name, remedy="give a file as 'data'")
+    data = read_samples(tuned, source, **config.reading(AT_ONCE), module=model)
+    where = source if isinstance(source, str) else "samples"
     if data.task in UNLABELLED:
         problem = f"holds no labels for the loss of {type(model).__name__}"
-        raise DataError(problem, where=config.data, remedy="give data with labels, or carry by weights alone")
+        raise DataError(problem, where=where, remedy="give data with labels, or carry by weights alone")
     if len(data.batches) <= 1:
-        raise DataError(f"holds {data.examples} samples", where=config.data, remedy=f"give at least {2 * AT_ONCE}")
+        raise DataError(f"holds {data.examples} samples", where=where, remedy=f"give at least {2 * AT_ONCE}")
     solved, held_out = parted(data)
     choice, judge = halves(held_out)
-    base: Any = load(new)
+    base = load(new)
     if not writes_text(base):
         return TransferSamples(solved, HeldOutSamples(choice, choice, False), HeldOutSamples(judge, judge, False))
     few = replace(config, samples=AT_ONCE, seed=config.seed + 1)
-    base_texts = halves(read_batches(SELF, local_path(new), base, **few.reading(AT_ONCE)))
-    return TransferSamples(
-        solved, HeldOutSamples(choice, base_texts[0], True), HeldOutSamples(judge, base_texts[1], True)
-    )
+    own = halves(read_samples(new, SELF, **few.reading(AT_ONCE), module=base))
+    return TransferSamples(solved, HeldOutSamples(choice, own[0], True), HeldOutSamples(judge, own[1], True))
 
 
 def parted(data: Data) -> tuple[Data, Data]:

@@ -10,23 +10,20 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.architecture.registry import every_name
-from rotation_merge.carrying.carrier import Change, Changes, is_bias, weight_key
+from rotation_merge.carrying.carrier import Changes, is_bias, weight_key
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, short
 from rotation_merge.model.adapter_files import AdapterWeights
-from rotation_merge.model.blocks import read_tensor, unstack
+from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.low_rank import LowRank, dense, stacks, transposed
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.view import View
+from rotation_merge.run.functions import architecture_of
 
 PREFIX = "base_model.model."
 
 Kept = dict[str, tuple[float, float]]
 """By tensor: the squared norm of its change, and of the change at that rank."""
-
-WrittenChanges = list[tuple[TensorInfo, Change]]
-"""Changes of a block's tensors that an adapter holds."""
 
 
 def left_out(base: View) -> list[str]:
@@ -56,33 +53,23 @@ def adapter_of(delta: Delta, rank: int, base: View) -> tuple[AdapterWeights, Kep
     return AdapterWeights(writing.config(rank, base.config, str(base.reference)), writing.tensors), norms
 
 
-def adapter_changes(delta: Delta, rank: int, base: View) -> dict[str, WrittenChanges]:
-    """The changes that `adapter_of` writes, by block, without what it leaves out."""
-    _, norms, changes_by_block = _decomposed(delta, rank, base)
+def adapter_changes(delta: Delta, rank: int, base: View) -> dict[str, Changes]:
+    """The changes that `adapter_of` writes, by block and key, without what it leaves out."""
+    _, norms, blocks = _decomposed(delta, rank, base)
     return {
-        block.name: [
-            (info, change)
-            for key, change in changes.items()
-            if (info := block.tensor(key)) is not None and norms[f"{block.name}: {key}"][1] > 0
-        ]
-        for block, changes in changes_by_block
+        name: {key: change for key, change in changes.items() if norms[f"{name}: {key}"][1] > 0}
+        for name, changes in blocks.items()
     }
 
 
-def dense_changes(changes: WrittenChanges) -> dict[str, Tensor]:
-    """The changes of one block by tensor name, float64."""
-    return {name: x for info, change in changes for name, x in unstack(info, dense(change, info)).items()}
-
-
-def _decomposed(delta: Delta, rank: int, base: View) -> tuple[_Writing, Kept, list[tuple[Block, Changes]]]:
+def _decomposed(delta: Delta, rank: int, base: View) -> tuple[_Writing, Kept, dict[str, Changes]]:
     """The adapter in the making, the share of each change that it keeps, and all changes of that rank by block."""
-    modules = _modules(base.config, str(base.reference))
+    modules = _modules(base)
     writing = _Writing(base.tied_head is not None)
-    norms: Kept = {}
-    changes_by_block = []
+    norms, blocks = Kept(), dict[str, Changes]()
     for block in delta.carrier.architecture.blocks:
         changes, parts = delta.factors(block, rank)
-        changes_by_block.append((block, changes))
+        blocks[block.name] = changes
         norms.update({f"{block.name}: {key}": pair for key, pair in parts.items()})
         for key, change in changes.items():
             info = block.tensor(key)
@@ -90,7 +77,7 @@ def _decomposed(delta: Delta, rank: int, base: View) -> tuple[_Writing, Kept, li
             if info is None or not writing.take(block, info, change, changes, place, delta.carrier.new):
                 norms[f"{block.name}: {key}"] = parts[key][0], 0.0
     norms |= {key: (norms[key][0], 0.0) for key in writing.without_embeddings()}
-    return writing, norms, changes_by_block
+    return writing, norms, blocks
 
 
 @dataclass
@@ -184,23 +171,16 @@ class _Writing:
         }
 
 
-def _modules(config: Mapping[str, Any], name: str) -> dict[tuple[str, str, int | None, str], str]:
+def _modules(base: View) -> dict[tuple[str, str, int | None, str], str]:
     """Parameters as the model's class names them, by block and key of the architecture."""
-    import transformers
-
     try:
-        model_class = getattr(transformers, (config.get("architectures") or [""])[0])
         with torch.device("meta"):
-            model = model_class(model_class.config_class.from_dict(dict(config)))
+            model = base.model_class(base.transformers_config)
     except Exception as error:  # models and configs raise errors of many classes
-        raise CheckpointError(
-            f"its class cannot be built ({short(error)})",
-            where=name,
-            remedy="carry it as a whole model, not as an adapter",
-        ) from error
-    spots = every_name(config)
+        problem, remedy = f"its class cannot be built ({short(error)})", "carry it as a whole model, not as an adapter"
+        raise CheckpointError(problem, where=base.name, remedy=remedy) from error
     return {
-        (spot.module, spot.place, spot.index, spot.info.key): parameter
-        for parameter, _ in model.named_parameters(remove_duplicate=False)
-        if (spot := spots.get(parameter)) is not None
+        (block.module, block.place, block.index, info.key): info.name
+        for block in architecture_of(model, untie=True).blocks
+        for info in block.tensors
     }

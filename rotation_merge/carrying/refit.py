@@ -1,10 +1,10 @@
 r"""Refit of a change: solves a new base's maps for their own outputs plus a fine-tune's change of outputs.
 
-Layer after layer, from the carried model's own inputs, a linear map aims at ``new + scale * (tuned - old) M``: the new
-base's own output, plus the change of the old pair's output on the same samples, mapped by the least-squares map M from
-the old base's values to the new one's (which corrects the alignment). Writers aim at the stream. The outputs of the
-head, tokens or classes, are not mapped, and the head is fitted to their probabilities. Text of the new base's own may
-stand beside the samples: there, the change is zero.
+Layer after layer, from the carried model's own inputs, a linear map aims at ``new + (tuned - old) M``: the new base's
+own output, plus the change of the old pair's output on the same samples, mapped by the least-squares map M from the old
+base's values to the new one's (which corrects the alignment). Writers aim at the stream. The outputs of the head,
+tokens or classes, are not mapped, and the head is fitted to their probabilities. Text of the new base's own may stand
+beside the samples: there, the change is zero.
 
 Source: this project's study (benchmarks/carry.py); the layer-wise fit is that of RegMean++ (Nguyen and others, 2025),
 maps between activations as in Theseus (2026).
@@ -34,8 +34,76 @@ from rotation_merge.run.stages import rows
 from rotation_merge.run.store import BatchStore, StateStore
 from rotation_merge.workers import Progress
 
-HEAD_RIDGE = 3e-3
-"""Of a head that is fitted to probabilities, per position and mean square of its inputs."""
+MAP_RIDGE = 0.2
+"""Of the maps between activations of the bases."""
+
+
+@dataclass(frozen=True)
+class ChangeOptions:
+    """Options of the refit of a change.
+
+    Attributes:
+        ridge: pulls every map towards the new base's.
+        softmax: ridge of the head, which is fitted to probabilities; None: to logits, by least squares.
+        rank: the rank that the change of every map is cut down to before the next one is solved; 0: none.
+        untie: give a tied head its own tensor, which is then solved, too.
+    """
+
+    ridge: float = 0.1
+    softmax: float | None = None
+    rank: int = 0
+    untie: bool = False
+    device: str = "cpu"
+
+
+def refit_change(
+    carrier: Carrier,
+    config: Any,
+    tuned: TensorSource,
+    samples: Sequence[Batch],
+    options: ChangeOptions,
+    progress: Progress | None = None,
+    base_texts: Sequence[Batch] = (),
+) -> tuple[dict[str, Tensor], RefitResult]:
+    """Solve the new base's maps for its own outputs plus the old pair's change.
+
+    Args:
+        carrier: of the old base to the new one.
+        config: of transformers, the new base's.
+        tuned: the fine-tune, under the names of the carrier's architecture.
+        samples: as the models take them.
+        base_texts: text of the new base's own, where nothing shall change.
+
+    Returns:
+        The solved tensors by the new base's names, in float32, and the errors of each map.
+    """
+    store, batches = StateStore(), [*with_small_first_batch(samples), *base_texts]
+    architecture = carrier.architecture
+    solved: dict[str, Tensor] = {}
+
+    def write(name: str, tensor: Tensor) -> Tensor:
+        solved[name] = tensor.to(torch.float32).contiguous()
+        return solved[name]
+
+    def runner(source: TensorSource, prefix: str, untie: bool) -> Runner:
+        return Runner(config, source, architecture, batches, store, prefix, device=options.device, untie=untie)
+
+    new, merge = (runner(carrier.new, prefix, options.untie) for prefix in ("new", "carried"))
+    aligned = {"old": carrier.old, "tuned": tuned}
+    aligned = {name: moved_tensors(architecture, source, carrier.alignment) for name, source in aligned.items()}
+    old, fine = (runner(source, name, True) for name, source in aligned.items())
+    refit = Refit(
+        merge,
+        architecture,
+        ChangedAnswers(new, old, fine, store, len(base_texts)),
+        [1.0] * len(batches),
+        options.ridge,
+        write,
+        watch=progress or (lambda *_: None),
+        shape=partial(of_rank, rank=options.rank) if options.rank else None,
+        softmax=options.softmax,
+    )
+    return solved, refit.run()
 
 
 @dataclass
@@ -44,18 +112,13 @@ class ChangedAnswers:
 
     Attributes:
         new, old, tuned: the models on the same batches; the last two in the new one's coordinates.
-        weights: weight of each batch in fitting the maps.
-        scale: factor of the change.
-        ridge: of the maps.
+        base_texts: number of batches, the last ones, on which nothing changes.
     """
 
     new: Runner
     old: Runner
     tuned: Runner
     store: StateStore
-    weights: list[float]
-    scale: float = 1.0
-    ridge: float = 0.2
     base_texts: int = 0
     _kept: BatchStore = field(init=False)
 
@@ -69,29 +132,24 @@ class ChangedAnswers:
 
     def compute_answers(self, block: Block, answer_keys: frozenset[str]) -> bool:
         """Run all three through the block, find the maps, and keep the answers to every batch."""
-        opened = [runner.advance() for runner in self.runners]
-        aligned_blocks = [partner for partner in opened if partner is not None and same_place(partner, block)]
-        if len(aligned_blocks) < len(opened):
+        opened = [(runner, runner.advance()) for runner in self.runners]
+        taps = [BlockHooks(r, partner) for r, partner in opened if partner is not None and same_place(partner, block)]
+        if len(taps) < len(opened):
             return False
-        taps = [
-            BlockHooks(runner, runner_block) for runner, runner_block in zip(self.runners, aligned_blocks, strict=True)
-        ]
-        maps = _Maps(self.ridge)
-        weights, keys = self.weights if answer_keys or block.index is not None else [], list[str]()
-        for batch, weight in enumerate(weights):
-            values = [_seen(tap, batch, answer_keys) for tap in taps]
-            keys = [key for key in sorted(answer_keys) if all(key in answers for answers in values)]
-            new, old, tuned = ([answers[key] for key in keys] for answers in values)
-            if weight:
-                maps.add(dict(zip(keys, zip(old, new, strict=True), strict=True)))
-            self.store.put(f"own:{batch}", new)
-            counts = float(batch < len(weights) - self.base_texts)
-            self.store.put(f"change:{batch}", [counts * (t - o) for t, o in zip(tuned, old, strict=True)])
-        solved = maps.solve({key for key in keys if self._is_mapped(taps[0], key)})
-        for batch in range(len(weights)):
-            base_answers, change = (self.store.get(f"{kind}:{batch}", self.new.device) for kind in ("own", "change"))
-            moved = [c if key not in solved else c @ solved[key].to(c) for key, c in zip(keys, change, strict=True)]
-            self._kept.put(batch, {k: o + self.scale * m for k, o, m in zip(keys, base_answers, moved, strict=True)})
+        count = len(self.new.batches) if answer_keys or block.index is not None else 0
+        maps, keys = ActivationMaps(), list[str]()
+        for batch in range(count):
+            new, old, tuned = (_outputs(tap, batch, answer_keys) for tap in taps)
+            keys = [key for key in sorted(answer_keys) if key in new and key in old and key in tuned]
+            maps.add({key: (old[key], new[key]) for key in keys})
+            counts = float(batch < count - self.base_texts)
+            self.store.put(f"own:{batch}", [new[key] for key in keys])
+            self.store.put(f"change:{batch}", [counts * (tuned[key] - old[key]) for key in keys])
+        solved = maps.solved([key for key in keys if self._is_mapped(taps[0], key)])
+        for batch in range(count):
+            own, changes = (self.store.get(f"{kind}:{batch}", self.new.device) for kind in ("own", "change"))
+            moved = [c if key not in solved else c @ solved[key].to(c) for key, c in zip(keys, changes, strict=True)]
+            self._kept.put(batch, {key: x + change for key, x, change in zip(keys, own, moved, strict=True)})
             self.store.drop(f"own:{batch}")
             self.store.drop(f"change:{batch}")
         return True
@@ -113,110 +171,35 @@ class ChangedAnswers:
         return linear is None or bool(linear.outputs.parts)
 
 
-def _seen(taps: BlockHooks, batch: int, answer_keys: frozenset[str]) -> dict[str, Tensor]:
+def _outputs(taps: BlockHooks, batch: int, answer_keys: frozenset[str]) -> dict[str, Tensor]:
     activations = taps.pass_on(batch, answer_keys)
     return {**activations.outputs, **activations.stream}
 
 
-class _Maps:
-    """Least-squares maps M, ``new ~ old M``; directions without samples keep the identity."""
+class ActivationMaps:
+    """Least-squares maps M, ``new ~ old M``, by key; directions without samples keep the identity."""
 
-    def __init__(self, ridge: float) -> None:
-        self.ridge = ridge
-        self.grams: dict[str, Tensor] = {}
-        self.crosses: dict[str, Tensor] = {}
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[Tensor, Tensor]] = {}
 
     def add(self, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Add a batch of the old base's values and the new one's, (..., size) each."""
         for key, (old, new) in values.items():
             x, y = rows(old).double(), rows(new).double()
             gram, cross = x.mT @ x, x.mT @ (y - x)
-            self.grams[key] = self.grams[key] + gram if key in self.grams else gram
-            self.crosses[key] = self.crosses[key] + cross if key in self.crosses else cross
+            before = self.sums.get(key)
+            self.sums[key] = (gram, cross) if before is None else (before[0] + gram, before[1] + cross)
 
-    def solve(self, keys: set[str]) -> dict[str, Tensor]:
+    def solved(self, keys: Collection[str]) -> dict[str, Tensor]:
+        """The maps, (size, size), float64; without those that cannot be solved for."""
         maps = {}
-        for key in keys & self.grams.keys():
-            gram = self.grams[key]
-            penalty = torch.full((len(gram),), self.ridge * float(gram.diagonal().mean())).to(gram)
-            change = ridge_change(gram, self.crosses[key], penalty)
+        for key in keys:
+            gram, cross = self.sums[key]
+            penalty = torch.full((len(gram),), MAP_RIDGE * float(gram.diagonal().mean())).to(gram)
+            change = ridge_change(gram, cross, penalty)
             if change is not None:
                 maps[key] = torch.eye(len(gram)).to(gram) + change.mT
         return maps
-
-
-@dataclass(frozen=True)
-class ChangeOptions:
-    """Options of the refit of a change.
-
-    Attributes:
-        scale: factor of the change.
-        ridge: pulls every map towards the new base's.
-        softmax: ridge of the head, which is fitted to probabilities; None: to logits, by least squares.
-        rank: the rank that the change of every map is cut down to before the next one is solved; 0: none.
-        untie: give a tied head its own tensor, which is then solved, too.
-    """
-
-    scale: float = 1.0
-    ridge: float = 0.1
-    softmax: float | None = None
-    rank: int = 0
-    untie: bool = False
-    device: str = "cpu"
-
-
-def refit_change(
-    carrier: Carrier,
-    config: Any,
-    tuned: TensorSource,
-    batches: Sequence[Batch],
-    options: ChangeOptions,
-    store: StateStore | None = None,
-    progress: Progress | None = None,
-    base_texts: Sequence[Batch] = (),
-) -> tuple[dict[str, Tensor], RefitResult]:
-    """Solve the new base's maps for its own outputs plus the old pair's change.
-
-    Args:
-        carrier: of the old base to the new one.
-        config: of transformers, the new base's.
-        tuned: the fine-tune, under the names of the carrier's architecture.
-        batches: samples, as the models take them.
-        base_texts: text of the new base's own, where nothing shall change.
-
-    Returns:
-        The solved tensors by the new base's names, in float32, and the errors of each map.
-    """
-    store, batches = StateStore() if store is None else store, [*with_small_first_batch(batches), *base_texts]
-    architecture = carrier.architecture
-    solved: dict[str, Tensor] = {}
-
-    def write(name: str, tensor: Tensor) -> Tensor:
-        solved[name] = tensor.to(torch.float32).contiguous()
-        return solved[name]
-
-    def runner(source: TensorSource, prefix: str, untie: bool) -> Runner:
-        return Runner(config, source, architecture, batches, store, prefix, device=options.device, untie=untie)
-
-    new = runner(carrier.new, "new", options.untie)
-    aligned = [moved_tensors(architecture, source, carrier.alignment) for source in (carrier.old, tuned)]
-    old, fine = (runner(source, name, True) for name, source in zip(("old", "tuned"), aligned, strict=True))
-    weights = [1.0] * len(batches)
-    answers = ChangedAnswers(new, old, fine, store, weights, options.scale, base_texts=len(base_texts))
-    merge = runner(carrier.new, "carried", options.untie)
-    watch = progress or (lambda *_: None)
-    shape = partial(of_rank, rank=options.rank) if options.rank else None
-    refit = Refit(
-        merge,
-        architecture,
-        answers,
-        weights,
-        options.ridge,
-        write,
-        watch=watch,
-        shape=shape,
-        softmax=options.softmax,
-    )
-    return solved, refit.run()
 
 
 def of_rank(change: Tensor, gram: Tensor, rank: int) -> Tensor:

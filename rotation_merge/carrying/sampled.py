@@ -1,405 +1,312 @@
-"""Changes carried with samples: solved for, trained on from there, or scaled, and judged on samples held out."""
+"""Changes that samples solve for, scale and judge: a method's, plain addition, an average with the new base's own."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from mergekit.common import dtype_from_name
 from torch import Tensor
 
-from rotation_merge.averaging.polish import PolishOptions
+from rotation_merge.architecture.model import Block
+from rotation_merge.averaging.polish import PolishOptions, polish
 from rotation_merge.averaging.wudi import added_by_wudi
-from rotation_merge.carrying.config import MERGED, NONE, PLAIN, TransferConfig
-from rotation_merge.carrying.delta import Delta
-from rotation_merge.carrying.distil import DistillationResult, DistillationSamples, adapter_in_training, distil
-from rotation_merge.carrying.judge import (
-    AT_ONCE,
-    HELD_OUT,
-    SCALES,
-    RecoveredLift,
-    TransferSamples,
-    read_parts,
-)
-from rotation_merge.carrying.lora import adapter_changes, adapter_of, dense_changes
-from rotation_merge.carrying.refit import HEAD_RIDGE, ChangeOptions, refit_change
-from rotation_merge.carrying.session import TransferSession
+from rotation_merge.carrying.carrier import Change, Changes
+from rotation_merge.carrying.config import MERGED, NONE, PLAIN
+from rotation_merge.carrying.delta import Delta, with_changes
+from rotation_merge.carrying.distil import STEP_BATCHES, adapter_in_training, answered_by_target
+from rotation_merge.carrying.judge import AT_ONCE, HELD_OUT, SCALES, RecoveredLift, TransferSamples, read_parts
+from rotation_merge.carrying.lora import adapter_changes, adapter_of
+from rotation_merge.carrying.refit import ChangeOptions, refit_change
+from rotation_merge.carrying.work import Transfer
 from rotation_merge.files import Store
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.blocks import read_tensor, unstack
 from rotation_merge.model.forms import translated
 from rotation_merge.model.low_rank import dense
-from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.model.run_keys import mark_of
-from rotation_merge.model.tensors import TensorSource, as_tensors
+from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
-from rotation_merge.run.data import Data, data_hash, read_batches, unpadded
+from rotation_merge.run.data import Samples, data_hash, read_samples, unpadded
 from rotation_merge.run.evaluate import evaluate
-from rotation_merge.run.functions import Batch, architecture_of, copy_parameters, load, local_path
+from rotation_merge.run.functions import Batch, architecture_of, copy_parameters
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Runner
 from rotation_merge.workers import Progress
 
-REFITTED = "The new base's linear maps were solved layer by layer to reproduce the change on samples."
-HOW = {
-    "refit": REFITTED,
-    "distil": f"{REFITTED} From there on it was **trained** for a few steps.",
-    MERGED: "The new base and the fine-tune were merged by `wudi` as two fine-tunes of the old base: this had the "
-    "lowest loss on samples.",
-    PLAIN: "The change was added to the new base without alignment: this had the lowest loss on samples.",
-    NONE: "Nothing was carried: the new base alone had the lowest loss on samples.",
-}
-"""The method in words, for a card."""
-
 CROSS_ENTROPY = ("next token", "masked token", "class")
 """Tasks whose loss is the cross entropy of the softmax of the logits."""
 
+HEAD_RIDGE = 3e-3
+"""Of a head that is fitted to probabilities, per position and mean square of its inputs."""
+
+Judgement = Mapping[str, tuple[float, float]]
+"""Losses by method, see `HeldOutSamples.losses`."""
+
 
 @dataclass(frozen=True)
-class JudgedChange:
+class Candidate:
     """A change that samples judge.
 
     Attributes:
         method: one of `METHODS`, `PLAIN`, `MERGED` or `NONE`.
-        scale: in words.
-        model: makes the new base with it.
+        delta: of the new base, at scale 1.
+        view: the new base with it at a scale, as it is written.
+        scale: that was chosen for it, or given.
     """
 
     method: str
     delta: Delta
-    scale: str
-    model: Callable[[], Any]
-
-    @property
-    def changes(self) -> bool:
-        """Whether its scale is not zero."""
-        return self.delta.scale != 0
+    view: Callable[[float], View]
+    scale: float = 0.0
 
 
 @dataclass(frozen=True)
-class ChosenChange:
-    """A carried change that samples chose, with its judgement.
+class SampledChange:
+    """A change that samples chose, at a scale, with its judgement.
 
     Attributes:
-        method: one of `METHODS`, `PLAIN`, `MERGED` or `NONE`.
         lines: notes for the user; the last one is the recovered lift.
     """
 
     method: str
     delta: Delta
+    scale: float
     lines: list[str]
     lift: RecoveredLift
 
-    @property
-    def how(self) -> str:
-        """The method in words, for a card."""
-        return HOW[self.method]
 
+def sampled_change(
+    transfer: Transfer, place: str, samples: Samples = None, progress: Progress | None = None
+) -> SampledChange:
+    """The change at its scale: by the method, by another one, or none, by their losses on samples held out.
 
-@dataclass
-class SampledTransfer:
-    """One fine-tune that is carried with samples.
+    Args:
+        place: that interrupted work waits beside.
+        samples: batches, or the name of a source; None: the config's `data`.
 
-    Attributes:
-        name: of the fine-tune, as it is loaded: a path, or `base+adapter`.
-        tuned: its tensors.
-        rank: of the adapter that is to be written; 0: a model is.
+    Raises:
+        RotationMergeError: the samples cannot be read, or are of no use to the models.
     """
+    device, views = transfer.execution.device, _views(transfer)
+    parts = read_parts(views["tuned"], views["new"], transfer.config, samples, partial(module, device=device))
+    return _Sampling(transfer, views, parts, place, progress or (lambda *_: None)).chosen()
 
-    session: TransferSession
-    name: str
-    tuned: TensorSource
-    rank: int
-    progress: Progress | None = None
 
-    def _watch(self, activity: str, done: float, total: float) -> None:
-        if self.progress is not None:
-            self.progress(activity, done, total)
+def _views(transfer: Transfer) -> dict[str, View]:
+    """Both bases and the fine-tune, under one architecture's names, with rows for added tokens."""
+    carrier, tuned, old = transfer.carrier, transfer.work.model, transfer.bases.old
+    assert tuned is not None
+    config, tensors = transfer.work.tokens.sized_old(old.config), as_tensors(carrier.old)
+    old = replace(old, tensors=tensors, architecture=carrier.architecture, config=config, untie=True)
+    return {"new": transfer.base, "old": old, "tuned": tuned}
+
+
+def module(view: View, device: str) -> Any:
+    """A model in memory, on a device, with parameters of its own."""
+    runner = Runner(view.transformers_config, view.tensors, view.architecture, [], untie=view.untie, device=device)
+    model = runner.fill_all()
+    copy_parameters(model)
+    return model
+
+
+@dataclass(frozen=True)
+class _Sampling:
+    """One transfer with its models and samples."""
+
+    transfer: Transfer
+    views: Mapping[str, View]
+    parts: TransferSamples
+    place: str
+    progress: Progress
 
     @property
-    def config(self) -> TransferConfig:
-        return self.session.config
+    def rank(self) -> int:
+        return self.transfer.work.rank
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether the moved change is written as a new adapter, cut to its rank; an adapter keeps its factors."""
-        adapter = parse_reference(self.name).lora is not None
-        return bool(self.rank) and not adapter
+    def module(self, view: View) -> Any:
+        return module(view, self.transfer.execution.device)
 
-    def carried(self, out: str) -> ChosenChange:
-        """The carried change at its scale: by the method, by plain addition, or none, by their losses on samples.
-
-        Args:
-            out: the output that interrupted work waits beside.
-        """
-        parts = read_parts(self.name, self._new, self.config, self._on)
-        lines, delta = self._shared_coordinates(), self._moved()
-        if self.config.method != "weights":
-            tensors, notes = self._solved(parts, out)
+    def chosen(self) -> SampledChange:
+        """The best change by its losses on samples held out."""
+        bases, config = self.transfer.bases, self.transfer.config
+        lines = [f"{bases.near_words}."] if bases.nearness.shared else []
+        candidate = self._candidate(config.method, self.transfer.delta)
+        if config.method != "weights":
+            tensors, notes = self._solved()
             lines += notes
-            delta = Delta.from_solved(self.session.carrier, tensors)
-        candidate = self._at_best_scale(self.config.method, delta, parts)
-        others = [self._at_best_scale(name, make(), parts) for name, make in self._alternatives().items()]
-        chosen, lift = self._judged(candidate, others, parts)
-        return ChosenChange(chosen.method, chosen.delta, [*lines, *lift.words()], lift)
+            candidate = self._candidate(config.method, self._between(tensors))
+        tried = [self._scaled(each) for each in (candidate, *self._alternatives())]
+        return self._judged(tried, lines)
 
-    def _solved(self, parts: TransferSamples, out: str) -> tuple[dict[str, Tensor], list[str]]:
-        """The new base's tensors with the change chosen on samples, and the method."""
-        samples = f"{parts.solved.examples} samples ({self.config.data})"
-        base_texts = self._own_text() if parts.choice.writes and self.config.factor is None else []
-        tensors, lines = self._refitted(parts.solved, base_texts), [f"Refitted on {samples}."]
-        if self.config.method == "distil":
-            with Store(out) as work:
-                tensors, distilled = self._distilled(work, tensors, parts, base_texts)
-            lines += distilled.words(self.config.steps)
-        return tensors, lines
+    def _between(self, tensors: Mapping[str, Tensor]) -> Delta:
+        """The change from the new base to one with other tensors."""
+        carrier = self.transfer.carrier
+        still = replace(carrier, old=carrier.new, alignment=Alignment({}), rows=None)
+        return Delta(still, as_tensors(carrier.new).replaced(tensors), self.transfer.base, precision=torch.float64)
 
-    def _alternatives(self) -> dict[str, Callable[[], Delta]]:
-        """Changes that are tried beside the method's, by name."""
-        plain = {PLAIN: self._plain}
-        return {**plain, MERGED: self._merged} if self.session.bases.nearness.shared else plain
+    def _alternatives(self) -> list[Candidate]:
+        """Changes that are tried beside the method's: the unmoved one, and its average with the new base's own."""
+        transfer = self.transfer
+        unmoved = replace(transfer.carrier, alignment=Alignment({}))
+        plain = replace(transfer.delta, carrier=unmoved, precision=torch.float64)
+        candidates = [self._candidate(PLAIN, plain)]
+        if transfer.bases.nearness.shared:
+            merged = with_changes(unmoved, partial(self._merged, plain), transfer.tied)
+            delta = self._between({})
+            candidates.append(self._candidate(MERGED, replace(delta, tuned=merged)))
+        return candidates
 
-    def _plain(self) -> Delta:
-        """The new base plus the fine-tune's unmoved change."""
-        new = self.session.carrier.new
-        blocks = self._unmoved().changes_by_block(self._tied)
-        tensors = {name: new[name].to(change.dtype) + change for part in blocks for name, change in part.items()}
-        return Delta.from_solved(self.session.carrier, tensors)
-
-    def _unmoved(self) -> Delta:
-        return Delta(replace(self.session.carrier, alignment=Alignment({})), self.tuned)
-
-    def _merged(self) -> Delta:
-        """The new base plus what the fine-tune adds to it where `wudi` merges both as fine-tunes of the old base.
+    def _merged(self, plain: Delta, block: Block) -> Changes:
+        """What the fine-tune adds to a block of the new base where `wudi` merges both as fine-tunes of the old base.
 
         Tensors that are no linear maps get the whole change; an embedding that is the head, too, is one.
         """
-        carrier, unmoved, tensors = self.session.carrier, self._unmoved(), dict[str, Tensor]()
-        for block in carrier.architecture.blocks:
-            for key, part in unmoved.factors(block, None)[0].items():
-                info = block.tensor(key)
-                assert info is not None
-                new, old = read_tensor(info, carrier.new), read_tensor(info, carrier.old)
-                if info.name == self._tied or new is None or old is None:
-                    continue
-                change, linear = dense(part, info), linear_map(block, info, self._tied is not None)
-                if linear is not None:
-                    base_change = linear.as_matrices(new.to(change) - old.to(change))
-                    change = linear.as_stored(added_by_wudi(base_change, linear.as_matrices(change)))
-                tensors |= unstack(info, new.to(change) + change)
-        return Delta.from_solved(carrier, tensors)
+        carrier, result = plain.carrier, dict[str, Change]()
+        for key, part in plain.factors(block, None)[0].items():
+            info = block.tensor(key)
+            assert info is not None
+            new, old = read_tensor(info, carrier.new), read_tensor(info, carrier.old)
+            linear = linear_map(block, info, self.transfer.tied is not None)
+            result[key] = change = dense(part, info)
+            if linear is not None and new is not None and old is not None and info.name != self.transfer.tied:
+                own = linear.as_matrices(new.to(change) - old.to(change))
+                result[key] = linear.as_stored(added_by_wudi(own, linear.as_matrices(change)))
+        return result
 
-    def _cut_models(self, delta: Delta) -> Callable[[float], Any]:
-        """The new base with an adapter of a change, at any scale."""
-        new, parts = self.session.carrier.new, adapter_changes(delta, self.rank, self.session.bases.new)
+    def _candidate(self, method: str, delta: Delta) -> Candidate:
+        """A change with the views that samples judge: rounded as a model is stored, or cut as an adapter is."""
+        transfer = self.transfer
+        if not self.rank:
+            return Candidate(method, delta, lambda scale: transfer.stored(delta.scaled(scale)))
+        if method == "weights" and transfer.work.adapter is not None:  # keeps its factors
+            return Candidate(method, delta, lambda scale: delta.scaled(scale).applied().to(torch.float32))
+        changes = adapter_changes(delta, self.rank, transfer.bases.new)
 
-        def model(scale: float) -> Any:
-            return self._model(
-                {
-                    name: (new[name].double() + scale * change).float()
-                    for changes in parts.values()
-                    for name, change in dense_changes(changes).items()
-                }
-            )
+        def view(scale: float) -> View:
+            tensors = with_changes(transfer.carrier, lambda block: changes[block.name], None, scale)
+            return replace(transfer.base, tensors=tensors)
 
-        return model
+        return Candidate(method, delta, view)
 
-    def _at_best_scale(self, method: str, delta: Delta, parts: TransferSamples) -> JudgedChange:
+    def _scaled(self, candidate: Candidate) -> Candidate:
         """A change at the given scale, or at the best one on held-out samples."""
-        is_cut = self.is_cut if delta.solved is None else bool(self.rank)
-        model = self._cut_models(delta) if is_cut else partial(self._scaled_model, delta)
-        scale = self.config.factor
-        if scale is None:
+        if (scale := self.transfer.config.factor) is None:
             losses = dict[float, float]()
             for factor in SCALES:
-                self._watch(f"scales of {method}", len(losses), len(SCALES))
-                losses[factor] = sum(parts.choice.losses(model(factor)))
+                self.progress(f"scales of {candidate.method}", len(losses), len(SCALES))
+                losses[factor] = sum(self.parts.choice.losses(self.module(candidate.view(factor))))
             scale = min(losses, key=lambda factor: losses[factor])
-        return JudgedChange(method, delta.scaled(scale), f" at scale {scale:g}", partial(model, scale))
+        return replace(candidate, scale=scale)
 
-    def _unchanged(self) -> Delta:
-        """The new base as it is; of an adapter, with factors of zero for what the fine-tune changed."""
-        tensors = self._with(self._moved()) if self.rank else {}
-        return Delta.from_solved(self.session.carrier, tensors).scaled(0.0)
+    def _judged(self, tried: Sequence[Candidate], lines: list[str]) -> SampledChange:
+        """The best of the changes and of none, by samples held out; the first one, if the user gave its scale."""
+        zero = tried[0].delta if self.rank else self._between({})
+        candidates = [*tried, Candidate(NONE, zero, lambda _: self.transfer.unchanged())]
+        judged = {each.method: self.parts.judge.losses(self.module(each.view(each.scale))) for each in candidates}
+        best = candidates[0]
+        if self.transfer.config.factor is None:
+            usable = [each for each in candidates if each.scale != 0 or each.method == NONE]
+            choices = {e.method: self.parts.choice.losses(self.module(e.view(e.scale))) for e in usable}
+            best = best_of(usable, choices, judged)
+        old, tuned = (evaluate(self.module(self.views[name]), self.parts.judge.tuned)[0] for name in ("old", "tuned"))
+        others = {method: losses for method, losses in judged.items() if method not in (best.method, NONE)}
+        scale = "" if best.method == NONE else f" at scale {best.scale:g}"
+        writes = self.parts.judge.writes
+        lift = RecoveredLift(old, tuned, judged[NONE], judged[best.method], best.method, scale, others, writes)
+        return SampledChange(best.method, best.delta, best.scale, [*lines, *lift.words()], lift)
 
-    def _scaled_model(self, delta: Delta, scale: float) -> Any:
-        """The new base with a change at a scale, folded as it is written; an adapter's base has a head of its own."""
-        tensors = dict(delta.scaled(scale).named(torch.float32))
-        return self._model(tensors, not self.rank, bool(self.rank))
+    # --- refit and distil
 
-    def _judged(
-        self, candidate: JudgedChange, others: Sequence[JudgedChange], parts: TransferSamples
-    ) -> tuple[JudgedChange, RecoveredLift]:
-        """The best of the method, its alternatives and the new base on held-out samples, or the user's scale."""
-        solved = candidate.delta.solved is not None
-        zero = candidate.delta.scaled(0.0) if solved else self._unchanged()
-        nothing = JudgedChange(NONE, zero, "", lambda: self._stored_model({}))
-        tried = [candidate, *others, nothing]
-        judged = {each.method: parts.judge.losses(each.model()) for each in tried}
-        chosen = candidate
-        if self.config.factor is None:
-            usable = [*(each for each in tried if each.changes), nothing]
-            choices = {each.method: parts.choice.losses(each.model()) for each in usable}
-            best = min(usable, key=lambda each: sum(choices[each.method]))
-            safe = [each for each in usable if each is not candidate]
-            chosen = min([best, *safe], key=lambda each: sum(judged[each.method]))
-        old, tuned = (evaluate(self._on(name), parts.judge.tuned)[0] for name in (self._old, self.name))
-        other_losses = {name: losses for name, losses in judged.items() if name not in (chosen.method, NONE)}
-        carried = judged[chosen.method]
-        measured = (old, tuned, judged[NONE], carried, chosen.method, chosen.scale)
-        return chosen, RecoveredLift(*measured, other_losses, parts.judge.writes)
-
-    def _shared_coordinates(self) -> list[str]:
-        """A line that the bases share their coordinates, if they do."""
-        near = self.session.bases.nearness
-        return [f"{self._old} and {self._new} share their coordinates ({near.words})."] if near.shared else []
-
-    @property
-    def _new(self) -> str:
-        return str(self.session.bases.new.reference)
-
-    @property
-    def _old(self) -> str:
-        return str(self.session.bases.old.reference)
-
-    @property
-    def _model_config(self) -> Any:
-        return self._config(self.session.bases.new, 0)
-
-    def _on(self, name: str) -> Any:
-        return self._loaded(name).to(self.session.execution.device)
-
-    def _config(self, base: View, which: int) -> Any:
-        """A base's config, with the vocabulary size including added tokens."""
-        tokens, config = self.session.tokens, base.transformers_config
-        if tokens is None or not tokens.rows:
-            return config
-        config = copy.deepcopy(config)
-        config.get_text_config().vocab_size = tokens.lengths[which]
-        return config
-
-    def _loaded(self, name: str) -> Any:
-        """A base or the fine-tune, its vocabulary as long as the carrier has it."""
-        tokens, carrier = self.session.tokens, self.session.carrier
-        if tokens is None or (not tokens.rows and tokens.length in (0, tokens.old_length)):
-            return load(name, like=self._new)
-        if name == self._new:
-            return self._model({})
-        if not tokens.rows:
-            model = load(name, like=self._new)
-            model.resize_token_embeddings(tokens.old_length)
-            return model
-        source = carrier.old if name == self._old else self.tuned
-        config = self._config(self.session.bases.old, 1)
-        return Runner(config, source, carrier.architecture, [], untie=True).fill_all()
-
-    def _refitted(self, data: Data, base_texts: Sequence[Batch]) -> dict[str, Tensor]:
-        device = self.session.execution.device
-        softmax = HEAD_RIDGE if data.task in CROSS_ENTROPY else None
-        options = ChangeOptions(softmax=softmax, rank=self.rank, untie=self._untie, device=device)
-        batches = unpadded(data.batches, self.config.data)
-        carrier, config = self.session.carrier, self._model_config
-        tensors, _ = refit_change(
-            carrier, config, self.tuned, batches, options, progress=self.progress, base_texts=base_texts
+    def _solved(self) -> tuple[dict[str, Tensor], list[str]]:
+        """The new base's tensors with the change, solved on samples and perhaps trained further, and lines on it."""
+        config, parts = self.transfer.config, self.parts
+        own = self._own_text() if parts.choice.writes and config.factor is None else []
+        lines = [f"Refitted on {parts.solved.examples} samples ({config.data})."]
+        options = ChangeOptions(
+            softmax=HEAD_RIDGE if parts.solved.task in CROSS_ENTROPY else None,
+            rank=self.rank,
+            untie=self.transfer.execution.storage.untie,
+            device=self.transfer.execution.device,
         )
-        return tensors
-
-    def _moved(self, scale: float = 1.0) -> Delta:
-        """The change moved by weights alone."""
-        return Delta(self.session.carrier, self.tuned, scale)
-
-    def _with(self, delta: Delta) -> dict[str, Tensor]:
-        """The new base's tensors, as it stores them, with a change."""
-        new = self.session.carrier.new
-        return {name: new[name].to(change.dtype) + change for name, change in delta.changes(self._tied).items()}
-
-    def by_weights(self, scale: float) -> dict[str, Tensor]:
-        """The new base's tensors with the change moved by weights."""
-        return self._with(self._moved(scale))
-
-    @property
-    def _untie(self) -> bool:
-        return self.session.execution.storage.untie
-
-    @property
-    def _tied(self) -> str | None:
-        """A head that stays the embedding's tensor."""
-        return None if self._untie else self.session.bases.new.tied_head
-
-    def _model(self, tensors: Mapping[str, Tensor], rounded: bool = False, own_head: bool = False) -> Any:
-        """The new base with some tensors changed, by the names of the carrier's architecture.
-
-        Args:
-            rounded: as it would be stored.
-            own_head: give a tied head a tensor of its own, although it is stored without one.
-        """
-        carrier, device = self.session.carrier, self.session.execution.device
-        source: TensorSource = as_tensors(carrier.new).replaced(tensors)
-        source = self._rounded(source) if rounded else source
-        untie = self._untie or own_head
-        model = Runner(self._model_config, source, carrier.architecture, [], untie=untie, device=device).fill_all()
-        copy_parameters(model)
-        return model
-
-    def _stored_model(self, tensors: Mapping[str, Tensor]) -> Any:
-        """The new base with some tensors changed, rounded as it would be stored; beside an adapter it is not."""
-        return self._model(tensors, not self.rank)
-
-    def _rounded(self, source: TensorSource) -> TensorSource:
-        """The tensors as they would be stored, in their own dtypes."""
-        stored, dtype = self.session.carrier.new, dtype_from_name(self.session.execution.storage.dtype)
-
-        def rounded(name: str, tensor: Tensor) -> Tensor:
-            if not tensor.is_floating_point() or (dtype is None and name not in stored):
-                return tensor
-            return tensor.to(dtype or stored[name].dtype).to(tensor.dtype)
-
-        return as_tensors(source).map(rounded)
-
-    def _student(self, tensors: Mapping[str, Tensor]) -> Any:
-        """The model to train: all of it, or only the factors of an adapter."""
-        if not self.rank:
-            return self._model(tensors).requires_grad_(True)
-        written, _ = adapter_of(Delta.from_solved(self.session.carrier, tensors), self.rank, self.session.bases.new)
-        return adapter_in_training(self._model({}), written)
-
-    def _distilled(
-        self, work: Store, tensors: dict[str, Tensor], parts: TransferSamples, base_texts: Sequence[Batch]
-    ) -> tuple[dict[str, Tensor], DistillationResult]:
-        config = self.config
-        solved, held_out = (unpadded(data.batches, config.data) for data in (parts.solved, parts.choice.tuned))
-        options = f"{config} {self.session.execution} {self.rank}"
-        models = [open_model(name, any_base=True) for name in (self.name, self._old, self._new)]
-        alignment = [config.alignment] if isinstance(config.alignment, str) else []
-        work.begin(mark_of(models, alignment, options=options, samples=data_hash([*solved, *held_out, *base_texts])))
-        last = len(held_out), max(1, round(HELD_OUT * len(base_texts)))
-        lessons = DistillationSamples([*solved, *held_out], base_texts, last, parts.choice.tuned)
-        names = {"new": self._new, "old": self._old, "tuned": self.name}
-        loaders = {which: partial(self._on, name) for which, name in names.items()}
-        student, training = self._student(tensors), PolishOptions(config.steps, lora=self.rank, seed=config.seed)
-        report = distil(loaders, student, lessons, training, work, self.progress)
-        return self._trained(student), report
+        batches = unpadded(parts.solved.batches, config.data)
+        config_of, tuned = self.views["new"].transformers_config, self.views["tuned"].tensors
+        tensors, _ = refit_change(
+            self.transfer.carrier, config_of, tuned, batches, options, progress=self.progress, base_texts=own
+        )
+        if config.method == "distil":
+            tensors, words = self._distilled(tensors, batches, own)
+            lines.append(words)
+        return tensors, lines
 
     def _own_text(self) -> list[Batch]:
         """Text of the new base that preserves its knowledge, in batches of half the size."""
-        config = replace(self.config, data=SELF, seed=self.config.seed + 2)
-        return read_batches(SELF, local_path(self._new), self._on(self._new), **config.reading(AT_ONCE // 2)).batches
+        config, new = self.transfer.config, self.views["new"]
+        config = replace(config, seed=config.seed + 2)
+        return read_samples(new, SELF, **config.reading(AT_ONCE // 2), module=self.module(new)).batches
+
+    def _distilled(
+        self, tensors: Mapping[str, Tensor], solved: Sequence[Batch], own: Sequence[Batch]
+    ) -> tuple[dict[str, Tensor], str]:
+        """The new base's tensors after some steps of training from a refit, and a line on it."""
+        transfer, config, choice = self.transfer, self.transfer.config, self.parts.choice.tuned
+        held_out = unpadded(choice.batches, config.data)
+        samples = [*solved, *held_out]
+        options = f"{config} {transfer.execution} {self.rank}"
+        files = [config.alignment] if isinstance(config.alignment, str) else []
+        with Store(self.place) as work:
+            key = mark_of(self.views.values(), files, options=options, samples=data_hash([*samples, *own]))
+            work.begin(key)
+            loaders = {name: partial(self.module, view) for name, view in self.views.items()}
+            share, answered = answered_by_target(loaders, choice, samples, own, work)
+            student = self._student(tensors)
+            last = (len(held_out), max(1, round(HELD_OUT * len(own))))[: len(answered)]
+            training = PolishOptions(
+                config.steps,
+                lora=self.rank,
+                seed=config.seed,
+                last=last,
+                batches=STEP_BATCHES,
+                state=work.file("progress.safetensors"),
+            )
+            report = polish(student, answered, training, self.progress)
+        target = "tuned + new - old" if share == 1 else f"tuned + {share:g} (new - old)"
+        line = f"Distilled for {config.steps} steps from the refit towards the logits {target}: {report.verdict()}."
+        return self._trained(student), line
+
+    def _student(self, tensors: Mapping[str, Tensor]) -> Any:
+        """The model to train: all of it, or only the factors of an adapter."""
+        delta, base = self._between(tensors), self.transfer.base
+        if not self.rank:
+            return self.module(delta.applied().to(torch.float32)).requires_grad_(True)
+        written, _ = adapter_of(delta, self.rank, self.transfer.bases.new)
+        return adapter_in_training(self.module(base), written)
 
     def _trained(self, student: Any) -> dict[str, Tensor]:
-        """The change from training, by the names of the carrier's architecture."""
-        carrier = self.session.carrier
+        """The tensors that training changed, by the names of the carrier's architecture."""
+        carrier, untie = self.transfer.carrier, self.transfer.base.untie
         model = student.merge_and_unload() if self.rank else student
-        named = translated(model.state_dict(), architecture_of(model, self._untie), carrier.architecture)
+        named = translated(model.state_dict(), architecture_of(model, untie), carrier.architecture)
         tensors: dict[str, Tensor] = {}
         for info in carrier.architecture.tensors():
             before, after = read_tensor(info, carrier.new), read_tensor(info, named)
-            if info.name == self._tied or before is None or after is None:
+            if info.name == self.transfer.tied or before is None or after is None:
                 continue
             if not torch.equal(before.to(after), after):
                 tensors |= unstack(info, after.detach())
         return tensors
+
+
+def best_of(usable: Sequence[Candidate], choices: Judgement, judged: Judgement) -> Candidate:
+    """The change with the lowest sum of losses where samples chose, but none that others beat where samples judge.
+
+    Args:
+        usable: the method's change first, if its scale is not zero; then those that a choice never falls below.
+        choices, judged: losses by method on the samples of the choice, and on those held out of it.
+    """
+    best = min(usable, key=lambda each: sum(choices[each.method]))
+    safe = [each for each in usable if each.method in (PLAIN, MERGED, NONE)]
+    return min([best, *safe], key=lambda each: sum(judged[each.method]))

@@ -8,28 +8,29 @@ rows everything else is carried as it is between bases of any vocabulary.
 from __future__ import annotations
 
 import copy
+import json
 import os
-import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rotation_merge.carrying.bases import Bases
+from rotation_merge.carrying.bases import Bases, sized
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.files import write_json
-from rotation_merge.model.adapters import Adapter, is_adapter, placed_changes
+from rotation_merge.files import TemporaryFolder
+from rotation_merge.model.adapters import Adapter, placed_changes
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.headers import TOKENIZER, read_json
 from rotation_merge.model.low_rank import dense
-from rotation_merge.model.open import open_model
 from rotation_merge.model.rows import resized_vocabulary, vocabulary_subset
-from rotation_merge.model.tensors import TensorSource
+from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import tokenizer_in, vocabulary_size
+from rotation_merge.model.writing import small_files
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Entries of a config and of generation_config.json that name tokens."""
@@ -48,11 +49,10 @@ class AddedTokens:
 
     Attributes:
         bases: the old one and the new one.
-        folder: where the tokenizer of the fine-tune or adapter lies.
+        folder: where the tokenizer of the fine-tune or adapter lies; empty: it is in memory.
         length: rows of its vocabulary; 0: it has none of its own.
         model: the fine-tune; None: it is an adapter.
         rows_held: whether it has rows of its own, and the output can store them.
-        reason: why tokens without rows there are lost, in words.
     """
 
     bases: Bases
@@ -60,33 +60,30 @@ class AddedTokens:
     length: int = 0
     model: View | None = None
     rows_held: bool = True
-    reason: str = ""
 
     @classmethod
-    def of(cls, bases: Bases, name: str, rank: int) -> AddedTokens:
-        """Return the tokens that a fine-tune adds to the old base.
+    def of(cls, bases: Bases, model: View, rows_held: bool = True) -> AddedTokens:
+        """The tokens that a fine-tune adds to the old base.
 
         Args:
-            name: as it is loaded: a path, or `base+adapter`.
-            rank: of the adapter that is written; 0: a model is.
+            rows_held: whether the output can store their rows, as an adapter of its own cannot.
         """
-        model = open_model(name, any_base=True)
         lora = model.reference.lora
-        folder = model.folder if lora is None else lora.path
-        reason = NO_ROWS if rank else ""
-        return cls(bases, folder, vocabulary_size(model) or 0, model, not reason, reason)
+        folder = lora.path if lora is not None else "" if model.files is None else model.folder
+        return cls(bases, folder, vocabulary_size(model) or 0, model, rows_held)
 
     @classmethod
     def of_adapter(cls, bases: Bases, adapter: Adapter) -> tuple[AddedTokens, dict[str, Tensor]]:
         """The tokens that an adapter adds, with its whole embedding and head by tensor name."""
         rows = saved_rows(adapter, bases)
         length = min((tensor.shape[0] for tensor in rows.values()), default=0)
-        return cls(bases, adapter.path, length, None, bool(rows), "" if rows else NO_ROWS), rows
+        return cls(bases, adapter.path, length, None, bool(rows)), rows
 
     @cached_property
     def tokenizers(self) -> tuple[Any, Any, Any]:
         """Tokenizers of the new base, the old base and the fine-tune; None for each that is missing."""
-        if not self.old_length or not os.path.isdir(self.folder):
+        stored = self.bases.new.files is not None and self.bases.old.files is not None
+        if not self.old_length or not stored or not os.path.isdir(self.folder):
             return None, None, None
         new, old, tuned = map(tokenizer_in, (self.bases.new.folder, self.bases.old.folder, self.folder))
         return new, old, tuned
@@ -114,11 +111,8 @@ class AddedTokens:
         if old is None or tuned is None:
             return {}
         before = old.special_tokens_map
-        return {
-            role: token
-            for role, token in tuned.special_tokens_map.items()
-            if isinstance(token, str) and before.get(role) != token
-        }
+        changed = {role: token for role, token in tuned.special_tokens_map.items() if before.get(role) != token}
+        return {role: token for role, token in changed.items() if isinstance(token, str)}
 
     @property
     def empty(self) -> bool:
@@ -140,15 +134,10 @@ class AddedTokens:
         return vocabulary_size(self.bases.new) or 0
 
     @property
-    def same(self) -> bool:
-        """Whether both bases have one vocabulary, so that the fine-tune's ids hold."""
-        return self.bases.rows is None
-
-    @property
     def whole(self) -> bool:
         """Whether the fine-tune's tokenizer serves the new base unchanged."""
         length = self.length if self.rows_held else self.old_length
-        return self.same and all(number < length for number in self.tokens.values())
+        return self.bases.rows is None and all(number < length for number in self.tokens.values())
 
     @cached_property
     def tokenizer(self) -> Any | None:
@@ -185,27 +174,27 @@ class AddedTokens:
         new, old = max(self.rows.values(), default=-1), max(self.rows, default=-1)
         return max(self.new_length, new + 1), max(self.old_length, old + 1)
 
-    def words(self, written: bool = True) -> list[str]:
+    def words(self, merged: bool = False) -> list[str]:
         """Lines for the report.
 
         Args:
-            written: whether a tokenizer is written; a merge keeps its anchor's.
+            merged: the change goes into a merge, which keeps its anchor's tokenizer.
         """
-        carried = {token for token, number in self.tokens.items() if written and number in self.rows}
-        named = {token for token in self.tokens if written and self.whole} - carried
+        carried = {token for token, number in self.tokens.items() if not merged and number in self.rows}
+        named = {token for token in self.tokens if not merged and self.whole} - carried
         lost = [token for token in self.tokens if token not in carried | named]
         parts = [f"tokens {_listed(lost)}"] if lost else []
-        if self.nameless and not (written and self.whole and self.rows_held):
+        if self.nameless and (merged or not (self.whole and self.rows_held)):
             parts.append(f"{self.nameless} rows of its vocabulary without a token")
-        if self.template and not written:
+        if self.template and merged:
             parts.append("its chat template")
         lines = [f"Its added tokens were moved with their rows: {_listed(sorted(carried))}."] if carried else []
         if named:
             lines.append(f"Its added tokens were moved; their rows are the new base's: {_listed(sorted(named))}.")
-        if self.template and written:
+        if self.template and not merged:
             lines.append("Its chat template was copied.")
         if parts:
-            reason = self.reason if written else OF_MERGE
+            reason = OF_MERGE if merged else "" if self.rows_held else NO_ROWS
             lines.append(
                 f"Not carried of what it added to its base{f' ({reason})' if reason else ''}: {'; '.join(parts)}."
             )
@@ -223,43 +212,50 @@ class AddedTokens:
         architecture, (new_length, old_length) = carrier.architecture, self.lengths
         old = resized_vocabulary(architecture, carrier.old, old_length, tuned, (here, here))
         moved = _moved(carrier, vocabulary_subset(architecture, old, here), len(here))
+        new = resized_vocabulary(architecture, carrier.new, new_length, moved, (there, torch.arange(len(here))))
         rows = carrier.rows
         if rows is not None:
             rows = torch.cat([rows[0], there]), torch.cat([rows[1], here])
-        return replace(
-            carrier,
-            old=old,
-            new=resized_vocabulary(architecture, carrier.new, new_length, moved, (there, torch.arange(len(here)))),
-            rows=rows,
-        )
+        return replace(carrier, old=old, new=new, rows=rows)
 
-    def write(self, folder: str) -> None:
-        """Tokenizer, template and the numbers of special tokens, in place of the new base's."""
+    def with_rows(self, base: View, tensors: TensorSource) -> View:
+        """A base with the added rows, written with the tokenizer and template that were carried.
+
+        Args:
+            tensors: of the base, with the rows.
+        """
+        grown = replace(base, tensors=as_tensors(tensors))
         if self.empty:
-            return
-        self._write_tokenizer(folder)
-        if self.model is None or not os.path.exists(path := os.path.join(folder, "config.json")):
-            return
-        config = read_json(path)
-        for part in (config, *(part for part in config.values() if isinstance(part, dict))):
-            if self.rows and part.get("vocab_size") == self.new_length:
-                part["vocab_size"] = self.lengths[0]
-        write_json(path, {**config, **self._numbers(self.model, "config.json")})
-        path = os.path.join(folder, GENERATION)
-        generation = read_json(path) if os.path.exists(path) else {}
-        if changed := self._numbers(self.model, GENERATION):
-            write_json(path, {**generation, **changed})
+            return grown
+        changed = sized(base.config, self.new_length, self.lengths[0]) if self.rows else {}
+        if self.model is not None:
+            changed |= self._numbers(self.model, "config.json")
+        beside = self.files({} if base.files is None else small_files(base.folder))
+        return replace(grown, config={**base.config, **changed}, changed={**base.changed, **changed}, beside=beside)
 
-    def _write_tokenizer(self, folder: str) -> None:
-        if self.tokenizers[2] is None or not (self.tokens or self.template) or not (self.whole or self.tokenizer):
-            return
-        for name in _tokenizer_files(folder):
-            os.remove(os.path.join(folder, name))
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
-            return
-        for name in _tokenizer_files(self.folder):
-            shutil.copyfile(os.path.join(self.folder, name), os.path.join(folder, name))
+    def sized_old(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The old base's config with the vocabulary size including added tokens."""
+        return {**config, **sized(config, self.old_length, self.lengths[1])}
+
+    def files(self, base_files: Mapping[str, bytes] | None) -> dict[str, bytes]:
+        """Small files of the output: tokenizer, template and special tokens in place of the new base's.
+
+        Args:
+            base_files: the new base's, of a model; None, of an adapter.
+        """
+        files = dict(base_files or {})
+        if self.tokenizers[2] is not None and (self.tokens or self.template) and (self.whole or self.tokenizer):
+            with TemporaryFolder() as folder:
+                if self.tokenizer is not None:
+                    self.tokenizer.save_pretrained(folder)
+                files = {name: content for name, content in files.items() if not TOKENIZER.fullmatch(name)}
+                files |= _tokenizer_files(self.folder if self.tokenizer is None else folder)
+        if self.model is None or base_files is None:
+            return files
+        if changed := self._numbers(self.model, GENERATION):
+            entries = {**json.loads(files.get(GENERATION, b"{}")), **changed}
+            files[GENERATION] = f"{json.dumps(entries, indent=2)}\n".encode()
+        return files
 
     def _numbers(self, model: View, file: str) -> dict[str, Any]:
         """Entries of a file that name other tokens than the old base's file, with ids of the output."""
@@ -289,12 +285,13 @@ def _listed(tokens: Iterable[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-def _tokenizer_files(folder: str) -> list[str]:
-    return sorted(filter(TOKENIZER.fullmatch, os.listdir(folder)))
+def _tokenizer_files(folder: str) -> dict[str, bytes]:
+    names = filter(TOKENIZER.fullmatch, sorted(os.listdir(folder)))
+    return {name: Path(folder, name).read_bytes() for name in names}
 
 
 def _read(model: View, file: str) -> dict[str, Any]:
-    path = os.path.join(model.folder, file)
+    path = "" if model.files is None else os.path.join(model.folder, file)
     return read_json(path) if os.path.exists(path) else {}
 
 
@@ -327,8 +324,3 @@ def saved_rows(adapter: Adapter, bases: Bases) -> dict[str, Tensor]:
     if not held or any(name not in held for name in names if name in bases.old.shapes):
         return {}
     return {name: adapter.tensor(key) for name, key in held.items()}
-
-
-def adds_tokens(work: str, bases: Bases) -> bool:
-    """Whether a whole fine-tune of the old base has a chat template or tokens beyond it."""
-    return not is_adapter(work) and not AddedTokens.of(bases, work, 0).empty

@@ -1,196 +1,153 @@
-"""Transfer of a fine-tune's change from one base to another, as a model, an adapter or a task vector."""
+"""Carries the change of a fine-tune or an adapter to another base: new + scale * moved(tuned - old), as one value."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rotation_merge.carrying.bases import Bases, open_bases, usable_as_it_is
+from rotation_merge.carrying.adapter import carry_adapter
+from rotation_merge.carrying.bases import Execution, open_bases
+from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.delta import share
 from rotation_merge.carrying.lora import adapter_of, left_out
-from rotation_merge.carrying.session import Execution, TransferResult, TransferSession, check_head
-from rotation_merge.carrying.tokens import AddedTokens, adds_tokens
-from rotation_merge.errors import CheckpointError, DataError
+from rotation_merge.carrying.sampled import sampled_change
+from rotation_merge.carrying.tokens import AddedTokens
+from rotation_merge.carrying.work import Transfer, Work
+from rotation_merge.errors import not_written
 from rotation_merge.files import TemporaryFolder
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.model.adapter_base import check_base
-from rotation_merge.model.adapters import Adapter, is_adapter
-from rotation_merge.model.gguf import quantised
+from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.open import open_model
+from rotation_merge.model.view import View
+from rotation_merge.run.data import Samples
 from rotation_merge.workers import Progress
 
-if TYPE_CHECKING:
-    from rotation_merge.carrying.sampled import SampledTransfer
-
-OWN_BASE = "name its own base, or a copy of it (the command carries it anyway with --force)"
-ALONE = "carry by weights, at a given scale: they alone can be carried by shared tokens"
+ENOUGH = 0.99
+"""Share of a change's squared norm from which a higher rank is not advised."""
 
 
-def carry(
-    works: Mapping[str, str],
-    old: str,
-    new: str,
-    config: TransferConfig | None = None,
-    execution: Execution | None = None,
-    progress: Progress | None = None,
-) -> list[TransferResult]:
-    """Carry adapters and fine-tunes of one base to another, each to a separate directory.
+def carried(
+    transfer: Transfer, place: str, samples: Samples = None, progress: Progress | None = None
+) -> View | AdapterWeights:
+    """Work as a model or an adapter of the new base, with notes and report; a model's tensors are computed lazily.
 
     Args:
-        works: directories of adapters and of whole models, by the directory that each is to be written to.
+        place: that interrupted work waits beside.
+        samples: that solve and judge; None: the config's `data`.
 
     Raises:
-        RotationMergeError: a model, an adapter or the samples cannot be read, or they do not fit together.
+        RotationMergeError: the samples cannot be used, or the new base has no place for a change.
     """
-    config, execution = config or TransferConfig(), execution or Execution()
-    carry_all = _carry_with_samples if config.needs_samples else _carry_weights
-    return carry_all(works, old, new, config, execution, progress)
+    config, bases, rank = transfer.config, transfer.bases, transfer.work.rank
+    if not config.needs_samples:
+        return _by_weights(transfer, 1.0 if config.factor is None else config.factor, [])
+    if not rank:
+        rotated = config.method == "weights" and bool(transfer.carrier.alignment.folded)
+        bases.check_head(transfer.execution.storage, rotated)
+    chosen = sampled_change(transfer, place, samples, progress)
+    used = {"of": f"carrying {transfer.work.name}", "source": config.data, "samples": config.sample_count}
+    report = replace(transfer.report, data=[*transfer.report.data, used], lift=chosen.lift.facts())
+    transfer, delta = replace(transfer, report=report), chosen.delta.scaled(chosen.scale)
+    if chosen.method == "weights":
+        return _by_weights(transfer, chosen.scale, chosen.lines)
+    if not rank:
+        return _noted(transfer, transfer.stored(delta), chosen.lines)
+    written, _ = adapter_of(delta, rank, bases.new)
+    return _noted(transfer, written, [*left_out(bases.new), *chosen.lines])
 
 
-def _carry_weights(
-    works: Mapping[str, str],
+def _by_weights(transfer: Transfer, scale: float, lines: Sequence[str]) -> View | AdapterWeights:
+    """The change moved by the alignment alone.
+
+    Args:
+        lines: on the samples that chose the scale.
+    """
+    new, storage = transfer.bases.new, transfer.execution.storage
+    if transfer.work.adapter is not None:
+        adapter, old = transfer.work.adapter, transfer.bases.old
+        moved, notes = carry_adapter(adapter, transfer.carrier, old.config, str(new.reference), scale, old.rows)
+        if transfer.config.rank not in (0, adapter.rank):
+            notes.append(f"The adapter keeps its rank {adapter.rank}: another rank is for whole fine-tunes.")
+        if transfer.bases.rows is not None:
+            count = len(transfer.bases.rows[0])
+            notes.append(f"The bases share {count} tokens; changes of other tokens are not carried.")
+        return _noted(transfer, moved, [*lines, *notes])
+    delta, rank = transfer.delta.scaled(scale), transfer.work.rank
+    if rank:
+        written, norms = adapter_of(delta, rank, new)
+        more = "; a higher rank keeps more" if share(norms) < ENOUGH else ""
+        kept = f"Rank {rank} keeps {share(norms):.1%} of the change (squared norm){more}."
+        return _noted(transfer, written, [*lines, kept, *left_out(new)])
+    transfer.bases.check_head(storage, bool(transfer.carrier.alignment.folded))
+    stale = [not_written(new.ignored)] if transfer.carrier.alignment.folded and new.ignored else []
+    view = transfer.stored(delta, lambda change, before: transfer.norms.append((change, before)))
+    return _noted(transfer, view, [*lines, *stale])
+
+
+def _noted(transfer: Transfer, value: Any, lines: Sequence[str]) -> Any:
+    """A view or an adapter with its notes and report."""
+    tokens, report = transfer.work.tokens, transfer.report
+    notes = list(dict.fromkeys([*report.notes, *lines, *tokens.words()]))
+    adapter = isinstance(value, AdapterWeights)
+    report = replace(report, notes=notes, relation="adapter" if adapter else "finetune")
+    beside = tokens.files(None) if adapter else value.beside
+    return replace(value, notes=tuple(notes), report=report, beside=beside)
+
+
+@dataclass(frozen=True)
+class CarriedView:
+    """The new base as a fine-tune changes it.
+
+    Attributes:
+        view: by the new base's names, in its storage form; changed tensors are unrounded, in float32 or wider.
+        alignment: of the old base to the new one.
+        lift: facts of the recovered lift, where samples judged.
+    """
+
+    view: View
+    notes: list[str]
+    alignment: Alignment
+    lift: dict[str, Any] | None
+
+
+def carried_view(
+    tuned: str,
     old: str,
     new: str,
     config: TransferConfig,
     execution: Execution,
-    progress: Progress | None,
-) -> list[TransferResult]:
-    """Carry changes by weights alone. All adapters are carried before anything is written."""
-    adapters = {out: Adapter(path) for out, path in works.items() if is_adapter(path)}
-    whole = {out: path for out, path in works.items() if out not in adapters}
-    untie = execution.storage.untie or bool(config.rank) or not whole
-    bases = open_bases(new, old, execution.device, untie)
-    if (unmoved := unchanged_results(works, bases, config, execution)) is not None:
-        return unmoved
-    config = resolved_residual(config, bases)
-    added = {out: AddedTokens.of(bases, path, config.rank) for out, path in whole.items()}
-    tuned = {out: bases.tuned(path, added[out].lengths[1]) for out, path in whole.items()}
-    aligned = TransferSession.aligned(bases, config, execution, progress)
-    if whole and not config.rank:
-        check_head(aligned.bases, execution.storage, bool(aligned.carrier.alignment.folded))
-    sessions = {
-        out: aligned.with_added_tokens(*AddedTokens.of_adapter(bases, adapter)) for out, adapter in adapters.items()
-    }
-    sessions |= {
-        out: _naming_types(aligned.with_added_tokens(added[out], source), whole[out]) for out, source in tuned.items()
-    }
-    ready = {out: sessions[out].adapter(adapter) for out, adapter in adapters.items()}
-    if config.rank:
-        ready |= {out: sessions[out].as_adapter(source, config.rank) for out, source in tuned.items()}
-    return [
-        *(sessions[out].write_adapter(works[out], out, *result) for out, result in ready.items()),
-        *(sessions[out].write_model(works[out], out, tuned[out], progress) for out in tuned if out not in ready),
-    ]
+    progress: Progress | None = None,
+) -> CarriedView:
+    """A fine-tune carried for a merge, which keeps the new base's vocabulary and tokenizer.
 
-
-def _carry_with_samples(
-    works: Mapping[str, str],
-    old: str,
-    new: str,
-    config: TransferConfig,
-    execution: Execution,
-    progress: Progress | None,
-) -> list[TransferResult]:
-    """Carry changes by solving for them, or by scaling them, on samples."""
-    from rotation_merge.carrying.sampled import SampledTransfer
-
-    ranks = {out: config.rank or (Adapter(work).rank if is_adapter(work) else 0) for out, work in works.items()}
-    untie = execution.storage.untie or config.method != "weights" or all(ranks.values())
-    bases = open_bases(new, old, execution.device, untie)
-    if (unmoved := unchanged_results(works, bases, config, execution)) is not None:
-        return unmoved
-    if bases.rows is not None:
-        raise DataError(
-            f"its vocabulary differs from that of {new}, so samples cannot be shared", where=old, remedy=ALONE
-        )
-    names = {out: f"{old}+{path}" if is_adapter(path) else path for out, path in works.items()}
-    config = resolved_residual(config, bases)
-    added = {out: AddedTokens.of(bases, name, ranks[out]) for out, name in names.items()}
-    sources = {out: bases.tuned(name, added[out].lengths[1]) for out, name in names.items()}
-    session = TransferSession.aligned(bases, config, execution, progress)
-    used = [
-        {"of": f"carrying {work}", "source": config.data, "samples": config.sample_count} for work in works.values()
-    ]
-    session = replace(session, report=replace(session.report, data=[*session.report.data, *used]))
-    results = []
-    for out, tuned in sources.items():
-        of_work = _naming_types(session.with_added_tokens(added[out], tuned), names[out])
-        sampled = SampledTransfer(of_work, names[out], tuned, ranks[out], progress)
-        results.append(_write_sampled(sampled, works[out], out))
-    return results
-
-
-def _naming_types(session: TransferSession, tuned: str) -> TransferSession:
-    """The session of a fine-tune, whose report names the types of its weights if they were read from GGUF."""
-    types = quantised(open_model(tuned).folder)
-    if not types:
-        return session
-    return replace(session, report=replace(session.report, notes=[*session.report.notes, f"`{tuned}` {types}."]))
-
-
-def _write_sampled(sampled: SampledTransfer, work: str, out: str) -> TransferResult:
-    """Write the change that samples chose, as an adapter or a model."""
-    session, by_weights = sampled.session, sampled.config.method == "weights"
-    if not sampled.rank:
-        check_head(session.bases, session.execution.storage, by_weights and bool(session.carrier.alignment.folded))
-    chosen = sampled.carried(out)
-    session = replace(session, report=replace(session.report, lift=chosen.lift.facts()))
-    if chosen.delta.solved is None:
-        report = replace(session.report, notes=[*session.report.notes, *chosen.lines])
-        return _write_moved(replace(session, report=report, scale=chosen.delta.scale), sampled, work, out)
-    how = f"{chosen.how} {chosen.lines[0]}"
-    if not sampled.rank:
-        return session.write_solved(work, out, chosen.delta, chosen.lines, how, sampled.progress)
-    written, _ = adapter_of(chosen.delta, sampled.rank, session.bases.new)
-    return session.write_adapter(work, out, written, [*left_out(session.bases.new), *chosen.lines], how)
-
-
-def _write_moved(session: TransferSession, sampled: SampledTransfer, work: str, out: str) -> TransferResult:
-    """Write the change moved by weights, at the scales of a session."""
-    if not sampled.rank:
-        return session.write_model(work, out, sampled.tuned, sampled.progress)
-    if is_adapter(work):
-        return session.write_adapter(work, out, *session.adapter(Adapter(work)))
-    return session.write_adapter(work, out, *session.as_adapter(sampled.tuned, sampled.rank))
-
-
-def resolved_residual(config: TransferConfig, bases: Bases) -> TransferConfig:
-    """The config with `residual: largest` resolved to none if the bases share their coordinates.
-
-    Streams then stay, and so does a tied head.
-    """
-    if config.match.residual != "largest" or not bases.nearness.shared:
-        return config
-    return replace(config, match=replace(config.match, residual="none"))
-
-
-def unchanged_results(
-    works: Mapping[str, str], bases: Bases, config: TransferConfig, execution: Execution
-) -> list[TransferResult] | None:
-    """Return results for work that needs no carrying because the bases share their coordinates, else None.
-
-    Work with added tokens is always carried, because plain addition would lose them.
+    Args:
+        tuned: as it is loaded: a path, or `base+adapter`.
 
     Raises:
-        RotationMergeError: an adapter cannot be read, or is of another base.
+        RotationMergeError: a model or the samples cannot be read, or they do not fit together.
     """
-    for work in works.values():
-        if is_adapter(work) and not execution.force:
-            check_base(Adapter(work), [bases.old], work, open_model, OWN_BASE)
-    if execution.even_if_near or config.alignment is not None or any(adds_tokens(w, bases) for w in works.values()):
-        return None
-    lines = usable_as_it_is(works, bases)
-    return None if lines is None else [TransferResult(works[out], None, notes) for out, notes in lines.items()]
-
-
-Transferred = tuple[dict[str, Tensor], list[str], Alignment, dict[str, Any] | None]
-"""The new base's tensors that a fine-tune changes, in float32 or wider; notes; the alignment of the bases; the facts of
-the recovered lift, where samples judged."""
+    bases, opened = open_bases(new, old, execution.device), open_model(tuned, any_base=True)
+    tokens = AddedTokens.of(bases, opened, rows_held=False)
+    work = Work(tuned, 0, tokens, None, bases.tuned(opened))
+    alignment, report = bases.aligned(config, execution, progress)
+    carrier = Carrier(bases.architecture, bases.sources[1], bases.sources[0], alignment, bases.rows)
+    transfer = Transfer(work, bases, carrier, report, config, execution)
+    delta, notes, lift = transfer.delta.scaled(1.0 if config.factor is None else config.factor), report.notes, None
+    if config.needs_samples:
+        with TemporaryFolder() as folder:
+            chosen = sampled_change(transfer, os.path.join(folder, "out"), progress=progress)
+        delta, notes, lift = chosen.delta.scaled(chosen.scale), chosen.lines, chosen.lift.facts()
+        if chosen.method != "weights":
+            view = delta.applied().to(torch.float32)
+            return CarriedView(view, [*notes, *tokens.words(merged=True)], alignment, lift)
+    view = replace(transfer.base, tensors=delta.stored(transfer.tied))
+    return CarriedView(view, [*notes, *tokens.words(merged=True)], alignment, lift)
 
 
 def transferred(
@@ -200,39 +157,7 @@ def transferred(
     config: TransferConfig,
     execution: Execution | None = None,
     progress: Progress | None = None,
-) -> Transferred:
-    """A fine-tune carried for a merge: the new base's tensors as it changes them, instead of something written.
-
-    Args:
-        name: of the fine-tune, as it is loaded: a path, or `base+adapter`.
-    """
-    from rotation_merge.carrying.sampled import SampledTransfer
-
-    execution = execution or Execution()
-    session = TransferSession.aligned(open_bases(new, old, execution.device), config, execution, progress)
-    tokens, tuned = AddedTokens.of(session.bases, name, config.rank), session.bases.tuned(name)
-    session, lost = session.with_added_tokens(replace(tokens, rows_held=False), tuned), tokens.words(written=False)
-    sampled = SampledTransfer(session, name, tuned, config.rank, progress)
-    alignment = session.carrier.alignment
-    if not config.needs_samples:
-        return sampled.by_weights(session.scale), [*session.report.notes, *lost], alignment, None
-    with TemporaryFolder() as folder:
-        chosen = sampled.carried(os.path.join(folder, "out"))
-    if chosen.delta.solved is None:
-        return sampled.by_weights(chosen.delta.scale), [*chosen.lines, *lost], alignment, chosen.lift.facts()
-    return dict(chosen.delta.named(torch.float32)), [*chosen.lines, *lost], alignment, chosen.lift.facts()
-
-
-def check_places(works: Sequence[str], places: Sequence[str]) -> None:
-    """Refuse to write two adapters to one place.
-
-    Raises:
-        CheckpointError: names the two.
-    """
-    for i, place in enumerate(places):
-        if place in places[:i]:
-            raise CheckpointError(
-                f"has the same output as {works[places.index(place)]}: {place}",
-                where=works[i],
-                remedy="carry them one by one",
-            )
+) -> tuple[dict[str, Tensor], list[str], Alignment, dict[str, Any] | None]:
+    """The tensors, notes, alignment and lift of `carried_view`."""
+    carried = carried_view(name, old, new, config, execution or Execution(), progress)
+    return dict(carried.view.blocks()), carried.notes, carried.alignment, carried.lift

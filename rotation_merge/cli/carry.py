@@ -25,7 +25,7 @@ from rotation_merge.files import FOLDER, Output, check_output
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 
 if TYPE_CHECKING:
-    from rotation_merge.carrying.session import TransferResult
+    from rotation_merge.carrying.folders import TransferResult
 
 
 @click.command(
@@ -73,10 +73,8 @@ def command(
     says so and writes nothing without --data or --force. --force also moves an adapter whose base is not OLD_BASE.
     Interrupted matching continues from OUT.matching.unfinished.
     """
-    from rotation_merge.carrying.session import Execution
-    from rotation_merge.carrying.transfer import carry, check_places
-    from rotation_merge.model.open import open_model
-    from rotation_merge.model.run_keys import mark_of
+    from rotation_merge.carrying.bases import Execution
+    from rotation_merge.carrying.folders import carry, check_places
     from rotation_merge.model.writing import StorageOptions, check_dtype, parse_size
     from rotation_merge.run.ledger import kept_beside
 
@@ -95,32 +93,41 @@ def command(
     _check_use(config, given_options)
     check_places(work, places)
     jobs = dict(zip(places, work, strict=True))
-    on = (
-        []
-        if config.matched_on == WEIGHTS
-        else [config.matched_on, config.data, str(config.sample_count), str(config.seed)]
-    )
-    shapes = {"lora": config.rank, "untie": untie}
 
     def mark() -> str:
-        return mark_of(map(open_model, (new, old)), [*on, *work], on=on, options=match, **shapes)
+        return _key(config, [new, old], work)
 
-    force = bool(context.params["force"])
-    progress = Progress()
+    force, progress = bool(context.params["force"]), Progress()
     with kept_beside(out, mark, device) as ledger:
-        execution = Execution(device, storage, ledger, force, force or "data" in given_options)
+        carries = force or "data" in given_options
+        execution = Execution(device, storage, ledger, force, "carried" if carries else "named")
         results = carry(jobs, old, new, config, execution, progress)
     progress.close()
     if as_json:
         written, unmoved = ([_facts(item) for item in results if (item.out is None) is near] for near in (False, True))
         print_json({"from": old, "to": new, "written": written, "usable_as_they_are": unmoved})
-        return 0
+    else:
+        _print(results)
+    return 0
+
+
+def _key(config: TransferConfig, bases: list[str], work: tuple[str, ...]) -> str:
+    """A stable key of the matching of two bases, by which an interrupted run is known again."""
+    from rotation_merge.model.open import open_model
+    from rotation_merge.model.run_keys import mark_of
+
+    samples = [config.matched_on, config.data, str(config.sample_count), str(config.seed)]
+    on = [] if config.matched_on == WEIGHTS else samples
+    shapes = {"lora": config.rank, "untie": config.untie}
+    return mark_of(map(open_model, bases), [*on, *work], on=on, options=config.match, **shapes)
+
+
+def _print(results: list[TransferResult]) -> None:
     for item in results:
         for line in item.lines:
             say(line)
         if item.out is not None:
             say(f"Written to {item.out}.", "green")
-    return 0
 
 
 def _facts(item: TransferResult) -> dict[str, Any]:

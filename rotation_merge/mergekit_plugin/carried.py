@@ -10,13 +10,11 @@ import tqdm
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
 from mergekit.options import MergeOptions
-from torch import Tensor
 
-from rotation_merge.carrying.bases import open_bases
+from rotation_merge.carrying.bases import Execution, open_bases
 from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.session import Execution
 from rotation_merge.carrying.tokens import AddedTokens
-from rotation_merge.carrying.transfer import transferred
+from rotation_merge.carrying.transfer import carried_view
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
@@ -27,7 +25,7 @@ from rotation_merge.model.folder import folder_of
 from rotation_merge.model.forms import translated
 from rotation_merge.model.gguf import quantised
 from rotation_merge.model.nearness import nearness
-from rotation_merge.model.open import check_own_base
+from rotation_merge.model.open import check_own_base, open_model
 from rotation_merge.model.view import View
 
 ASKS = (*OPTIONS, "preset", "match_on", "carry", "carry_scale", "data")
@@ -39,11 +37,11 @@ class CarryPlan:
     """The way a donor's change is carried.
 
     Attributes:
-        tensors: carries it with samples: gives the anchor's tensors that it changes, by name.
+        view: carries it with samples: gives the anchor as the donor changes it, unrounded.
         scale: factor of its task vector.
     """
 
-    tensors: Callable[[], dict[str, Tensor]] | None = None
+    view: Callable[[], View] | None = None
     scale: float = 1.0
 
 
@@ -100,7 +98,7 @@ def carried(
         note = "the effect of the carried change is not measured; 'carry_scale: auto' measures it on samples"
         run.note(f"`{model}`: {note}.")
         bases = open_bases(str(recipe.base), str(origin), untie=recipe.untie)
-        for line in AddedTokens.of(bases, str(model), 0).words(written=False):
+        for line in AddedTokens.of(bases, open_model(str(model), any_base=True)).words(merged=True):
             run.note(f"`{model}`: {line}")
         return CarryPlan(scale=1.0 if config.factor is None else config.factor)
     if not shares_vocabulary:
@@ -114,10 +112,10 @@ def carried(
     execution = Execution(str(options.device or "cpu"), StorageOptions(untie=recipe.untie))
 
     @cache
-    def tensors() -> dict[str, Tensor]:
+    def view() -> View:
         return _with_samples(str(model), str(origin), str(recipe.base), config, execution, run, options.quiet)
 
-    return CarryPlan(tensors)
+    return CarryPlan(view)
 
 
 def check_adapter(model: View, origin: View | None = None) -> None:
@@ -150,16 +148,14 @@ def added_as_it_is(reader: ConfigReader, model: ModelReference, base: View, orig
 
 def _with_samples(
     donor: str, origin: str, anchor: str, config: TransferConfig, execution: Execution, run: Run, quiet: bool
-) -> dict[str, Tensor]:
-    """Runs the models on samples: the anchor's tensors as a donor changes them."""
+) -> View:
+    """Runs the models on samples: the anchor as a donor changes it."""
     with tqdm.tqdm(desc=f"Carrying {donor}", disable=quiet) as bar:
-        tensors, lines, alignment, lift = transferred(
-            donor, origin, anchor, config, execution, lambda *_: bar.update(1)
-        )
+        result = carried_view(donor, origin, anchor, config, execution, lambda *_: bar.update(1))
     run.used(f"carrying {donor}", config.data, config.sample_count)
-    run.aligned(title(donor, origin), alignment)
-    if lift is not None:
-        run.lifts[donor] = lift
-    for line in lines:
+    run.aligned(title(donor, origin), result.alignment)
+    if result.lift is not None:
+        run.lifts[donor] = result.lift
+    for line in result.notes:
         run.note(f"`{donor}`: {line}")
-    return tensors
+    return result.view

@@ -123,8 +123,8 @@ class Donors:
         for donor in self.found.values():
             if donor.whole is not None:
                 donor.whole()
-            if donor.carried.tensors is not None:
-                donor.carried.tensors()
+            if donor.carried.view is not None:
+                donor.carried.view()
 
     @property
     def device(self) -> Callable[[], torch.device | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -21,7 +21,8 @@ from rotation_merge.model.biases import inputs
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.model.rows import vocabulary_axes, with_rows_of
-from rotation_merge.model.tensors import Tensors, as_tensors, by_name
+from rotation_merge.model.tensors import Tensors, by_name
+from rotation_merge.model.view import View
 from rotation_merge.symmetry import SpaceTransform
 
 
@@ -124,10 +125,13 @@ class ChangedBlock(MovedBlock):
     Attributes:
         tensors: of the fine-tune.
         origin: of the model that it was tuned from.
+        base: the anchor.
         rows: where the vocabularies differ, the anchor's and the origin's rows of the tokens they share.
+        run: takes the squared norms of change and origin.
     """
 
-    origin: Tensors = field(default_factory=lambda: as_tensors({}), repr=False)
+    origin: Tensors = field(kw_only=True, repr=False)
+    base: View = field(kw_only=True, repr=False)
     rows: tuple[Tensor, Tensor] | None = None
     scale: float = 1.0
     run: Run | None = None
@@ -136,19 +140,24 @@ class ChangedBlock(MovedBlock):
         return True
 
     def _moved(self, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
-        anchor, origin, tuned = (read_tensor(info, source) for source in (self.anchor, self.origin, self._tuned))
+        anchor, origin, tuned = (self._shape(info, source) for source in (self.anchor, self.origin, self._tuned))
         if anchor is None or origin is None or tuned is None:
             raise self._cannot(info, "a model lacks it")
         free = info.vocabulary_axis if self.rows is not None else None
-        lengths = zip(anchor.shape, origin.shape, strict=False)
-        fits = anchor.ndim == origin.ndim and all(a == b or dim == free for dim, (a, b) in enumerate(lengths))
-        if tuned.shape != origin.shape or not fits:
+        lengths = zip(anchor, origin, strict=False)
+        fits = len(anchor) == len(origin) and all(a == b or dim == free for dim, (a, b) in enumerate(lengths))
+        if tuned != origin or not fits:
             raise self._cannot(info, "shapes differ")
-        delta = replace(self._delta, dtype=dtype or tuned.dtype)
-        tensor, change, before = delta.carried(self.block, info, anchor)
+        return self._delta.tensor(self.block, info, dtype or self.tensors.dtypes[info.name], self._record)
+
+    @staticmethod
+    def _shape(info: TensorInfo, source: Tensors) -> tuple[int, ...] | None:
+        """The shape of a tensor's pieces; None where a model lacks it."""
+        return source.shapes.get(info.name)
+
+    def _record(self, change: float, before: float) -> None:
         if self.run is not None:
             self.run.transport(self.name, change, before)
-        return tensor.to(dtype or tuned.dtype)
 
     def _cannot(self, info: TensorInfo, why: str) -> AlignmentError:
         problem = f"tensor '{info.name}' cannot be carried over: {why}"
@@ -169,7 +178,7 @@ class ChangedBlock(MovedBlock):
     @cached_property
     def _delta(self) -> Delta:
         carrier = Carrier(self.architecture, self.origin, self.anchor, self.alignment, self.rows, self.least)
-        return Delta(carrier, self._tuned, self.scale)
+        return Delta(carrier, self._tuned, self.base, self.scale)
 
 
 class OutputTensors:

@@ -96,7 +96,7 @@ class Parts:
 
     def _part(self, out: OutputBlock, model: ModelReference, block: Block) -> MovedBlock:
         donor = self.donors.found.get(model, Donor())
-        if donor.carried.tensors is not None:
+        if donor.carried.view is not None:
             return self._carried(out, model, block, donor)
         origin = None if donor.origin is None else same_block(self.session.models, donor.origin, block)
         maps = self._maps(out, model, block, donor)
@@ -104,7 +104,9 @@ class Parts:
             return self._moved(out, model, block, maps, whole=donor.whole is not None)
         part = self._moved(out, model, block, maps, whole=donor.whole is not None)
         tensors = self._named(donor.origin, origin, out.anchor)
-        return ChangedBlock(**vars(part), origin=tensors, rows=donor.rows, scale=donor.carried.scale, run=self.run)
+        anchor = self.session.models[self.recipe.base]
+        more = {"rows": donor.rows, "scale": donor.carried.scale, "run": self.run}
+        return ChangedBlock(**vars(part), origin=tensors, base=anchor, **more)
 
     def _moved(
         self,
@@ -132,12 +134,18 @@ class Parts:
 
     def _carried(self, out: OutputBlock, model: ModelReference, block: Block, donor: Donor) -> MovedBlock:
         """The anchor with a donor's change, which samples chose."""
-        base = self.recipe.base
-        own = same_block(self.session.models, base, block)
-        part = self._moved(out, base, own, None, whole=False)
-        assert donor.carried.tensors is not None
-        tensors = Lazily(part.tensors, own, out.anchor, donor.carried.tensors).tensors
-        return replace(part, tensors=tensors, name="the carried change", computed=True)
+        own = same_block(self.session.models, self.recipe.base, block)
+        part = self._moved(out, self.recipe.base, own, None, whole=False)
+        names: dict[str, str] = {}
+        for info in out.anchor.tensors:
+            names.update(zip(info.names, (own.tensor(info.key) or info).names, strict=True))
+
+        def changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            assert donor.carried.view is not None
+            view = donor.carried.view()
+            return view[names[name]].to(tensor.device) if names[name] in view else tensor
+
+        return replace(part, tensors=part.tensors.map(changed), name="the carried change", computed=True)
 
     def _maps(
         self, out: OutputBlock, model: ModelReference, block: Block, donor: Donor
@@ -218,23 +226,3 @@ def _served(tensors: Tensors, names: Mapping[str, str]) -> list[str]:
     """The names of tensors, under the names that stand for some of them."""
     renamed = {old: new for new, old in names.items()}
     return [renamed.get(name, name) for name in tensors]
-
-
-class Lazily:
-    """A block of the anchor with tensors that are known once samples have been run.
-
-    Args:
-        own: the block that they are of.
-        named: the block by whose names they are asked for.
-    """
-
-    def __init__(self, tensors: Tensors, own: Block, named: Block, changed: Callable[[], Mapping[str, torch.Tensor]]):
-        self.changed, self.stored = changed, tensors
-        self.names: dict[str, str] = {}
-        for info in named.tensors:
-            self.names.update(zip(info.names, (own.tensor(info.key) or info).names, strict=True))
-        self.tensors = tensors.map(self._read)
-
-    def _read(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        changed = self.changed().get(self.names.get(name, name))
-        return tensor if changed is None else changed.to(tensor.device)

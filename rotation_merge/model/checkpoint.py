@@ -33,7 +33,6 @@ def write_checkpoint(
     check: Check | None = None,
     left_out: Collection[str] = (),
     as_they_are: Iterable[tuple[str, Tensor]] = (),
-    beside: Callable[[str], None] = lambda _: None,
 ) -> None:
     """A model as a normal checkpoint, whole or not at all.
 
@@ -43,7 +42,6 @@ def write_checkpoint(
         check: checks the written files before they take their place.
         left_out: those of its tensors that are not written at all.
         as_they_are: further tensors, which are not rounded.
-        beside: changes the small files in the folder that it is told, once these have been copied.
 
     Raises:
         CheckpointError: it has not passed; it is kept as OUT.rejected.
@@ -66,7 +64,6 @@ def write_checkpoint(
         with unchanged([like]):
             like.write(staging, complete(), storage)
         report.write(os.path.join(staging, REPORT_FILE))
-        beside(staging)
         passed, words = check(staging) if check is not None else (True, "")
         if not passed:
             rejected = free_name(f"{out.rstrip(os.sep)}.rejected")

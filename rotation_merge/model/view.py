@@ -75,7 +75,7 @@ class View(Mapping[str, Tensor]):
         module: where the model is one.
         untie: whether a head that shares the embedding's tensor is given one of its own.
         changed: entries of the config that are not those of its files.
-        beside: small files that belong to a model in memory (a tokenizer), by name.
+        beside: small files (a tokenizer) by name, of a model in memory, or instead of those beside its files.
         remarks: on the model itself, for the report of what is done with it.
         rows: what puts the classes of its files into another order (`model/labels.py`).
         filed: the model with its classes in the order of its files, where that is another: whose identity it has.
@@ -378,7 +378,7 @@ class View(Mapping[str, Tensor]):
         config = {**json.loads(text), **self.changed}
         if storage.dtype is not None:
             config["dtype" if "dtype" in config else "torch_dtype"] = storage.dtype
-        write_files(folder, self.beside if source is None else small_files(source))
+        write_files(folder, self.beside if source is None or self.beside else small_files(source))
         write_json(os.path.join(folder, "config.json"), untied(config) if storage.untie else config)
         generation = getattr(self.module, "generation_config", None)
         if generation is not None:

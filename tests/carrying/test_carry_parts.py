@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 import rotation_merge as rm
-from rotation_merge import AlignConfig, Alignment, Delta, RotationMergeError, TransferConfig
-from rotation_merge.architecture import Architecture, resolve
+from rotation_merge import AlignConfig, Alignment, Delta, RotationMergeError
+from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.wudi import added_by_wudi
 from rotation_merge.carrying import carrier as carry
@@ -34,19 +34,18 @@ from rotation_merge.carrying.config import MERGED, NONE, PLAIN
 from rotation_merge.carrying.delta import of_low_rank
 from rotation_merge.carrying.distil import best_target
 from rotation_merge.carrying.judge import (
-    SCALES,
     RecoveredLift,
-    TransferSamples,
     halves,
     parted,
 )
 from rotation_merge.carrying.refit import ChangeOptions, of_rank, refit_change
-from rotation_merge.carrying.sampled import JudgedChange, SampledTransfer
+from rotation_merge.carrying.sampled import Candidate, best_of
 from rotation_merge.matching.match import match_model
 from rotation_merge.model import blocks, rows
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.low_rank import dense
+from rotation_merge.model.open import open_model
 from rotation_merge.run.data import Data
 
 
@@ -67,7 +66,7 @@ def test_long_vocabularies_are_moved_in_slices(tmp_path: Path, monkeypatch: pyte
     fine = fine_tune(old, tmp_path / "fine")
     architecture, anchors, olds, fines = anchor.architecture, anchor.state, old.state, fine.state
     found = match_model(architecture, anchors, olds, AlignConfig(residual="rotation"))
-    tuned = Delta(Carrier(architecture, olds, anchors, found), fines)
+    tuned = Delta(Carrier(architecture, olds, anchors, found), fines, open_model(anchor.path, untie=True))
     largest: dict[str, int] = {}
 
     def watch(module: ModuleType) -> None:
@@ -83,13 +82,12 @@ def test_long_vocabularies_are_moved_in_slices(tmp_path: Path, monkeypatch: pyte
     states, norms, seen = list[dict[str, Tensor]](), list[float](), list[dict[str, int]]()
     for most in (rows.LONG, 1000):
         monkeypatch.setattr(rows, "LONG", most)
-        carried = [*tuned.tensors()]
+        carried = tuned.applied(record=lambda change, _: norms.append(change)).state_dict()
         merge = merged(transport(anchor, (fine, old), residual="rotation"), tmp_path / str(most))
         aligned = rm.align(anchor.path, old.path, residual="rotation").apply(old.path)
         states.append({f"align {n}": x for n, x in aligned.items()})
-        states[-1].update((f"carry {n}", x) for _, pieces, *_ in carried for n, x in pieces.items())
+        states[-1].update((f"carry {n}", x) for n, x in carried.items())
         states[-1].update((f"recipe {n}", x) for n, x in merge.items())
-        norms += [change for *_, change, before in carried]
         seen.append(dict(largest))
         largest.clear()
     assert len(seen[0]) == 3
@@ -263,60 +261,24 @@ def test_an_example_of_several_rows_stays_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "judged", "factor", "taken"),
+    ("choice", "judged", "taken"),
     [
-        ({"refit": 1, "plain addition": 2, "none": 3}, {"refit": 1, "plain addition": 2, "none": 3}, None, "refit"),
-        ({"refit": 1, "plain addition": 2, "none": 3}, {"refit": 3, "plain addition": 2, "none": 4}, None, PLAIN),
-        ({"refit": 1, "plain addition": 2, "none": 3}, {"refit": 3, "plain addition": 2, "none": 1}, None, NONE),
-        ({"refit": 3, "plain addition": 2, "none": 4}, {"refit": 1, "plain addition": 2, "none": 3}, None, PLAIN),
-        ({"refit": 3, "plain addition": 2, "none": 1}, {"refit": 3, "plain addition": 2, "none": 1}, 1.0, "refit"),
-        ({"refit": 3, PLAIN: 2, MERGED: 1, "none": 4}, {"refit": 3, PLAIN: 2, MERGED: 1, "none": 4}, None, MERGED),
-        ({"refit": 3, PLAIN: 2, MERGED: 1, "none": 4}, {"refit": 3, PLAIN: 1, MERGED: 2, "none": 4}, None, PLAIN),
+        ({"refit": 1, PLAIN: 2, NONE: 3}, {"refit": 1, PLAIN: 2, NONE: 3}, "refit"),
+        ({"refit": 1, PLAIN: 2, NONE: 3}, {"refit": 3, PLAIN: 2, NONE: 4}, PLAIN),
+        ({"refit": 1, PLAIN: 2, NONE: 3}, {"refit": 3, PLAIN: 2, NONE: 1}, NONE),
+        ({"refit": 3, PLAIN: 2, NONE: 4}, {"refit": 1, PLAIN: 2, NONE: 3}, PLAIN),
+        ({"refit": 3, PLAIN: 2, MERGED: 1, NONE: 4}, {"refit": 3, PLAIN: 2, MERGED: 1, NONE: 4}, MERGED),
+        ({"refit": 3, PLAIN: 2, MERGED: 1, NONE: 4}, {"refit": 3, PLAIN: 1, MERGED: 2, NONE: 4}, PLAIN),
+        ({PLAIN: 2, NONE: 3}, {"refit": 1, PLAIN: 2, NONE: 3}, PLAIN),
     ],
 )
 def test_never_below_plain_addition_nor_the_new_base(
-    choice: dict[str, float],
-    judged: dict[str, float],
-    factor: float | None,
-    taken: str,
-    monkeypatch: pytest.MonkeyPatch,
+    choice: dict[str, float], judged: dict[str, float], taken: str
 ) -> None:
-    """On samples held out of every choice; a scale that was given is kept."""
-    change = Delta.from_solved(Carrier(Architecture("none", {}, {}, (), {}), {}, {}, Alignment({})), {})
-    names = [name for name in choice if name != NONE]
-    candidate, *others = [JudgedChange(name, change, "", lambda name=name: name) for name in names]
-    session = SimpleNamespace(config=TransferConfig("refit", factor))
-    sampled = SampledTransfer(session, "tuned", {}, 0)  # type: ignore[arg-type]
-    monkeypatch.setattr(SampledTransfer, "_model", lambda *_: NONE)
-    monkeypatch.setattr(SampledTransfer, "_old", "old")
-    monkeypatch.setattr(SampledTransfer, "_on", lambda _, name: name)
-    monkeypatch.setattr("rotation_merge.carrying.sampled.evaluate", lambda *_: (1.0, 1.0))
-
-    def held(losses: dict[str, float]) -> Any:
-        return SimpleNamespace(losses=lambda model: (losses[model], 0.0), tuned=None, writes=True)
-
-    chosen, lift = sampled._judged(candidate, others, TransferSamples(None, held(choice), held(judged)))  # type: ignore[arg-type]
-    assert (chosen.method, lift.method) == (taken, taken)
-    assert lift.carried == (judged[taken], 0.0)
-
-
-def test_what_the_new_base_loses_counts_as_much_as_what_is_gained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the scale, and between the method, plain addition and nothing."""
-    change = Delta.from_solved(Carrier(Architecture("none", {}, {}, (), {}), {}, {}, Alignment({})), {})
-    sampled = SampledTransfer(SimpleNamespace(config=TransferConfig("refit")), "tuned", {}, 0)  # type: ignore[arg-type]
-    monkeypatch.setattr(SampledTransfer, "_model", lambda *_: NONE)
-    monkeypatch.setattr(SampledTransfer, "_old", "old")
-    monkeypatch.setattr(SampledTransfer, "_on", lambda _, name: name)
-    monkeypatch.setattr("rotation_merge.carrying.sampled.evaluate", lambda *_: (1.0, 1.0))
-    both = {scale: (1 - scale, 2 * scale**2) for scale in SCALES}  # the gain alone would take the largest
-    tried = iter(both.values())
-    parts = TransferSamples(None, SimpleNamespace(losses=lambda _: next(tried)), None)  # type: ignore[arg-type]
-    assert sampled._at_best_scale("refit", change, parts).delta.scale == 0.25
-    losses = {"refit": (1.0, 5.0), PLAIN: (2.0, 3.0), NONE: (3.0, 0.5)}
-    held = SimpleNamespace(losses=losses.get, tuned=None, writes=True)
-    names = [name for name in losses if name != NONE]
-    candidate, *others = [JudgedChange(name, change, "", lambda name=name: name) for name in names]
-    assert sampled._judged(candidate, others, TransferSamples(None, held, held))[0].method == NONE  # type: ignore[arg-type]
+    """On samples held out of every choice; what the new base loses counts as much as what is gained."""
+    candidates = [Candidate(name, None, None) for name in choice]  # type: ignore[arg-type]
+    both = ({name: (loss / 4, 3 * loss / 4) for name, loss in losses.items()} for losses in (choice, judged))
+    assert best_of(candidates, *both).method == taken
 
 
 class TokenTable(torch.nn.Module):
@@ -352,13 +314,12 @@ def test_held_out_samples_choose_the_target(share: float) -> None:
 def test_what_samples_chose_is_written(name: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By weights, too, where another change is written than the one that the method moved."""
     maps = ("proj.weight", "embed_tokens.weight") if tied else ("proj.weight",)
-    judged, draw = SampledTransfer._judged, torch.Generator().manual_seed(2)
+    draw = torch.Generator().manual_seed(2)
 
-    def chosen(self: SampledTransfer, candidate: JudgedChange, others: list[JudgedChange], parts: Any) -> Any:
-        _, lift = judged(self, candidate, others, parts)
-        return next(each for each in others if each.method == name), lift
+    def chosen(usable: list[Candidate], *_: Any) -> Candidate:
+        return next(each for each in usable if each.method == name)
 
-    monkeypatch.setattr(SampledTransfer, "_judged", chosen)
+    monkeypatch.setattr("rotation_merge.carrying.sampled.best_of", chosen)
     monkeypatch.setattr("rotation_merge.carrying.sampled.SCALES", (1.0,))
     old = make_checkpoint("llama", tmp_path / "old", tie_word_embeddings=tied)
     before = state(old)

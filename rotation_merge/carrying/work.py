@@ -1,0 +1,175 @@
+"""Fine-tunes and adapters of an old base, opened and put between the old base and an aligned new one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from mergekit.common import dtype_from_name
+from torch import Tensor
+
+from rotation_merge.carrying.bases import Bases, Execution, is_adapter_folder
+from rotation_merge.carrying.carrier import Carrier
+from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.delta import Delta, Record
+from rotation_merge.carrying.tokens import AddedTokens
+from rotation_merge.errors import DataError
+from rotation_merge.matching.options import NOTHING
+from rotation_merge.matching.run import change_note
+from rotation_merge.model.adapters import Adapter
+from rotation_merge.model.gguf import quantised
+from rotation_merge.model.open import ModelLike, open_model, parse_reference
+from rotation_merge.model.origin import origins
+from rotation_merge.model.view import View
+from rotation_merge.record import MergeReport
+from rotation_merge.workers import Progress
+
+ALONE = "carry by weights, at a given scale: they alone can be carried by shared tokens"
+
+
+@dataclass(frozen=True)
+class Work:
+    """A fine-tune or an adapter of the old base, opened.
+
+    Attributes:
+        name: as the user names it.
+        rank: of the adapter that it becomes; 0: it becomes a model.
+        tokens: that it adds to the old base.
+        adapter: the adapter; None: it is a model.
+        model: the fine-tune, or the old base with the adapter; None: the adapter's factors are carried.
+    """
+
+    name: str
+    rank: int
+    tokens: AddedTokens
+    adapter: Adapter | None = None
+    model: View | None = None
+    rows: Mapping[str, Tensor] | None = None
+
+    @staticmethod
+    def of(work: ModelLike, bases: Bases, config: TransferConfig) -> Work:
+        """Open a fine-tune, or an adapter's folder.
+
+        Raises:
+            RotationMergeError: it is damaged, or no fine-tune of the old base.
+        """
+        if not is_adapter_folder(work):
+            opened = open_model(work, "tuned", any_base=True)
+            tokens = AddedTokens.of(bases, opened, not config.rank)
+            return Work(str(opened.reference), config.rank, tokens, None, bases.tuned(opened, tokens.lengths[1]))
+        adapter = Adapter(str(work))
+        if not config.needs_samples:
+            tokens, rows = AddedTokens.of_adapter(bases, adapter)
+            return Work(str(work), adapter.rank, tokens, adapter, rows=rows)
+        opened = open_model(f"{bases.names[1]}+{work}", any_base=True)
+        tokens = AddedTokens.of(bases, opened, rows_held=False)
+        model = bases.tuned(opened, tokens.lengths[1])
+        return Work(str(work), config.rank or adapter.rank, tokens, adapter, model)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One change between two aligned bases.
+
+    Attributes:
+        carrier: moves changes; both of its bases have rows for tokens that the work adds.
+        report: on the alignment, with the origin of the work.
+        norms: squared norms of the change of each tensor of a carried view, and of the old base's, as it is computed.
+    """
+
+    work: Work
+    bases: Bases
+    carrier: Carrier
+    report: MergeReport
+    config: TransferConfig
+    execution: Execution
+    norms: list[tuple[float, float]] = field(default_factory=list, repr=False)
+
+    @cached_property
+    def base(self) -> View:
+        """The new base with rows for added tokens, as the result is written: the head apart, or tied."""
+        untie = self.execution.storage.untie or bool(self.work.rank)
+        return self.work.tokens.with_rows(open_model(self.bases.new, untie=untie), self.carrier.new)
+
+    @property
+    def tied(self) -> str | None:
+        """A head that stays the embedding's tensor."""
+        return None if self.execution.storage.untie else self.bases.new.tied_head
+
+    @property
+    def delta(self) -> Delta:
+        """The fine-tune's change, moved by weights."""
+        assert self.work.model is not None
+        return Delta(self.carrier, self.work.model.tensors, self.base)
+
+    def stored(self, delta: Delta, record: Record | None = None) -> View:
+        """The new base with a change, in the dtype that it is stored in."""
+        dtype, view = dtype_from_name(self.execution.storage.dtype), delta.applied(record=record)
+        return view if dtype is None else view.to(dtype)
+
+    def unchanged(self) -> View:
+        """The new base as it is, in the dtype that it is stored in; of an adapter, as it is."""
+        dtype = None if self.work.rank else dtype_from_name(self.execution.storage.dtype)
+        return self.base if dtype is None else self.base.to(dtype)
+
+    def size_note(self) -> str | None:
+        """A warning if the change, all of which was computed, is too large to transfer."""
+        if not self.norms:
+            return None
+        return change_note(f"The task vector of `{self.work.name}`", *map(sum, zip(*self.norms, strict=True)))
+
+
+def transfers(
+    works: Sequence[ModelLike],
+    bases: Bases,
+    config: TransferConfig,
+    execution: Execution,
+    progress: Progress | None = None,
+) -> list[Transfer]:
+    """Open work and align its bases, once for all of it.
+
+    Raises:
+        RotationMergeError: a model or an adapter cannot be read, or they do not fit together.
+    """
+    if config.needs_samples and bases.rows is not None:
+        new, old = bases.names
+        problem = f"its vocabulary differs from that of {new}, so samples cannot be shared"
+        raise DataError(problem, where=old, remedy=ALONE)
+    opened = [Work.of(work, bases, config) for work in works]
+    config, notes = _matched_as(config, bases, execution, opened)
+    alignment, report = bases.aligned(config, execution, progress)
+    report = replace(report, notes=[*notes, *report.notes])
+    dtype = dtype_from_name(execution.storage.dtype)
+    carrier = Carrier(bases.architecture, bases.sources[1], bases.sources[0], alignment, bases.rows, dtype)
+    return [_transfer(work, bases, carrier, report, config, execution) for work in opened]
+
+
+def _matched_as(
+    config: TransferConfig, bases: Bases, execution: Execution, works: Sequence[Work]
+) -> tuple[TransferConfig, list[str]]:
+    """The config with what matching has nothing to find left out, and a line on it.
+
+    Streams, and with them a tied head, stay where the bases share their coordinates.
+    """
+    if config.match.residual != "largest" or config.alignment is not None or not bases.nearness.shared:
+        return config, []
+    asks = config.match != TransferConfig().match or config.match_on is not None or config.needs_samples
+    if execution.near == "added" and not asks and not any(work.rank or not work.tokens.empty for work in works):
+        words = f"The bases share their coordinates ({bases.nearness.words})"
+        return replace(config, match=NOTHING), [f"{words}: nothing was matched, the change is added as it is."]
+    return replace(config, match=replace(config.match, residual="none")), []
+
+
+def _transfer(
+    work: Work, bases: Bases, carrier: Carrier, report: MergeReport, config: TransferConfig, execution: Execution
+) -> Transfer:
+    """The transfer of one work, with rows for its tokens, and its origin in the report."""
+    model, stored = work.model, work.adapter is not None or (work.model is not None and work.model.files is not None)
+    types = quantised(model.folder) if model is not None and model.files is not None else ""
+    known = origins([parse_reference(work.name)] if stored else [])
+    facts = {name: {**origin, "carried": True} for name, origin in known.items()}
+    notes = [*report.notes, *([f"`{model.reference}` {types}."] if types and model is not None else [])]
+    report = replace(report, models={**report.models, **facts}, notes=notes)
+    extended = work.tokens.extended(carrier, work.rows or {} if model is None else model.tensors)
+    return Transfer(work, bases, extended, report, config, execution)
