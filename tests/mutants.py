@@ -143,11 +143,13 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "rotation_merge/averaging": ("averaging/test_averaging.py", "carrying/test_carry.py"),
     "rotation_merge/matching/activations.py": ("averaging/test_ot_fusion.py",),
-    "rotation_merge/matching/moved_statistics.py": ("carrying/test_carry.py",),
+    "rotation_merge/matching/statistics.py": ("carrying/test_carry.py",),
     "rotation_merge/carrying": CARRIES,
     "rotation_merge/averaging/refit.py": REFITS,
     "rotation_merge/run/stages.py": REFITS,
-    **{f"rotation_merge/run/{name}.py": MEASURES for name in ("layers", "measure", "passes", "statistics_writer")},
+    **{
+        f"rotation_merge/run/{name}.py": MEASURES for name in ("layers", "measure", "measuring", "passes", "statistics")
+    },
     "rotation_merge/averaging/ot_fusion.py": ("averaging/test_ot_fusion.py",),
     "rotation_merge/report/estimate.py": ("report/test_estimate.py",),
 }

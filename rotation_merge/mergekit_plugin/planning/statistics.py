@@ -263,19 +263,21 @@ class CarryStatistics:
         if not self.biases:
             return None
 
-        def of(side: str, loads: Loads) -> Get:
-            tensors = loaded(side, loads, self.block, values)
-
-            def get(key: str) -> Tensor | None:
-                info = self.block.tensor(key)
-                if info is None or key not in tensors:
-                    return None
-                return tensors[key] if self.fold is None else self.fold.tensor(self.block, info, tensors.get)
-
-            return get
-
-        shift = value_shift(linear, of("biases", self.biases), of("anchor", self.anchor), maps)
+        donor, anchor = self._read("biases", self.biases, values), self._read("anchor", self.anchor, values)
+        shift = value_shift(linear, donor, anchor, maps)
         return None if shift is None else shift.to(self.device)
+
+    def _read(self, side: str, loads: Loads, values: Mapping[str, Tensor | None]) -> Get:
+        """Gives loaded tensors by key, folded where the merge folds."""
+        tensors, fold = loaded(side, loads, self.block, values), self.fold
+
+        def get(key: str) -> Tensor | None:
+            info = self.block.tensor(key)
+            if info is None or key not in tensors:
+                return None
+            return tensors[key] if fold is None else fold.tensor(self.block, info, tensors.get)
+
+        return get
 
     def _behind_norm(self, linear: LinearMap, values: Mapping[str, Tensor | None]) -> Gram:
         """The Gram of what the map reads, behind the gain and shift of its norm, folded where the merge folds."""
@@ -286,23 +288,14 @@ class CarryStatistics:
                 "if transformers runs it in parts, use 'refit'",
             )
             raise StatisticsError(problem, where=self.statistics.path, remedy=f"measure again; {remedy}")
-        norm, fold = linear.norm, self.fold
-        if norm is None or not gram.split:
-            if norm is not None and fold is not None and norm.stream in fold.streams:
-                raise StatisticsError(
-                    f"the Gram of '{linear.info.name}' was measured after a norm gain that this merge folds",
-                    remedy="leave out 'residual: rotation', or measure the donor that 'align' wrote",
-                )
-            return gram.to(self.device)
-        tensors = {k: x.to(self.device) for k, x in loaded("feeds", self.feeds, self.block, values).items()}
-
-        def get(key: str | None) -> Tensor | None:
-            info = None if key is None else self.block.tensor(key)
-            if info is None or info.key not in tensors:
-                return None
-            return tensors[info.key] if fold is None else fold.tensor(self.block, info, tensors.get)
-
-        gain = get(norm.gain)
-        return gram.to(self.device).behind_norm(
-            linear, None if gain is None else gain.double() + norm.offset, get(norm.shift)
-        )
+        norm = linear.norm
+        if norm is not None and not gram.split and self.fold is not None and norm.stream in self.fold.streams:
+            raise StatisticsError(
+                f"the Gram of '{linear.info.name}' was measured after a norm gain that this merge folds",
+                remedy="leave out 'residual: rotation', or measure the donor that 'align' wrote",
+            )
+        read = self._read("feeds", self.feeds, values)
+        gain, shift = (None if norm is None else read(key or "") for key in (norm and norm.gain, norm and norm.shift))
+        gain, shift = (None if x is None else x.to(self.device) for x in (gain, shift))
+        gain = None if gain is None or norm is None else gain.double() + norm.offset
+        return gram.to(self.device).behind_norm(linear, gain, shift)
