@@ -139,7 +139,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "rotation_merge/averaging": ("averaging/test_averaging.py", "carrying/test_carry.py"),
     "rotation_merge/matching/activations.py": ("averaging/test_ot_fusion.py",),
-    "rotation_merge/matching/moved_statistics.py": ("carrying/test_carry.py",),
+    "rotation_merge/matching/statistics.py": ("carrying/test_carry.py",),
     "rotation_merge/carrying": CARRIES,
     "rotation_merge/averaging/refit.py": REFITS,
     "rotation_merge/averaging/refit_models.py": (
@@ -149,7 +149,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "rotation_merge/averaging/teachers.py": ("averaging/test_refit_recipes.py", "averaging/test_refit_start.py"),
     "rotation_merge/run/stages.py": REFITS,
-    **{f"rotation_merge/run/{name}.py": MEASURES for name in ("layers", "measure", "passes", "statistics_writer")},
+    **{
+        f"rotation_merge/run/{name}.py": MEASURES for name in ("layers", "measure", "measuring", "passes", "statistics")
+    },
     "rotation_merge/averaging/ot_fusion.py": ("averaging/test_ot_fusion.py",),
     "rotation_merge/report/estimate.py": ("report/test_estimate.py",),
 }

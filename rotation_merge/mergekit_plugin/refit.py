@@ -50,7 +50,7 @@ class RefittedParts:
     def merged(self) -> View:
         options, run = self.session.options, self.session.run
         with progress_bar("Refitting", options.quiet) as progress:
-            return self.planned.refit(self.parts.view(self.base), options, run, progress)
+            return self.planned.refit(options, run, progress)
 
     def served(self, model: ModelReference) -> View:
         """The merge for mergekit, which reads it as the base; what is excluded is the anchor's."""

@@ -130,18 +130,15 @@ def as_stored(measured: Statistics, module: Architecture, view: View, metadata: 
         metadata: of the result, what it holds of itself left out.
     """
     stored = resolve(dict(view.config), view.names, view.name, untie=True)
-    readers = _maps(module, stored)
+    readers, names = _maps(module, stored), names_in(module, stored)
     axes = {name: measured.axes[reader] for name, reader in readers.items() if reader in measured.axes}
-    names = names_in(module, stored)
-    fishers = _fishers(measured.tensors, module, stored)
-    grams = measured.tensors.only(
-        f"{axis}.{kind}" for axis in dict.fromkeys(axes.values()) for kind in ("gram", "count")
-    )
-    parameters = [f"{name}.fisher" for name in stored.named() if name in set(view.names)]
+    inputs = dict.fromkeys(axes.values())
+    grams = measured.tensors.only(f"{axis}.{kind}" for axis in inputs for kind in ("gram", "count"))
+    fishers, buffers = _fishers(measured.tensors, module, stored), measured.metadata.get("buffers", ())
     facts = {
-        "fisher_norm": _norm(fishers.only(parameters)),
+        "fisher_norm": _norm(fishers.only(f"{name}.fisher" for name in stored.named() if name in view)),
         "narrow": _narrow(axes, grams),
-        "buffers": sorted(name for name, ours in names.items() if ours in measured.metadata.get("buffers", ())),
+        "buffers": sorted(name for name, ours in names.items() if ours in buffers),
     }
     uncalled = frozenset(readers) - axes.keys()
     return Statistics(together([grams, fishers]), axes, measured.split, uncalled, {**metadata, **facts}, view.name)

@@ -105,10 +105,8 @@ class UnfinishedMeasurement(Store):
         """
         for key, tensor in tensors.items():
             if not all_finite([tensor]):
-                problem, remedy = (
-                    f"'{key}' would hold NaN or infinity",
-                    "look at the model's weights, and at the samples",
-                )
+                problem = f"'{key}' would hold NaN or infinity"
+                remedy = "look at the model's weights, and at the samples"
                 raise StatisticsError(problem, where=str(self.out), remedy=remedy)
         try:
             yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,14 +173,20 @@ class Statistics:
         """The same of a model whose tensors have other names.
 
         Args:
-            names: by new name of a tensor the present one; those that are not here are left out.
+            names: by new name of a tensor the present one, one layer after the other: a layer may stand in several
+                places, each with inputs of its own; tensors that are not here are left out.
         """
-        axes = {new: self.axes[old] for new, old in names.items() if old in self.axes}
-        grams = [f"{axis}.{kind}" for axis in dict.fromkeys(axes.values()) for kind in ("gram", "count")]
-        fishers = {f"{new}.fisher": f"{old}.fisher" for new, old in names.items()}
-        tensors = self.tensors.renamed(fishers).only([*grams, *fishers])
+        axes, present, copies = dict[str, str](), dict[str, str](), Counter[str]()
+        for new, old in names.items():
+            present[f"{new}.fisher"] = f"{old}.fisher"
+            if (axis := self.axes.get(old)) is not None:
+                copies[old] += 1
+                axes[new] = axis if copies[old] == 1 else f"{axis} ({copies[old]})"
+                present |= {f"{axes[new]}.{kind}": f"{axis}.{kind}" for kind in ("gram", "count")}
+        split = frozenset(axes[new] for new, old in names.items() if self.axes.get(old) in self.split)
         uncalled = frozenset(new for new, old in names.items() if old in self.uncalled)
-        return Statistics(tensors, axes, self.split, uncalled, self.metadata, self.path)
+        tensors = self.tensors.renamed(present).only(present)
+        return Statistics(tensors, axes, split, uncalled, self.metadata, self.path)
 
     def __repr__(self) -> str:
         facts = self.metadata

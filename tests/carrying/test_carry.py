@@ -7,26 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from mergekit.graph import Task
-from rotation_merge.matching.moved_statistics import carried_fisher, carried_gram, feeding
-from rotation_merge.mergekit_plugin.planning.delegate import AuxiliaryInput, merge_tensor
-from rotation_merge.run.statistics_file import Gram
 from tiny_models import ALL, Case, inputs, keep_float64, make
 from torch import Tensor
 
 from rotation_merge import AlignConfig, MeasureConfig, RotationMergeError
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.averaging.methods import Target
-from rotation_merge.averaging.regmean import RegMean
 from rotation_merge.matching.engine import untie_heads
 from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.statistics import StatisticsMover, moved_fisher
 from rotation_merge.model.biases import in_coordinates
 from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.maps import LinearMap, linear_map
-from rotation_merge.run.measure import MeasuredStatistics, ModelMeasurement
+from rotation_merge.run.measure import ModelMeasurement
 from rotation_merge.run.passes import UnfinishedMeasurement
+from rotation_merge.run.statistics import Statistics
 
 FAMILIES = list({case.family: case for case in ALL}.values())
 STILL = ("signed_permutation", "permutation", "none")
@@ -39,11 +35,13 @@ def measured(model: torch.nn.Module, case: Case, architecture: Architecture, whe
         return found.run(MeasureConfig((kind,)), UnfinishedMeasurement(where, {}), lambda *_: None)
 
 
-def gram(found: MeasuredStatistics, name: str) -> Gram | None:
-    key = found.shared.get(name)
-    parts = [found.tensors.get(f"{key}.{what}") for what in ("gram", "count")]
-    loaded = [part.load() for part in parts if part is not None]
-    return Gram(*loaded, split=key in found.split) if loaded else None
+def read(found: Statistics, one: LinearMap, tensors: dict[str, Tensor]) -> Tensor:
+    """The Gram of (x, 1) of what a map of a model reads, behind its norm's gain and shift."""
+    gram, norm = found.gram(one.info.name), one.norm
+    assert gram is not None
+    gain = None if norm is None or norm.gain not in tensors else tensors[norm.gain].double() + norm.offset
+    shift = None if norm is None or norm.shift is None else tensors.get(norm.shift)
+    return gram.behind_norm(one, gain, shift).matrix
 
 
 def pair(case: Case, options: AlignConfig, untie: bool = True):
@@ -81,38 +79,18 @@ def test_carrying_equals_measuring_after_alignment(case: Case, tmp_path: Path):
     options = AlignConfig(residual=residual_of(case), **LOCAL)
     model, other, architecture, gauge, fold = pair(case, options)
     own, theirs = (measured(m, case, architecture, tmp_path / str(i), "gram") for i, m in enumerate((model, other)))
+    carried = StatisticsMover(architecture, gauge, fold.streams if fold else ()).moved(own)
     compared = 0
     for block in architecture.blocks:
-        tensors, after = (read_block(block, m.state_dict()) for m in (model, other))
+        after = read_block(block, other.state_dict())
         for info in block.tensors:
             one = linear_map(block, info)
-            if one is None or info.name not in own.shared:
+            if one is None or info.name not in own.axes:
                 continue
-            before, behind = feeding(tensors, one, fold), feeding(after, one, None)
-            carried = carried_gram(one, gram(own, info.name), gauge, before)
-            again = carried_gram(one, gram(theirs, info.name), {}, behind)
-            torch.testing.assert_close(carried, again, rtol=1e-7, atol=1e-7 * float(again.abs().max()))
-            weigh_alike(one, after[info.key], [{"gram": again}, {"gram": carried}])
+            grams = [read(found, one, after) for found in (carried, theirs)]
+            torch.testing.assert_close(*grams, rtol=1e-7, atol=1e-7 * float(grams[1].abs().max()))
             compared += 1
     assert compared >= 4
-
-
-def weigh_alike(one: LinearMap, weight: Tensor, held: list[dict[str, Tensor]]) -> None:
-    """By the statistics of twins, each weight counts as much as the other: two weights average to their mean."""
-    other = weight + torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight)
-    part = AuxiliaryInput((Task,))
-    found = merge_tensor(
-        RegMean(),
-        Target(one.info, linear=True),
-        [(0, 0.5, part), (1, 0.5, part)],
-        {"shrink": 0.9, "ridge": 0.1},
-        one.reads < one.gives,
-        "",
-        None,
-        {0: weight, 1: other},
-        **{"0:0": held[0], "1:0": held[1]},
-    )
-    torch.testing.assert_close(found, (weight + other) / 2, rtol=0, atol=1e-4 * float(other.abs().max()))
 
 
 def gives_logits(case: Case, model: torch.nn.Module) -> bool:
@@ -131,17 +109,17 @@ def test_a_fisher_diagonal_survives_permutations_signs_and_scales(case: Case, tm
     own, theirs = (measured(m, case, architecture, tmp_path / str(i), "fisher") for i, m in enumerate((model, other)))
     compared = 0
     for info in architecture.tensors():
-        if f"{info.names[0]}.fisher" not in own.tensors:
+        if f"{info.names[0]}.fisher" not in own:
             continue
         before, after = (_stacked(found, info) for found in (own, theirs))
-        carried = carried_fisher(info, before, gauge)
+        carried = moved_fisher(info, before, gauge)
         torch.testing.assert_close(carried, after, rtol=1e-6, atol=1e-6 * float(after.abs().max().clamp(min=1e-12)))
         compared += 1
     assert compared >= 4
 
 
-def _stacked(found: MeasuredStatistics, info) -> Tensor:
-    pieces = [found.tensors[f"{name}.fisher"].load() for name in info.names]
+def _stacked(found: Statistics, info) -> Tensor:
+    pieces = [found[f"{name}.fisher"] for name in info.names]
     return torch.stack(pieces) if info.stacked else pieces[0]
 
 
@@ -150,7 +128,7 @@ def test_what_a_rotation_destroys_is_refused():
     _, _, architecture, gauge, _ = pair(case, AlignConfig(**LOCAL))
     info = next(i for i in architecture.tensors() if i.name.endswith("v_proj.weight"))
     with pytest.raises(RotationMergeError, match=r"cannot be kept under a rotation.*attention: none"):
-        carried_fisher(info, torch.ones([axis.size for axis in info.axes]), gauge)
+        moved_fisher(info, torch.ones([axis.size for axis in info.axes]), gauge)
 
 
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
@@ -162,17 +140,15 @@ def test_what_norms_do_is_put_back_by_multiplication(case: Case, tmp_path: Path)
     with keep_float64():
         plain = ModelMeasurement(model, architecture, [inputs(case, model)], "none")
         plain.tapped.split = lambda *_: contextlib.nullcontext()  # type: ignore[method-assign]
-        plain.split = []
+        plain.split = frozenset()
         raw = plain.run(MeasureConfig(("gram",)), UnfinishedMeasurement(tmp_path / "raw", {}), lambda *_: None)
     for block in architecture.blocks:
         tensors = read_block(block, model.state_dict())
         for info in block.tensors:
             one = linear_map(block, info)
-            if one is None or info.name not in own.shared:
+            if one is None or info.name not in own.axes:
                 continue
-            fed = feeding(tensors, one, None)
-            found = carried_gram(one, gram(own, info.name), {}, fed)
-            wanted = gram(raw, info.name).matrix[..., :-1, :-1]
+            found, wanted = read(own, one, tensors), read(raw, one, {})
             torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-8 * float(wanted.abs().max()))
 
 
@@ -184,4 +160,4 @@ def test_expectations_over_labels_are_exact(tmp_path: Path):
     with keep_float64(), torch.no_grad():
         p = model(**inputs(case, model)).logits.softmax(-1)
     variances = (p * (1 - p)).mean(0)
-    torch.testing.assert_close(found.tensors["classifier.bias.fisher"].load(), variances)
+    torch.testing.assert_close(found["classifier.bias.fisher"], variances)

@@ -21,21 +21,22 @@ from tiny_models import ALL, Case, inputs, keep_float64, make, save
 from rotation_merge import MeasureConfig, RotationMergeError
 from rotation_merge.architecture import resolve
 from rotation_merge.files import TemporaryFolder
+from rotation_merge.model.open import open_model
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.layers import LayerwiseMeasurement
-from rotation_merge.run.measure import MeasuredStatistics, ModelMeasurement
+from rotation_merge.run.measure import ModelMeasurement
+from rotation_merge.run.measuring import record
 from rotation_merge.run.passes import StatisticsPass, UnfinishedMeasurement, run_passes
 from rotation_merge.run.runner import Runner, streamed_model
-from rotation_merge.run.statistics_file import NAME, write_error
-from rotation_merge.run.statistics_writer import checkpoint_of, record
+from rotation_merge.run.statistics import NAME, Statistics, write_error
 
 HARD = ("gpt2", "bart", "t5", "clip", "gemma2", "dinov2", "qwen3_next")
 FAMILIES = list({case.family: case for case in reversed(ALL) if case.family in HARD}.values())
 OPTIONS = MeasureConfig(("gram",))
 
 
-def both(case: Case, where: Path) -> tuple[MeasuredStatistics, MeasuredStatistics]:
+def both(case: Case, where: Path) -> tuple[Statistics, Statistics]:
     """What is found of the whole model, and layer by layer."""
     model = make(case)
     given: Any = inputs(case, model)
@@ -52,15 +53,15 @@ def both(case: Case, where: Path) -> tuple[MeasuredStatistics, MeasuredStatistic
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
 def test_layer_by_layer_finds_what_the_whole_model_shows(case: Case, tmp_path: Path) -> None:
     whole, found = both(case, tmp_path)
-    assert found.shared == whole.shared
+    assert found.axes == whole.axes
     assert found.uncalled == whole.uncalled
     assert found.tensors.keys() == whole.tensors.keys()
-    apart = set(whole.split) - set(found.split)  # behind the layers of a tower that is not the last
-    assert set(found.split) <= set(whole.split)
-    assert not any(".layers." in name for name in apart)
+    apart = whole.split - found.split  # behind the layers of a tower that is not the last
+    assert found.split <= whole.split
+    assert not any(".layers." in axis for axis in apart)
     for key, wanted in whole.tensors.items():
         if key.rpartition(".")[0] not in apart:
-            torch.testing.assert_close(found.tensors[key].load(), wanted.load(), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(found[key], wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -72,7 +73,9 @@ def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
         data = Data([{"input_ids": torch.arange(24).view(2, 12)}], "none", 2)
         options, out, seen = MeasureConfig(("gram",)), tmp_path / f"{layers}.safetensors", list[int]()
         forget()
-        record(checkpoint_of(str(path)), None, data, "data", options, out, lambda *_, s=seen: s.append(alive()))
+        record(
+            open_model(str(path), any_base=True), None, data, "data", options, out, lambda *_, s=seen: s.append(alive())
+        )
         peaks.append(max(seen))
     assert 0 < peaks[1] <= 1.02 * peaks[0]
 
@@ -173,7 +176,7 @@ def test_what_is_stopped_within_a_step_counts_nothing_twice(within: bool, tmp_pa
     assert state.begun(counting())[0] == (0 if within else 1)
     with UnfinishedMeasurement(tmp_path / "out", {}) as again:
         found = run_passes([counting()], again, lambda *_: None)
-        assert float(found["a"].load()) == 9
+        assert float(found["a"]) == 9
     assert not list(tmp_path.iterdir())
 
 

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from rotation_merge.errors import DataError
 from rotation_merge.files import read_entry
+from rotation_merge.model.open import open_model
 from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load
@@ -112,7 +113,7 @@ def test_one_parent_alone_is_better_and_nothing_is_written(tmp_path: Path):
     assert (out / "recipe.yml").exists()
     (kept,) = json.loads((out / "evaluation.json").read_text())
     assert kept["figures"] == {"loss": found["best"]["score"], "accuracy": found["best"]["accuracy"]}
-    assert kept["fingerprint"] == checkpoint_of(str(out)).fingerprint
+    assert kept["fingerprint"] == open_model(str(out), any_base=True).fingerprint
     assert (kept["pipeline"], kept["data"]) == ("text-generation", "demo:python")
 
 
@@ -339,13 +340,13 @@ def test_interrupted_while_it_writes_it_goes_on_too(
 
 
 def planner(relation: str = FAR, **given: Any) -> Planner:
-    anchor = checkpoint_of(ENGLISH)
+    anchor = open_model(ENGLISH, any_base=True)
     data = {ENGLISH: "self", C: "self"}
     return Planner([ENGLISH, C], anchor.architecture, False, data, {"samples": 8}, True, relation, **given)
 
 
 def test_announced_times_follow_what_was_measured():
-    anchor = checkpoint_of(ENGLISH)
+    anchor = open_model(ENGLISH, any_base=True)
     every = planner().candidates()
     by_name = {candidate.name: candidate for candidate in every}
     costs = Costs(anchor.architecture, anchor.shapes, per_token=0.001, tokens=1000, judging=2.0)
