@@ -31,7 +31,7 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.mergekit_plugin.average import average_views, delegate_of, python_places, recipe_of, renamed_views
-from rotation_merge.mergekit_plugin.keys import BY_NAME
+from rotation_merge.mergekit_plugin.keys import checked
 from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.fold import unfolded_gain
@@ -364,8 +364,8 @@ def _refit_average(
 ) -> View:
     """`average` by `refit`."""
     values = {"lambda_" if name == "lambda" else name: value for name, value in parameters.items()}
-    BY_NAME["heads_of"].check(values.pop("heads_of", "base"))
-    names = BY_NAME["exclude"].check(values.pop("exclude")) if "exclude" in values else None
+    checked("heads_of", values.pop("heads_of", "base"))
+    names = checked("exclude", values.pop("exclude")) if "exclude" in values else None
     config = RefitConfig.from_values({**values, "samples": limit, "seed": seed})
     exclude = [part.strip() for part in (names or "").split(",") if part.strip()]
     return _refitted(views, samples, config, weights, exclude)

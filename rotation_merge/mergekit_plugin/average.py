@@ -197,11 +197,11 @@ def _ordered(statistics: Statistics, rows: LabelRows) -> Statistics:
     if not rows:
         return statistics
 
-    def read(key: str) -> Tensor:
+    def ordered(key: str, tensor: Tensor) -> Tensor:
         name, _, kind = key.rpartition(".")
-        return in_order(statistics.read(key), rows.get(name) if kind == "fisher" else None)
+        return in_order(tensor, rows.get(name) if kind == "fisher" else None)
 
-    return replace(statistics, read=read)
+    return replace(statistics, tensors=statistics.tensors.map(ordered))
 
 
 def _told(

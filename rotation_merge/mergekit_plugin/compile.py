@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,7 +155,7 @@ def compiled(session: Session) -> Compiled:
     stock._architecture = describe(output.architecture, anchor.config, own)
     for model, reference in placed.items():
         LoaderCache.loaders[reference] = ViewLoader(served(model))
-        run.endings.append(lambda reference=reference: LoaderCache.loaders.pop(reference, None))
+        run.endings.append(partial(LoaderCache.loaders.pop, reference, None))
     return Compiled(stock, stock._architecture, donors, prepare)
 
 
@@ -172,7 +173,9 @@ def of_one_model(stock: CompiledRecipe, model: PlacedModel) -> CompiledRecipe:
 
 def planner(result: Compiled, options: MergeOptions) -> MergePlanner:
     """mergekit's planner of a compiled recipe."""
-    return MergePlanner(result.stock, result.architecture, options, SimpleNamespace())
+    assert result.stock.base_model is not None
+    config = result.stock.base_model.config(options.trust_remote_code)
+    return MergePlanner(result.stock, result.architecture, options, config)
 
 
 def tensor_tasks(result: Compiled, options: MergeOptions) -> list[ReturnTensor]:
@@ -185,7 +188,7 @@ def tensor_tasks(result: Compiled, options: MergeOptions) -> list[ReturnTensor]:
 def _register(session: Session, name: str, method: MergeMethod) -> None:
     """Make a method known to mergekit until the session ends."""
     registry._METHODS[name] = method
-    session.run.endings.append(lambda: registry._METHODS.pop(name, None))
+    session.run.endings.append(partial(registry._METHODS.pop, name, None))
 
 
 def normalised(session: Session, name: str, architecture: ModelArchitecture) -> MergeConfiguration:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from mergekit.common import ModelReference, dtype_from_name
@@ -299,7 +300,7 @@ class Donors:
             quiet=self.options.quiet,
         )
         self.found = {
-            model: Donor(None, lambda name=str(model): everything.alignments[name], None, checked)
+            model: Donor(None, partial(everything.alignment, str(model)), None, checked)
             for model, checked in settled.items()
         }
 

@@ -15,8 +15,8 @@ def __getattr__(name: str) -> Any:
         state.loaded.add("mergekit.merge_methods")
         return OURS
     if name == "architecture":
-        from rotation_merge.mergekit_plugin.definitions import architecture_info
+        from rotation_merge.mergekit_plugin.definitions import of_output
 
         state.loaded.add("mergekit.architectures")
-        return architecture_info
+        return of_output
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -27,8 +27,23 @@ def _once(target: Any) -> bool:
 
 
 def _mentions(obj: object) -> bool:
-    """A cheap test, so that other methods' recipes cost nothing: something at the top resembles our method's name."""
-    return isinstance(obj, dict) and any(isinstance(v, str) and "rotation" in v.lower() for v in obj.values())
+    """A cheap test, so that other methods' recipes cost nothing: a method that mergekit lacks, or a word like ours."""
+    if not isinstance(obj, dict):
+        return False
+    words = [word for word in obj.values() if isinstance(word, str)]
+    return _unknown(obj.get("merge_method")) or any("rotation" in word.lower() for word in words)
+
+
+def _unknown(method: object) -> bool:
+    """Whether mergekit itself has no method of this name."""
+    from mergekit.merge_methods import registry
+
+    return isinstance(method, str) and method not in registry._METHODS
+
+
+def _is_ours(config: Any) -> bool:
+    """Whether a configuration is for us: our method, or an average of our own."""
+    return _unknown(config.merge_method) and is_ours({"merge_method": config.merge_method}, misspelt=False)
 
 
 def extend_common(module: Any) -> None:
@@ -166,7 +181,7 @@ def extend_merge(module: Any) -> None:
 
     @functools.wraps(stock)
     def run_merge(merge_config: Any, out_path: str, options: Any, config_source: str | None = None) -> None:
-        if merge_config.merge_method != METHOD:
+        if not _is_ours(merge_config):
             stock(merge_config, out_path, options, config_source)
             if os.environ.get(state.CHECK) == "1":
                 from rotation_merge.mergekit_plugin.output_check import say_defects
@@ -229,7 +244,8 @@ def _ours_in(path: str) -> list[bool]:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return []
-    if "rotation" not in text.lower():
+    methods = re.findall(r"""^["']?merge_method["']?\s*:\s*["']?([\w-]+)""", text, re.M)
+    if "rotation" not in text.lower() and not any(map(_unknown, methods)):
         return []
     try:
         matches = ours_in(text)

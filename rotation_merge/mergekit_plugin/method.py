@@ -1,4 +1,4 @@
-"""The merge method as mergekit's registry sees it. The planner does the work; called directly it refuses."""
+"""Merge methods as mergekit's registry sees them. A recipe of ours is compiled; called directly, ours refuse."""
 
 from __future__ import annotations
 
@@ -17,27 +17,17 @@ _REMEDY = "use mergekit-yaml or mergekit-multi instead of mergekit-pytorch"
 
 
 class Methods(dict[str, MergeMethod]):
-    """mergekit's methods by name, ours among them only when it is asked for by name.
+    """mergekit's methods by name, ours among them only when they are asked for by name.
 
-    `registered_methods()` lists methods that merge single tensors; ours needs the planner and cannot. Delegates of our
-    own are known to the tasks of a merge of ours alone (`rotation_merge:NAME`); a stock recipe that names one gets a
-    line.
+    `registered_methods()` lists methods that merge single tensors; ours know more of the models and cannot.
     """
 
     def __missing__(self, name: str) -> MergeMethod:
         if name == METHOD:
             return OURS
-        from rotation_merge.mergekit_plugin.delegates import OWN, PREFIX
+        from rotation_merge.mergekit_plugin.delegates import OWN
 
-        if name.startswith(PREFIX) and name.removeprefix(PREFIX) in OWN:
-            return OWN[name.removeprefix(PREFIX)]
-        if name in OWN:
-            with one_line():
-                raise RecipeError(
-                    f"merge_method '{name}' is a delegate of rotation_merge, mergekit has no method of that name",
-                    remedy=f"write 'merge_method: rotation_merge', and 'delegate: {name}' under parameters",
-                )
-        raise KeyError(name)
+        return OWN[name]
 
 
 class RotationMergeMethod(MergeMethod):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import torch
 from mergekit.common import ModelReference
 from mergekit.parameter_resolver import resolve_parameters
 
+from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.methods import OwnMethod
-from rotation_merge.averaging.models import MergedModels, MergeLog
+from rotation_merge.averaging.models import MergedModels, MergeLog, ModelStatistics
 from rotation_merge.averaging.ot_fusion import SAMPLES
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.donor_checks import check_pool
@@ -80,7 +81,7 @@ class ToldMethod:
         return self.dtype or self.parts.storage(self.recipe.base, self._anchor_infos[name])
 
     @cached_property
-    def _anchor_infos(self) -> Mapping[str, object]:
+    def _anchor_infos(self) -> Mapping[str, TensorInfo]:
         return {name: frame for out in self.output.blocks for info, frame in out.pairs() for name in info.names}
 
     def _check(self, method: OwnMethod, out: OutputBlock) -> None:
@@ -110,7 +111,7 @@ class ToldMethod:
                 )
                 yield name, shared, {model: float(values["weight"]) for model, values in by_model.items()}
 
-    def _statistics(self) -> Mapping[PlacedModel, object]:
+    def _statistics(self) -> Mapping[Hashable, ModelStatistics]:
         """The statistics of all models that count, moved with them."""
         counting = {
             model: out.reader

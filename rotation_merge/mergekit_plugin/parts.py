@@ -105,8 +105,9 @@ class Parts:
         part = self._moved(out, model, block, maps, whole=donor.whole is not None)
         tensors = self._named(donor.origin, origin, out.anchor)
         anchor = self.session.models[self.recipe.base]
-        more = {"rows": donor.rows, "scale": donor.carried.scale, "run": self.run}
-        return ChangedBlock(**vars(part), origin=tensors, base=anchor, **more)
+        return ChangedBlock(
+            **vars(part), origin=tensors, base=anchor, rows=donor.rows, scale=donor.carried.scale, run=self.run
+        )
 
     def _moved(
         self,

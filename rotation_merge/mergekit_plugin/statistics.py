@@ -154,8 +154,8 @@ class OutputStatistics:
         """The Gram of a map's inputs."""
         return self.blocks[name].moved.gram(name)
 
-    def __contains__(self, key: str) -> bool:
-        name = key.rpartition(".")[0]
+    def __contains__(self, key: object) -> bool:
+        name = str(key).rpartition(".")[0]
         return name in self.blocks and key in self.blocks[name].moved
 
     def __getitem__(self, key: str) -> Tensor:

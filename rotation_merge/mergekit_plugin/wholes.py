@@ -112,6 +112,10 @@ class MeanMatch:
         )
         return alignments
 
+    def alignment(self, name: str) -> Alignment:
+        """That of one model."""
+        return self.alignments[name]
+
 
 Whole = Callable[[], Alignment]
 """Gives the alignment of a whole model, found once."""
