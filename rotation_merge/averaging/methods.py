@@ -85,7 +85,16 @@ class OwnMethod(MergeMethod):
     bound: MergedModels | None = None
 
     def on(self, models: MergedModels) -> Self:
-        """The same method, told about the models."""
+        """The same method, told about the models.
+
+        Raises:
+            RecipeError: nothing is known of their architecture.
+        """
+        base = models.views.get(models.base)
+        if base is not None and base.architecture.family == "unknown":
+            problem = f"delegate {self.spec.name} does not know this architecture"
+            remedy = "use another delegate, or add an architecture file (docs/add-architecture.md)"
+            raise RecipeError(problem, where=base.name, remedy=remedy)
         method = copy.copy(self)
         method.bound = models
         if self.tied and models.tied_head is not None:

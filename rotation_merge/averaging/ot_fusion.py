@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -135,11 +135,10 @@ class Transport:
 
     def __init__(self, models: MergedModels) -> None:
         self.models = models
-        self._lock, self._here = threading.Lock(), threading.local()
+        self._lock, self._here = threading.RLock(), threading.local()
         self._options: dict[tuple[Hashable, str], TransportOptions] = {}
         self._streams: dict[Hashable, Plans] = {}
         self._watched: dict[Hashable, Activations] = {}
-        self._batches: Sequence[Batch] | None = None
 
     def spaces(self, model: Hashable, name: str, parameters: Mapping[str, Any]) -> tuple[bool, bool]:
         """Whether an output tensor of a donor moves with streams, and with spaces of its block; settles the options."""
@@ -168,8 +167,23 @@ class Transport:
         """The plan of each residual stream: from the tensors outside the layers, or from activations."""
         with self._lock:
             if model not in self._streams:
-                self._streams[model] = self._planned_streams(model, self._options[model, ""])
+                architecture, points = self.models.views[self.models.base].architecture, self._stream_points(model)
+                self._streams[model] = stream_plans(architecture, points, self._options[model, ""])
             return self._streams[model]
+
+    def _stream_points(self, model: Hashable) -> StreamPoints:
+        views = [self.models.views[self.models.base], self.models.views[model]]
+        architecture = views[0].architecture
+        if self.models.samples is not None:
+            anchor, donor = self.activations(self.models.base), self.activations(model)
+            return lambda stream: (
+                stream_points(architecture, stream, anchor, {}),
+                stream_points(architecture, stream, donor, {}),
+            )
+        sources: list[TensorSource] = [translated(view.tensors, view.architecture, architecture) for view in views]
+        if (rows := shared_rows(views)) is not None:
+            sources = [vocabulary_subset(architecture, *pair) for pair in zip(sources, rows, strict=True)]
+        return lambda stream: stream_ends(architecture, stream, *sources)
 
     def block(self, model: Hashable, name: str, transported: bool, device: torch.device) -> Plans:
         """The plans of the local spaces of an output tensor's block.
@@ -214,39 +228,20 @@ class Transport:
                 if (tensor := read_tensor(own_info, self.models.views[model].tensors)) is not None:
                     yield info.key, tensor.to(device)
 
-    def _planned_streams(self, model: Hashable, how: TransportOptions) -> Plans:
-        views = [self.models.views[self.models.base], self.models.views[model]]
-        architecture = views[0].architecture
-        if self.models.samples is not None:
-            watched = [self._activations(self.models.base), self._activations(model)]
-            return stream_plans(architecture, partial(_stream_activations, architecture, *watched), how)
-        sources: list[TensorSource] = [translated(view.tensors, view.architecture, architecture) for view in views]
-        if (rows := shared_rows(views)) is not None:
-            sources = [vocabulary_subset(architecture, *pair) for pair in zip(sources, rows, strict=True)]
-        return stream_plans(architecture, lambda stream: stream_ends(architecture, stream, *sources), how)
-
     def activations(self, model: Hashable) -> Activations:
-        """A model's activations on the samples, each run once."""
+        """A model's activations on the samples, run once."""
         with self._lock:
-            return self._activations(model)
+            if model not in self._watched:
+                view = self.models.views[model]
+                files = view.files if view.at is None else None
+                module = module_of(view).float() if files is None else load(str(files.reference))
+                self._watched[model] = Activations.of(module, architecture_of(module), self._batches)
+            return self._watched[model]
 
-    def _activations(self, model: Hashable) -> Activations:
-        if model not in self._watched:
-            assert self.models.samples is not None
-            if self._batches is None:
-                self._batches = self.models.samples()
-            view = self.models.views[model]
-            stored = view.files is not None and view.at is None
-            module = load(str(view.files.reference)) if stored else module_of(view).float()
-            self._watched[model] = Activations.of(module, architecture_of(module), self._batches)
-        return self._watched[model]
-
-
-def _stream_activations(
-    architecture: Architecture, anchor: Activations, donor: Activations, stream: str
-) -> tuple[Tensor | None, Tensor | None]:
-    """Stream coordinates as points, from activations (size, samples)."""
-    return stream_points(architecture, stream, anchor, {}), stream_points(architecture, stream, donor, {})
+    @cached_property
+    def _batches(self) -> Sequence[Batch]:
+        assert self.models.samples is not None
+        return self.models.samples()
 
 
 @dataclass(frozen=True)
@@ -281,6 +276,9 @@ class TransportPlan:
 
 
 Plans = dict[str, TransportPlan]
+
+StreamPoints = Callable[[str], tuple[Tensor | None, Tensor | None]]
+"""Gives the coordinates of a stream as points, in the anchor and in a donor; None where there are none."""
 
 
 def transported(tensor: Tensor, info: TensorInfo, plans: Mapping[str, TransportPlan], piece: int | None) -> Tensor:
@@ -408,14 +406,10 @@ def block_plans(
 
 def stream_plans(
     architecture: Architecture,
-    points: Callable[[str], tuple[Tensor | None, Tensor | None]],
+    points: StreamPoints,
     how: TransportOptions,
 ) -> Plans:
-    """The plan of each residual stream.
-
-    Args:
-        points: of a stream's coordinates, in the anchor and in the donor; None where there are none.
-    """
+    """The plan of each residual stream."""
     plans: Plans = {}
     for stream in architecture.streams:
         anchor, donor = points(stream)

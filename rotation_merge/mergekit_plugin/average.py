@@ -204,26 +204,6 @@ def _ordered(statistics: Statistics, rows: LabelRows) -> Statistics:
     return replace(statistics, tensors=statistics.tensors.map(ordered))
 
 
-def _told(
-    method: OwnMethod,
-    views: Sequence[View],
-    recipe: Recipe,
-    statistics: Sequence[Statistics],
-    samples: Sequence[Batch],
-) -> OwnMethod:
-    """A method of ours that knows its models.
-
-    Raises:
-        RecipeError: it does not know their architecture.
-    """
-    anchor, name = views[0], f"delegate {method.spec.name}"
-    if anchor.architecture.family == "unknown":
-        remedy = "use another delegate, or add an architecture file (docs/add-architecture.md)"
-        raise RecipeError(f"{name} does not know this architecture", where=anchor.name, remedy=remedy)
-    taken = (lambda: unpadded(samples, "samples")) if samples else None
-    return method.on(MergedModels.of(views, statistics=dict(enumerate(statistics)), samples=taken))
-
-
 def _check_tensors(method: MergeMethod, parameters: TensorParameters) -> None:
     """Find what is wrong for any output tensor, before one is asked for.
 
@@ -273,9 +253,10 @@ def average_views(
     together, rows, notes = _brought_together(views, recipe)
     first, method, log = together[0], recipe.delegate, MergeLog()
     if isinstance(method, OwnMethod):
-        measured = [_ordered(part, order) for part, order in zip(statistics, rows, strict=bool(statistics))]
-        method = _told(method, together, recipe, measured, samples)
-        log = method.models.log
+        measured = [_ordered(part, order) for part, order in zip(statistics, rows, strict=False)]
+        pool = (lambda: unpadded(samples, "samples")) if samples else None
+        models = MergedModels.of(together, statistics=dict(enumerate(measured)), samples=pool)
+        method, log = method.on(models), models.log
     notes += [*log.lines, *([not_written(first.ignored)] if first.ignored else [])]
     parameters = TensorParameters(recipe, first, len(together))
     _check_tensors(method, parameters)

@@ -20,9 +20,7 @@ MAP, NORM, EMBEDDING = "model.layers.1.mlp.down_proj.weight", "model.norm.weight
 
 
 def views(count: int = 3, **changes: Any) -> list[rm.View]:
-    return [
-        open_model(build("llama", seed=seed, **changes), name) for seed, name in zip(range(count), "abc", strict=False)
-    ]
+    return [open_model(build("llama", seed=seed, **changes), "abc"[seed]) for seed in range(count)]
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
@@ -30,13 +28,15 @@ def samples() -> list[dict[str, torch.Tensor]]:
 
 
 def statistics(models: list[rm.View], kind: str) -> dict[int, rm.Statistics]:
+    if not kind:
+        return {}
     config = rm.MeasureConfig(kinds=(kind,))
-    return {i: rm.measure(model, samples(), config) for i, model in enumerate(models)} if kind else {}
+    return {i: rm.measure(model, samples(), config) for i, model in enumerate(models)}
 
 
-def group(models: list[rm.View], name: str, dtype: torch.dtype = torch.float32, **facts: Any) -> TensorGroup:
+def group(models: list[rm.View], name: str, dtype: torch.dtype = torch.float32, label: str = "") -> TensorGroup:
     tensors = [model[name].to(dtype) for model in models]
-    return TensorGroup.from_tensors(tensors, base_index=0, name=facts.get("name", name))
+    return TensorGroup.from_tensors(tensors, base_index=0, name=label or name)
 
 
 @pytest.mark.parametrize("name", list(BY_NAME))
@@ -65,7 +65,7 @@ def test_a_method_without_models_says_so_in_one_line(name: str) -> None:
 def test_an_unknown_tensor_gets_the_weighted_mean() -> None:
     models = views(2)
     bound = BY_NAME["wudi"].on(MergedModels.of(models))
-    (merged,) = bound((group(models, NORM, name="unknown"),), parameters={"weight": [1.0, 3.0]})
+    (merged,) = bound((group(models, NORM, label="unknown"),), parameters={"weight": [1.0, 3.0]})
     torch.testing.assert_close(merged, (models[0][NORM] + 3 * models[1][NORM]) / 4)
 
 
