@@ -19,10 +19,11 @@ from rotation_merge.matching.check_pair import check_forward
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.mergekit_plugin.document import Document, Path
 from rotation_merge.mergekit_plugin.keys import BY_NAME
+from rotation_merge.mergekit_plugin.parts import at, items, scopes
 from rotation_merge.mergekit_plugin.planning.opened import Models
 from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
 from rotation_merge.mergekit_plugin.recipe import Recipe, check_pulled, recipe_inputs, recipe_outputs
-from rotation_merge.mergekit_plugin.rules import at, explain, items, scopes
+from rotation_merge.mergekit_plugin.rules import explain
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.hub import HubFile

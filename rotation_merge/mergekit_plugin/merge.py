@@ -31,12 +31,12 @@ from rotation_merge.matching.open_pair import open_pair, read_alignment
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.mergekit_plugin.delegates import OWN
 from rotation_merge.mergekit_plugin.output_check import complete, say, vocabulary_note
+from rotation_merge.mergekit_plugin.parts import tokenizer_source
 from rotation_merge.mergekit_plugin.planning.save_alignments import keep_alignments
 from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
 from rotation_merge.mergekit_plugin.planning.tasks import check_output as check_tensor
 from rotation_merge.mergekit_plugin.planning.whole_model_tasks import devices_of
 from rotation_merge.mergekit_plugin.recipe import Recipe, check_pulled, entries, recipe_inputs, recipe_outputs
-from rotation_merge.mergekit_plugin.rules import tokenizer_source
 from rotation_merge.model.card import add_section
 from rotation_merge.model.folder import fetched, folder_of
 from rotation_merge.model.markdown import plain
