@@ -343,13 +343,13 @@ def _refitted(
     alike = [base]
     _check_folded(views)
     for view in views[1:]:
-        checked = check_pair(base, view.as_filed, NOTHING, excluded=excluded)
+        pair = check_pair(base, view.as_filed, NOTHING, excluded=excluded)
         check_forward(base, view)
         if shared_rows([base, view]) is not None:
             problem = f"its tokens are not those of {base.name}, but refit runs all models on one set of token ids"
             raise RecipeError(problem, where=view.name, remedy="use another method")
-        notes += [*checked.warnings, *checked.notes()]
-        alike.append(in_class_order(view.as_filed, checked.rows))
+        notes += [*pair.warnings, *pair.notes()]
+        alike.append(in_class_order(view.as_filed, pair.rows))
     merged = refitted_later(alike, samples, config, weights, excluded)
     return replace(merged, notes=tuple(dict.fromkeys(notes)))
 

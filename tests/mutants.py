@@ -132,11 +132,14 @@ TESTS: dict[str, tuple[str, ...]] = {
         "averaging/test_averaging.py",
         "averaging/test_ot_fusion.py",
     ),
-    "rotation_merge/mergekit_plugin/recipe": (
-        "mergekit_plugin/test_recipe_reader.py",
-        "laws/test_bad_inputs.py",
-        "mergekit_plugin/test_own_delegates.py",
-    ),
+    **{
+        f"rotation_merge/mergekit_plugin/{name}.py": (
+            "mergekit_plugin/test_recipe_reader.py",
+            "laws/test_bad_inputs.py",
+            "mergekit_plugin/test_own_delegates.py",
+        )
+        for name in ("document", "keys", "delegates", "parts", "rules", "recipe")
+    },
     "rotation_merge/averaging": ("averaging/test_averaging.py", "carrying/test_carry.py"),
     "rotation_merge/matching/activations.py": ("averaging/test_ot_fusion.py",),
     "rotation_merge/matching/statistics.py": ("carrying/test_carry.py",),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from apparatus import Given
 from corpora import training_tokens
+from rotation_merge.mergekit_plugin.planning.transport import PlanStreams
 from shipped import digits, load, next_token, windows
 from torch import Tensor
 from train_checkpoints import CONTEXT, fit, image_batches, save, warm_cosine
@@ -36,7 +37,6 @@ from rotation_merge.averaging.ot_fusion import (
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.match import match_model
-from rotation_merge.mergekit_plugin.planning.transport import PlanStreams
 from rotation_merge.model.blocks import read_block, unstack
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View

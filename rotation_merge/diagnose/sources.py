@@ -21,8 +21,9 @@ from rotation_merge.mergekit_plugin.document import Document, Path
 from rotation_merge.mergekit_plugin.donors import Donors
 from rotation_merge.mergekit_plugin.keys import BY_NAME
 from rotation_merge.mergekit_plugin.models import Models
+from rotation_merge.mergekit_plugin.parts import at, items, scopes
 from rotation_merge.mergekit_plugin.recipe import Recipe, check_pulled, recipe_inputs, recipe_outputs
-from rotation_merge.mergekit_plugin.rules import at, explain, items, scopes
+from rotation_merge.mergekit_plugin.rules import explain
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.heads import head_names

@@ -39,10 +39,10 @@ from rotation_merge.mergekit_plugin.donors import Donors
 from rotation_merge.mergekit_plugin.loader import PlacedModel, ViewLoader
 from rotation_merge.mergekit_plugin.output import Output
 from rotation_merge.mergekit_plugin.own_methods import ToldMethod
-from rotation_merge.mergekit_plugin.parts import Parts
 from rotation_merge.mergekit_plugin.refit import RefittedParts
 from rotation_merge.mergekit_plugin.saved_alignments import check_keepable
 from rotation_merge.mergekit_plugin.session import Session
+from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.model.vocabulary import check_token_ids
 
 _runs = itertools.count(1)
@@ -138,7 +138,7 @@ def compiled(session: Session) -> Compiled:
     output = Output(config, recipe, models)
     check_keepable(session, output)
     _check_tokens(session, output)
-    parts = Parts(session, donors, output)
+    parts = RecipeViews(session, donors, output)
     placed = {model: PlacedModel.of(model, number) for model in parts.models}
     stock = stock_recipe(config, name, placed, recipe.base)
     served = parts.served

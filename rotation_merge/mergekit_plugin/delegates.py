@@ -41,6 +41,11 @@ def get(name: str) -> MergeMethod:
     return OWN[name] if name in OWN else merge_methods.get(name)
 
 
+def parameters(name: str) -> dict[str, ParameterSpec]:
+    """A delegate's parameters by name."""
+    return {spec.name: spec for spec in get(name).spec.parameters}
+
+
 def registered_name(method: MergeMethod) -> str:
     """The delegate's name in mergekit's registry."""
     name = method.spec.name

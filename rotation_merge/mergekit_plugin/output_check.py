@@ -12,7 +12,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
 from rotation_merge.errors import named, printable, short
-from rotation_merge.mergekit_plugin.rules import tokenizer_source
+from rotation_merge.mergekit_plugin.parts import tokenizer_source
 from rotation_merge.model.folder import folder_of
 from rotation_merge.report.integrity import Contents, Defect, check_folder
 from rotation_merge.report.integrity.mending import copy_companions

@@ -18,9 +18,9 @@ from rotation_merge.mergekit_plugin.donor_checks import check_pool
 from rotation_merge.mergekit_plugin.donors import Donors
 from rotation_merge.mergekit_plugin.loader import PlacedModel
 from rotation_merge.mergekit_plugin.output import Output, OutputBlock
-from rotation_merge.mergekit_plugin.parts import Parts
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.statistics import RecipeStatistics
+from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.run.data import read_batches, unpadded
 from rotation_merge.run.functions import Batch, load, local_path
 
@@ -40,7 +40,7 @@ class ToldMethod:
         session: Session,
         donors: Donors,
         output: Output,
-        parts: Parts,
+        parts: RecipeViews,
         placed: Mapping[ModelReference, PlacedModel],
         dtype: torch.dtype | None,
     ) -> None:

@@ -1,229 +1,164 @@
-"""The parts that a recipe's models take in its output, as views of whole models."""
+"""The parts of a recipe, by mergekit's classes: what is listed where, and the places of parameters."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-import torch
 from mergekit.common import ModelReference
+from mergekit.config import (
+    ConditionalParameter,
+    InputModelDefinition,
+    InputSliceDefinition,
+    MergeConfiguration,
+    OutputModuleDefinition,
+    OutputSliceDefinition,
+)
+from mergekit.tokenizer.config import TokenEmbeddingConfig, TokenizerConfig
+from pydantic import BaseModel, ValidationError
 
-from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.averaging.methods import OwnMethod
-from rotation_merge.matching.block import wanted_spaces
-from rotation_merge.mergekit_plugin.block_match import BlockMatches, BlockMatching
-from rotation_merge.mergekit_plugin.definitions import read_as
-from rotation_merge.mergekit_plugin.donors import Donor, Donors
-from rotation_merge.mergekit_plugin.moved import ChangedBlock, MovedBlock, OutputTensors, named_as
-from rotation_merge.mergekit_plugin.output import Output, OutputBlock, same_block
-from rotation_merge.mergekit_plugin.recipe import title
-from rotation_merge.mergekit_plugin.session import Session
-from rotation_merge.mergekit_plugin.statistics import MovedStatistics, OutputStatistics
-from rotation_merge.model.fold import Fold
-from rotation_merge.model.tensors import Tensors
-from rotation_merge.model.view import View, stored_dtype
-from rotation_merge.run.statistics import Statistics
-from rotation_merge.symmetry import SpaceTransform
+from rotation_merge.mergekit_plugin.document import Path
+from rotation_merge.mergekit_plugin.keys import DONOR_ONLY, EACH, OPTIONS, RECIPE, names
+
+BELOW: dict[type[BaseModel], dict[str, type[BaseModel]]] = {
+    MergeConfiguration: {
+        "tokenizer": TokenizerConfig,
+        "models": InputModelDefinition,
+        "slices": OutputSliceDefinition,
+        "modules": OutputModuleDefinition,
+    },
+    TokenizerConfig: {"tokens": TokenEmbeddingConfig},
+    OutputModuleDefinition: {"models": InputModelDefinition, "slices": OutputSliceDefinition},
+    OutputSliceDefinition: {"sources": InputSliceDefinition},
+}
+"""Keys of mergekit's classes that hold parts of a recipe, and the classes of those."""
+
+_OF_MODEL = (*OPTIONS, *names(EACH, DONOR_ONLY))
+ALLOWED: dict[type[BaseModel], tuple[str, ...]] = {
+    MergeConfiguration: (*OPTIONS, *names(EACH, RECIPE)),
+    InputModelDefinition: _OF_MODEL,
+    InputSliceDefinition: _OF_MODEL,
+    OutputSliceDefinition: OPTIONS,
+    OutputModuleDefinition: OPTIONS,
+}
+"""Parts of a recipe with parameters, and those of ours that are allowed there."""
 
 
-class Parts:
-    """Every model of a recipe as a view of the output: in the anchor's coordinates, by the output's names.
+def items(value: Any) -> list[tuple[Any, Any]]:
+    """Keys or indices, and their values."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, list | tuple) else []
+
+
+def at(value: Any, path: Path) -> Any:
+    """The value at a path; None if there is none."""
+    for step in path:
+        value = dict(items(value)).get(step)
+    return value
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Any, Path]]:
+    """The scalars of a setting: itself, the entries of a per-layer list, the values behind filters."""
+    if isinstance(value, ConditionalParameter):
+        value = value.model_dump()
+    if isinstance(value, Mapping):
+        yield from leaves(value.get("value"), (*path, "value"))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from leaves(item, (*path, index))
+    elif value is not None:
+        yield value, path
+
+
+def reference(value: Any) -> ModelReference | None:
+    """A model as mergekit reads it, None where it cannot."""
+    try:
+        return None if value is None else ModelReference.model_validate(value)
+    except (ValidationError, RuntimeError, ValueError, TypeError):
+        return None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a recipe that has a fixed set of keys: the whole, a module, a slice, a model, a tokenizer, a token.
 
     Attributes:
-        models: all that are merged, and the anchor.
+        kind: mergekit's class of it.
     """
 
-    def __init__(self, session: Session, donors: Donors, output: Output) -> None:
-        self.session, self.donors, self.output = session, donors, output
-        self.recipe, self.run = session.recipe, session.run
-        base = self.recipe.base
-        self.models = list(dict.fromkeys([base, *(m for out in output.blocks for m in out.sources)]))
-        options = session.options
-        cpu = torch.device(options.device or "cpu").type == "cpu" and not options.multi_gpu
-        self.matches = BlockMatches(single=options.low_cpu_memory, pooled=cpu)
-        self.run.endings.append(self.matches.end)
-        anchor = [(out, self._anchor(out)) for out in output.blocks]
-        self.anchor = OutputTensors(anchor)
-        self.blocks = {base: [(out, part) for out, part in anchor if base in out.sources]}
-        for model in (model for model in self.models if model != base):
-            of_model = ((out, out.sources[model]) for out in output.blocks if model in out.sources)
-            self.blocks[model] = [(out, self._part(out, model, block)) for out, block in of_model]
-        self.tensors = {model: OutputTensors(blocks).tensors for model, blocks in self.blocks.items()}
-
-    def view(self, model: ModelReference) -> View:
-        """A model in the anchor's coordinates, as a model of the output's architecture."""
-        opened, tensors = self.session.models[model], self.tensors[model]
-
-        def at(dtype: torch.dtype) -> Tensors:
-            return tensors.map(lambda _, tensor: tensor.to(stored_dtype(tensor, dtype)))
-
-        return replace(opened, tensors=tensors, architecture=self.output.architecture, at=at)
-
-    def served(self, model: ModelReference) -> View:
-        """The same for mergekit: what is copied is the anchor's, and names are those that the recipe's filters see."""
-        view = self.view(model)
-        if model != self.recipe.base:
-            copied = filter(self.recipe.excluded, self._names(model))
-            view = replace(view, tensors=view.tensors.replaced(self.anchor.tensors.only(copied)))
-        names = {read_as(name, own): name for name, own in self.own_names().get(model, {}).items()}
-        return replace(view, tensors=view.tensors.renamed(names).only(_served(view.tensors, names)))
-
-    def own_names(self) -> dict[ModelReference, dict[str, str]]:
-        """By model, own names of the output's layers, where the model calls any of them otherwise."""
-        result: dict[ModelReference, dict[str, str]] = {}
-        for out in self.output.blocks:
-            for model, block in out.sources.items() if out.index is not None else ():
-                for info in out.block.tensors:
-                    own = (block.tensor(info.key) or info).names
-                    result.setdefault(model, {}).update(zip(info.names, own, strict=True))
-        return {model: names for model, names in result.items() if any(new != old for new, old in names.items())}
-
-    def statistics(self, model: ModelReference, stored: Statistics) -> OutputStatistics:
-        """A model's statistics, moved with it, by the output's names."""
-        rows = self.session.models[model].rows
-        blocks = [MovedStatistics(out, part, out.sources[model], stored, rows) for out, part in self.blocks[model]]
-        return OutputStatistics(blocks, stored)
-
-    def _names(self, model: ModelReference) -> Iterator[str]:
-        """Names of the output's tensors that a model has a part in."""
-        return (name for out, _ in self.blocks[model] for info in out.block.tensors for name in info.names)
-
-    def _anchor(self, out: OutputBlock) -> MovedBlock:
-        """The anchor's part; where all models are aligned to a mean it does not move either."""
-        return self._moved(out, self.recipe.base, out.anchor, None, whole=False)
-
-    def _part(self, out: OutputBlock, model: ModelReference, block: Block) -> MovedBlock:
-        donor = self.donors.found.get(model, Donor())
-        if donor.carried.view is not None:
-            return self._carried(out, model, block, donor)
-        origin = None if donor.origin is None else same_block(self.session.models, donor.origin, block)
-        maps = self._maps(out, model, block, donor)
-        if donor.origin is None or origin is None:
-            return self._moved(out, model, block, maps, whole=donor.whole is not None)
-        part = self._moved(out, model, block, maps, whole=donor.whole is not None)
-        tensors = self._named(donor.origin, origin, out.anchor)
-        anchor = self.session.models[self.recipe.base]
-        return ChangedBlock(
-            **vars(part), origin=tensors, base=anchor, rows=donor.rows, scale=donor.carried.scale, run=self.run
-        )
-
-    def _moved(
-        self,
-        out: OutputBlock,
-        model: ModelReference,
-        block: Block,
-        maps: Callable[[], Mapping[str, SpaceTransform]] | None,
-        whole: bool,
-    ) -> MovedBlock:
-        base = self.recipe.base
-        return MovedBlock(
-            self.output.anchor,
-            out.anchor,
-            self._named(model, block, out.anchor),
-            self._named(base, out.anchor, out.anchor),
-            str(model),
-            maps,
-            whole,
-            self.donors.folded,
-            self.donors.dtype,
-            lambda info: self.storage(model, block.tensor(info.key) or info),
-            self._rounds,
-            model.lora is not None,
-        )
-
-    def _carried(self, out: OutputBlock, model: ModelReference, block: Block, donor: Donor) -> MovedBlock:
-        """The anchor with a donor's change, which samples chose."""
-        own = same_block(self.session.models, self.recipe.base, block)
-        part = self._moved(out, self.recipe.base, own, None, whole=False)
-        names: dict[str, str] = {}
-        for info in out.anchor.tensors:
-            names.update(zip(info.names, (own.tensor(info.key) or info).names, strict=True))
-
-        def changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            assert donor.carried.view is not None
-            view = donor.carried.view()
-            return view[names[name]].to(tensor.device) if names[name] in view else tensor
-
-        return replace(part, tensors=part.tensors.map(changed), name="the carried change", computed=True)
-
-    def _maps(
-        self, out: OutputBlock, model: ModelReference, block: Block, donor: Donor
-    ) -> Callable[[], Mapping[str, SpaceTransform]] | None:
-        """Gives the transforms of one donor's block: of the whole model, or matched block by block."""
-        if donor.whole is not None and block.index == out.anchor.index:
-            return lambda: donor.whole().transforms  # type: ignore[misc]
-        options = self.recipe.options(out.reader, out.anchor.name, model)
-        if not wanted_spaces(out.anchor, options):
-            return None if donor.whole is None else lambda: donor.whole().transforms  # type: ignore[misc]
-        matched = donor.origin or model
-        origin = block if donor.origin is None else same_block(self.session.models, donor.origin, block)
-        fold = Fold(self.output.anchor, self.donors.folded, self.donors.dtype) if self.donors.folded else None
-        base = self.recipe.base
-        anchor = self._named(base, out.anchor, out.anchor)
-        job = BlockMatching(
-            key=f"{out.number}:{model}",
-            label=out.label,
-            block=out.anchor,
-            keys=self._keys(out.anchor, fold, whole=donor.whole is not None),
-            anchor=anchor,
-            donor=self._named(matched, origin, out.anchor),
-            anchor_name=str(base),
-            donor_name=title(model, donor.origin),
-            options=options,
-            run=self.run,
-            fold=fold,
-            whole=donor.whole,
-            weights=sum(math.prod(shape) for shape in anchor.shapes.values()),
-        )
-        self.matches.add(job)
-        device = self.donors.device
-
-        def maps() -> Mapping[str, SpaceTransform]:
-            whole = {} if donor.whole is None else donor.whole().transforms
-            return {**whole, **self.matches.of(job, device())}
-
-        return maps
-
-    def _keys(self, block: Block, fold: Fold | None, whole: bool) -> tuple[str, ...]:
-        """Keys of the tensors that a block is matched by."""
-        local = {space.name for space in block.spaces.values()}
-        infos = [
-            info
-            for info in block.tensors
-            if any(space.name in local or (whole and space.kind == "stream") for space in info.spaces())
-        ]
-        if fold is None:
-            return tuple(info.key for info in infos)
-        return tuple(dict.fromkeys(key for info in infos for key in fold.inputs(block, info)))
-
-    def _named(self, model: ModelReference, block: Block, named: Block) -> Tensors:
-        """A model's tensors of a block, by the names of the anchor's, on the device of the merge."""
-        tensors = named_as(self.watched[model], block, named)
-        device = self.donors.device
-        return tensors.map(lambda _, tensor: tensor if (place := device()) is None else tensor.to(place))
-
-    @cached_property
-    def watched(self) -> Mapping[ModelReference, Tensors]:
-        origins = [donor.origin for donor in self.donors.found.values() if donor.origin is not None]
-        models = self.session.models
-        return {model: models.watched(model, self.run) for model in dict.fromkeys([*self.models, *origins])}
-
-    def storage(self, model: ModelReference, info: TensorInfo) -> torch.dtype | None:
-        """Type in which a model's tensor would be written: the recipe's, else that of its file."""
-        if self.recipe.dtype is not None:
-            return self.recipe.dtype
-        dtypes = self.session.models[model].stored_dtypes
-        return next((dtypes[name] for name in (*info.names, *info.tied) if name in dtypes), None)
+    path: Path
+    value: Any
+    kind: type[BaseModel]
 
     @property
-    def _rounds(self) -> bool:
-        """Whether models are rounded before they are averaged; a method of our own rounds the result alone."""
-        return not isinstance(self.recipe.delegate, OwnMethod)
+    def parameters(self) -> Mapping[Any, Any]:
+        settings = at(self.value, ("parameters",))
+        return settings if isinstance(settings, Mapping) else {}
+
+    @property
+    def model(self) -> ModelReference | None:
+        return reference(at(self.value, ("model",)))
 
 
-def _served(tensors: Tensors, names: Mapping[str, str]) -> list[str]:
-    """The names of tensors, under the names that stand for some of them."""
-    renamed = {old: new for new, old in names.items()}
-    return [renamed.get(name, name) for name in tensors]
+def parts(value: Any, kind: type[BaseModel] = MergeConfiguration, path: Path = ()) -> Iterator[Part]:
+    """Every part of a recipe, in the order of mergekit's classes."""
+    yield Part(path, value, kind)
+    for name, below in BELOW.get(kind, {}).items():
+        child = at(value, (name,))
+        if below is TokenizerConfig:
+            yield from parts(child, below, (name,))
+        else:
+            for step, item in items(child):
+                yield from parts(item, below, (*path, name, step))
+
+
+def scopes(value: Any) -> Iterator[tuple[Path, Part]]:
+    """Every place for parameters in a recipe, and the part that it belongs to."""
+    return (((*part.path, "parameters"), part) for part in parts(value) if part.kind in ALLOWED)
+
+
+@dataclass(frozen=True)
+class MergeInputs:
+    """Models that are merged together: those of a slice, a module or the whole recipe.
+
+    Attributes:
+        path: their place in the recipe.
+        entries: the part of each model, which can be read.
+        above: the parts whose parameters hold for all of them.
+        whole: whether they are whole models, to which mergekit adds a base that is not listed.
+    """
+
+    path: Path
+    entries: list[Part]
+    above: list[Part]
+    whole: bool
+
+    def inputs(self, base: ModelReference | None) -> list[ModelReference]:
+        """The delegate's inputs if `base` is its base."""
+        models = [entry.model for entry in self.entries if entry.model is not None]
+        return [*models, base] if self.whole and base and base not in models else models
+
+
+def groups(value: Any) -> Iterator[MergeInputs]:
+    """Every set of models for the delegate, as far as they can be read."""
+    every = list(parts(value))
+    for part in every:
+        sliced = part.kind is OutputSliceDefinition
+        listed = (*part.path, "sources" if sliced else "models")
+        if isinstance(part.value, Mapping) if sliced else isinstance(at(part.value, listed[-1:]), list):
+            entries = [entry for entry in every if entry.path[:-1] == listed]
+            above = [outer for outer in every if outer.path == part.path[: len(outer.path)]]
+            if all(entry.model is not None for entry in entries):
+                yield MergeInputs(part.path if sliced else listed, entries, above, not sliced)
+
+
+def tokenizer_source(value: Mapping[str, Any]) -> tuple[Path, str | None]:
+    """The path of the recipe's tokenizer source, and the model named there; None for `base` or `union`."""
+    for path in (("tokenizer", "source"), ("tokenizer_source",)):
+        source = at(value, path)
+        if source is not None and source not in ("base", "union"):
+            named = reference(source)
+            return path, named.model.path if named is not None else None
+    return (), None

@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 from mergekit.common import ModelReference, dtype_from_name
-from mergekit.config import ConfigReader, MergeConfiguration, evaluate_setting
+from mergekit.config import (
+    ConfigReader,
+    InputModelDefinition,
+    InputSliceDefinition,
+    MergeConfiguration,
+    evaluate_setting,
+)
 from mergekit.merge_methods.base import MergeMethod
 from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
@@ -33,7 +39,8 @@ from rotation_merge.mergekit_plugin.keys import (
     checked,
     names,
 )
-from rotation_merge.mergekit_plugin.rules import check, is_plain, items, leaves
+from rotation_merge.mergekit_plugin.parts import items, leaves
+from rotation_merge.mergekit_plugin.rules import check, is_plain
 from rotation_merge.record import MANIFEST_FILE
 
 ALIGNMENT = "alignment.safetensors"
@@ -180,22 +187,16 @@ def _setting(name: str, scopes: Iterable[Mapping[str, Any] | None], block: str, 
     return None
 
 
-def restore_paths(document: Any) -> Any:
+def restore_paths(document: Any, below_parameters: bool = False) -> Any:
     """Undo mergekit-multi's change of parameters: a model reference written as a mapping becomes a path again.
 
     (It replaces every string equal to the name of a merge, also where only a string may stand.)
     """
     if isinstance(document, dict):
-        return {k: _paths(v) if k == "parameters" else restore_paths(v) for k, v in document.items()}
-    return [restore_paths(item) for item in document] if isinstance(document, list) else document
-
-
-def _paths(value: Any) -> Any:
-    if isinstance(value, dict):
-        if set(value) == {"model", "lora", "override_architecture"}:
-            return value["model"]["path"]
-        return {k: _paths(v) for k, v in value.items()}
-    return [_paths(v) for v in value] if isinstance(value, list) else value
+        if below_parameters and set(document) == set(ModelReference.model_fields):
+            return document["model"]["path"]
+        return {key: restore_paths(item, below_parameters or key == "parameters") for key, item in document.items()}
+    return [restore_paths(item, below_parameters) for item in document] if isinstance(document, list) else document
 
 
 def check_document(content: dict[str, Any]) -> None:
@@ -245,10 +246,8 @@ def title(model: object, origin: object | None) -> str:
 
 def entries(config: MergeConfiguration) -> Iterator[tuple[ModelReference, Mapping[str, Any]]]:
     """Every model that a recipe merges, with its parameters."""
-    for part in (config, *(config.modules or {}).values()):
-        sources = (source for piece in part.slices or [] for source in piece.sources)
-        for entry in (*(part.models or []), *sources):
-            yield entry.model, entry.parameters or {}
+    listed = (part for part in _parts(config) if isinstance(part, InputModelDefinition | InputSliceDefinition))
+    return ((entry.model, entry.parameters or {}) for entry in listed)
 
 
 def carried_donors(config: MergeConfiguration) -> set[ModelReference]:

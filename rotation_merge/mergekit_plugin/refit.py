@@ -18,9 +18,9 @@ from rotation_merge.averaging.teachers import Teacher, read_teachers, shares_of,
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.donors import Donors
-from rotation_merge.mergekit_plugin.parts import Parts
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Session
+from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.mergekit_plugin.wholes import progress_bar
 from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.model.view import View
@@ -34,7 +34,7 @@ class RefittedParts:
         config: normalised (modules with slices).
     """
 
-    def __init__(self, session: Session, config: MergeConfiguration, donors: Donors, parts: Parts) -> None:
+    def __init__(self, session: Session, config: MergeConfiguration, donors: Donors, parts: RecipeViews) -> None:
         self.session, self.donors, self.parts = session, donors, parts
         self.base = session.recipe.base
         views = {model: parts.view(model) for model in parts.models}

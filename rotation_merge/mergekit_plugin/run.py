@@ -33,8 +33,8 @@ from rotation_merge.matching.options import NOTHING
 from rotation_merge.mergekit_plugin.compile import compiled
 from rotation_merge.mergekit_plugin.delegates import OWN
 from rotation_merge.mergekit_plugin.output_check import complete, say, vocabulary_note
+from rotation_merge.mergekit_plugin.parts import tokenizer_source
 from rotation_merge.mergekit_plugin.recipe import Recipe, check_pulled, entries, recipe_inputs, recipe_outputs
-from rotation_merge.mergekit_plugin.rules import tokenizer_source
 from rotation_merge.mergekit_plugin.saved_alignments import keep_alignments
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.wholes import devices_of

@@ -13,7 +13,7 @@ import yaml
 from rotation_merge.diagnose.sources import files, references
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.mergekit_plugin.document import documents
-from rotation_merge.mergekit_plugin.rules import at, reference
+from rotation_merge.mergekit_plugin.parts import at, reference
 from rotation_merge.model.hub import HubFile, is_hub_name
 
 TARGET = re.compile(r"(?:datasets/)?[\w.-]+/[\w.-]+(?:/[\w./-]+)?(?:@[\w./-]+)?")

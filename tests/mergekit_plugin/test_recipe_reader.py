@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 import pytest
 import yaml
 from cli_support import run
-from mergekit.config import MergeConfiguration
+from mergekit.config import ConfigReader, MergeConfiguration
 from plugin_support import recipe_for, write_recipe
 
 from rotation_merge.config import EACH, FILE, Count, Option
 from rotation_merge.errors import RecipeError
-from rotation_merge.mergekit_plugin.document import Document, documents
+from rotation_merge.mergekit_plugin.document import Document, documents, is_ours
 from rotation_merge.mergekit_plugin.keys import BY_NAME, Key, checked
 from rotation_merge.mergekit_plugin.recipe import Recipe, read
 
@@ -122,3 +122,47 @@ def test_a_good_recipe_is_read_alike_from_text_and_python(pair: tuple[Path, Path
         python.values,
     )
     assert text.exclude == ("lm_head", "norm")
+
+
+def alone(method: str, **more: Any) -> dict[str, Any]:
+    return {"merge_method": method, "base_model": "A", "models": [{"model": "B"}, {"model": "A"}], **more}
+
+
+def test_an_average_of_our_own_is_a_merge_method_with_nothing_moved() -> None:
+    """Its values are those of the same delegate under our method, with every group switched off."""
+    settings = {"exclude": "norm", "lambda": 0.5}
+    recipe = Recipe.of(Document(alone("wudi", parameters=settings)))
+    still = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False, "residual": "none"}
+    moved = Recipe.of(Document(alone("rotation_merge", parameters={**settings, "delegate": "wudi", **still})))
+    assert (recipe.alone, moved.alone) == (True, False)
+    for name in ("base", "delegate", "plain", "exclude"):
+        assert getattr(recipe, name) == getattr(moved, name)
+    readers = [ConfigReader(config=each.config, t=0) for each in (recipe, moved)]
+    assert recipe.options(readers[0], "", recipe.base) == moved.options(readers[1], "", moved.base)
+    assert recipe.value("delegate") == moved.value("delegate") == "wudi"
+
+
+def test_an_average_alone_needs_a_base_where_its_contract_does() -> None:
+    content = alone("regmean", parameters={"weight": 0.5})
+    assert str(Recipe.of(Document(content)).base) == "A"
+    del content["base_model"]
+    recipe = Recipe.of(Document(content))
+    assert (str(recipe.base), recipe.plain) == ("B", True)
+    for method, words in (("wudi", "base_model is missing"), ("wudii", "did you mean 'wudi'")):
+        with pytest.raises(RecipeError, match=words):
+            Recipe.of(Document({**content, "merge_method": method, "parameters": {}}))
+
+
+@pytest.mark.parametrize("name", ["heads", "preset", "finetuned_from", "alignment", "match_on", "delegate", "anchor"])
+def test_options_of_aligning_under_an_average_alone(name: str) -> None:
+    content = alone("wudi")
+    content["models"][0]["parameters"] = {name: "x"}
+    with pytest.raises(RecipeError, match=f"'{name}' is not for .*; write 'merge_method: rotation_merge', and 'del"):
+        Recipe.of(Document(content))
+
+
+def test_ours_are_our_method_as_it_is_meant_and_averages_as_they_are_written() -> None:
+    methods = ("rotation_merge", "rotation-merge", "wudi", "wudii", "linear", ["wudi"])
+    assert [is_ours({"merge_method": method}) for method in methods] == [True, True, True, False, False, False]
+    exact = [is_ours({"merge_method": method}, misspelt=False) for method in methods]
+    assert exact == [True, False, True, False, False, False]

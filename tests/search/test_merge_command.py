@@ -17,7 +17,6 @@ import torch
 from cli_support import CHECKPOINTS
 from click.testing import Result
 from plugin_support import mergekit_yaml, state
-from rotation_merge.run.statistics_writer import checkpoint_of
 from safetensors.torch import load_file
 
 from rotation_merge.errors import DataError
