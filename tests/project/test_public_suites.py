@@ -56,7 +56,7 @@ UNITS = {
     ),
     "averaging/test_task_vector_rules.py": ("averaging linalg", "the rules of task vectors, on matrices"),
     "carrying/test_carry.py": (
-        "architecture averaging matching mergekit_plugin model run",
+        "architecture matching model run",
         "statistics in double precision, one by one; files hold them in single, and merges show their sum",
     ),
     "carrying/test_carry_as_written.py": (
@@ -149,7 +149,7 @@ UNITS = {
     "run/test_arrays.py": ("run", "readers of single kinds of files"),
     "run/test_data.py": ("run", "readers of single kinds of files"),
     "run/test_measure_by_layer.py": (
-        "architecture files run",
+        "architecture files model run",
         "measuring layer by layer against measuring at once",
     ),
     "run/test_metrics.py": ("run", "figures against a hand computation"),
@@ -160,7 +160,7 @@ UNITS = {
     "run/test_written.py": ("run", "samples that models write, token by token"),
     "search/test_merge_changes.py": ("model run search", "parts of the search alone: its clock, judge and candidates"),
     "search/test_merge_command.py": (
-        "averaging cli files run search",
+        "averaging cli files model run search",
         "parts of the search alone: its clock, judge and candidates",
     ),
     "search/test_merge_search.py": (
