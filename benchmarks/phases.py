@@ -25,10 +25,6 @@ TASKS = {
     "LoadTensor": "reading",
     "LabelledLoad": "reading",
     "GatherTensors": "gathering",
-    "AlignedGather": "gathering",
-    "MatchBlock": "matching",
-    "MatchWhole": "reading",
-    "MoveTensor": "moving",
     "SaveTensor": "writing",
     "FinalizeModel": "writing",
     "TensorWriterTask": "writing",
@@ -75,22 +71,21 @@ class Watch:
 
         from rotation_merge.matching import model_pair
         from rotation_merge.matching.stream import StreamStatistics
-        from rotation_merge.mergekit_plugin import merge
-        from rotation_merge.mergekit_plugin.planning import planner, tasks
+        from rotation_merge.mergekit_plugin import block_match, moved, run
 
-        assert planner, "its tasks are to be found below Task"
         for task in every_task(Task):
             if not getattr(task.__dict__.get("execute"), "__isabstractmethod__", "execute" not in task.__dict__):
                 self.over(task, "execute", TASKS.get(task.__name__, "averaging"), _task_in_layer)
-        for owner in (model_pair, tasks):
+        for owner in (model_pair, block_match):
             self.over(owner, "match_block", "matching", _in_layer)
+        self.over(moved.MovedBlock, "tensor", "moving", lambda part, *_: _in_layer(part.block))
         self.over(model_pair, "read_block", "reading", _in_layer)
         self.over(model_pair, "squared_distances", "stream", _in_layer)
         self.over(StreamStatistics, "add", "stream", lambda _, block, *rest: _in_layer(block))
         self.over(model_pair.BlockMeasurement, "of", "stream", lambda block, *_: _in_layer(block))
         self.over(StreamStatistics, "count", "stream", lambda *_: False)
         self.over(StreamStatistics, "solve", "solving", lambda *_: False)
-        self.over(merge, "complete", "checking", lambda *_: False)
+        self.over(run, "complete", "checking", lambda *_: False)
 
 
 def _in_layer(block: Any, *_: Any) -> bool:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from apparatus import Given
 from corpora import training_tokens
-from rotation_merge.mergekit_plugin.planning.transport import PlanStreams
 from shipped import digits, load, next_token, windows
 from torch import Tensor
 from train_checkpoints import CONTEXT, fit, image_batches, save, warm_cosine
@@ -31,6 +30,8 @@ from rotation_merge.averaging.ot_fusion import (
     Plans,
     TransportOptions,
     block_plans,
+    stream_ends,
+    stream_plans,
     transported,
     weight_points,
 )
@@ -283,7 +284,9 @@ def _moved(carrier: Carrier, tuned: Model) -> dict[str, tuple[Tensor, Tensor]]:
 def _plans(new: Model, old: Model) -> Plans:
     """Soft plans from the old base's coordinates to the new one's, from weights, as delegate `ot_fusion` makes them."""
     how = TransportOptions(hard=False, regularisation=REGULARISATION["weights"])
-    found = PlanStreams(new.architecture, new.state, old.state, how)()
+    found = stream_plans(
+        new.architecture, lambda stream: stream_ends(new.architecture, stream, new.state, old.state), how
+    )
     for block in new.architecture.blocks:
         donor = {
             key: transported(tensor, info, found, None)

@@ -38,12 +38,13 @@ def _unknown(method: object) -> bool:
     """Whether mergekit itself has no method of this name."""
     from mergekit.merge_methods import registry
 
-    return isinstance(method, str) and method not in registry._METHODS
+    return isinstance(method, str) and method not in getattr(registry, "_METHODS", (method,))
 
 
 def _is_ours(config: Any) -> bool:
     """Whether a configuration is for us: our method, or an average of our own."""
-    return _unknown(config.merge_method) and is_ours({"merge_method": config.merge_method}, misspelt=False)
+    method = config.merge_method
+    return method == METHOD or (_unknown(method) and is_ours({"merge_method": method}, misspelt=False))
 
 
 def extend_common(module: Any) -> None:
@@ -163,7 +164,12 @@ def extend_architecture(module: Any) -> None:
 
     @functools.wraps(stock)
     def get_architecture_info(config: Any, options: Any) -> Any:
-        return getattr(config, "_architecture", None) or stock(config, options)
+        known = getattr(config, "_architecture", None)
+        if known is None and _is_ours(config):
+            with one_line():
+                problem = "a recipe of rotation_merge is planned by mergekit's run_merge alone"
+                raise RecipeError(problem, remedy="call run_merge")
+        return known or stock(config, options)
 
     module.get_architecture_info = get_architecture_info
 

@@ -16,22 +16,25 @@ otherwise end with one line."""
 BUILT_ON: dict[str, tuple[str, ...]] = {
     "mergekit.common:ModelReference": ("config", "local_path", "lazy_loader", "merged"),
     "mergekit.tokenizer.build": ("build_tokenizer",),
-    "mergekit.merge": ("run_merge", "_model_out_config", "_get_donor_model", "MultiGPUExecutor"),
+    "mergekit.merge": (
+        *("run_merge", "_model_out_config", "_get_donor_model", "_set_chat_template", "generate_card"),
+        *("MergePlanner", "MultiGPUExecutor"),
+    ),
     "mergekit.card": ("is_hf", "generate_card"),
     "mergekit.architecture": ("get_architecture_info",),
     "mergekit.parameter_resolver": ("resolve_parameters",),
     "mergekit.config:MergeConfiguration": ("referenced_models", "to_yaml"),
     "mergekit.config:ConfigReader": ("parameter_sources", "for_out_slice", "with_t", "base_model"),
-    "mergekit.plan:MergePlanner": (
-        *("normalize_config", "plan_module", "plan_slice", "plan_layer", "plan_to_disk", "plan_in_memory", "_plan"),
-        *("_tensors", "_method", "_tokenizer_task", "_current_module_layers"),
+    "mergekit.plan:MergePlanner": ("normalize_config", "plan_to_disk", "_plan", "_tensors"),
+    "mergekit.architecture.base:ModuleArchitecture": (
+        *("pre_weights", "layer_weights", "post_weights", "num_layers", "num_layers_config_key"),
     ),
-    "mergekit.graph:Task": (
-        *("arguments", "execute", "priority", "group_label", "uses_accelerator", "main_thread_only"),
-    ),
-    "mergekit.io.tasks:LoadTensor": ("_resolve_name",),
     "mergekit.io.tasks:LoaderCache": ("get", "setup", "loaders"),
-    "mergekit.merge_methods.base:MergeMethod": ("validate_inputs", "_execute"),
+    "mergekit.io.tasks": ("ReturnTensor",),
+    "mergekit.io.tensor_writer:TensorWriter": ("save_tensor",),
+    "mergekit.merge_methods.registry": ("_METHODS",),
+    "mergekit.merge_methods.passthrough": ("passthrough_merge_method",),
+    "mergekit.merge_methods.base:MergeMethod": ("validate_inputs", "_execute", "_execute_resolved"),
 }
 """Names of mergekit that are called, replaced or overridden. A name that is missing here would not be an error where we
 override it: the merge would be mergekit's own, unaligned."""

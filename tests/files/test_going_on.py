@@ -26,7 +26,7 @@ from rotation_merge.files import Entry
 from rotation_merge.matching import model_pair
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.serialisation import packed
-from rotation_merge.mergekit_plugin.planning import tasks
+from rotation_merge.mergekit_plugin import block_match
 from rotation_merge.run import ledger
 from rotation_merge.run.evaluate import StraightPath
 from rotation_merge.run.ledger import Ledger, kept_beside
@@ -37,7 +37,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls, self.last, self._lock = 0, 10**9, threading.Lock()
-        for module in (model_pair, tasks):
+        for module in (model_pair, block_match):
             monkeypatch.setattr(module, "match_block", self._counted(module.match_block))
 
     def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,7 +31,8 @@ from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.model_pair import ModelPair
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import VaryingOptions
-from rotation_merge.mergekit_plugin.planning import prefetch, tasks
+from rotation_merge.matching.run import Run
+from rotation_merge.mergekit_plugin import block_match
 from rotation_merge.workers import (
     BYTES_A_WEIGHT,
     SHARE,
@@ -138,7 +139,7 @@ def test_merges_are_the_same_bytes_however_many_workers(
     donor = make("llama", tmp_path / "donor", seed=1)
     found = []
     for count in (1, 3):
-        for part in (prefetch, model_pair):
+        for part in (block_match, model_pair):
             monkeypatch.setattr(part, "workers_for", lambda _, count=count: count)
         merged(recipe_for("linear", anchor, donor, **options), tmp_path / str(count))
         found.append((tmp_path / str(count) / "model.safetensors").read_bytes())
@@ -161,7 +162,7 @@ def test_multi_gpu_merges_match_blocks_on_every_device_to_the_same_bytes(
     alone = merged(recipe, tmp_path / "alone")
     two_devices(monkeypatch)
     used: set[tuple[str, str]] = set()
-    for part in (model_pair, tasks):
+    for part in (model_pair, block_match):
         stock = part.match_block
 
         def watched(*given: Any, stock: Any = stock, part: Any = part) -> Any:
@@ -171,7 +172,7 @@ def test_multi_gpu_merges_match_blocks_on_every_device_to_the_same_bytes(
         monkeypatch.setattr(part, "match_block", watched)
     together = merged(recipe, tmp_path / "together", "--multi-gpu")
     assert all(torch.equal(together[name], alone[name]) for name in alone)
-    matched = "model_pair" if options else "tasks"
+    matched = "model_pair" if options else "block_match"
     assert len({thread for part, thread in used if part == matched}) >= 2
 
 
@@ -264,28 +265,31 @@ def test_backends_that_cannot_be_used_are_said_in_one_line(
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pytest.MonkeyPatch, failing: bool) -> None:
-    monkeypatch.setattr(prefetch, "workers_for", lambda weights: 2)
+    monkeypatch.setattr(block_match, "workers_for", lambda weights: 2)
 
-    def match(whole: object) -> Any:
+    def match() -> Any:
         if failing:
             raise AlignmentError("no")
-        return torch.get_num_threads()
+        return SimpleNamespace(records=[], transforms={"threads": torch.get_num_threads()})
 
     before, jobs = torch.get_num_threads(), []
     torch.set_num_threads(3)
     try:
-        blocks = prefetch.PrefetchScheduler(single=False)
+        blocks = block_match.BlockMatches(single=False, pooled=True)
+        run = Run(watched=False)
         for key in "abc":
-            jobs.append(SimpleNamespace(key=key, label=key, donor_name="d", whole=None, match=match))
-            blocks.add(jobs[-1], 1)
+            jobs.append(
+                SimpleNamespace(key=key, label=key, donor_name="d", block=None, run=run, weights=1, matched=match)
+            )
+            blocks.add(jobs[-1])
         for job in jobs[:-1]:
             with pytest.raises(AlignmentError) if failing else contextlib.nullcontext():
-                assert blocks.result(job, None) == 1  # type: ignore[comparison-overlap]
+                assert blocks.of(job, None) == {"threads": 1}  # type: ignore[comparison-overlap]
                 assert torch.get_num_threads() == 1
             if failing:
                 break
         else:
-            blocks.result(jobs[-1], None)
+            blocks.of(jobs[-1], None)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

@@ -34,7 +34,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 @pytest.mark.slow
 def test_mergekit_merges_on_whatever_is_missing(outcomes: Outcomes) -> None:
-    assert {"_METHODS", "plan_layer", "run_merge"} <= outcomes.keys()
+    assert {"_METHODS", "layer_weights", "run_merge"} <= outcomes.keys()
     for name, found in outcomes.items():
         assert "broken" not in found, (name, found)
         assert found["stock"]["code"] == 0, (name, found)

@@ -62,12 +62,15 @@ def test_mergekit_does_not_list_it_and_we_do(half: MergeMethod) -> None:
     assert [d["own"] for d in listed if d["name"] == "half"] == [True]
 
 
-def test_a_stock_recipe_that_names_it_gets_one_line(half: MergeMethod, pair: Pair, tmp_path: Path) -> None:
-    recipe = {"merge_method": "half", "models": [{"model": str(path)} for path in pair]}
-    result = mergekit_yaml(recipe, tmp_path / "out")
-    assert result.exit_code == 2
-    assert "delegate: half" in one_error(result.output)
-    assert not (tmp_path / "out").exists()
+def test_a_recipe_may_name_it_alone(half: MergeMethod, pair: Pair, tmp_path: Path) -> None:
+    """The same as the delegate of a recipe in which nothing moves."""
+    models = [{"model": str(path), "parameters": {"weight": 1.0}} for path in pair]
+    alone = {"merge_method": "half", "base_model": str(pair[0]), "models": models}
+    still = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
+    delegated = {**alone, "merge_method": "rotation_merge", "parameters": {"delegate": "half", **still}}
+    states = [merged(recipe, tmp_path / str(number)) for number, recipe in enumerate((alone, delegated))]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
 class Lower(OwnMethod):

@@ -135,7 +135,7 @@ def test_explicit_import_registers_once(start: str) -> None:
         import mergekit.merge_methods
         import mergekit.plan
 
-        extended = [hasattr(module, "_rotation_merge") for module in (mergekit.plan, mergekit.merge)]
+        extended = [hasattr(module, "_rotation_merge") for module in (mergekit.config, mergekit.merge)]
         import rotation_merge
 
         importlib.reload(rotation_merge)
@@ -144,7 +144,7 @@ def test_explicit_import_registers_once(start: str) -> None:
             extended,
             sum(type(finder).__name__ == "MergekitFinder" for finder in sys.meta_path),
             mergekit.merge_methods.get("rotation_merge").spec.name,
-            mergekit.plan._rotation_merge,
+            mergekit.config._rotation_merge,
             mergekit.merge._rotation_merge,
         ]
 

@@ -15,11 +15,11 @@ from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from plugin_support import recipe_for, state, write_recipe, write_state
-from rotation_merge.mergekit_plugin.merge import replaced
 
 from rotation_merge.architecture import build, registry
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.recipe import Recipe
+from rotation_merge.mergekit_plugin.run import replaced
 from rotation_merge.model import headers
 from rotation_merge.model.fingerprint import Fingerprint
 
