@@ -148,31 +148,20 @@ def average(
     views = [as_stored(open_model(model)) for model in several(models)]
     if not views:
         raise RecipeError("no models are given", remedy="give one model or more")
-    shares = None if weights is None else numbers_for(weights, len(views), "model")
-    if shares is not None and abs(sum(shares)) < 1e-12:
-        raise RecipeError("the weights' sum is zero", remedy="give weights whose sum is not zero")
-    if not isinstance(method, str):
-        problem = f"the method is of type {type(method).__name__}"
-        raise RecipeError(problem, remedy="give its name, such as 'linear'; weights are the keyword 'weights'")
+    of_model = _weights(weights, len(views))
     delegate, each_head = delegate_of(method), parameters.get("heads_of") == "each"
     own = delegate if isinstance(delegate, OwnMethod) else OwnMethod
     if each_head and own.whole_models:
         raise RecipeError(f"'heads_of: each' with {method} needs files", remedy="write a recipe for mergekit-yaml")
-    for view in views[1:]:
-        if odd := sorted(set(views[0]) ^ set(view)):
-            remedy = "average models of one class; where a stream is rotated, take apply_anchor(anchor), too"
-            raise CheckpointError(f"tensor '{odd[0]}' is only in one of the models", where=view.name, remedy=remedy)
     if own.whole_models:
-        return _refit_average(views, SELF if samples is None else samples, shares, limit, seed, parameters)
+        _check_names_alike(views)
+        return _refit_average(views, SELF if samples is None else samples, weights, limit, seed, parameters)
     opened = renamed_views(views)
-    _check_folded(opened)
+    _check_alike(views, opened)
     if statistics is not None and not own.statistics:
         raise RecipeError(f"'statistics' have no effect with {method}", remedy="leave them out")
     if samples is not None and not own.statistics and not own.on_samples:
         raise RecipeError(f"'samples' have no effect with {method}", remedy="leave them out")
-    of_model: list[dict[str, Any]] = [{} for _ in views]
-    for settings, share in zip(of_model, shares or (), strict=False):
-        settings["weight"] = share
     measured: list[Statistics] = []
     if own.statistics:
         measured = _measured(views, opened, method, own.statistics, samples, statistics, limit, seed)
@@ -181,6 +170,16 @@ def average(
         result = average_views(opened, recipe_of(method, opened, parameters, of_model), measured, batches, seed)
     result = replace(result, name=views[0].name)
     return replace(result, heads=under_heads(result, views[1:])) if each_head else result
+
+
+def _weights(weights: Sequence[float] | None, count: int) -> list[dict[str, Any]]:
+    """The weight of each model, as its parameters; none where all are equal."""
+    if weights is None:
+        return [{} for _ in range(count)]
+    shares = numbers_for(weights, count, "model")
+    if abs(sum(shares)) < 1e-12:
+        raise RecipeError("the weights' sum is zero", remedy="give weights whose sum is not zero")
+    return [{"weight": share} for share in shares]
 
 
 def _pool(models: Sequence[View], method: str, samples: Samples, limit: int, seed: int) -> list[Batch]:
@@ -194,6 +193,26 @@ def _pool(models: Sequence[View], method: str, samples: Samples, limit: int, see
         problem = f"delegate {method} compares activations on the same samples, but models have their own 'data'"
         raise RecipeError(problem, remedy="write 'data' once, under the recipe's parameters")
     return read_samples(models[0], first, limit, seed=seed).batches
+
+
+def _check_alike(views: Sequence[View], models: Sequence[View]) -> None:
+    """Check that models have the same tensors, and that the norm gains that one view folds are folded in all.
+
+    Args:
+        models: the same with distinct names.
+
+    Raises:
+        CheckpointError: names a model and a tensor.
+    """
+    _check_names_alike(views)
+    _check_folded(models)
+
+
+def _check_names_alike(views: Sequence[View]) -> None:
+    for view in views[1:]:
+        if odd := sorted(set(views[0]) ^ set(view)):
+            remedy = "average models of one class; where a stream is rotated, take apply_anchor(anchor), too"
+            raise CheckpointError(f"tensor '{odd[0]}' is only in one of the models", where=view.name, remedy=remedy)
 
 
 def _check_folded(models: Sequence[View]) -> None:

@@ -131,7 +131,9 @@ class OwnMethod(MergeMethod):
         """What an output tensor takes of the models that count beside their tensors, by model."""
         return {}
 
-    def counting(self, name: str, weights: Mapping[Hashable, float], parameters: Mapping[str, Any]) -> list[Hashable]:
+    def participants(
+        self, name: str, weights: Mapping[Hashable, float], parameters: Mapping[str, Any]
+    ) -> list[Hashable]:
         """The models that count for an output tensor, the base first.
 
         Called for each tensor ahead, it finds all that is wrong before anything is merged.
@@ -146,11 +148,11 @@ class OwnMethod(MergeMethod):
                 problem = f"its weight is {weight:g} (tensor '{name}')"
                 remedy = f"delegate {self.spec.name} takes none below 0; 'delegate: linear' does"
                 raise RecipeError(problem, where=self.models.name(model), remedy=remedy)
-        counting = [model for model, weight in weights.items() if weight != 0]
-        if not counting:
+        weighted = [model for model, weight in weights.items() if weight != 0]
+        if not weighted:
             raise StatisticsError(f"all weights of tensor '{name}' are zero", remedy="give one model a weight")
-        others = [model for model in counting if model != base]
-        return [base, *others] if self.needs_base or base in counting else others
+        others = [model for model in weighted if model != base]
+        return [base, *others] if self.needs_base or base in weighted else others
 
     def linear(self, name: str) -> LinearMap | None:
         """The linear map that an output tensor is, where the rule is for maps alone."""
@@ -178,17 +180,17 @@ class OwnMethod(MergeMethod):
         name, shared = str(group.metadata.name), {key: x for key, x in parameters.items() if key != "weight"}
         weights = {model: float(weight) for model, weight in parameters["weight"].items()}
         tensors = {entry.id: entry.tensor for entry in group.entries}
-        counting = self.counting(name, weights, shared)
-        first = tensors[counting[0]]
+        models = self.participants(name, weights, shared)
+        first = tensors[models[0]]
         if not first.is_floating_point():
             return first
         linear = self.linear(name)
         flipped = linear is not None and linear.reads < linear.gives
         try:
-            inputs = self.inputs(name, counting, shared, first.device)
+            inputs = self.inputs(name, models, shared, first.device)
             sources = [
                 Source(tensors[m].mT if flipped else tensors[m], weights[m], inputs.get(m, {}), self._metadata(m))
-                for m in counting
+                for m in models
             ]
             merged = self._average(name, sources, linear, shared)
         except StatisticsError as error:

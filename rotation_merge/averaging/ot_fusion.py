@@ -79,8 +79,10 @@ class OtFusion(OwnMethod):
             _check_samples(models)
         return method
 
-    def counting(self, name: str, weights: Mapping[Hashable, float], parameters: Mapping[str, Any]) -> list[Hashable]:
-        models = super().counting(name, weights, parameters)
+    def participants(
+        self, name: str, weights: Mapping[Hashable, float], parameters: Mapping[str, Any]
+    ) -> list[Hashable]:
+        models = super().participants(name, weights, parameters)
         soft = "soft plans, which are not symmetries: the averaged donor has other outputs than the original"
         words = "hard plans, which are permutations" if parameters["plan"] == "hard" else soft
         for model in models:

@@ -39,12 +39,14 @@ class StatisticsMethod(OwnMethod):
         how = "by statistics on samples"
         return [f"Delegate {self.spec.name} averaged {len(log.with_statistics)} {kind} {how}."]
 
-    def counting(self, name: str, weights: Mapping[Hashable, float], parameters: Mapping[str, Any]) -> list[Hashable]:
-        counting = super().counting(name, weights, parameters)
-        with_statistics = self._with_statistics(name, counting)
+    def participants(
+        self, name: str, weights: Mapping[Hashable, float], parameters: Mapping[str, Any]
+    ) -> list[Hashable]:
+        models = super().participants(name, weights, parameters)
+        with_statistics = self._with_statistics(name, models)
         if with_statistics:
             self.models.log.with_statistics.update(self.models.places[name][1].names)
-        return with_statistics or counting
+        return with_statistics or models
 
     def inputs(
         self, name: str, models: Sequence[Hashable], parameters: Mapping[str, Any], device: torch.device

@@ -51,9 +51,12 @@ def delegate_of(method: str) -> MergeMethod:
     Raises:
         RecipeError: there is none; names the nearest.
     """
+    if not isinstance(method, str):
+        problem = f"the method is of type {type(method).__name__}"
+        raise RecipeError(problem, remedy="give its name, such as 'linear'; weights are the keyword 'weights'")
     known = delegates.names()
     if method not in known:
-        raise RecipeError(f"there is no merge method {method!r}", remedy=nearest(str(method), known))
+        raise RecipeError(f"there is no merge method {method!r}", remedy=nearest(method, known))
     return delegates.get(method)
 
 
@@ -216,7 +219,7 @@ def _check_tensors(method: MergeMethod, parameters: TensorParameters) -> None:
         if isinstance(method, OwnMethod):
             shared = {key: value for key, value in values.items() if key != "weight"}
             check_heads(recipe.value("heads_of"), shared)
-            method.counting(name, {model: float(weight) for model, weight in values["weight"].items()}, shared)
+            method.participants(name, {model: float(weight) for model, weight in values["weight"].items()}, shared)
 
 
 def check_heads(heads_of: str, parameters: Mapping[str, Any]) -> None:

@@ -64,7 +64,7 @@ def test_mergekit_does_not_list_it_and_we_do(half: MergeMethod) -> None:
 
 def test_a_recipe_may_name_it_alone(half: MergeMethod, pair: Pair, tmp_path: Path) -> None:
     """The same as the delegate of a recipe in which nothing moves."""
-    models = [{"model": str(path), "parameters": {"weight": 1.0}} for path in pair]
+    models = [{"model": str(path)} for path in pair]
     alone = {"merge_method": "half", "base_model": str(pair[0]), "models": models}
     still = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
     delegated = {**alone, "merge_method": "rotation_merge", "parameters": {"delegate": "half", **still}}
