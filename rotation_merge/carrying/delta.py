@@ -186,9 +186,10 @@ class Delta:
         sources = (self.carrier.old, self.carrier.new, self.tuned)
         same = info.vocabulary_axis is not None and self.carrier.rows is None
         norms, parts_of = list[tuple[float, float]](), views(block, sources if same else [])
+        whole = replace(self, carrier=replace(self.carrier, dtype=dtype))
 
         def computed(part: slice | None) -> Tensor:
-            delta = self if part is None else self._of(*parts_of(part))
+            delta = whole if part is None else whole._of(*parts_of(part))
             tensor, *squares = delta._with_change(block, info)
             norms.append((squares[0], squares[1]))
             return tensor
