@@ -40,7 +40,7 @@ class Carrier:
         old, new: the bases as they are stored; both answer to the names of `architecture`.
         alignment: of the old base to the new one.
         rows: where the vocabularies differ.
-        dtype: that a carried model is going to be rounded to, if another than its own.
+        dtype: that a computed tensor is going to be rounded to, if another than its own.
     """
 
     architecture: Architecture

@@ -35,6 +35,8 @@ class Delta:
         opened: the model that it is for.
         scale: factor of the change.
         precision: the least precise dtype of its computation.
+        solved: names of tensors that were solved for the new base: an adapter keeps factors of the whole rank for them,
+            also where nothing is worth carrying.
     """
 
     carrier: Carrier
@@ -42,6 +44,7 @@ class Delta:
     opened: View = field(repr=False)
     scale: float = 1.0
     precision: torch.dtype = torch.float32
+    solved: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         return f"Delta(for {self.opened.name}, scale {self.scale})"
@@ -68,13 +71,8 @@ class Delta:
                 problem = f"'{name}' has the shape {source.shapes[name]}, in {opened.name} {shape}"
                 remedy = "name the base that it was tuned from, of the same class"
                 raise AlignmentError(problem, where=fine.name, remedy=remedy)
-        return Delta.of_base(opened, source)
-
-    @staticmethod
-    def of_base(base: View, tuned: TensorSource, precision: torch.dtype = torch.float32) -> Delta:
-        """The change from a base to tensors by its names."""
-        carrier = Carrier(base.architecture, base.tensors, base.tensors, Alignment({}))
-        return Delta(carrier, tuned, base, precision=precision)
+        carrier = Carrier(opened.architecture, opened.tensors, opened.tensors, Alignment({}))
+        return Delta(carrier, source, opened)
 
     def scaled(self, factor: float) -> Delta:
         """The change times a factor."""
@@ -186,9 +184,10 @@ class Delta:
         sources = (self.carrier.old, self.carrier.new, self.tuned)
         same = info.vocabulary_axis is not None and self.carrier.rows is None
         norms, parts_of = list[tuple[float, float]](), views(block, sources if same else [])
+        whole = replace(self, carrier=replace(self.carrier, dtype=dtype))
 
         def computed(part: slice | None) -> Tensor:
-            delta = self if part is None else self._of(*parts_of(part))
+            delta = whole if part is None else whole._of(*parts_of(part))
             tensor, *squares = delta._with_change(block, info)
             norms.append((squares[0], squares[1]))
             return tensor
@@ -215,7 +214,8 @@ class Delta:
     def factors(self, block: Block, rank: int | None) -> tuple[Changes, dict[str, tuple[float, float]]]:
         """A block's change in the new base's storage form, every matrix cut to low rank (None: not cut).
 
-        Changes of folded streams' norms go into the maps that read them. Tensors that do not change are left out.
+        Changes of folded streams' norms go into the maps that read them. Tensors that do not change are left out,
+        unless they were solved.
 
         Returns:
             The changes by key, those of biases and of other norms whole; and by key the squared norm of each, and the
@@ -230,10 +230,11 @@ class Delta:
             weight = block.tensor(weight_key(info.key)) if is_bias(info.key) else None
             beside = dense(result[weight.key], weight) if weight is not None and weight.key in result else None
             moved = self.carrier.stored(block, info, change.double(), beside)
-            if not bool(moved.any()):
+            if not bool(moved.any()) and info.name not in self.solved:
                 continue
             whole, is_cut = self.scale * moved, rank is not None and len(info.axes) > 1
-            result[info.key] = cut = of_low_rank(whole, info, rank or 0, self.scale != 0) if is_cut else whole
+            trimmed = self.scale != 0 and info.name not in self.solved
+            result[info.key] = cut = of_low_rank(whole, info, rank or 0, trimmed) if is_cut else whole
             norm = float(whole.square().sum())
             norms[info.key] = norm, norm - float((whole - dense(cut, info)).square().sum())
         return result, norms

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from rotation_merge.model.blocks import read_tensor, unstack
 from rotation_merge.model.forms import translated
 from rotation_merge.model.low_rank import dense
 from rotation_merge.model.run_keys import mark_of
-from rotation_merge.model.tensors import as_tensors
+from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.data import Samples, data_hash, read_samples, unpadded
 from rotation_merge.run.evaluate import evaluate
@@ -138,35 +138,40 @@ class _Sampling:
         if config.method != "weights":
             tensors, notes = self._solved()
             lines += notes
-            candidate = self._candidate(config.method, self._between(tensors))
+            candidate = self._candidate(config.method, self._solved_change(tensors))
         tried = [self._scaled(each) for each in (candidate, *self._alternatives())]
         return self._judged(tried, lines)
 
-    def _between(self, tensors: Mapping[str, Tensor]) -> Delta:
-        """The change from the new base to one with other tensors."""
+    def _between(self, tensors: TensorSource, solved: Iterable[str] = ()) -> Delta:
+        """The change from the new base to another model in its storage form.
+
+        Args:
+            solved: names of tensors that were solved for.
+        """
         carrier = self.transfer.carrier
         still = replace(carrier, old=carrier.new, alignment=Alignment({}), rows=None)
-        return Delta(still, as_tensors(carrier.new).replaced(tensors), self.transfer.base, precision=torch.float64)
+        return Delta(still, tensors, self.transfer.base, precision=torch.float64, solved=frozenset(solved))
+
+    def _solved_change(self, tensors: Mapping[str, Tensor]) -> Delta:
+        return self._between(as_tensors(self.transfer.carrier.new).replaced(tensors), tensors)
 
     def _alternatives(self) -> list[Candidate]:
         """Changes that are tried beside the method's: the unmoved one, and its average with the new base's own."""
         transfer = self.transfer
-        unmoved = replace(transfer.carrier, alignment=Alignment({}))
-        plain = replace(transfer.delta, carrier=unmoved, precision=torch.float64)
-        candidates = [self._candidate(PLAIN, plain)]
+        unmoved = replace(transfer.delta, carrier=replace(transfer.carrier, alignment=Alignment({})))
+        changes: dict[str, Callable[[Block], Changes]] = {PLAIN: lambda block: unmoved.factors(block, None)[0]}
         if transfer.bases.nearness.shared:
-            merged = with_changes(unmoved, partial(self._merged, plain), transfer.tied)
-            delta = self._between({})
-            candidates.append(self._candidate(MERGED, replace(delta, tuned=merged)))
-        return candidates
+            changes[MERGED] = partial(self._merged, unmoved)
+        models = {name: with_changes(unmoved.carrier, of, transfer.tied) for name, of in changes.items()}
+        return [self._candidate(name, self._between(tensors)) for name, tensors in models.items()]
 
-    def _merged(self, plain: Delta, block: Block) -> Changes:
+    def _merged(self, unmoved: Delta, block: Block) -> Changes:
         """What the fine-tune adds to a block of the new base where `wudi` merges both as fine-tunes of the old base.
 
         Tensors that are no linear maps get the whole change; an embedding that is the head, too, is one.
         """
-        carrier, result = plain.carrier, dict[str, Change]()
-        for key, part in plain.factors(block, None)[0].items():
+        carrier, result = unmoved.carrier, dict[str, Change]()
+        for key, part in unmoved.factors(block, None)[0].items():
             info = block.tensor(key)
             assert info is not None
             new, old = read_tensor(info, carrier.new), read_tensor(info, carrier.old)
@@ -204,7 +209,7 @@ class _Sampling:
 
     def _judged(self, tried: Sequence[Candidate], lines: list[str]) -> SampledChange:
         """The best of the changes and of none, by samples held out; the first one, if the user gave its scale."""
-        zero = tried[0].delta if self.rank else self._between({})
+        zero = tried[0].delta if self.rank else self._between(self.transfer.carrier.new)
         candidates = [*tried, Candidate(NONE, zero, lambda _: self.transfer.unchanged())]
         judged = {each.method: self.parts.judge.losses(self.module(each.view(each.scale))) for each in candidates}
         best = candidates[0]
@@ -279,7 +284,7 @@ class _Sampling:
 
     def _student(self, tensors: Mapping[str, Tensor]) -> Any:
         """The model to train: all of it, or only the factors of an adapter."""
-        delta, base = self._between(tensors), self.transfer.base
+        delta, base = self._solved_change(tensors), self.transfer.base
         if not self.rank:
             return self.module(delta.applied().to(torch.float32)).requires_grad_(True)
         written, _ = adapter_of(delta, self.rank, self.transfer.bases.new)

@@ -136,7 +136,8 @@ def carried_view(
     tokens = AddedTokens.of(bases, opened, rows_held=False)
     work = Work(tuned, 0, tokens, None, bases.tuned(opened))
     alignment, report = bases.aligned(config, execution, progress)
-    carrier = Carrier(bases.architecture, bases.sources[1], bases.sources[0], alignment, bases.rows)
+    anchor, base = bases.sources
+    carrier = Carrier(bases.architecture, base, anchor, alignment, bases.rows)
     transfer = Transfer(work, bases, carrier, report, config, execution)
     delta, notes, lift = transfer.delta.scaled(1.0 if config.factor is None else config.factor), report.notes, None
     if config.needs_samples:

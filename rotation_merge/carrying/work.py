@@ -140,8 +140,8 @@ def transfers(
     config, notes = _matched_as(config, bases, execution, opened)
     alignment, report = bases.aligned(config, execution, progress)
     report = replace(report, notes=[*notes, *report.notes])
-    dtype = dtype_from_name(execution.storage.dtype)
-    carrier = Carrier(bases.architecture, bases.sources[1], bases.sources[0], alignment, bases.rows, dtype)
+    new, old = bases.sources
+    carrier = Carrier(bases.architecture, old, new, alignment, bases.rows)
     return [_transfer(work, bases, carrier, report, config, execution) for work in opened]
 
 

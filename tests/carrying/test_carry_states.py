@@ -123,3 +123,22 @@ def test_results_of_models_in_memory_name_no_temporary_folder(tmp_path: Path) ->
     images = [vit(vit.config_class(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)) for _ in range(2)]
     with pytest.raises(rotation_merge.RotationMergeError, match=r"^tuned: ViTForImageClassification writes no text"):
         rotation_merge.transfer(images[1], *images, method="refit")
+
+
+@pytest.mark.slow
+def test_samples_in_memory_are_those_of_a_file(tmp_path: Path) -> None:
+    """They solve and judge, between stored models and between models in memory."""
+    paths = [make("llama", tmp_path / name, seed) for seed, name in enumerate(("tuned", "old", "new"))]
+    config = json.loads((paths[0] / "config.json").read_text())
+    ids = torch.randint(0, 40, (32, 10), generator=torch.Generator().manual_seed(0))
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"input_ids": row}) for row in ids.tolist()))
+    batches = [{"input_ids": rows} for rows in ids.split(16)]
+    options = {"method": "refit", "scale": 1.0, "residual": "none"}
+    expected = rotation_merge.transfer(*paths, data=str(tmp_path / "texts.jsonl"), samples=32, **options)
+    in_memory = [(load_file(path / "model.safetensors"), config) for path in paths]
+    for models in (paths, in_memory):
+        carried = rotation_merge.transfer(*models, samples=batches, **options)
+        assert carried.report.data[-1]["source"] == "samples in memory"
+        assert carried.report.lift["method"] == "refit"
+        for name, tensor in expected.state_dict().items():
+            torch.testing.assert_close(carried[name], tensor, atol=1e-6, rtol=1e-5)

@@ -14,6 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+import rotation_merge as rm
+from rotation_merge.carrying.bases import Execution, open_bases
+from rotation_merge.model.open import open_model
+
 
 def tuned(base: Checkpoint, where: Path, size: float = 0.02, seed: int = 0) -> Checkpoint:
     """A fine-tune of a base: every matrix changed."""
@@ -246,3 +250,24 @@ def test_vocabularies_that_cannot_be_compared(words: Any, tmp_path: Path) -> Non
     tokenizer([f"other{i}" for i in range(53)], mute["old"].path)
     message = one_error(mergekit_yaml(document, tmp_path / "out").output)
     assert "shares 0 tokens" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("residual", ["rotation", "signed_permutation"])
+def test_the_value_of_a_change_is_what_a_recipe_adds(residual: str, words: Any, tmp_path: Path) -> None:
+    """Also into another vocabulary; bit for bit as `transfer` adds it. Rows that the fine-tune added are left out."""
+    anchor, old, fine, _ = words
+    result = merged(transport(anchor, (fine, old), residual=residual), tmp_path / "out")
+    longer = {name: torch.cat([x, x[:5]]) if name in VOCABULARY else x for name, x in fine.state.items()}
+    opened = open_model((longer, {**old.config, "vocab_size": len(longer[VOCABULARY[0]])}))
+    options = rm.AlignConfig(heads="permutation", residual=residual)
+    bases, norms = open_bases(str(anchor.path), str(old.path)), list[tuple[float, float]]()
+    alignment, _ = bases.aligned(rm.TransferConfig(match=options), Execution())
+    delta = rm.Delta.between(old.path, opened, cut=True).moved(alignment, anchor.path, rows=bases.rows)
+    view = delta.applied(record=lambda change, before: norms.append((change, before)))
+    carried = rm.transfer(fine.path, old.path, anchor.path, rm.TransferConfig(match=options))
+    for name, tensor in view.state_dict().items():
+        torch.testing.assert_close(tensor, result[name], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(tensor, carried[name], atol=0, rtol=0)
+    assert len(norms) == len(result)
+    assert all(0 <= change < before for change, before in norms)
