@@ -151,3 +151,33 @@ def test_a_delta_of_another_base_is_refused(tmp_path: Path) -> None:
     delta = rm.Alignment.random(base).apply(rm.Delta.between(other, (tuned(other), other.config)))
     with pytest.raises(rm.RotationMergeError, match="is not that of"):
         delta.applied().state_dict()
+
+
+def test_a_layer_in_two_places_has_inputs_of_its_own_in_each(tmp_path: Path) -> None:
+    """Names may change, and a layer may stand twice: each place is moved by the maps that it has there."""
+    donor, samples = model("llama", "llama", tmp_path)
+    alignment, measured = rm.Alignment.random(donor, heads="permutation"), rm.measure(donor, samples)
+    first, second = (f"model.layers.{n}.self_attn.o_proj.weight" for n in (0, 1))
+    twice = measured.renamed({first: first, second: first})
+    moved, grams = alignment.apply(twice), [twice.gram(name) for name in (first, second)]
+    assert len(set(twice.axes.values())) == 2
+    assert grams[0] is not None
+    assert grams[1] is not None
+    assert torch.equal(grams[0].matrix, grams[1].matrix)
+    there, again = (moved.gram(name) for name in (first, second))
+    assert there is not None
+    assert again is not None
+    assert not torch.equal(there.matrix, again.matrix)
+    alone = alignment.apply(measured).gram(first)
+    assert alone is not None
+    assert torch.equal(there.matrix, alone.matrix)
+
+
+def test_moved_numbers_keep_their_type_or_have_the_one_that_is_named(tmp_path: Path) -> None:
+    donor, samples = model("llama", "llama", tmp_path)
+    alignment, measured = rm.Alignment.random(donor.float()), rm.measure(donor.float(), samples)
+    key = next(key for key in measured if key.endswith("attn.o.gram"))
+    assert measured[key].dtype == alignment.apply(measured)[key].dtype == torch.float32
+    precise = alignment.apply(measured, torch.float64)[key]
+    assert precise.dtype == torch.float64
+    assert torch.equal(precise.float(), alignment.apply(measured)[key])
