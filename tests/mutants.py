@@ -116,19 +116,19 @@ TESTS: dict[str, tuple[str, ...]] = {
         "matching/test_layer_spans.py",
     ),
     "rotation_merge/workers.py": ("matching/test_workers.py",),
-    "rotation_merge/mergekit_plugin/planning": MERGES,
-    "rotation_merge/mergekit_plugin/planning/prefetch.py": ("matching/test_workers.py", *MERGES),
-    "rotation_merge/mergekit_plugin/planning/statistics.py": ("averaging/test_averaging.py", "carrying/test_carry.py"),
-    "rotation_merge/mergekit_plugin/planning/carrying.py": ("carrying/test_carry_recipe.py", *MERGES),
-    "rotation_merge/mergekit_plugin/planning/transport.py": ("averaging/test_ot_fusion.py",),
-    "rotation_merge/mergekit_plugin/planning/save_alignments.py": ("matching/test_save_alignment.py",),
+    "rotation_merge/mergekit_plugin": MERGES,
+    "rotation_merge/mergekit_plugin/block_match.py": ("matching/test_workers.py", *MERGES),
+    "rotation_merge/mergekit_plugin/statistics.py": ("averaging/test_averaging.py", "carrying/test_carry.py"),
+    "rotation_merge/mergekit_plugin/carried.py": ("carrying/test_carry_recipe.py", *MERGES),
+    "rotation_merge/averaging/ot_fusion.py": ("averaging/test_ot_fusion.py",),
+    "rotation_merge/mergekit_plugin/saved_alignments.py": ("matching/test_save_alignment.py",),
     "rotation_merge/mergekit_plugin/refit.py": ("averaging/test_refit_sources.py", "averaging/test_refit_recipes.py"),
-    "rotation_merge/mergekit_plugin/planning/session.py": (
+    "rotation_merge/mergekit_plugin/session.py": (
         "mergekit_plugin/test_session.py",
         "matching/test_save_alignment.py",
         "model/test_heads.py",
     ),
-    "rotation_merge/mergekit_plugin/planning/output_tensor.py": (
+    "rotation_merge/mergekit_plugin/own_methods.py": (
         "averaging/test_averaging.py",
         "averaging/test_ot_fusion.py",
     ),
@@ -155,7 +155,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     **{
         f"rotation_merge/run/{name}.py": MEASURES for name in ("layers", "measure", "measuring", "passes", "statistics")
     },
-    "rotation_merge/averaging/ot_fusion.py": ("averaging/test_ot_fusion.py",),
     "rotation_merge/report/estimate.py": ("report/test_estimate.py",),
 }
 """The tests that cover a file or a folder; the longest name that fits counts."""

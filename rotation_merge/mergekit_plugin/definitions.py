@@ -154,9 +154,3 @@ def describe(
         tagalong_files=list(spec.tagalong_files) if spec else None,
         vocab_size_config_key=spec.vocab_size_key if spec else None,
     )
-
-
-def of_output(config: Any, options: Any) -> ModelArchitecture | None:
-    """The architecture of a compiled recipe's output; None: the recipe is not ours."""
-    architecture: ModelArchitecture | None = getattr(config, "_architecture", None)
-    return architecture

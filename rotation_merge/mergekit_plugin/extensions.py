@@ -159,7 +159,7 @@ def extend_config(module: Any) -> None:
 def extend_architecture(module: Any) -> None:
     """Give our merges the architecture of their output."""
     stock = module.get_architecture_info
-    if "mergekit.architectures" in state.loaded or not _once(module):
+    if not _once(module):
         return
 
     @functools.wraps(stock)

@@ -40,6 +40,7 @@ from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.wholes import devices_of
 from rotation_merge.model.card import add_section
 from rotation_merge.model.folder import fetched, folder_of
+from rotation_merge.model.heads import with_moved_head, write_heads
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.origin import origins
 from rotation_merge.model.run_keys import mark_of, unchanged
@@ -47,6 +48,7 @@ from rotation_merge.model.sentence import in_module, write_modules
 from rotation_merge.model.staging import staged
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE, MergeReport
+from rotation_merge.report.integrity import Defect
 from rotation_merge.run.ledger import kept_beside
 from rotation_merge.workers import keep_freed_memory, listener
 
@@ -102,39 +104,47 @@ def _run(
                 write_modules(base.folder, staging, apart.tensors)
             if recipe.value("prove"):
                 prove_files(session, staging)
-            marks = fingerprints(session)
-            keep_alignments(session, staging)
-            copied, defects = complete(config, staging, options)
-            if vocabulary := vocabulary_note(config, staging, options):
-                done.note(vocabulary)
-            if copied:
-                done.note(f"Copied from a parent: {', '.join(copied)}.")
-            for defect in defects:
-                done.note(f"Check of the output: {defect.line}.")
-            report = done.report(
-                recipe.base,
-                recipe.delegate.spec.name,
-                config_source or config.to_yaml(),
-                marks,
-                origins(map(ModelReference.model_validate, marks), options.transformers_cache),
-                own_method=recipe.delegate.spec.name in OWN,
-            )
-            report.write(os.path.join(staging, REPORT_FILE))
-            if recipe.value("heads_of") == "each":
-                from rotation_merge.model.heads import with_moved_head, write_heads
-
-                donors = {str(m): session.models[m] for m in config.referenced_models() if m != recipe.base}
-                moved_donors = [
-                    with_moved_head(donor, done.folded, done.transforms_of(name), done.heads.get(name, {}))
-                    for name, donor in donors.items()
-                ]
-                write_heads(staging, moved_donors, report, options.out_shard_size)
-            if options.write_model_card:
-                add_section(os.path.join(staging, "README.md"), report)
+            report, defects = _completed(session, staging, options, config_source)
         checked = [f"  check: {defect.line}" for defect in defects] or ["  check: the folder is complete"]
         say([] if options.quiet else [*closing(report, out_path), *checked])
     finally:
         done.end()
+
+
+def _completed(
+    session: Session, staging: str, options: MergeOptions, config_source: str | None
+) -> tuple[MergeReport, list[Defect]]:
+    """Add to a written merge what mergekit does not write: saved alignments, the report, heads, the card's section."""
+    recipe, done = session.recipe, session.run
+    config = recipe.config
+    marks = fingerprints(session)
+    keep_alignments(session, staging)
+    copied, defects = complete(config, staging, options)
+    if vocabulary := vocabulary_note(config, staging, options):
+        done.note(vocabulary)
+    if copied:
+        done.note(f"Copied from a parent: {', '.join(copied)}.")
+    for defect in defects:
+        done.note(f"Check of the output: {defect.line}.")
+    report = done.report(
+        recipe.base,
+        recipe.delegate.spec.name,
+        config_source or config.to_yaml(),
+        marks,
+        origins(map(ModelReference.model_validate, marks), options.transformers_cache),
+        own_method=recipe.delegate.spec.name in OWN,
+    )
+    report.write(os.path.join(staging, REPORT_FILE))
+    if recipe.value("heads_of") == "each":
+        donors = {str(m): session.models[m] for m in config.referenced_models() if m != recipe.base}
+        moved_donors = [
+            with_moved_head(donor, done.folded, done.transforms_of(name), done.heads.get(name, {}))
+            for name, donor in donors.items()
+        ]
+        write_heads(staging, moved_donors, report, options.out_shard_size)
+    if options.write_model_card:
+        add_section(os.path.join(staging, "README.md"), report)
+    return report, defects
 
 
 def _read(config: MergeConfiguration) -> list[ModelReference]:

@@ -9,9 +9,6 @@ CHECK = "ROTATION_MERGE_CHECK"
 failed: "dict[str, Exception]" = {}
 """Modules of mergekit that could not be extended, and why."""
 
-loaded: "set[str]" = set()
-"""Groups of entry points that mergekit has loaded by itself; their results are not registered again."""
-
 
 def switched_off() -> bool:
     """Whether the user wants mergekit to be left alone."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from importlib import import_module
-from importlib.metadata import EntryPoint, version
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from fresh_support import fresh
 from plugin_support import make, recipe_for, twin, write_recipe
 from renamed_mergekit import NAMES, attempt
 
-from rotation_merge.mergekit_plugin import host, state
+from rotation_merge.mergekit_plugin import host
 
 ROOT = Path(__file__).resolve().parents[2]
 Outcomes = dict[str, dict[str, dict]]
@@ -81,32 +80,6 @@ def test_the_supported_range_is_said_once() -> None:
     assert f"**Which mergekit do I need?** {range_in_words}, the newest release" in " ".join(
         (ROOT / "docs" / "faq.md").read_text().split()
     )
-
-
-def test_entry_points_lead_somewhere_and_the_finder_stands_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rotation_merge.mergekit_plugin import extensions
-
-    monkeypatch.setattr(state, "loaded", set())
-    text = (ROOT / "pyproject.toml").read_text()
-    found = {}
-    for group in ("mergekit.merge_methods", "mergekit.architectures"):
-        section = text.split(f'[project.entry-points."{group}"]')[1]
-        name, value = re.search(r'(\w+) = "([\w.:]+)"', section).groups()  # type: ignore[union-attr]
-        found[group] = EntryPoint(name, value, group).load()
-        assert group in state.loaded
-    assert found["mergekit.merge_methods"].spec.name == "rotation_merge"
-
-    class Module:
-        @staticmethod
-        def get_architecture_info(config: object, options: object) -> str:
-            return "stock"
-
-    before = Module.get_architecture_info
-    extensions.extend_architecture(Module)
-    assert Module.get_architecture_info is before
-    state.loaded.clear()
-    extensions.extend_architecture(Module)
-    assert Module.get_architecture_info is not before
 
 
 @pytest.mark.slow
