@@ -40,9 +40,6 @@ from rotation_merge.symmetry.base import act_by_matrices
 REGULARISATION = {"weights": 0.06, "activations": 0.08}
 """Of Sinkhorn's algorithm, at costs of at most one."""
 
-SAMPLES = 200
-"""Samples that activations are taken on, where no number is given."""
-
 
 class OtFusion(OwnMethod):
     """OT fusion: donors moved by transport plans, then the mean."""

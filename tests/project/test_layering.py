@@ -43,7 +43,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("model",): (4000, 6575),
     ("run",): (2400, 5800),
     ("matching",): (3400, 8750),
-    ("averaging",): (2000, 2200),
+    ("averaging",): (2000, 3250),
     ("carrying",): (1500, 3400),
     ("report",): (1400, 2400),
     ("mergekit_plugin",): (2500, 7300),
