@@ -155,7 +155,7 @@ def average(
         raise RecipeError(f"'heads_of: each' with {method} needs files", remedy="write a recipe for mergekit-yaml")
     if own.whole_models:
         _check_names_alike(views)
-        return _refit_average(views, SELF if samples is None else samples, weights, limit, seed, parameters)
+        return _refit_average(views, samples, weights, limit, seed, parameters)
     opened = renamed_views(views)
     _check_alike(views, opened)
     if statistics is not None and not own.statistics:

@@ -12,11 +12,10 @@ from rotation_merge.carrying.bases import Bases, Execution, is_adapter_folder, o
 from rotation_merge.carrying.config import HOW, MOVED, TransferConfig
 from rotation_merge.carrying.tokens import AddedTokens
 from rotation_merge.carrying.transfer import carried
-from rotation_merge.carrying.work import Transfer, transfers
+from rotation_merge.carrying.work import Transfer, adapter_of_base, transfers
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.adapter_base import check_base
 from rotation_merge.model.adapter_files import AdapterWeights
-from rotation_merge.model.adapters import Adapter, placed_changes
+from rotation_merge.model.adapters import placed_changes
 from rotation_merge.model.card import metadata, notes, section, with_metadata
 from rotation_merge.model.checkpoint import write_checkpoint
 from rotation_merge.model.markdown import code, prose
@@ -34,7 +33,6 @@ OTHER_WORDS = (
     "How much of its effect transfers is not measured, because the two vocabularies differ. Compare it on your task "
     "with the new base alone, and with training on the new base."
 )
-OWN_BASE = "name its own base, or a copy of it (the command carries it anyway with --force)"
 
 
 @dataclass(frozen=True)
@@ -94,9 +92,6 @@ def usable_as_it_is(
     Raises:
         RotationMergeError: work cannot be read, or is not of the old base.
     """
-    for work in works:
-        if is_adapter_folder(work) and not execution.force:
-            check_base(Adapter(work), [bases.old], work, open_model, OWN_BASE)
     if execution.near != "named" or config.alignment is not None or not bases.nearness.shared or bases.old.rows:
         return None
     models = [open_model(work, any_base=True) for work in works if not is_adapter_folder(work)]
@@ -106,17 +101,18 @@ def usable_as_it_is(
         return None
     for model in models:
         bases.tuned(model)  # refuses what is no fine-tune of the old base
-    return [[*_usable(work, bases), JUDGED] for work in works]
+    return [[*_usable(work, bases, execution.force), JUDGED] for work in works]
 
 
 JUDGED = "Nothing was written. --scale auto --data FILE judges the change on samples, --force carries it anyway."
 
 
-def _usable(work: str, bases: Bases) -> list[str]:
+def _usable(work: str, bases: Bases, force: bool) -> list[str]:
     """Lines on the use of one work on the new base, whose coordinates are the old one's."""
     new, old = bases.names
     if is_adapter_folder(work):
-        whole = [change.value for change in placed_changes(Adapter(work), bases.old.config) if change.value]
+        adapter = adapter_of_base(work, bases, force)
+        whole = [change.value for change in placed_changes(adapter, bases.old.config) if change.value]
         lines = [f"{bases.near_words}: {work} can be used on {new} as it is."]
         return [*lines, f"It replaces {len(whole)} whole tensors of the new base."] if whole else lines
     recipe = f"merge_method: task_arithmetic, base_model: {new}, weight 1 for {work} and -1 for {old}"

@@ -17,6 +17,7 @@ from rotation_merge.carrying.tokens import AddedTokens
 from rotation_merge.errors import DataError
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.run import change_note
+from rotation_merge.model.adapter_base import check_base
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.gguf import quantised
 from rotation_merge.model.open import ModelLike, open_model, parse_reference
@@ -25,6 +26,7 @@ from rotation_merge.model.view import View
 from rotation_merge.record import MergeReport
 from rotation_merge.workers import Progress
 
+OWN_BASE = "name its own base, or a copy of it (the command carries it anyway with --force)"
 ALONE = "carry by weights, at a given scale: they alone can be carried by shared tokens"
 
 
@@ -48,8 +50,11 @@ class Work:
     rows: Mapping[str, Tensor] | None = None
 
     @staticmethod
-    def of(work: ModelLike, bases: Bases, config: TransferConfig) -> Work:
+    def of(work: ModelLike, bases: Bases, config: TransferConfig, force: bool = False) -> Work:
         """Open a fine-tune, or an adapter's folder.
+
+        Args:
+            force: also an adapter of another base.
 
         Raises:
             RotationMergeError: it is damaged, or no fine-tune of the old base.
@@ -58,7 +63,7 @@ class Work:
             opened = open_model(work, "tuned", any_base=True)
             tokens = AddedTokens.of(bases, opened, not config.rank)
             return Work(str(opened.reference), config.rank, tokens, None, bases.tuned(opened, tokens.lengths[1]))
-        adapter = Adapter(str(work))
+        adapter = adapter_of_base(str(work), bases, force)
         if not config.needs_samples:
             tokens, rows = AddedTokens.of_adapter(bases, adapter)
             return Work(str(work), adapter.rank, tokens, adapter, rows=rows)
@@ -66,6 +71,21 @@ class Work:
         tokens = AddedTokens.of(bases, opened, rows_held=False)
         model = bases.tuned(opened, tokens.lengths[1])
         return Work(str(work), config.rank or adapter.rank, tokens, adapter, model)
+
+
+def adapter_of_base(path: str, bases: Bases, force: bool) -> Adapter:
+    """An adapter of the old base.
+
+    Args:
+        force: also one of another base.
+
+    Raises:
+        CheckpointError: it is damaged, or of another base.
+    """
+    adapter = Adapter(path)
+    if not force:
+        check_base(adapter, [bases.old], path, open_model, OWN_BASE)
+    return adapter
 
 
 @dataclass(frozen=True)
@@ -136,7 +156,7 @@ def transfers(
         new, old = bases.names
         problem = f"its vocabulary differs from that of {new}, so samples cannot be shared"
         raise DataError(problem, where=old, remedy=ALONE)
-    opened = [Work.of(work, bases, config) for work in works]
+    opened = [Work.of(work, bases, config, execution.force) for work in works]
     config, notes = _matched_as(config, bases, execution, opened)
     alignment, report = bases.aligned(config, execution, progress)
     report = replace(report, notes=[*notes, *report.notes])
