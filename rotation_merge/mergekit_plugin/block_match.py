@@ -7,6 +7,7 @@ asks computes with the threads that are left, at least one: more would only wait
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.pool import AsyncResult, ThreadPool
@@ -93,7 +94,7 @@ class BlockMatches:
         self._found: dict[str, Mapping[str, SpaceTransform]] = {}
         self._pool: ThreadPool | None = None
         self._count, self._threads = 0, torch.get_num_threads()
-        self._lock = Lock()
+        self._locks: dict[str, Lock] = defaultdict(Lock)
 
     def add(self, job: BlockMatching) -> None:
         """A block that will be asked for."""
@@ -108,7 +109,7 @@ class BlockMatches:
         Raises:
             AlignmentError: as matching does.
         """
-        with self._lock:
+        with self._locks[job.key]:
             if job.key not in self._found:
                 match = self._result(job) if self.pooled else job.matched(device)
                 job.run.record(job.donor_name, job.block, match.records)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -190,7 +192,8 @@ class OutputTensors:
 
     def __init__(self, blocks: Sequence[tuple[OutputBlock, MovedBlock]]) -> None:
         self.places: dict[str, tuple[MovedBlock, TensorInfo, int]] = {}
-        self._stacks: dict[tuple[int, str], dict[int, Tensor]] = {}
+        self._stacks: dict[tuple[int, str], dict[int, Tensor]] = defaultdict(dict)
+        self._locks: dict[tuple[int, str], Lock] = defaultdict(Lock)
         shapes, dtypes = dict[str, tuple[int, ...]](), dict[str, torch.dtype]()
         for out, part in blocks:
             for info, frame in out.pairs():
@@ -205,12 +208,11 @@ class OutputTensors:
         if not info.stacked:
             return self._computed(part, info)
         key = id(part), info.key
-        if piece not in self._stacks.get(key, {}):
-            self._stacks[key] = dict(enumerate(self._computed(part, info).unbind(0)))
-        tensor = self._stacks[key].pop(piece)
-        if not self._stacks[key]:
-            del self._stacks[key]
-        return tensor
+        with self._locks[key]:
+            stack = self._stacks[key]
+            if piece not in stack:
+                stack.update(enumerate(self._computed(part, info).unbind(0)))
+            return stack.pop(piece)
 
     def _computed(self, part: MovedBlock, info: TensorInfo) -> Tensor:
         tensor = part.tensor(info)
