@@ -160,8 +160,8 @@ def transfers(
     config, notes = _matched_as(config, bases, execution, opened)
     alignment, report = bases.aligned(config, execution, progress)
     report = replace(report, notes=[*notes, *report.notes])
-    new, old = bases.sources
-    carrier = Carrier(bases.architecture, old, new, alignment, bases.rows)
+    anchor, base = bases.sources
+    carrier = Carrier(bases.architecture, base, anchor, alignment, bases.rows)
     return [_transfer(work, bases, carrier, report, config, execution) for work in opened]
 
 
