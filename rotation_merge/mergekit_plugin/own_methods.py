@@ -92,7 +92,7 @@ class ToldMethod:
                     "'heads_of: each' puts the body under every donor's head, but plans of the stream do not move "
                 )
                 raise RecipeError(f"{problem}heads", where="parameters", remedy="add 'stream: identity'")
-            method.counting(name, {self.placed[model]: weight for model, weight in weights.items()}, values)
+            method.participants(name, {self.placed[model]: weight for model, weight in weights.items()}, values)
 
     def _resolved(self, out: OutputBlock) -> Iterable[tuple[str, dict[str, object], dict[ModelReference, float]]]:
         """Parameters and weights of a block's tensors, by their names."""
