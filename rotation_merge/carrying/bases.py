@@ -12,7 +12,6 @@ import yaml
 from rotation_merge.architecture import Architecture
 from rotation_merge.carrying.carrier import RowPair
 from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.delta import with_base_rows
 from rotation_merge.carrying.judge import parted
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.alignment import Alignment
@@ -21,15 +20,21 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import Pair, open_pair, read_file
 from rotation_merge.matching.options import NOTHING, WEIGHTS
 from rotation_merge.matching.run import AppliedAlignment, Run
-from rotation_merge.model.adapters import Adapter, is_adapter, placed_changes
+from rotation_merge.model.adapters import is_adapter
 from rotation_merge.model.forms import other_form, restructured, same_form
 from rotation_merge.model.labels import in_class_order, label_rows
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.open import ModelLike
-from rotation_merge.model.rows import vocabulary_subset
+from rotation_merge.model.rows import padded_as, vocabulary_axes, vocabulary_subset
 from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import check_token_ids, shared_rows, vocabulary_size
+from rotation_merge.model.vocabulary import (
+    carried_rows,
+    check_no_added_tokens,
+    check_same_set,
+    check_token_ids,
+    vocabulary_size,
+)
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import MergeReport
 from rotation_merge.run.ledger import NOWHERE, Ledger
@@ -85,9 +90,8 @@ class Bases:
 
     @cached_property
     def rows(self) -> RowPair | None:
-        """Rows of the shared tokens, the new base's first; None if the vocabularies are equal."""
-        rows = shared_rows([self.new, self.old])
-        return None if rows is None else (rows[0], rows[1])
+        """Rows of the same tokens, the new base's first; None if the vocabularies are equal."""
+        return carried_rows(self.new, self.old)
 
     @property
     def sources(self) -> tuple[TensorSource, TensorSource]:
@@ -112,26 +116,22 @@ class Bases:
             return source
         return restructured(source, model.architecture, self.architecture)
 
-    def tuned(self, model: ModelLike, length: int | None = None) -> View:
+    def tuned(self, model: ModelLike) -> View:
         """A fine-tune of the old base, in the new base's class order and under its names.
 
-        Args:
-            length: rows that its vocabulary is brought to, those that it lacks the base's; None: the base's.
-
         Raises:
-            RotationMergeError: it is missing, damaged, or no fine-tune of that base.
+            RotationMergeError: it is missing, damaged, or no fine-tune of that base; or it added tokens.
         """
         base, device = self.old.as_filed, self.pair.device
         pair = open_pair(base, model, NOTHING, True, device, words=False, any_base=True, watched=False)
+        check_no_added_tokens(pair.anchor, pair.donor)
         check_token_ids(pair.anchor, pair.donor, tuned=True)
         donor = pair.donor.as_filed
         pair = replace(pair, donor=in_class_order(donor, label_rows(self.new, donor)))
         stored, source = pair.sources
-        before, size = (vocabulary_size(view) or 0 for view in (pair.anchor, pair.donor))
-        length = length or before
-        if length != size:
-            source = with_base_rows(pair.architecture, source, stored, (size, before), length)
-        config = {**pair.donor.config, **sized(pair.donor.config, size, length)}
+        source = padded_as(source, stored, vocabulary_axes(pair.architecture.tensors()))
+        length, size = (vocabulary_size(view) or 0 for view in (pair.anchor, pair.donor))
+        config = {**pair.donor.config, **_sized(pair.donor.config, size, length)}
         tensors = as_tensors(self._named(source, pair.donor))
         return replace(pair.donor, tensors=tensors, architecture=self.architecture, config=config, untie=True)
 
@@ -192,15 +192,8 @@ class Bases:
         remedy = f"add 'untie' (the output then stores a separate head), {unrotated}or carry it as an adapter"
         raise RecipeError(problem, where=self.names[0], remedy=remedy)
 
-    def changes_vocabulary(self, work: ModelLike) -> bool:
-        """Whether work changes rows of a vocabulary, which may mean other tokens in another base."""
-        if not is_adapter_folder(work):
-            return True
-        changes = placed_changes(Adapter(str(work)), self.old.config)
-        return any(change.spot.info.vocabulary_axis is not None for change in changes)
 
-
-def sized(config: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
+def _sized(config: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
     """Entries of a config, or of a part of it, that name the size of a vocabulary, with another size."""
     changed: dict[str, Any] = {"vocab_size": after} if config.get("vocab_size") == before else {}
     for name, part in config.items():
@@ -217,12 +210,13 @@ def is_adapter_folder(work: ModelLike) -> bool:
 def open_bases(new: ModelLike, old: ModelLike, device: str = "cpu", untie: bool = True, watched: bool = True) -> Bases:
     """Open two bases of one architecture and sizes.
 
-    Their vocabularies may differ, and so may the form of their files: experts apart or stacked.
+    Ids of their tokens may differ, and so may the form of their files: experts apart or stacked.
 
     Raises:
         RotationMergeError: one is missing, damaged, quantised or not supported, or they do not fit together.
     """
     pair = open_pair(new, old, NOTHING, untie, device, words=False, watched=watched)
+    check_same_set(pair.anchor, pair.donor)
     donor = _in_form_of(pair.architecture, pair.checked.donor)
     return Bases(replace(pair, checked=replace(pair.checked, donor=donor)))
 

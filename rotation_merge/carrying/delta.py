@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.carrying.carrier import Carrier, Change, Changes, RowPair, is_bias, weight_key
+from rotation_merge.architecture.model import Block, TensorInfo
+from rotation_merge.carrying.carrier import Carrier, Change, Changes, is_bias, weight_key
 from rotation_merge.errors import AlignmentError, not_written
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.blocks import blockwise, read_tensor, unstack
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.low_rank import LowRank, dense, stacks, transposed
 from rotation_merge.model.open import ModelLike, check_names, open_model
-from rotation_merge.model.rows import in_slices, resized_vocabulary, views
+from rotation_merge.model.rows import in_slices, views
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import vocabulary_size
+from rotation_merge.model.vocabulary import carried_rows, check_no_added_tokens
 
 Record = Callable[[float, float], None]
 """Takes the squared norms of a tensor's change and of the old base's tensor."""
@@ -50,29 +50,27 @@ class Delta:
         return f"Delta(for {self.opened.name}, scale {self.scale})"
 
     @staticmethod
-    def between(base: ModelLike, tuned: ModelLike, *, cut: bool = False) -> Delta:
+    def between(base: ModelLike, tuned: ModelLike) -> Delta:
         """The change of a fine-tune from its base.
 
         Args:
             base, tuned: folders, names on the hub, modules, or pairs of a state dict and its config; `tuned` also
                 `base+adapter`; not modified.
-            cut: leave out rows that the fine-tune added to the vocabulary; rows that it lacks are unchanged.
 
         Raises:
-            RotationMergeError: one cannot be opened, or a tensor is only in one of the two, or has another shape there.
+            RotationMergeError: one cannot be opened, or a tensor is only in one of the two, or has another shape there,
+                or the fine-tune added tokens.
         """
         opened, fine = open_model(base, "base"), open_model(tuned, "tuned")
         check_names(opened, fine)
-        source, sizes = fine.tensors, (vocabulary_size(fine) or 0, vocabulary_size(opened) or 0)
-        if cut and sizes[0] != sizes[1]:
-            source = with_base_rows(opened.architecture, source, opened.tensors, sizes, sizes[1])
+        check_no_added_tokens(opened, fine)
         for name, shape in opened.shapes.items():
-            if source.shapes.get(name, shape) != shape:
-                problem = f"'{name}' has the shape {source.shapes[name]}, in {opened.name} {shape}"
+            if fine.shapes.get(name, shape) != shape:
+                problem = f"'{name}' has the shape {fine.shapes[name]}, in {opened.name} {shape}"
                 remedy = "name the base that it was tuned from, of the same class"
                 raise AlignmentError(problem, where=fine.name, remedy=remedy)
         carrier = Carrier(opened.architecture, opened.tensors, opened.tensors, Alignment({}))
-        return Delta(carrier, source, opened)
+        return Delta(carrier, fine.tensors, opened)
 
     def scaled(self, factor: float) -> Delta:
         """The change times a factor."""
@@ -83,7 +81,7 @@ class Delta:
     def __neg__(self) -> Delta:
         return self.scaled(-1.0)
 
-    def moved(self, alignment: Alignment, new: ModelLike, strict: bool = True, *, rows: RowPair | None = None) -> Delta:
+    def moved(self, alignment: Alignment, new: ModelLike, strict: bool = True) -> Delta:
         """The change in the coordinates of another base: L (tuned - base) R^T of each map.
 
         Args:
@@ -91,13 +89,13 @@ class Delta:
                 without facts on its models is taken as it is.
             new: the other base, which the change is for then.
             strict: as of `Alignment.apply`.
-            rows: rows of shared tokens in the new vocabulary and in the base's, int64, (tokens,) each; other rows of
-                the new base are unchanged. None: the vocabularies are equal.
 
         Raises:
             AlignmentError: the alignment is of another base, or of the language half of a model.
+            CheckpointError: the bases know other tokens.
         """
         start, opened = self._settled(), open_model(new, "new")
+        rows = carried_rows(opened, start.opened)
         base, tuned = start._as_donor(alignment, strict)
         carrier = Carrier(opened.architecture, base.tensors, opened.tensors, alignment, rows)
         return replace(start, carrier=carrier, tuned=tuned.tensors, opened=opened)
@@ -259,18 +257,6 @@ class Delta:
             problem = f"'{info.name}' of the fine-tune or its base holds NaN or infinity"
             raise AlignmentError(problem, where=block.name, remedy="repair or replace the checkpoint")
         return change, float(old.square().sum())
-
-
-def with_base_rows(
-    architecture: Architecture, tuned: TensorSource, base: TensorSource, sizes: tuple[int, int], length: int
-) -> Tensors:
-    """A fine-tune with a vocabulary of another length: cut, or extended by the base's rows.
-
-    Args:
-        sizes: rows of the fine-tune's vocabulary, and of the base's.
-    """
-    absent = torch.arange(min(sizes), sizes[1])
-    return resized_vocabulary(architecture, tuned, length, base, (absent, absent))
 
 
 def with_changes(

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from rotation_merge.carrying.bases import Bases, Execution, is_adapter_folder, open_bases
+from rotation_merge.carrying.chat import chat_folder
 from rotation_merge.carrying.config import HOW, MOVED, TransferConfig
-from rotation_merge.carrying.tokens import AddedTokens
 from rotation_merge.carrying.transfer import carried
 from rotation_merge.carrying.work import Transfer, adapter_of_base, transfers
 from rotation_merge.errors import CheckpointError
@@ -30,8 +30,8 @@ ASK = (
     "training on the new base is better."
 )
 OTHER_WORDS = (
-    "How much of its effect transfers is not measured, because the two vocabularies differ. Compare it on your task "
-    "with the new base alone, and with training on the new base."
+    "How much of its effect transfers is not measured, because the bases have their tokens at other ids. Compare it on "
+    "your task with the new base alone, and with training on the new base."
 )
 
 
@@ -87,7 +87,7 @@ def usable_as_it_is(
 ) -> list[list[str]] | None:
     """Lines on work that needs no carrying because the bases share their coordinates; None if it must be carried.
 
-    Work with added tokens is always carried, because plain addition would lose them.
+    A fine-tune with a chat template of its own is always carried, because plain addition would lose it.
 
     Raises:
         RotationMergeError: work cannot be read, or is not of the old base.
@@ -95,9 +95,7 @@ def usable_as_it_is(
     if execution.near != "named" or config.alignment is not None or not bases.nearness.shared or bases.old.rows:
         return None
     models = [open_model(work, any_base=True) for work in works if not is_adapter_folder(work)]
-    if any(not AddedTokens.of(bases, model).empty for model in models):
-        return None
-    if bases.rows is not None and any(map(bases.changes_vocabulary, works)):
+    if bases.rows is not None or any(chat_folder(bases.old, model) for model in models):
         return None
     for model in models:
         bases.tuned(model)  # refuses what is no fine-tune of the old base

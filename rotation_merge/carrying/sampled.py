@@ -97,11 +97,10 @@ def sampled_change(
 
 
 def _views(transfer: Transfer) -> dict[str, View]:
-    """Both bases and the fine-tune, under one architecture's names, with rows for added tokens."""
+    """Both bases and the fine-tune, under one architecture's names."""
     carrier, tuned, old = transfer.carrier, transfer.work.model, transfer.bases.old
     assert tuned is not None
-    config, tensors = transfer.work.tokens.sized_old(old.config), as_tensors(carrier.old)
-    old = replace(old, tensors=tensors, architecture=carrier.architecture, config=config, untie=True)
+    old = replace(old, tensors=as_tensors(carrier.old), architecture=carrier.architecture, untie=True)
     return {"new": transfer.base, "old": old, "tuned": tuned}
 
 

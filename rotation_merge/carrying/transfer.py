@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rotation_merge.carrying.adapter import carry_adapter
 from rotation_merge.carrying.bases import Execution, open_bases
 from rotation_merge.carrying.carrier import Carrier
+from rotation_merge.carrying.chat import chat_lines, tokenizer_files
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import share
 from rotation_merge.carrying.lora import adapter_of, left_out
 from rotation_merge.carrying.sampled import sampled_change
-from rotation_merge.carrying.tokens import AddedTokens
 from rotation_merge.carrying.work import Transfer, Work
 from rotation_merge.errors import not_written
 from rotation_merge.files import TemporaryFolder
@@ -74,9 +73,6 @@ def _by_weights(transfer: Transfer, scale: float, lines: Sequence[str]) -> View 
         moved, notes = carry_adapter(adapter, transfer.carrier, old.config, str(new.reference), scale, old.rows)
         if transfer.config.rank not in (0, adapter.rank):
             notes.append(f"The adapter keeps its rank {adapter.rank}: another rank is for whole fine-tunes.")
-        if transfer.bases.rows is not None:
-            count = len(transfer.bases.rows[0])
-            notes.append(f"The bases share {count} tokens; changes of other tokens are not carried.")
         return _noted(transfer, moved, [*lines, *notes])
     delta, rank = transfer.delta.scaled(scale), transfer.work.rank
     if rank:
@@ -92,12 +88,12 @@ def _by_weights(transfer: Transfer, scale: float, lines: Sequence[str]) -> View 
 
 def _noted(transfer: Transfer, value: Any, lines: Sequence[str]) -> Any:
     """A view or an adapter with its notes and report."""
-    tokens, report = transfer.work.tokens, transfer.report
-    notes = list(dict.fromkeys([*report.notes, *lines, *tokens.words()]))
+    report, chat, same_ids = transfer.report, transfer.work.chat, transfer.bases.rows is None
+    notes = list(dict.fromkeys([*report.notes, *lines, *chat_lines(chat, same_ids)]))
     adapter = isinstance(value, AdapterWeights)
     report = replace(report, notes=notes, relation="adapter" if adapter else "finetune")
-    beside = tokens.files(None) if adapter else value.beside
-    return replace(value, notes=tuple(notes), report=report, beside=beside)
+    files = tokenizer_files(chat) if chat and same_ids else {}
+    return replace(value, notes=tuple(notes), report=report, beside=files if adapter else value.beside)
 
 
 @dataclass(frozen=True)
@@ -132,9 +128,8 @@ def carried_view(
     Raises:
         RotationMergeError: a model or the samples cannot be read, or they do not fit together.
     """
-    bases, opened = open_bases(new, old, execution.device), open_model(tuned, any_base=True)
-    tokens = AddedTokens.of(bases, opened, rows_held=False)
-    work = Work(tuned, 0, tokens, None, bases.tuned(opened))
+    bases = open_bases(new, old, execution.device)
+    work = Work(tuned, 0, model=bases.tuned(open_model(tuned, any_base=True)))
     alignment, report = bases.aligned(config, execution, progress)
     anchor, base = bases.sources
     carrier = Carrier(bases.architecture, base, anchor, alignment, bases.rows)
@@ -145,20 +140,6 @@ def carried_view(
             chosen = sampled_change(transfer, os.path.join(folder, "out"), progress=progress)
         delta, notes, lift = chosen.delta.scaled(chosen.scale), chosen.lines, chosen.lift.facts()
         if chosen.method != "weights":
-            view = delta.applied().to(torch.float32)
-            return CarriedView(view, [*notes, *tokens.words(merged=True)], alignment, lift)
+            return CarriedView(delta.applied().to(torch.float32), notes, alignment, lift)
     view = replace(transfer.base, tensors=delta.stored(transfer.tied))
-    return CarriedView(view, [*notes, *tokens.words(merged=True)], alignment, lift)
-
-
-def transferred(
-    name: str,
-    old: str,
-    new: str,
-    config: TransferConfig,
-    execution: Execution | None = None,
-    progress: Progress | None = None,
-) -> tuple[dict[str, Tensor], list[str], Alignment, dict[str, Any] | None]:
-    """The tensors, notes, alignment and lift of `carried_view`."""
-    carried = carried_view(name, old, new, config, execution or Execution(), progress)
-    return dict(carried.view.blocks()), carried.notes, carried.alignment, carried.lift
+    return CarriedView(view, notes, alignment, lift)

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mergekit.common import dtype_from_name
-from torch import Tensor
 
 from rotation_merge.carrying.bases import Bases, Execution, is_adapter_folder
 from rotation_merge.carrying.carrier import Carrier
+from rotation_merge.carrying.chat import chat_folder, with_chat
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta, Record
-from rotation_merge.carrying.tokens import AddedTokens
 from rotation_merge.errors import DataError
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.run import change_note
 from rotation_merge.model.adapter_base import check_base
-from rotation_merge.model.adapters import Adapter
+from rotation_merge.model.adapters import Adapter, placed_changes
 from rotation_merge.model.gguf import quantised
 from rotation_merge.model.open import ModelLike, open_model, parse_reference
 from rotation_merge.model.origin import origins
+from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
+from rotation_merge.model.vocabulary import check_adapter_tokens
 from rotation_merge.record import MergeReport
 from rotation_merge.workers import Progress
 
 OWN_BASE = "name its own base, or a copy of it (the command carries it anyway with --force)"
-ALONE = "carry by weights, at a given scale: they alone can be carried by shared tokens"
+ALONE = "carry by weights, at a given scale: they alone can be carried to other ids"
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,16 @@ class Work:
     Attributes:
         name: as the user names it.
         rank: of the adapter that it becomes; 0: it becomes a model.
-        tokens: that it adds to the old base.
+        chat: the folder whose tokenizer has a chat template that the old base lacks; empty: there is none.
         adapter: the adapter; None: it is a model.
         model: the fine-tune, or the old base with the adapter; None: the adapter's factors are carried.
     """
 
     name: str
     rank: int
-    tokens: AddedTokens
+    chat: str = ""
     adapter: Adapter | None = None
     model: View | None = None
-    rows: Mapping[str, Tensor] | None = None
 
     @staticmethod
     def of(work: ModelLike, bases: Bases, config: TransferConfig, force: bool = False) -> Work:
@@ -61,16 +61,14 @@ class Work:
         """
         if not is_adapter_folder(work):
             opened = open_model(work, "tuned", any_base=True)
-            tokens = AddedTokens.of(bases, opened, not config.rank)
-            return Work(str(opened.reference), config.rank, tokens, None, bases.tuned(opened, tokens.lengths[1]))
+            chat = chat_folder(bases.old, opened)
+            return Work(str(opened.reference), config.rank, chat, None, bases.tuned(opened))
         adapter = adapter_of_base(str(work), bases, force)
+        chat = chat_folder(bases.old, str(work))
         if not config.needs_samples:
-            tokens, rows = AddedTokens.of_adapter(bases, adapter)
-            return Work(str(work), adapter.rank, tokens, adapter, rows=rows)
-        opened = open_model(f"{bases.names[1]}+{work}", any_base=True)
-        tokens = AddedTokens.of(bases, opened, rows_held=False)
-        model = bases.tuned(opened, tokens.lengths[1])
-        return Work(str(work), config.rank or adapter.rank, tokens, adapter, model)
+            return Work(str(work), adapter.rank, chat, adapter)
+        model = bases.tuned(open_model(f"{bases.names[1]}+{work}", any_base=True))
+        return Work(str(work), config.rank or adapter.rank, chat, adapter, model)
 
 
 def adapter_of_base(path: str, bases: Bases, force: bool) -> Adapter:
@@ -80,11 +78,15 @@ def adapter_of_base(path: str, bases: Bases, force: bool) -> Adapter:
         force: also one of another base.
 
     Raises:
-        CheckpointError: it is damaged, or of another base.
+        CheckpointError: it is damaged, or of another base, or it added tokens.
     """
     adapter = Adapter(path)
     if not force:
         check_base(adapter, [bases.old], path, open_model, OWN_BASE)
+    whole = [change for change in placed_changes(adapter, bases.old.config) if change.value]
+    axes = {change.value: change.spot.info.vocabulary_axis for change in whole}
+    sizes = [adapter.shapes[name][axis] for name, axis in axes.items() if axis is not None]
+    check_adapter_tokens(bases.old, path, max(sizes, default=None))
     return adapter
 
 
@@ -93,7 +95,7 @@ class Transfer:
     """One change between two aligned bases.
 
     Attributes:
-        carrier: moves changes; both of its bases have rows for tokens that the work adds.
+        carrier: moves changes.
         report: on the alignment, with the origin of the work.
         norms: squared norms of the change of each tensor of a carried view, and of the old base's, as it is computed.
     """
@@ -108,9 +110,12 @@ class Transfer:
 
     @cached_property
     def base(self) -> View:
-        """The new base with rows for added tokens, as the result is written: the head apart, or tied."""
+        """The new base as the result is written: the head apart, or tied, and with the fine-tune's chat template."""
         untie = self.execution.storage.untie or bool(self.work.rank)
-        return self.work.tokens.with_rows(open_model(self.bases.new, untie=untie), self.carrier.new)
+        base = replace(open_model(self.bases.new, untie=untie), tensors=as_tensors(self.carrier.new))
+        if not self.work.chat or self.work.model is None or self.bases.rows is not None:
+            return base
+        return with_chat(base, self.work.chat, self.bases.old, self.work.model)
 
     @property
     def tied(self) -> str | None:
@@ -175,7 +180,7 @@ def _matched_as(
     if config.match.residual != "largest" or config.alignment is not None or not bases.nearness.shared:
         return config, []
     asks = config.match != TransferConfig().match or config.match_on is not None or config.needs_samples
-    if execution.near == "added" and not asks and not any(work.rank or not work.tokens.empty for work in works):
+    if execution.near == "added" and not asks and not any(work.rank or work.chat for work in works):
         words = f"The bases share their coordinates ({bases.nearness.words})"
         return replace(config, match=NOTHING), [f"{words}: nothing was matched, the change is added as it is."]
     return replace(config, match=replace(config.match, residual="none")), []
@@ -184,12 +189,11 @@ def _matched_as(
 def _transfer(
     work: Work, bases: Bases, carrier: Carrier, report: MergeReport, config: TransferConfig, execution: Execution
 ) -> Transfer:
-    """The transfer of one work, with rows for its tokens, and its origin in the report."""
+    """The transfer of one work, with its origin in the report."""
     model, stored = work.model, work.adapter is not None or (work.model is not None and work.model.files is not None)
     types = quantised(model.folder) if model is not None and model.files is not None else ""
     known = origins([parse_reference(work.name)] if stored else [])
     facts = {name: {**origin, "carried": True} for name, origin in known.items()}
     notes = [*report.notes, *([f"`{model.reference}` {types}."] if types and model is not None else [])]
     report = replace(report, models={**report.models, **facts}, notes=notes)
-    extended = work.tokens.extended(carrier, work.rows or {} if model is None else model.tensors)
-    return Transfer(work, bases, extended, report, config, execution)
+    return Transfer(work, bases, carrier, report, config, execution)

@@ -11,9 +11,8 @@ from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
 from mergekit.options import MergeOptions
 
-from rotation_merge.carrying.bases import Execution, open_bases
+from rotation_merge.carrying.bases import Execution
 from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.tokens import AddedTokens
 from rotation_merge.carrying.transfer import carried_view
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import AlignConfig
@@ -25,7 +24,7 @@ from rotation_merge.model.folder import folder_of
 from rotation_merge.model.forms import translated
 from rotation_merge.model.gguf import quantised
 from rotation_merge.model.nearness import nearness
-from rotation_merge.model.open import check_own_base, open_model
+from rotation_merge.model.open import check_own_base
 from rotation_merge.model.view import View
 
 ASKS = (*OPTIONS, "preset", "match_on", "carry", "carry_scale", "data")
@@ -81,10 +80,10 @@ def carried(
     Args:
         origin: the base that it was tuned from, if its change is merged.
         match: by which groups that is matched.
-        shares_vocabulary: whether it has the anchor's.
+        shares_vocabulary: whether it has the anchor's tokens at the anchor's ids.
 
     Raises:
-        RecipeError: there is no change to carry, or its base has another vocabulary than the anchor.
+        RecipeError: there is no change to carry, or samples are asked for and its base has tokens at other ids.
     """
     config = transfer_config(recipe, reader, model, match, options.random_seed or 0)
     if origin is None:
@@ -97,15 +96,12 @@ def carried(
     if not config.needs_samples:
         note = "the effect of the carried change is not measured; 'carry_scale: auto' measures it on samples"
         run.note(f"`{model}`: {note}.")
-        bases = open_bases(str(recipe.base), str(origin), untie=recipe.untie)
-        for line in AddedTokens.of(bases, open_model(str(model), any_base=True)).words(merged=True):
-            run.note(f"`{model}`: {line}")
         return CarryPlan(scale=1.0 if config.factor is None else config.factor)
     if not shares_vocabulary:
         raise RecipeError(
-            f"the vocabulary of {origin} differs from the anchor's, so samples cannot be shared",
+            f"{origin} has tokens at other ids than the anchor, so samples cannot be shared",
             where=str(model),
-            remedy="leave out 'carry' and 'carry_scale: auto': weights alone can be carried by shared tokens",
+            remedy="leave out 'carry' and 'carry_scale: auto': weights alone can be carried to other ids",
         )
     from rotation_merge.model.writing import StorageOptions
 

@@ -36,7 +36,14 @@ from rotation_merge.model.labels import in_class_order, label_rows, rows_note
 from rotation_merge.model.rows import vocabulary_subset
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import check_token_ids, matched_on, shared_rows
+from rotation_merge.model.vocabulary import (
+    carried_rows,
+    check_no_added_tokens,
+    check_same_set,
+    check_token_ids,
+    matched_on,
+    shared_rows,
+)
 
 LOG = logging.getLogger(__name__)
 
@@ -240,13 +247,14 @@ class Donors:
         Raises:
             RecipeError: a task vector would be carried into the anchor's vocabulary, and that changed afterwards.
         """
-        rows = shared_rows([self._base, self.models[donor]])
+        models = self._base, self.models[donor]
+        rows = carried_rows(*models) if carried else shared_rows(models)
         if rows is None:
             return None
         config = self.recipe.config
         if carried and (config.tokenizer or config.tokenizer_source):
             raise RecipeError(
-                f"the task vector is carried into the vocabulary of {self.recipe.base}, which differs from its own",
+                f"the task vector is carried to the token ids of {self.recipe.base}, which differ from its own",
                 where=str(donor),
                 remedy="leave out 'tokenizer' and 'tokenizer_source'",
             )
@@ -313,6 +321,8 @@ class Donors:
             return None
         origin = ModelReference.model_validate(path)
         self.models.together(self.recipe.base, [origin])
+        check_same_set(self._base, self.models[origin])
+        check_no_added_tokens(self.models[origin], self.models[model])
         check_token_ids(self.models[origin], self.models[model], tuned=True)
         check_adapter(self.models[origin])
         return origin

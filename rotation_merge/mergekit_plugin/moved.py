@@ -22,7 +22,7 @@ from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.model.biases import inputs
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.fold import Fold, folded_tensors
-from rotation_merge.model.rows import vocabulary_axes, with_rows_of
+from rotation_merge.model.rows import padded_as, vocabulary_axes
 from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.model.view import View
 from rotation_merge.symmetry import SpaceTransform
@@ -128,7 +128,7 @@ class ChangedBlock(MovedBlock):
         tensors: of the fine-tune.
         origin: of the model that it was tuned from.
         base: the anchor.
-        rows: where the vocabularies differ, the anchor's and the origin's rows of the tokens they share.
+        rows: where ids or sizes differ, the anchor's and the origin's rows of the same tokens.
         run: takes the squared norms of change and origin.
     """
 
@@ -168,14 +168,8 @@ class ChangedBlock(MovedBlock):
 
     @cached_property
     def _tuned(self) -> Tensors:
-        """The fine-tune's tensors without the vocabulary rows that it added, which have no place."""
-        axes = vocabulary_axes(self.block.tensors)
-
-        def cut(name: str, tensor: Tensor) -> Tensor:
-            return with_rows_of(tensor, self.origin[name], axes[name]) if name in axes else tensor
-
-        known = {name: shape for name, shape in self.origin.shapes.items() if name in axes and name in self.tensors}
-        return self.tensors.map(cut, {**self.tensors.shapes, **known})
+        """The fine-tune's tensors with the origin's padding of the vocabulary."""
+        return padded_as(self.tensors, self.origin, vocabulary_axes(self.block.tensors))
 
     @cached_property
     def _delta(self) -> Delta:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 
 LONG = 1 << 25
@@ -34,18 +33,11 @@ def with_rows(source: TensorSource, axes: Mapping[str, int], rows: Tensor | slic
             return tensor.narrow(axes[name], rows.start, count)
         return tensor.index_select(axes[name], rows.to(tensor.device))
 
-    return _resized(tensors, axes, count, select)
-
-
-def _resized(
-    tensors: Tensors, axes: Mapping[str, int], length: int, change: Callable[[str, Tensor], Tensor]
-) -> Tensors:
-    """Tensors with another number of rows."""
     shapes = {
-        name: shape if name not in axes else (*shape[: axes[name]], length, *shape[axes[name] + 1 :])
+        name: shape if name not in axes else (*shape[: axes[name]], count, *shape[axes[name] + 1 :])
         for name, shape in tensors.shapes.items()
     }
-    return tensors.map(change, shapes)
+    return tensors.map(select, shapes)
 
 
 def vocabulary_axes(infos: Iterable[TensorInfo]) -> dict[str, int]:
@@ -63,42 +55,27 @@ def vocabulary_subset(architecture: Architecture, source: TensorSource, rows: Te
     return with_rows(source, vocabulary_axes(architecture.tensors()), rows)
 
 
+def padded_as(source: TensorSource, like: TensorSource, axes: Mapping[str, int]) -> Tensors:
+    """Tensors with another model's number of vocabulary rows: cut, or extended by the other's rows.
+
+    Args:
+        axes: the vocabulary axis of each tensor that has one, by name.
+    """
+    tensors, others = as_tensors(source), as_tensors(like)
+    known = {name: others.shapes[name] for name in axes if name in tensors and name in others}
+
+    def pad(name: str, tensor: Tensor) -> Tensor:
+        unequal = name in known and tensor.shape != known[name]
+        return with_rows_of(tensor, others[name], axes[name]) if unequal else tensor
+
+    return tensors.map(pad, {**tensors.shapes, **known})
+
+
 def with_rows_of(tensor: Tensor, like: Tensor, axis: int) -> Tensor:
     """A tensor with another one's number of vocabulary rows: cut, or extended by the other's rows."""
     length = min(tensor.shape[axis], like.shape[axis])
     absent = like.narrow(axis, length, like.shape[axis] - length).to(tensor)
     return torch.cat([tensor.narrow(axis, 0, length), absent], axis)
-
-
-def resized_vocabulary(
-    architecture: Architecture,
-    source: TensorSource,
-    length: int,
-    further: TensorSource,
-    rows: tuple[Tensor, Tensor],
-) -> Tensors:
-    """A model with another vocabulary size, and some rows of another model; rows beyond both are zero.
-
-    Args:
-        rows: where rows of `further` stand in the result, and which of its rows these are, (rows,) each.
-    """
-    axes = vocabulary_axes(architecture.tensors())
-    infos = {**{name: info for info in architecture.tensors() for name in info.tied}, **architecture.named()}
-
-    def resize(name: str, tensor: Tensor) -> Tensor:
-        if name not in axes:
-            return tensor
-        axis = axes[name]
-        common = min(length, tensor.shape[axis])
-        result = tensor.new_zeros((*tensor.shape[:axis], length, *tensor.shape[axis + 1 :]))
-        result.narrow(axis, 0, common).copy_(tensor.narrow(axis, 0, common))
-        added = read_tensor(infos[name], further)
-        place, number = (index.to(tensor.device) for index in rows)
-        if added is None or not len(place):
-            return result
-        return result.index_copy(axis, place, added.to(result).index_select(axis, number))
-
-    return _resized(as_tensors(source), axes, length, resize)
 
 
 def row_slices(tensor: Tensor, axis: int, entries: int) -> list[slice]:
