@@ -102,7 +102,7 @@ class _RowWatcher:
 
     def __init__(self, axes: Mapping[str, str], each: int) -> None:
         self.axes, self.each, self.samples = axes, each, 1
-        self.first_readers = first_readers(axes)
+        self.first_readers = frozenset(first_readers(axes).values())
         self.inputs: dict[str, list[Tensor]] = {}
         self.outputs: dict[str, list[Tensor]] = {}
 

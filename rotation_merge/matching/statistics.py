@@ -26,6 +26,7 @@ from rotation_merge.model.labels import LabelRows, in_order
 from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.run.maps import LinearMap, linear_maps
 from rotation_merge.run.statistics import Statistics
+from rotation_merge.run.sums import first_readers
 from rotation_merge.symmetry import SpaceTransform
 
 Transforms = Mapping[str, SpaceTransform]
@@ -133,7 +134,7 @@ class StatisticsMover:
                 where=statistics.path,
                 remedy="measure the moved model: rotation_merge.measure(alignment.apply(donor), ...)",
             )
-        readers = {axis: maps[name] for name, axis in reversed(statistics.axes.items())}
+        readers = {axis: maps[name] for axis, name in first_readers(statistics.axes).items()}
         shared = {axis for axis, count in Counter(statistics.axes.values()).items() if count > 1}
         stored, latest = statistics.tensors, Latest()
         dtypes = {key: dtype if dtype and kind.is_floating_point else kind for key, kind in stored.dtypes.items()}

@@ -12,7 +12,6 @@ from mergekit.parameter_resolver import resolve_parameters
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.averaging.models import MergedModels, MergeLog, ModelStatistics
-from rotation_merge.averaging.ot_fusion import SAMPLES
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.donor_checks import check_pool
 from rotation_merge.mergekit_plugin.donors import Donors
@@ -24,7 +23,8 @@ from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.run.data import read_batches, unpadded
 from rotation_merge.run.functions import Batch, load, local_path
 
-Weights = Mapping[ModelReference, float]
+SAMPLES = 200
+"""Samples that activations are taken on."""
 
 
 class ToldMethod:

@@ -26,6 +26,7 @@ from mergekit.merge_methods.base import BasePolicy, MergeMethod, ParameterScope,
 from pydantic import ValidationError
 
 from rotation_merge.architecture.model import Architecture
+from rotation_merge.averaging.parameters import checked as check_value
 from rotation_merge.config import DTYPES
 from rotation_merge.errors import RecipeError, nearest, nearest_path, removed, short
 from rotation_merge.matching.options import AlignConfig
@@ -274,7 +275,7 @@ def _values(path: Path, name: str, setting: Any, spec: ParameterSpec | None) -> 
             if name in BY_NAME and name != "delegate":
                 checked(name, leaf)
             if spec is not None:
-                delegates.check_value(spec, leaf)
+                check_value(spec, leaf)
         except RecipeError as error:
             yield place, error.what, error.remedy or ""
 

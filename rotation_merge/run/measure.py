@@ -116,7 +116,7 @@ class ModelMeasurement:
         if "gram" not in options.kinds:
             return []
         sizes: Counter[str] = Counter()
-        for name in first_readers(self.axes):
+        for name in first_readers(self.axes).values():
             linear = self.tapped.maps[name]
             n = (linear.inputs.size or 0) + 1
             copies = (linear.info.axes[0].size or 1) if linear.stacked else 1

@@ -30,6 +30,7 @@ from rotation_merge.run.passes import Progress, UnfinishedMeasurement, together
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.statistics import NAME, SPACE, Statistics
 from rotation_merge.run.store import StateStore
+from rotation_merge.run.sums import first_readers
 
 Batches = Sequence[dict[str, Tensor]]
 
@@ -172,6 +173,6 @@ def _norm(diagonals: Tensors) -> float | None:
 
 def _narrow(axes: Mapping[str, str], grams: Tensors) -> list[str]:
     """Maps that saw fewer rows than they have inputs, so that their Gram alone is singular; one of each axis."""
-    first = {axis: name for name, axis in reversed(axes.items()) if f"{axis}.gram" in grams}
-    few = (axis for axis in first if bool((grams[f"{axis}.count"] < grams.shapes[f"{axis}.gram"][-1]).any()))
-    return sorted(first[axis] for axis in few)
+    measured = {axis: name for axis, name in first_readers(axes).items() if f"{axis}.gram" in grams}
+    few = (axis for axis in measured if bool((grams[f"{axis}.count"] < grams.shapes[f"{axis}.gram"][-1]).any()))
+    return sorted(measured[axis] for axis in few)

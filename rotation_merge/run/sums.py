@@ -27,7 +27,7 @@ class Collector:
 
     def __init__(self, maps: Mapping[str, LinearMap], axes: Mapping[str, str], sums: Sums | None = None) -> None:
         self.maps, self.axes, self.sums = maps, axes, {} if sums is None else sums
-        self.first_readers = first_readers(axes)
+        self.first_readers = frozenset(first_readers(axes).values())
 
     def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
         if name not in self.first_readers:
@@ -50,9 +50,9 @@ class Collector:
         total += value
 
 
-def first_readers(axes: Mapping[str, str]) -> frozenset[str]:
-    """One map for each input, the first that reads it."""
-    return frozenset({axis: name for name, axis in reversed(axes.items())}.values())
+def first_readers(axes: Mapping[str, str]) -> dict[str, str]:
+    """The first map that reads each input, by (block, axis)."""
+    return {axis: name for name, axis in reversed([*axes.items()])}
 
 
 def means(sums: Sums, dtype: torch.dtype) -> dict[str, Tensor]:
