@@ -284,7 +284,7 @@ class _MovingAdapter:
         columns = LowRank(ratio.new_zeros(2, width), torch.stack([ratio, torch.ones_like(ratio)], 1))
         placed = self.carrier.block(self.block, {info.key: columns})[info.key]
         assert isinstance(placed, LowRank)
-        ratio, carried_ones = placed.b.unbind(1)  # zero at tokens that only the new base has
+        ratio, carried_ones = placed.b.unbind(1)  # zero at padding
         ratio = torch.where(carried_ones == 0, torch.ones_like(carried_ones), ratio / carried_ones)
         self._put(entry.magnitude, (ratio * lengths[1]).reshape(-1, *stored.shape[1:]))
 
@@ -299,7 +299,7 @@ class _MovingAdapter:
         check_shape(info, tuple(tensor.shape), self.adapter.path)
         old = read_tensor(info, self.carrier.old)
         if old is not None and info.vocabulary_axis is not None:
-            tensor = with_rows_of(tensor, old, info.vocabulary_axis)  # rows of tokens that do not come along are left
+            tensor = with_rows_of(tensor, old, info.vocabulary_axis)  # padding does not come along
         return tensor if old is None else self.scale * (tensor - old.double())
 
     def _write_saved(self, name: str, key: str, change: Change) -> None:

@@ -29,10 +29,10 @@ from rotation_merge.model.rows import padded_as, vocabulary_axes, vocabulary_sub
 from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import (
-    carried_rows,
     check_no_added_tokens,
     check_same_set,
     check_token_ids,
+    row_pair,
     vocabulary_size,
 )
 from rotation_merge.model.writing import StorageOptions
@@ -91,7 +91,7 @@ class Bases:
     @cached_property
     def rows(self) -> RowPair | None:
         """Rows of the same tokens, the new base's first; None if the vocabularies are equal."""
-        return carried_rows(self.new, self.old)
+        return row_pair(self.new, self.old)
 
     @property
     def sources(self) -> tuple[TensorSource, TensorSource]:

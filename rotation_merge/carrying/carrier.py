@@ -28,7 +28,7 @@ Changes = dict[str, Change]
 """Changes of a block's tensors, by key."""
 
 RowPair = tuple[Tensor, Tensor]
-"""The new base's and the old base's rows of the tokens they share."""
+"""The new base's and the old base's rows of the same tokens."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Carrier:
         architecture: of both bases.
         old, new: the bases as they are stored; both answer to the names of `architecture`.
         alignment: of the old base to the new one.
-        rows: where the vocabularies differ.
+        rows: where token ids or the padding of the vocabularies differ.
         dtype: that a computed tensor is going to be rounded to, if another than its own.
     """
 
@@ -118,7 +118,7 @@ class Carrier:
         return self.with_new_rows(block, info, moved)
 
     def with_new_rows(self, block: Block, info: TensorInfo, moved: Tensor) -> Tensor:
-        """A moved change with the rows of the new vocabulary: zero where the old base lacks the token."""
+        """A moved change at the token ids of the new vocabulary; zero for its padding."""
         axis = info.vocabulary_axis
         if self.rows is None or axis is None:
             return moved

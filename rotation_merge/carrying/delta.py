@@ -19,7 +19,7 @@ from rotation_merge.model.open import ModelLike, check_names, open_model
 from rotation_merge.model.rows import in_slices, views
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import carried_rows, check_no_added_tokens
+from rotation_merge.model.vocabulary import check_no_added_tokens, check_same_set, row_pair
 
 Record = Callable[[float, float], None]
 """Takes the squared norms of a tensor's change and of the old base's tensor."""
@@ -95,8 +95,9 @@ class Delta:
             CheckpointError: the bases know other tokens.
         """
         start, opened = self._settled(), open_model(new, "new")
-        rows = carried_rows(opened, start.opened)
+        check_same_set(opened, start.opened)
         base, tuned = start._as_donor(alignment, strict)
+        rows = row_pair(opened, start.opened)
         carrier = Carrier(opened.architecture, base.tensors, opened.tensors, alignment, rows)
         return replace(start, carrier=carrier, tuned=tuned.tensors, opened=opened)
 

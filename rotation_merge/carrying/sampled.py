@@ -148,7 +148,7 @@ class _Sampling:
             solved: names of tensors that were solved for.
         """
         carrier = self.transfer.carrier
-        still = replace(carrier, old=carrier.new, alignment=Alignment({}), rows=None)
+        still = replace(carrier, old=carrier.new, alignment=Alignment({}))
         return Delta(still, tensors, self.transfer.base, precision=torch.float64, solved=frozenset(solved))
 
     def _solved_change(self, tensors: Mapping[str, Tensor]) -> Delta:

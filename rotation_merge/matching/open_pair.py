@@ -42,7 +42,7 @@ from rotation_merge.model.origin import origins
 from rotation_merge.model.rows import vocabulary_subset
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import TOGETHER, matched_on, other_ids, shared_rows
+from rotation_merge.model.vocabulary import TOGETHER, matched_on, other_ids, row_pair
 from rotation_merge.record import MergeReport, versions
 
 
@@ -84,8 +84,7 @@ class Pair:
         """
         if self.checked.options.residual == "none":
             return None
-        rows = shared_rows([self.anchor, self.donor])
-        return None if rows is None else (rows[0], rows[1])
+        return row_pair(self.anchor, self.donor)
 
     @property
     def matched(self) -> tuple[Tensors, Tensors]:

@@ -37,11 +37,11 @@ from rotation_merge.model.rows import vocabulary_subset
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import (
-    carried_rows,
     check_no_added_tokens,
     check_same_set,
     check_token_ids,
     matched_on,
+    row_pair,
     shared_rows,
 )
 
@@ -242,13 +242,12 @@ class Donors:
         return SampleMatcher(how, *names, data or "self", count, seed, devices_of(self.options)[0])
 
     def _rows(self, donor: ModelReference, carried: bool) -> tuple[Tensor, Tensor] | None:
-        """Rows of shared tokens if the donor (or its base) has another vocabulary than the anchor.
+        """Rows of shared tokens if the donor has another vocabulary than the anchor, or its base other ids.
 
         Raises:
-            RecipeError: a task vector would be carried into the anchor's vocabulary, and that changed afterwards.
+            RecipeError: a task vector would be carried to the anchor's token ids, and these changed afterwards.
         """
-        models = self._base, self.models[donor]
-        rows = carried_rows(*models) if carried else shared_rows(models)
+        rows = row_pair(self._base, self.models[donor])
         if rows is None:
             return None
         config = self.recipe.config
@@ -259,7 +258,7 @@ class Donors:
                 remedy="leave out 'tokenizer' and 'tokenizer_source'",
             )
         self.run.note(matched_on(self._base, self.models[donor], len(rows[0])))
-        return rows[0], rows[1]
+        return rows
 
     def _settle_mean(self, readers: dict[ModelReference, ConfigReader]) -> None:
         options: AlignConfig | None = None

@@ -61,18 +61,9 @@ def shared_rows(models: Sequence[View]) -> list[Tensor] | None:
     return [torch.tensor([t[token] for token in common]) for t in tokens]
 
 
-def carried_rows(new: View, old: View) -> tuple[Tensor, Tensor] | None:
-    """Where the tokens of an old base stand in a new one that a change of it is carried to.
-
-    Returns:
-        The new base's rows and the old one's of the same tokens, int64, (tokens,) each; None if the vocabularies are
-        the same, or none of them has one.
-
-    Raises:
-        CheckpointError: as of `check_same_set`.
-    """
-    check_same_set(new, old)
-    rows = shared_rows([new, old])
+def row_pair(first: View, second: View) -> tuple[Tensor, Tensor] | None:
+    """Rows of the tokens that both of two models have, of the first and of the second; as of `shared_rows`."""
+    rows = shared_rows([first, second])
     return None if rows is None else (rows[0], rows[1])
 
 

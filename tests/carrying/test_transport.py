@@ -1,7 +1,8 @@
-"""Task vectors carried to another base: what arrives, at which scale, under which delegate, in which vocabulary."""
+"""Task vectors carried to another base: what arrives, at which scale, under which delegate, at which token ids."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 from cli_support import run
 from plugin_support import merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rotation_merge as rm
 from rotation_merge.carrying.bases import Execution, open_bases
-from rotation_merge.model.open import open_model
+from rotation_merge.errors import RotationMergeError
 
 
 def tuned(base: Checkpoint, where: Path, size: float = 0.02, seed: int = 0) -> Checkpoint:
@@ -145,7 +147,7 @@ def test_excluded_tensors_are_the_anchors(trio: Any, tmp_path: Path) -> None:
     assert torch.equal(result["model.embed_tokens.weight"], anchor.state["model.embed_tokens.weight"])
 
 
-# --- vocabularies -----------------------------------------------------------------------------------------------------
+# --- token ids --------------------------------------------------------------------------------------------------------
 
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -158,9 +160,7 @@ def tokenizer(words: list[str], where: Path) -> None:
 
 
 def other_vocabulary(model: Checkpoint, where: Path, rows: list[int], extra: int) -> Checkpoint:
-    """The model with its tokens in another order, some left out, some new ones added."""
-    import json
-
+    """The model with its tokens in another order, and new rows after them."""
     state = model.state
     generator = torch.Generator().manual_seed(1)
     for name in VOCABULARY:
@@ -174,32 +174,31 @@ def other_vocabulary(model: Checkpoint, where: Path, rows: list[int], extra: int
 
 @pytest.fixture(scope="module")
 def words(trio: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoint, Checkpoint, list[int]]:
-    """Anchor, old base and fine-tune; the last two speak another vocabulary. And the anchor's row of each old token."""
+    """Anchor, old base and fine-tune; the last two have the tokens at other ids, and nine rows of padding. And the
+    anchor's row of each old token."""
     folder = tmp_path_factory.mktemp("words")
     anchor, old, _ = trio
     size = anchor.config["vocab_size"]
-    rows = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:44].tolist()
+    rows = torch.randperm(size, generator=torch.Generator().manual_seed(0)).tolist()
     mine = anchor.write(anchor.state, folder / "anchor")
     theirs = other_vocabulary(old, folder / "old", rows, extra=9)
     fine = tuned(theirs, folder / "fine")
     tokenizer([f"w{i}" for i in range(size)], folder / "anchor")
     for name in ("old", "fine"):
-        tokenizer([*(f"w{i}" for i in rows), *(f"new{i}" for i in range(9))], folder / name)
+        tokenizer([f"w{i}" for i in rows], folder / name)
     return mine, theirs, fine, rows
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("residual", ["rotation", "signed_permutation", "none"])
-def test_task_vector_into_another_vocabulary(residual: str, words: Any, tmp_path: Path) -> None:
-    """Shared tokens get their change; tokens that the old base lacks stay as they are."""
+def test_task_vector_to_other_token_ids(residual: str, words: Any, tmp_path: Path) -> None:
+    """Every token gets its change."""
     anchor, old, fine, rows = words
     document = transport(anchor, (fine, old), residual=residual)
     result = merged(document, tmp_path / "out")
     before = anchor.folded() if residual == "rotation" else anchor.state
-    kept = [i for i in range(len(before[VOCABULARY[0]])) if i not in rows]
     for name in VOCABULARY:
         assert result[name].shape == before[name].shape
-        torch.testing.assert_close(result[name][kept], before[name][kept], atol=1e-5, rtol=1e-4)
         change = (result[name] - before[name])[rows]
         wanted = (fine.state[name] - old.state[name])[: len(rows)]
         assert float(change.norm()) > 0
@@ -209,7 +208,7 @@ def test_task_vector_into_another_vocabulary(residual: str, words: Any, tmp_path
                 torch.testing.assert_close(change.norm(dim=1), wanted.norm(dim=1), atol=1e-4, rtol=1e-3)
     checked = run("check", tmp_path / "out.yml")
     assert checked.exit_code == 0, checked.output
-    assert any("share 44 tokens" in note for note in report(tmp_path / "out")["notes"])
+    assert any(f"share {len(rows)} tokens" in note for note in report(tmp_path / "out")["notes"])
     if residual == "rotation":
         found = report(tmp_path / "out")["summary"][f"{fine.path} (carried over from {old.path})"]
         assert found["relative_after"] <= 1e-4
@@ -240,7 +239,7 @@ def test_donor_of_another_vocabulary(mean: bool, words: Any, tmp_path: Path) -> 
 
 
 def test_vocabularies_that_cannot_be_compared(words: Any, tmp_path: Path) -> None:
-    anchor, old, fine, _ = words
+    anchor, old, fine, rows = words
     mute = {name: model.write(model.state, tmp_path / name) for name, model in (("old", old), ("fine", fine))}
     for model in mute.values():
         (model.path / "config.json").write_text((old.path / "config.json").read_text())
@@ -249,21 +248,79 @@ def test_vocabularies_that_cannot_be_compared(words: Any, tmp_path: Path) -> Non
     assert "no tokenizer says" in message
     tokenizer([f"other{i}" for i in range(53)], mute["old"].path)
     message = one_error(mergekit_yaml(document, tmp_path / "out").output)
-    assert "shares 0 tokens" in message
+    assert f"has 53 tokens (`other0`, `other1`, ...) that {anchor.path} lacks and lacks {len(rows)} tokens" in message
+    assert "carry between bases of one vocabulary" in message
+
+
+def test_added_tokens_are_refused(words: Any, tmp_path: Path) -> None:
+    """In one line that names them, before anything is written: by command, recipe and in Python."""
+    anchor, old, fine, rows = words
+    longer = other_vocabulary(fine, tmp_path / "fine", list(range(len(fine.state[VOCABULARY[0]]))), extra=2)
+    lora = adapter(old, tmp_path / "adapter")
+    for place in (longer.path, lora):
+        tokenizer([*(f"w{i}" for i in rows), "<|im_start|>"], place)
+        done = run("carry", place, "--from", old.path, "--to", anchor.path, tmp_path / "out")
+        assert done.exit_code == 2
+        words_on_it = f"{place}: has 1 token (`<|im_start|>`) that {old.path} lacks; remove the tokens that it added"
+        assert words_on_it in one_error(done.output)
+    done = mergekit_yaml(transport(anchor, (longer, old), residual="none"), tmp_path / "out")
+    assert "has 1 token (`<|im_start|>`)" in one_error(done.output)
+    with pytest.raises(RotationMergeError, match="has 1 token"):
+        rm.transfer(longer.path, old.path, anchor.path)
+    with pytest.raises(RotationMergeError, match="has 1 token"):
+        rm.Delta.between(old.path, longer.path)
+    assert not (tmp_path / "out").exists()
+
+
+def adapter(base: Checkpoint, where: Path) -> Path:
+    """A LoRA of one map."""
+    name, weight = next((name, x) for name, x in base.state.items() if "q_proj" in name)
+    module = f"base_model.model.{name.removesuffix('.weight')}"
+    factors = {"lora_A": torch.randn(2, weight.shape[1]), "lora_B": torch.randn(weight.shape[0], 2)}
+    where.mkdir()
+    save_file({f"{module}.{part}.weight": x for part, x in factors.items()}, where / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (where / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base.path)}))
+    return where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("same_ids", [True, False])
+def test_a_chat_template_comes_along(same_ids: bool, words: Any, tmp_path: Path) -> None:
+    """With the ids that it needs, where these mean the same in the new base."""
+    anchor, old, fine, rows = words
+    chat = fine.write(fine.state, tmp_path / "chat")
+    (chat.path / "config.json").write_text((fine.path / "config.json").read_text())
+    tokenizer([f"w{i}" for i in rows], chat.path)
+    speaker = AutoTokenizer.from_pretrained(chat.path)
+    speaker.chat_template, speaker.eos_token = "{{ messages }} w1", "w1"
+    speaker.save_pretrained(chat.path)
+    (chat.path / "generation_config.json").write_text(json.dumps({"eos_token_id": speaker.eos_token_id}))
+    new = twin(old, tmp_path / "new", "none") if same_ids else anchor
+    if same_ids:
+        (new.path / "config.json").write_text((old.path / "config.json").read_text())
+        tokenizer([f"w{i}" for i in rows], new.path)
+    done = run("carry", chat.path, "--from", old.path, "--to", new.path, tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert ("Its chat template was copied." in done.output) == same_ids
+    carried = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (carried.chat_template == speaker.chat_template) == same_ids
+    assert carried.get_vocab() == AutoTokenizer.from_pretrained(new.path).get_vocab()
+    if same_ids:
+        generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+        assert generation["eos_token_id"] == speaker.eos_token_id
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("residual", ["rotation", "signed_permutation"])
 def test_the_value_of_a_change_is_what_a_recipe_adds(residual: str, words: Any, tmp_path: Path) -> None:
-    """Also into another vocabulary; bit for bit as `transfer` adds it. Rows that the fine-tune added are left out."""
+    """Also to other token ids; bit for bit as `transfer` adds it."""
     anchor, old, fine, _ = words
     result = merged(transport(anchor, (fine, old), residual=residual), tmp_path / "out")
-    longer = {name: torch.cat([x, x[:5]]) if name in VOCABULARY else x for name, x in fine.state.items()}
-    opened = open_model((longer, {**old.config, "vocab_size": len(longer[VOCABULARY[0]])}))
     options = rm.AlignConfig(heads="permutation", residual=residual)
     bases, norms = open_bases(str(anchor.path), str(old.path)), list[tuple[float, float]]()
     alignment, _ = bases.aligned(rm.TransferConfig(match=options), Execution())
-    delta = rm.Delta.between(old.path, opened, cut=True).moved(alignment, anchor.path, rows=bases.rows)
+    delta = rm.Delta.between(old.path, fine.path).moved(alignment, anchor.path)
     view = delta.applied(record=lambda change, before: norms.append((change, before)))
     carried = rm.transfer(fine.path, old.path, anchor.path, rm.TransferConfig(match=options))
     for name, tensor in view.state_dict().items():

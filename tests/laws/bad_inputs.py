@@ -10,7 +10,7 @@ from bad_checkpoints import CHECKPOINTS, WITH_ALIGNMENT
 from bad_publications import PULLS
 from bad_recipes import RECIPES
 from safetensors.torch import load_file
-from spoiling import WEIGHTS, Bench, Row, adapter, both, call, config, edit, index, put, python
+from spoiling import WEIGHTS, Bench, Row, adapter, both, call, config, edit, index, put, python, tokenizer
 
 import rotation_merge as rm
 
@@ -57,6 +57,17 @@ LINES = [
     call("carry donor --from anchor --to anchor out --carry activations", "it was removed", "'refit'"),
     call("carry donor --from anchor --to anchor out --controls", "it was removed"),
     call("carry donor --from anchor --to anchor out --judge file", "it was removed"),
+    call(
+        "carry donor --from anchor --to anchor out",
+        "donor: has 1 token (`new`) that anchor lacks; remove the tokens that it added",
+        spoil=both(tokenizer("anchor", "AB"), tokenizer("donor", "AB", "new")),
+    ),
+    call(
+        "carry anchor --from anchor --to donor out",
+        "anchor: lacks 1 token (`new`) of donor",
+        "carry between bases of one vocabulary",
+        spoil=both(tokenizer("anchor", "AB"), tokenizer("donor", "AB", "new")),
+    ),
     call("inspect anchor --tensor lm_head.weight", "it was removed"),
     call("measure anchor --rank 3", "it was removed"),
     call("measure anchor --data self --kinds kfac --out s", "it was removed"),

@@ -22,6 +22,8 @@ from gguf_support import name_in_gguf
 from huggingface_hub import constants
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 
 import rotation_merge as rm
@@ -296,6 +298,16 @@ def adapter(folder: str, base: str = "org/base") -> Callable[[Bench], None]:
         key = "base_model.model.model.layers.0.mlp.up_proj"
         factors = {f"{key}.lora_A.weight": torch.ones(2, 32), f"{key}.lora_B.weight": torch.ones(48, 2)}
         save_file(factors, Path(folder, "adapter_model.safetensors"))
+
+    return spoil
+
+
+def tokenizer(folder: str, *words: str) -> Callable[[Bench], None]:
+    """A tokenizer that knows these words."""
+
+    def spoil(bench: Bench) -> None:
+        Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, words[0])).save(f"{folder}/tokenizer.json")
+        Path(folder, "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
     return spoil
 
