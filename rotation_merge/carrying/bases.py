@@ -13,6 +13,7 @@ from rotation_merge.architecture import Architecture
 from rotation_merge.carrying.carrier import RowPair
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.judge import parted
+from rotation_merge.carrying.vocabulary import check_no_added_tokens, check_same_set
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.check_pair import check_pair
@@ -28,13 +29,7 @@ from rotation_merge.model.open import ModelLike
 from rotation_merge.model.rows import padded_as, vocabulary_axes, vocabulary_subset
 from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import (
-    check_no_added_tokens,
-    check_same_set,
-    check_token_ids,
-    row_pair,
-    vocabulary_size,
-)
+from rotation_merge.model.vocabulary import check_token_ids, row_pair, vocabulary_size
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import MergeReport
 from rotation_merge.run.ledger import NOWHERE, Ledger

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.carrying.carrier import Carrier, Change, Changes, is_bias, weight_key
+from rotation_merge.carrying.vocabulary import check_no_added_tokens, check_same_set
 from rotation_merge.errors import AlignmentError, not_written
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.blocks import blockwise, read_tensor, unstack
@@ -19,7 +20,7 @@ from rotation_merge.model.open import ModelLike, check_names, open_model
 from rotation_merge.model.rows import in_slices, views
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import check_no_added_tokens, check_same_set, row_pair
+from rotation_merge.model.vocabulary import row_pair
 
 Record = Callable[[float, float], None]
 """Takes the squared norms of a tensor's change and of the old base's tensor."""

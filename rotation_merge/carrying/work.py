@@ -13,6 +13,7 @@ from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.chat import chat_folder, with_chat
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta, Record
+from rotation_merge.carrying.vocabulary import check_adapter_tokens
 from rotation_merge.errors import DataError
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.run import change_note
@@ -23,7 +24,6 @@ from rotation_merge.model.open import ModelLike, open_model, parse_reference
 from rotation_merge.model.origin import origins
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import check_adapter_tokens
 from rotation_merge.record import MergeReport
 from rotation_merge.workers import Progress
 

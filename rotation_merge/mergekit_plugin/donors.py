@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.averaging.methods import OwnMethod
+from rotation_merge.carrying.vocabulary import check_no_added_tokens, check_same_set
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.alignment import check_fingerprints, load_alignment
 from rotation_merge.matching.check_pair import CheckedPair, check_forward, check_pair, residual_of
@@ -36,14 +37,7 @@ from rotation_merge.model.labels import in_class_order, label_rows, rows_note
 from rotation_merge.model.rows import vocabulary_subset
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import (
-    check_no_added_tokens,
-    check_same_set,
-    check_token_ids,
-    matched_on,
-    row_pair,
-    shared_rows,
-)
+from rotation_merge.model.vocabulary import check_token_ids, matched_on, row_pair, shared_rows
 
 LOG = logging.getLogger(__name__)
 

@@ -1,10 +1,10 @@
-"""Vocabularies that differ: the rows of the tokens that all models share; carrying needs the same tokens."""
+"""Vocabularies that differ: the rows of the tokens that all models share."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,12 +23,6 @@ LEAST_SHARED = 32
 TOGETHER = "tokenizer: {source: base}"
 """Recipe setting for models whose token ids differ."""
 
-NAMED = 2
-"""Tokens that a line names, at most."""
-
-ONE_VOCABULARY = "carry between bases of one vocabulary; 'tokenizer' in a recipe is for donors that are not carried"
-AS_BASE = "remove the tokens that it added, or train on the new base"
-
 
 def shared_rows(models: Sequence[View]) -> list[Tensor] | None:
     """Rows of the tokens that all models have, in one order.
@@ -43,7 +37,7 @@ def shared_rows(models: Sequence[View]) -> list[Tensor] | None:
     sizes = [size for model in models if (size := vocabulary_size(model)) is not None]
     if len(sizes) < len(models):
         return None
-    tokens = [tokens for model in models if (tokens := _tokens(model)) is not None]
+    tokens = [tokens for model in models if (tokens := tokens_of(model)) is not None]
     if len(tokens) < len(models):
         _check_sizes(models, sizes)
         return None
@@ -67,61 +61,9 @@ def row_pair(first: View, second: View) -> tuple[Tensor, Tensor] | None:
     return None if rows is None else (rows[0], rows[1])
 
 
-def check_same_set(new: View, old: View) -> None:
-    """Check that two bases know the same tokens, at whatever ids.
-
-    Raises:
-        CheckpointError: one has tokens that the other lacks, or another size and no tokenizer that explains it.
-    """
-    _check_tokens(new, str(old.reference), _tokens(old), vocabulary_size(old), ONE_VOCABULARY)
-
-
-def check_no_added_tokens(base: View, tuned: View) -> None:
-    """Check that a fine-tune, or a base with an adapter, has its base's tokens; errors as of `check_same_set`."""
-    tokens = _tokens(tuned) if tuned.reference.lora is None else tokens_in(tuned.reference.lora.path)
-    _check_tokens(base, str(tuned.reference), tokens, vocabulary_size(tuned), AS_BASE)
-
-
-def check_adapter_tokens(base: View, adapter: str, size: int | None) -> None:
-    """Check that an adapter, by the tokenizer in its folder, has its base's tokens; errors as of `check_same_set`.
-
-    Args:
-        size: rows of the embedding or head that it holds whole; None: it holds none.
-    """
-    _check_tokens(base, adapter, tokens_in(adapter), vocabulary_size(base) if size is None else size, AS_BASE)
-
-
-def _check_tokens(base: View, name: str, tokens: Mapping[str, int] | None, size: int | None, remedy: str) -> None:
-    known, length = _tokens(base), vocabulary_size(base)
-    if size is None or length is None:
-        return
-    if known is not None and tokens is not None:
-        before, after = (
-            {token for token, number in numbered.items() if number < count}
-            for numbered, count in ((known, length), (tokens, size))
-        )
-        words = [f"has {_counted(after - before)} that {base.reference} lacks"] if after - before else []
-        words += [f"lacks {_counted(before - after)} of {base.reference}"] if before - after else []
-        if words:
-            raise CheckpointError(" and ".join(words), where=name, remedy=remedy)
-    elif size != length:
-        raise CheckpointError(
-            f"has {size} rows of tokens, {base.reference} has {length}, and no tokenizer says which are the same",
-            where=name,
-            remedy="put the tokenizers of both beside their weights",
-        )
-
-
-def _counted(tokens: Collection[str]) -> str:
-    """A number of tokens and the names of the first."""
-    names = ", ".join(f"`{token}`" for token in sorted(tokens)[:NAMED])
-    more = ", ..." if len(tokens) > NAMED else ""
-    return f"{len(tokens)} token{'s' if len(tokens) > 1 else ''} ({names}{more})"
-
-
 def _check_sizes(models: Sequence[View], sizes: Sequence[int]) -> None:
     """Refuse vocabularies of different sizes, one of them without a tokenizer."""
-    lacking = next(number for number, model in enumerate(models) if _tokens(model) is None)
+    lacking = next(number for number, model in enumerate(models) if tokens_of(model) is None)
     for model, size in zip(models, sizes, strict=True):
         if size != sizes[lacking]:
             raise CheckpointError(
@@ -197,7 +139,7 @@ def moved_tokens(anchor: View, donor: View, both: bool = False) -> tuple[int, in
         return 0, 0
     if _Tokenizer.of(anchor.folder) == _Tokenizer.of(donor.folder):
         return 0, 0
-    known, donor_tokens = _tokens(anchor), _tokens(donor)
+    known, donor_tokens = tokens_of(anchor), tokens_of(donor)
     if known is None or donor_tokens is None:
         return 0, 0
     at = {} if both else {number: token for token, number in donor_tokens.items()}
@@ -215,15 +157,9 @@ def vocabulary_size(model: View) -> int | None:
     return None
 
 
-def _tokens(model: View) -> Mapping[str, int] | None:
+def tokens_of(model: View) -> Mapping[str, int] | None:
     """Tokens and their ids; None if no tokenizer can be loaded."""
     tokenizer = None if model.files is None else tokenizer_in(model.folder, model.options.trust_remote_code)
-    return None if tokenizer is None else tokenizer.get_vocab()
-
-
-def tokens_in(folder: str) -> Mapping[str, int] | None:
-    """Tokens and their ids of the tokenizer in a folder; None if it is not there, or has none."""
-    tokenizer = tokenizer_in(folder) if os.path.isdir(folder) else None
     return None if tokenizer is None else tokenizer.get_vocab()
 
 
