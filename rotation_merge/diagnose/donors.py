@@ -12,7 +12,7 @@ from mergekit.options import MergeOptions
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
-from rotation_merge.mergekit_plugin.document import METHOD, Document, documents
+from rotation_merge.mergekit_plugin.document import METHOD, Document, documents, is_ours
 from rotation_merge.mergekit_plugin.keys import OF_MODEL, OPTIONS, RELATIONS
 from rotation_merge.mergekit_plugin.models import Models
 from rotation_merge.mergekit_plugin.presets import settle_presets
@@ -152,7 +152,7 @@ def last_recipe(path: str, remedy: str) -> Document:
     """
     with open(path, encoding="utf-8") as file:
         document = documents(file.read())[-1]
-    if not isinstance(document.value, dict) or document.value.get("merge_method") != METHOD:
+    if not is_ours(document.value, misspelt=False):
         raise RecipeError(f"its merge_method is not {METHOD}", where=path, remedy=remedy)
     return document
 
