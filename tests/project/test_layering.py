@@ -44,7 +44,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("run",): (2400, 5800),
     ("matching",): (3400, 8750),
     ("averaging",): (2000, 3960),
-    ("carrying",): (1500, 3400),
+    ("carrying",): (1500, 3060),
     ("report",): (1400, 2400),
     ("mergekit_plugin",): (2500, 5750),
     ("diagnose",): (2100, 2900),
