@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -134,3 +139,35 @@ def test_commands_leave_no_model_in_mergekits_cache(pair: Pair, tmp_path: Path) 
     for words in (["check", recipe], ["inspect", recipe]):
         assert command(*words).exit_code == 0
         assert not LoaderCache.loaders
+
+
+def test_the_next_recipe_of_the_process_reads_untouched_weights(pair: Pair, tmp_path: Path) -> None:
+    """mergekit's cache of loaders is one for the process: what a donor was moved to is not what others read."""
+    stock = {**recipe_for("linear", *pair), "merge_method": "linear", "parameters": {}}
+    run(recipe_for("linear", *pair, residual="permutation"), tmp_path / "ours")
+    assert not LoaderCache.loaders
+    merge.run_merge(MergeConfiguration.model_validate(stock), str(tmp_path / "stock"), MergeOptions(quiet=True))
+    ours, plain = state(tmp_path / "ours"), state(tmp_path / "stock")
+    parents = [state(path) for path in pair]
+    for name, tensor in plain.items():
+        assert torch.allclose(tensor, (parents[0][name] + parents[1][name]) / 2, atol=1e-6)
+    assert any(not torch.equal(tensor, ours[name]) for name, tensor in plain.items())
+
+
+@pytest.mark.slow
+def test_config_and_small_files_are_the_anchors_whatever_the_order_of_a_set(pair: Pair, tmp_path: Path) -> None:
+    """mergekit takes them from the first of a set of models, whose order Python draws anew in every process."""
+    anchor, donor = tmp_path / "anchor", tmp_path / "donor"
+    for original, folder, word in zip(pair, (anchor, donor), ("anchor", "donor"), strict=True):
+        shutil.copytree(original, folder)
+        (folder / "generation_config.json").write_text(json.dumps({"note": word}))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "bos_token_id": len(word)}))
+    recipe = write_recipe(recipe_for("linear", anchor, donor), tmp_path / "recipe.yml")
+    for seed in range(4):
+        out = tmp_path / f"out-{seed}"
+        command_line = [str(Path(sys.executable).with_name("mergekit-yaml")), str(recipe), str(out), "--quiet"]
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        subprocess.run(command_line, env=environment, check=True, capture_output=True)
+        assert json.loads((out / "config.json").read_text())["bos_token_id"] == len("anchor")
+        assert json.loads((out / "generation_config.json").read_text())["note"] == "anchor"
