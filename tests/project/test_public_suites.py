@@ -50,6 +50,7 @@ UNITS = {
         "averaging matching run",
         "formulas and plans by hand, the divergence from answers, how new adapters begin",
     ),
+    "averaging/test_own_methods.py": ("averaging model", "methods that are told about models, tensor by tensor"),
     "averaging/test_refit.py": (
         "architecture averaging linalg run",
         "the rule in double precision, map by map; merges solve and write in single",
@@ -64,9 +65,10 @@ UNITS = {
         "the samples that judged, to judge by them what was written",
     ),
     "carrying/test_carry_parts.py": (
-        "architecture averaging carrying matching mergekit_plugin model run",
+        "architecture averaging carrying matching model run",
         "single parts: ridges and ranks that no option names, the judge, slices",
     ),
+    "carrying/test_transport.py": ("carrying", "the value of a change against what a recipe adds"),
     "cli/test_cli.py": ("cli diagnose model", "what each command declares of itself"),
     "cli/test_config_options.py": ("cli config matching mergekit_plugin", "that options are made from the configs"),
     "cli/test_console.py": ("mergekit_plugin", "one function, on errors that other libraries raise"),
