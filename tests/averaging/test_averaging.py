@@ -362,11 +362,6 @@ class TestBadInput:
         made["models"][1]["parameters"]["weight"] = -0.5
         assert f"{pair[1]}: its weight is -0.5" in self.refused(made, tmp_path)
 
-    def test_stock_recipes_get_a_line(self, pair: tuple[Path, Path], tmp_path: Path):
-        made = _weighted("regmean", *pair) | {"merge_method": "regmean"}
-        made["parameters"] = {}
-        assert "delegate: regmean" in self.refused(made, tmp_path)
-
     def test_data(self, pair: tuple[Path, Path], tmp_path: Path):
         model = pair[0]
         pixels, empty = tmp_path / "pixels.npz", tmp_path / "empty.jsonl"

@@ -257,7 +257,7 @@ def test_a_tokenizer_of_the_hub_is_asked_for_once(monkeypatch: pytest.MonkeyPatc
     from mergekit.config import MergeConfiguration
     from mergekit.options import MergeOptions
 
-    from rotation_merge.mergekit_plugin import merge
+    from rotation_merge.mergekit_plugin import run as merge
 
     asked = []
     monkeypatch.setattr(merge, "fetched", lambda model, *_: asked.append(model.path))
