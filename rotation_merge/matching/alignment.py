@@ -38,7 +38,7 @@ from rotation_merge.model.language_half import within
 from rotation_merge.model.open import ModelLike, open_model
 from rotation_merge.model.rows import in_slices, views
 from rotation_merge.model.run_keys import stamps_of
-from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
+from rotation_merge.model.tensors import Names, Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import View, check_storage, described, stored_dtype
 from rotation_merge.record import MergeReport
 from rotation_merge.run.statistics import Statistics
@@ -521,8 +521,11 @@ class Mover:
         biases: TensorSource | None = None,
         least: torch.dtype | None = None,
     ) -> None:
-        self.architecture, self.source = architecture, as_tensors(source)
-        self.alignment, self.biases, self.least = alignment, biases, least
+        stored, self._read = as_tensors(source), dict[Names, Tensor]()
+        self.architecture, self.alignment, self.biases, self.least = architecture, alignment, biases, least
+        self.source = Tensors(
+            stored.shapes, stored.dtypes, lambda n: self._read[n] if n in self._read else stored.read(n)
+        )
         self._whole: dict[torch.dtype | None, Tensors] = {}
 
     def tensor(self, block: Block, info: TensorInfo, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -534,6 +537,14 @@ class Mover:
         stored = read_tensor(info, self.source)
         if stored is None:
             return None
+        key: Names = info.names if info.stacked else info.names[0]
+        self._read[key] = stored  # which is read once
+        try:
+            return self._moved(block, info, stored, dtype)
+        finally:
+            self._read.pop(key, None)
+
+    def _moved(self, block: Block, info: TensorInfo, stored: Tensor, dtype: torch.dtype | None) -> Tensor:
         rounded = stored_dtype(stored, dtype)
         part_of = views(block, [self.source] if info.vocabulary_axis is not None else [])
 

@@ -76,11 +76,11 @@ class MovedBlock:
         Raises:
             CheckpointError: it holds NaN or infinity, perhaps only in the type that it is rounded to.
         """
-        stored = read_tensor(info, self.tensors)
-        if stored is None or not stored.is_floating_point() or not self.changes(info):
-            return stored
+        kind = self.tensors.dtypes.get(info.name)
+        if kind is None or not kind.is_floating_point or not self.changes(info):
+            return read_tensor(info, self.tensors)
         tensor = self._moved(info, self.dtype(info))
-        if tensor is not None and tensor is not stored:
+        if tensor is not None:
             check_finite(tensor, info.name, self.name)
         return tensor
 
