@@ -12,8 +12,7 @@ from rotation_merge.averaging.methods import Inputs, OwnMethod, Source, Target, 
 from rotation_merge.averaging.models import MergedModels, MergeLog
 from rotation_merge.errors import RotationMergeError, StatisticsError
 from rotation_merge.model.blocks import read_tensor
-from rotation_merge.model.view import View
-from rotation_merge.run.maps import LinearMap, along_inputs, linear_map
+from rotation_merge.run.maps import linear_map
 
 
 class StatisticsMethod(OwnMethod):
@@ -94,29 +93,18 @@ def input_gram(models: MergedModels, name: str, model: Hashable, device: torch.d
     if gram is None or linear is None:
         problem, remedy = f"hold nothing of tensor '{info.name}'", "if transformers runs it in parts, use 'refit'"
         raise StatisticsError(problem, where=statistics.path, remedy=f"measure again; {remedy}")
-    matrix = gram.matrix.to(device).double()
-    inputs = _fed(linear, matrix, models.views[model]) if gram.split else matrix[..., :-1, :-1]
-    return inputs[piece] if info.stacked else inputs
-
-
-def _fed(linear: LinearMap, augmented: Tensor, view: View) -> Tensor:
-    """The Gram of ``x = D x_hat + c`` from that of ``(x_hat, 1)``, (..., n + 1, n + 1)."""
-    norm, device = linear.norm, augmented.device
+    norm, view = linear.norm, models.views[model]
 
     def stored(key: str | None) -> Tensor | None:
-        info = None if key is None else linear.block.tensor(key)
-        tensor = None if info is None else read_tensor(info, view.tensors)
+        part = None if key is None else block.tensor(key)
+        tensor = None if part is None or not gram.split else read_tensor(part, view.tensors)
         return None if tensor is None else tensor.to(device).double()
 
-    if norm is None or (gain := stored(norm.gain)) is None:
-        problem = f"'{linear.info.name}' is fed by a norm whose gain is missing"
-        raise StatisticsError(problem, remedy="the checkpoint is incomplete")
-    gain, shift = along_inputs(linear, gain + norm.offset, stored(norm.shift))
-    size = len(gain)
-    inner, means = augmented[..., :size, :size], augmented[..., :size, size]
-    share = augmented[..., size, size][..., None, None]  # one, or zero where no row was seen
-    moved = (gain * means)[..., :, None] * shift
-    return gain[:, None] * inner * gain + moved + moved.mT + share * torch.outer(shift, shift)
+    gain, shift = (None, None) if norm is None else (stored(norm.gain), stored(norm.shift))
+    if norm is not None and gain is not None:
+        gain = gain + norm.offset
+    inputs = gram.to(str(device)).behind_norm(linear, gain, shift).matrix[..., :-1, :-1]
+    return inputs[piece] if info.stacked else inputs
 
 
 def fisher_diagonal(models: MergedModels, name: str, model: Hashable, device: torch.device) -> Tensor:

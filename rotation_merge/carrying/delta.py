@@ -178,16 +178,16 @@ class Delta:
             dtype: storage type; None: that of the new base.
             record: see `applied`.
         """
-        stored = read_tensor(info, self.carrier.new)
+        sources = [as_tensors(source).cached(EVERYTHING) for source in (self.carrier.old, self.carrier.new, self.tuned)]
+        stored = read_tensor(info, sources[1])
         if stored is None or not stored.is_floating_point():
             return stored
-        sources = (self.carrier.old, self.carrier.new, self.tuned)
         same = info.vocabulary_axis is not None and self.carrier.rows is None
         norms, parts_of = list[tuple[float, float]](), views(block, sources if same else [])
-        whole = replace(self, carrier=replace(self.carrier, dtype=dtype))
+        whole = replace(self, carrier=replace(self.carrier, dtype=self.carrier.dtype or dtype))
 
         def computed(part: slice | None) -> Tensor:
-            delta = whole if part is None else whole._of(*parts_of(part))
+            delta = whole._of(*(sources if part is None else parts_of(part)))
             tensor, *squares = delta._with_change(block, info)
             norms.append((squares[0], squares[1]))
             return tensor
@@ -285,6 +285,9 @@ def with_changes(
 
     return blockwise(carrier.architecture, carrier.new, tensor)
 
+
+EVERYTHING = 1 << 62
+"""Bytes of what is kept while one tensor is computed, so that each source is read once."""
 
 NOTHING_LEFT = 1e-4
 """Share of a change's largest singular value below which singular values are rounding, 1e-8 of its squared norm."""

@@ -41,7 +41,7 @@ from rotation_merge.model.run_keys import stamps_of
 from rotation_merge.model.tensors import Names, Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import View, check_storage, described, stored_dtype
 from rotation_merge.record import MergeReport
-from rotation_merge.run.statistics import Statistics
+from rotation_merge.run.statistics import Statistics, has_format
 from rotation_merge.symmetry import SpaceTransform, StreamTransform
 from rotation_merge.symmetry.admitted import WIDEST, admitted
 
@@ -645,11 +645,7 @@ def save_alignment(
 
 def holds_alignment(path: str) -> bool:
     """Whether a file holds an alignment, of this format or an older one."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return str((file.metadata() or {}).get("format")).startswith(FORMAT.rpartition(".")[0])
-    except (OSError, SafetensorError):
-        return False
+    return has_format(path, FORMAT)
 
 
 def load_alignment(path: Path | str, architecture: Architecture | None = None) -> AlignmentFile:

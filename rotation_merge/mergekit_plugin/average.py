@@ -26,7 +26,7 @@ from rotation_merge.matching.options import NOTHING
 from rotation_merge.mergekit_plugin import delegates
 from rotation_merge.mergekit_plugin.definitions import check_shapes
 from rotation_merge.mergekit_plugin.document import METHOD, Document
-from rotation_merge.mergekit_plugin.keys import BY_NAME, OPTIONS
+from rotation_merge.mergekit_plugin.keys import BY_NAME, MERGING, OPTIONS, RELATIONS, UNMOVED
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.rules import check_words
 from rotation_merge.model.blocks import read_tensor
@@ -38,11 +38,8 @@ from rotation_merge.run.data import unpadded
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.statistics import Statistics
 
-MERGING = ("exclude", "heads_of", "targets", "start", "spill")
-"""Our parameters of merging, as opposed to aligning."""
-
-STILL = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
-"""Models that are averaged stay where they are."""
+NOT_IN_PYTHON = ("unsupported", "statistics", "data", "samples")
+"""Parameters of merging that Python's call has as arguments of its own, or not at all."""
 
 
 def delegate_of(method: str) -> MergeMethod:
@@ -87,14 +84,15 @@ def recipe_of(
     """
     delegate = delegate_of(method)
     for name in parameters:
-        if name in BY_NAME and name not in MERGING and name not in [spec.name for spec in delegate.spec.parameters]:
+        ours = name in BY_NAME and (name not in MERGING or name in NOT_IN_PYTHON)
+        if ours and name not in [spec.name for spec in delegate.spec.parameters]:
             raise _misplaced(name)
     shared = {name.rstrip("_") if keyword.iskeyword(name[:-1]) else name: x for name, x in parameters.items()}
     value = {
         "merge_method": METHOD,
         "base_model": views[0].name,
         "models": [{"model": view.name, "parameters": dict(own)} for view, own in zip(views, of_model, strict=True)],
-        "parameters": {**_needed(delegate, shared), **STILL, **shared, "delegate": method},
+        "parameters": {**_needed(delegate, shared), **RELATIONS[UNMOVED], **shared, "delegate": method},
     }
     return Recipe.of(Document(value))
 

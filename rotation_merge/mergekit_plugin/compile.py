@@ -31,7 +31,6 @@ from mergekit.plan import MergePlanner
 from pydantic import PrivateAttr
 from torch import Tensor
 
-from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.errors import not_written
 from rotation_merge.mergekit_plugin.definitions import describe, open_models
 from rotation_merge.mergekit_plugin.donor_checks import check_meaning
@@ -39,7 +38,7 @@ from rotation_merge.mergekit_plugin.donors import Donors
 from rotation_merge.mergekit_plugin.loader import PlacedModel, ViewLoader
 from rotation_merge.mergekit_plugin.output import Output
 from rotation_merge.mergekit_plugin.own_methods import ToldMethod
-from rotation_merge.mergekit_plugin.refit import RefittedParts
+from rotation_merge.mergekit_plugin.refit import RefittedModels
 from rotation_merge.mergekit_plugin.saved_alignments import check_keepable
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.views import RecipeViews
@@ -126,8 +125,10 @@ def compiled(session: Session) -> Compiled:
     """
     recipe, models, run = session.recipe, session.models, session.run
     anchor, number = open_models(session), next(_runs)
-    name = f"rotation_merge:{recipe.delegate.spec.name}:{number}"
-    method = Delegated(name, recipe.delegate, recipe.plain, recipe.excluded)
+    name, own = f"rotation_merge:{recipe.delegate.spec.name}:{number}", recipe.own_method
+    whole = own is not None and own.whole_models
+    inner = passthrough_merge_method if whole else recipe.delegate
+    method = Delegated(name, inner, recipe.plain or whole, recipe.excluded)
     _register(session, name, method)
     config = normalised(session, name, describe(anchor.architecture, anchor.config))
     donors = session.donors = Donors.read(config, recipe, models, session.options, run)
@@ -143,16 +144,15 @@ def compiled(session: Session) -> Compiled:
     stock = stock_recipe(config, name, placed, recipe.base)
     served = parts.served
     prepare: Callable[[], object] = donors.match_wholes
-    if isinstance(recipe.delegate, OwnMethod) and recipe.delegate.whole_models:
-        refitted = RefittedParts(session, config, donors, parts)
-        method.inner, served, prepare = passthrough_merge_method, refitted.served, refitted.prepare
-        method.spec = Delegated(name, passthrough_merge_method, True, recipe.excluded).spec
+    if whole:
+        refitted = RefittedModels(session, config, donors, parts)
+        served, prepare = refitted.served, refitted.prepare
         stock = of_one_model(stock, placed[recipe.base])
-    elif isinstance(recipe.delegate, OwnMethod):
+    elif own is not None:
         stock = stock.model_copy(update={"dtype": None, "out_dtype": stock.out_dtype or stock.dtype})
         method.inner = ToldMethod(session, donors, output, parts, placed, dtype_from_name(stock.out_dtype)).told()
-    own = {placed[model]: names for model, names in parts.own_names().items()}
-    stock._architecture = describe(output.architecture, anchor.config, own)
+    names = {placed[model]: own_names for model, own_names in parts.own_names.items()}
+    stock._architecture = describe(output.architecture, anchor.config, names)
     for model, reference in placed.items():
         LoaderCache.loaders[reference] = ViewLoader(served(model))
         run.endings.append(partial(LoaderCache.loaders.pop, reference, None))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
-from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.donors import Donors
 from rotation_merge.model.vocabulary import shared_rows
@@ -19,8 +18,8 @@ def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
         RecipeError: no maps are known, a donor's statistics say nothing of the tensors that are averaged, or its
             coordinates are the anchor's and there is nothing to transport.
     """
-    recipe, method = donors.recipe, donors.recipe.delegate
-    if not isinstance(method, OwnMethod):
+    recipe, method = donors.recipe, donors.recipe.own_method
+    if method is None:
         return
     name = f"delegate {method.spec.name}"
     if donors.models[recipe.base].architecture.family == "unknown":

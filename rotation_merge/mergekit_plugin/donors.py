@@ -14,7 +14,6 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.carrying.vocabulary import check_no_added_tokens, check_same_set
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.alignment import check_fingerprints, load_alignment
@@ -40,6 +39,21 @@ from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, matched_on, row_pair, shared_rows
 
 LOG = logging.getLogger(__name__)
+
+
+def model_readers(config: MergeConfiguration) -> dict[ModelReference, ConfigReader]:
+    """The lookup of each model's parameters, in the first slice that it is in.
+
+    Args:
+        config: normalised (modules with slices).
+    """
+    readers: dict[ModelReference, ConfigReader] = {}
+    for module in (config.modules or {}).values():
+        for piece in module.slices or []:
+            for source in piece.sources:
+                if source.model not in readers:
+                    readers[source.model] = ConfigReader(config=config, t=0, module=module, slice_out=piece)
+    return readers
 
 
 @dataclass(frozen=True)
@@ -108,17 +122,14 @@ class Donors:
 
     def _readers(self, config: MergeConfiguration) -> dict[ModelReference, ConfigReader]:
         """The lookup of each donor's parameters; also notes which layers meet."""
-        readers: dict[ModelReference, ConfigReader] = {}
         for name, module in (config.modules or {}).items():
             for piece in module.slices or []:
-                reader = ConfigReader(config=config, t=0, module=module, slice_out=piece)
                 anchor = next((s for s in piece.sources if s.model == self.recipe.base), piece.sources[0])
                 for source in piece.sources:
                     if source.model != self.recipe.base:
-                        readers.setdefault(source.model, reader)
                         meeting = zip(range(*anchor.layer_range), range(*source.layer_range), strict=False)
                         self.layers.setdefault(source.model, {}).setdefault(name, []).extend(meeting)
-        return readers
+        return {model: reader for model, reader in model_readers(config).items() if model != self.recipe.base}
 
     def match_wholes(self) -> None:
         """Find all alignments of whole models, and carry what needs samples."""
@@ -205,7 +216,8 @@ class Donors:
     @property
     def _whole_models(self) -> bool:
         """Whether the delegate works on whole models."""
-        return isinstance(self.recipe.delegate, OwnMethod) and self.recipe.delegate.whole_models
+        method = self.recipe.own_method
+        return method is not None and method.whole_models
 
     def _spans(self, model: ModelReference, options: AlignConfig) -> bool:
         """Whether spaces that span layers are matched, which needs the whole model with layers in order."""

@@ -40,6 +40,12 @@ def named_as(tensors: Tensors, stored: Block, named: Block) -> Tensors:
     return tensors.renamed(present).only(present)
 
 
+def touches(info: TensorInfo, block: Block, whole: bool) -> bool:
+    """Whether a tensor has an axis that transforms may move: those of the block's spaces; `whole`: and of streams."""
+    local = {space.name for space in block.spaces.values()}
+    return any(space.name in local or (whole and space.kind == "stream") for space in info.spaces())
+
+
 @dataclass(frozen=True, eq=False)
 class MovedBlock:
     """One model's tensors of one output block, in the anchor's coordinates.
@@ -50,8 +56,7 @@ class MovedBlock:
         tensors, anchor: of the model and of the anchor, as they are stored.
         maps: gives the transforms of the block's spaces and of the streams; None: it does not move.
         whole: whether streams may move.
-        folded: streams that are folded in every model of the merge.
-        least: the least precise type that results are rounded to, which folding has to survive.
+        fold: folds streams in every model of the merge, for the least precise type that results are rounded to.
         storage: type in which the merge stores a tensor of the model (None: its own).
         rounds: whether results are rounded to that, once; else an average of our own rounds what it gives.
         computed: whether tensors come unrounded from an adapter.
@@ -64,8 +69,7 @@ class MovedBlock:
     name: str
     maps: Callable[[], Mapping[str, SpaceTransform]] | None = None
     whole: bool = False
-    folded: tuple[str, ...] = ()
-    least: torch.dtype | None = None
+    fold: Fold | None = None
     storage: Callable[[TensorInfo], torch.dtype | None] = lambda _: None
     rounds: bool = True
     computed: bool = False
@@ -91,16 +95,24 @@ class MovedBlock:
 
     def changes(self, info: TensorInfo) -> bool:
         """Whether a tensor is computed, and not taken as it is stored."""
-        folds = bool(self.folded) and Fold(self.architecture, self.folded).touches(self.block, info)
+        folds = self.fold is not None and self.fold.touches(self.block, info)
         return folds or self.computed or self.moves(info)
+
+    @property
+    def folded(self) -> tuple[str, ...]:
+        """The streams that are folded."""
+        return () if self.fold is None else self.fold.streams
+
+    @property
+    def least(self) -> torch.dtype | None:
+        """The type that folding has to survive."""
+        return None if self.fold is None else self.fold.dtype
 
     def moves(self, info: TensorInfo) -> bool:
         """Whether a transform may touch a tensor, or it takes biases of the anchor's."""
         if self.maps is None:
             return False
-        local = {space.name for space in self.block.spaces.values()}
-        touched = any(s.name in local or (self.whole and s.kind == "stream") for s in info.spaces())
-        return touched or bool(inputs(self.block, info))
+        return touches(info, self.block, self.whole) or bool(inputs(self.block, info))
 
     def _moved(self, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
         mover = self._mover if self.moves(info) else self._still
@@ -142,7 +154,8 @@ class ChangedBlock(MovedBlock):
         return True
 
     def _moved(self, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
-        anchor, origin, tuned = (self._shape(info, source) for source in (self.anchor, self.origin, self._tuned))
+        sources = (self.anchor, self.origin, self._tuned)
+        anchor, origin, tuned = (source.shapes.get(info.name) for source in sources)
         if anchor is None or origin is None or tuned is None:
             raise self._cannot(info, "a model lacks it")
         free = info.vocabulary_axis if self.rows is not None else None
@@ -151,11 +164,6 @@ class ChangedBlock(MovedBlock):
         if tuned != origin or not fits:
             raise self._cannot(info, "shapes differ")
         return self._delta.tensor(self.block, info, dtype or self.tensors.dtypes[info.name], self._record)
-
-    @staticmethod
-    def _shape(info: TensorInfo, source: Tensors) -> tuple[int, ...] | None:
-        """The shape of a tensor's pieces; None where a model lacks it."""
-        return source.shapes.get(info.name)
 
     def _record(self, change: float, before: float) -> None:
         if self.run is not None:

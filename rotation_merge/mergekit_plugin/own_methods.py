@@ -13,6 +13,7 @@ from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.averaging.models import MergedModels, MergeLog, ModelStatistics
 from rotation_merge.errors import RecipeError
+from rotation_merge.mergekit_plugin.average import check_heads
 from rotation_merge.mergekit_plugin.donor_checks import check_pool
 from rotation_merge.mergekit_plugin.donors import Donors
 from rotation_merge.mergekit_plugin.loader import PlacedModel
@@ -46,9 +47,8 @@ class ToldMethod:
     ) -> None:
         self.session, self.donors, self.output, self.parts, self.placed = session, donors, output, parts, placed
         self.recipe, self.dtype = session.recipe, dtype
-        delegate = session.recipe.delegate
-        assert isinstance(delegate, OwnMethod)
-        self.delegate = delegate
+        assert session.recipe.own_method is not None
+        self.delegate = session.recipe.own_method
 
     def told(self) -> OwnMethod:
         """The method, once nothing speaks against any tensor.
@@ -87,11 +87,7 @@ class ToldMethod:
     def _check(self, method: OwnMethod, out: OutputBlock) -> None:
         """Look at the parameters of every tensor of a block before anything is merged."""
         for name, values, weights in self._resolved(out):
-            if values.get("stream") == "transport" and self.recipe.value("heads_of") == "each":
-                problem = (
-                    "'heads_of: each' puts the body under every donor's head, but plans of the stream do not move "
-                )
-                raise RecipeError(f"{problem}heads", where="parameters", remedy="add 'stream: identity'")
+            check_heads(self.recipe.value("heads_of"), values)
             method.participants(name, {self.placed[model]: weight for model, weight in weights.items()}, values)
 
     def _resolved(self, out: OutputBlock) -> Iterable[tuple[str, dict[str, object], dict[ModelReference, float]]]:

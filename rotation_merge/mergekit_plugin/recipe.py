@@ -23,6 +23,7 @@ from mergekit.merge_methods.base import MergeMethod
 from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 
+from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.config import MODEL, READ, WRITTEN, Kind
 from rotation_merge.errors import RecipeError
 from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, ROOM, WORK, Input, Output
@@ -102,6 +103,11 @@ class Recipe:
         """A parameter of the whole merge, its default where it is not given."""
         value = self.values.get(name)
         return BY_NAME[name].default if value is None else value
+
+    @property
+    def own_method(self) -> OwnMethod | None:
+        """The delegate, where it is one of our own."""
+        return self.delegate if isinstance(self.delegate, OwnMethod) else None
 
     @property
     def dtype(self) -> torch.dtype | None:

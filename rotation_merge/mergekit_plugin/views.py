@@ -11,12 +11,11 @@ import torch
 from mergekit.common import ModelReference
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.mergekit_plugin.block_match import BlockMatches, BlockMatching
 from rotation_merge.mergekit_plugin.definitions import read_as
 from rotation_merge.mergekit_plugin.donors import Donor, Donors
-from rotation_merge.mergekit_plugin.moved import ChangedBlock, MovedBlock, OutputTensors, named_as
+from rotation_merge.mergekit_plugin.moved import ChangedBlock, MovedBlock, OutputTensors, named_as, touches
 from rotation_merge.mergekit_plugin.output import Output, OutputBlock, same_block
 from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.mergekit_plugin.session import Session
@@ -40,6 +39,7 @@ class RecipeViews:
         self.recipe, self.run = session.recipe, session.run
         base = self.recipe.base
         self.models = list(dict.fromkeys([base, *(m for out in output.blocks for m in out.sources)]))
+        self.fold = Fold(output.anchor, donors.folded, donors.dtype) if donors.folded else None
         options = session.options
         cpu = torch.device(options.device or "cpu").type == "cpu" and not options.multi_gpu
         self.matches = BlockMatches(single=options.low_cpu_memory, pooled=cpu)
@@ -67,9 +67,10 @@ class RecipeViews:
         if model != self.recipe.base:
             copied = filter(self.recipe.excluded, self._names(model))
             view = replace(view, tensors=view.tensors.replaced(self.anchor.tensors.only(copied)))
-        names = {read_as(name, own): name for name, own in self.own_names().get(model, {}).items()}
+        names = {read_as(name, own): name for name, own in self.own_names.get(model, {}).items()}
         return replace(view, tensors=view.tensors.renamed(names).only(_served(view.tensors, names)))
 
+    @cached_property
     def own_names(self) -> dict[ModelReference, dict[str, str]]:
         """By model, own names of the output's layers, where the model calls any of them otherwise."""
         result: dict[ModelReference, dict[str, str]] = {}
@@ -100,9 +101,9 @@ class RecipeViews:
             return self._carried(out, model, block, donor)
         origin = None if donor.origin is None else same_block(self.session.models, donor.origin, block)
         maps = self._maps(out, model, block, donor)
-        if donor.origin is None or origin is None:
-            return self._moved(out, model, block, maps, whole=donor.whole is not None)
         part = self._moved(out, model, block, maps, whole=donor.whole is not None)
+        if donor.origin is None or origin is None:
+            return part
         tensors = self._named(donor.origin, origin, out.anchor)
         anchor = self.session.models[self.recipe.base]
         return ChangedBlock(
@@ -126,8 +127,7 @@ class RecipeViews:
             str(model),
             maps,
             whole,
-            self.donors.folded,
-            self.donors.dtype,
+            self.fold,
             lambda info: self.storage(model, block.tensor(info.key) or info),
             self._rounds,
             model.lora is not None,
@@ -159,21 +159,20 @@ class RecipeViews:
             return None if donor.whole is None else lambda: donor.whole().transforms  # type: ignore[misc]
         matched = donor.origin or model
         origin = block if donor.origin is None else same_block(self.session.models, donor.origin, block)
-        fold = Fold(self.output.anchor, self.donors.folded, self.donors.dtype) if self.donors.folded else None
         base = self.recipe.base
         anchor = self._named(base, out.anchor, out.anchor)
         job = BlockMatching(
             key=f"{out.number}:{model}",
             label=out.label,
             block=out.anchor,
-            keys=self._keys(out.anchor, fold, whole=donor.whole is not None),
+            keys=self._keys(out.anchor, whole=donor.whole is not None),
             anchor=anchor,
             donor=self._named(matched, origin, out.anchor),
             anchor_name=str(base),
             donor_name=title(model, donor.origin),
             options=options,
             run=self.run,
-            fold=fold,
+            fold=self.fold,
             whole=donor.whole,
             weights=sum(math.prod(shape) for shape in anchor.shapes.values()),
         )
@@ -186,17 +185,12 @@ class RecipeViews:
 
         return maps
 
-    def _keys(self, block: Block, fold: Fold | None, whole: bool) -> tuple[str, ...]:
+    def _keys(self, block: Block, whole: bool) -> tuple[str, ...]:
         """Keys of the tensors that a block is matched by."""
-        local = {space.name for space in block.spaces.values()}
-        infos = [
-            info
-            for info in block.tensors
-            if any(space.name in local or (whole and space.kind == "stream") for space in info.spaces())
-        ]
-        if fold is None:
+        infos = [info for info in block.tensors if touches(info, block, whole)]
+        if self.fold is None:
             return tuple(info.key for info in infos)
-        return tuple(dict.fromkeys(key for info in infos for key in fold.inputs(block, info)))
+        return tuple(dict.fromkeys(key for info in infos for key in self.fold.inputs(block, info)))
 
     def _named(self, model: ModelReference, block: Block, named: Block) -> Tensors:
         """A model's tensors of a block, by the names of the anchor's, on the device of the merge."""
@@ -220,7 +214,7 @@ class RecipeViews:
     @property
     def _rounds(self) -> bool:
         """Whether models are rounded before they are averaged; a method of our own rounds the result alone."""
-        return not isinstance(self.recipe.delegate, OwnMethod)
+        return self.recipe.own_method is None
 
 
 def _served(tensors: Tensors, names: Mapping[str, str]) -> list[str]:

@@ -255,9 +255,14 @@ def _head(tensors: Tensors, meta: Mapping[str, str]) -> bytes:
 
 def holds_statistics(path: str) -> bool:
     """Whether a file holds statistics, of this format or an older one."""
+    return has_format(path, FORMAT)
+
+
+def has_format(path: str, name: str) -> bool:
+    """Whether a safetensors file says that it has a format of ours, whatever its number."""
     try:
         with safe_open(path, framework="pt") as file:
-            return str((file.metadata() or {}).get("format")).startswith(FORMAT.rpartition(".")[0])
+            return str((file.metadata() or {}).get("format")).startswith(name.rpartition(".")[0])
     except (OSError, SafetensorError):
         return False
 
