@@ -96,8 +96,8 @@ class _Average:
 
     def _tensor(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         if self._copied(name):
-            return _finite(name, tensors[0], self.views[0])
-        tensors = [_finite(name, tensor, view) for tensor, view in zip(tensors, self.views, strict=True)]
+            return check_finite(tensors[0], name, self.views[0].name)
+        tensors = [check_finite(tensor, name, view.name) for tensor, view in zip(tensors, self.views, strict=True)]
         out_dtype = None
         if isinstance(self.method, OwnMethod):  # which takes tensors as they are stored
             out_dtype = torch.promote_types(tensors[0].dtype, torch.float32)
@@ -108,7 +108,7 @@ class _Average:
         group = TensorGroup.from_tensors(tensors, base_index=base_index, name=name, vocabulary_axis=axis)
         with seeded(zlib.crc32(f"{self.seed} {name}".encode())):
             (result,) = self.method((group,), parameters=self.parameters(name), out_dtype=out_dtype)
-        return _finite_result(name, result)
+        return check_merged(result, name)
 
 
 def _told(method: MergeMethod, views: Sequence[View]) -> MergeMethod:
@@ -117,16 +117,24 @@ def _told(method: MergeMethod, views: Sequence[View]) -> MergeMethod:
     return method
 
 
-def _finite(name: str, tensor: Tensor, view: View) -> Tensor:
-    """A model's tensor; NaN would go through every method in silence."""
+def check_finite(tensor: Tensor, name: str, model: object) -> Tensor:
+    """A model's tensor; NaN would go through every method in silence.
+
+    Raises:
+        CheckpointError: it holds NaN or infinity; names it.
+    """
     if not all_finite([tensor]):
         problem = f"tensor '{name}' holds NaN or infinity"
-        raise CheckpointError(problem, where=view.name, remedy="repair or replace the checkpoint")
+        raise CheckpointError(problem, where=str(model), remedy="repair or replace the checkpoint")
     return tensor
 
 
-def _finite_result(name: str, tensor: Tensor) -> Tensor:
-    """A merged tensor; weights may add up to zero for a method that divides by the sum, or a dtype overflow."""
+def check_merged(tensor: Tensor, name: str) -> Tensor:
+    """A merged tensor; weights may add up to zero for a method that divides by the sum, or a dtype overflow.
+
+    Raises:
+        RotationMergeError: it holds NaN or infinity; names it.
+    """
     if not all_finite([tensor]):
         raise RotationMergeError(
             f"tensor '{name}' of the merged model would hold NaN or infinity",

@@ -48,7 +48,7 @@ Judgement = Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ChangeCandidate:
     """A change that samples judge.
 
     Attributes:
@@ -154,7 +154,7 @@ class _Sampling:
     def _solved_change(self, tensors: Mapping[str, Tensor]) -> Delta:
         return self._between(as_tensors(self.transfer.carrier.new).replaced(tensors), tensors)
 
-    def _alternatives(self) -> list[Candidate]:
+    def _alternatives(self) -> list[ChangeCandidate]:
         """Changes that are tried beside the method's: the unmoved one, and its average with the new base's own."""
         transfer = self.transfer
         unmoved = replace(transfer.delta, carrier=replace(transfer.carrier, alignment=Alignment({})))
@@ -181,22 +181,22 @@ class _Sampling:
                 result[key] = linear.as_stored(added_by_wudi(own, linear.as_matrices(change)))
         return result
 
-    def _candidate(self, method: str, delta: Delta) -> Candidate:
+    def _candidate(self, method: str, delta: Delta) -> ChangeCandidate:
         """A change with the views that samples judge: rounded as a model is stored, or cut as an adapter is."""
         transfer = self.transfer
         if not self.rank:
-            return Candidate(method, delta, lambda scale: transfer.stored(delta.scaled(scale)))
+            return ChangeCandidate(method, delta, lambda scale: transfer.stored(delta.scaled(scale)))
         if method == "weights" and transfer.work.adapter is not None:  # keeps its factors
-            return Candidate(method, delta, lambda scale: delta.scaled(scale).applied().to(torch.float32))
+            return ChangeCandidate(method, delta, lambda scale: delta.scaled(scale).applied().to(torch.float32))
         changes = adapter_changes(delta, self.rank, transfer.bases.new)
 
         def view(scale: float) -> View:
             tensors = with_changes(transfer.carrier, lambda block: changes[block.name], None, scale)
             return replace(transfer.base, tensors=tensors)
 
-        return Candidate(method, delta, view)
+        return ChangeCandidate(method, delta, view)
 
-    def _scaled(self, candidate: Candidate) -> Candidate:
+    def _scaled(self, candidate: ChangeCandidate) -> ChangeCandidate:
         """A change at the given scale, or at the best one on held-out samples."""
         if (scale := self.transfer.config.factor) is None:
             losses = dict[float, float]()
@@ -206,10 +206,10 @@ class _Sampling:
             scale = min(losses, key=lambda factor: losses[factor])
         return replace(candidate, scale=scale)
 
-    def _judged(self, tried: Sequence[Candidate], lines: list[str]) -> SampledChange:
+    def _judged(self, tried: Sequence[ChangeCandidate], lines: list[str]) -> SampledChange:
         """The best of the changes and of none, by samples held out; the first one, if the user gave its scale."""
         zero = tried[0].delta if self.rank else self._between(self.transfer.carrier.new)
-        candidates = [*tried, Candidate(NONE, zero, lambda _: self.transfer.unchanged())]
+        candidates = [*tried, ChangeCandidate(NONE, zero, lambda _: self.transfer.unchanged())]
         judged = {each.method: self.parts.judge.losses(self.module(each.view(each.scale))) for each in candidates}
         best = candidates[0]
         if self.transfer.config.factor is None:
@@ -304,7 +304,7 @@ class _Sampling:
         return tensors
 
 
-def best_of(usable: Sequence[Candidate], choices: Judgement, judged: Judgement) -> Candidate:
+def best_of(usable: Sequence[ChangeCandidate], choices: Judgement, judged: Judgement) -> ChangeCandidate:
     """The change with the lowest sum of losses where samples chose, but none that others beat where samples judge.
 
     Args:

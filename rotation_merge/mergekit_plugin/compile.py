@@ -36,7 +36,7 @@ from rotation_merge.mergekit_plugin.definitions import describe, open_models
 from rotation_merge.mergekit_plugin.donor_checks import check_meaning
 from rotation_merge.mergekit_plugin.donors import Donors
 from rotation_merge.mergekit_plugin.loader import PlacedModel, ViewLoader
-from rotation_merge.mergekit_plugin.output import Output
+from rotation_merge.mergekit_plugin.output import MergeOutput
 from rotation_merge.mergekit_plugin.own_methods import ToldMethod
 from rotation_merge.mergekit_plugin.refit import RefittedModels
 from rotation_merge.mergekit_plugin.saved_alignments import check_keepable
@@ -136,7 +136,7 @@ def compiled(session: Session) -> Compiled:
     run.folded = donors.folded
     if left_out := anchor.ignored:
         run.note(not_written(left_out))
-    output = Output(config, recipe, models)
+    output = MergeOutput(config, recipe, models)
     check_keepable(session, output)
     _check_tokens(session, output)
     parts = RecipeViews(session, donors, output)
@@ -222,7 +222,7 @@ def stock_recipe(
     return CompiledRecipe.model_construct(**{**values, "merge_method": name, "base_model": placed[base]})
 
 
-def _check_tokens(session: Session, output: Output) -> None:
+def _check_tokens(session: Session, output: MergeOutput) -> None:
     """Check that models whose rows are averaged by token id have the base's ids.
 
     Raises:

@@ -9,8 +9,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from torch import Tensor
 
-from rotation_merge.errors import CheckpointError
-from rotation_merge.linalg.finite import all_finite
+from rotation_merge.averaging.average import check_finite
 from rotation_merge.matching.open_pair import as_donor
 from rotation_merge.matching.run import Run
 from rotation_merge.model.labels import watched
@@ -68,15 +67,3 @@ class Models:
             return tensor
 
         return watched(self[reference], look)
-
-
-def check_finite(tensor: Tensor, name: str, model: ModelReference | str) -> None:
-    """NaN would go through every delegate in silence.
-
-    Raises:
-        CheckpointError: names the tensor.
-    """
-    if not all_finite([tensor]):
-        raise CheckpointError(
-            f"tensor '{name}' holds NaN or infinity", where=str(model), remedy="repair or replace the checkpoint"
-        )

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.averaging.average import check_finite
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.alignment import Alignment, Mover
 from rotation_merge.matching.run import Run
-from rotation_merge.mergekit_plugin.models import check_finite
 from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.model.biases import inputs
 from rotation_merge.model.blocks import read_tensor

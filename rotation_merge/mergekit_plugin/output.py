@@ -64,7 +64,7 @@ def stores(models: Models, model: ModelReference, block: Block, info: TensorInfo
     return block.tensor(info.key) is not None or any(name in models[model] for name in info.tied)
 
 
-class Output:
+class MergeOutput:
     """All blocks of a recipe's output.
 
     Args:

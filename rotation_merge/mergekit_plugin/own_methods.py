@@ -17,7 +17,7 @@ from rotation_merge.mergekit_plugin.average import check_heads
 from rotation_merge.mergekit_plugin.donor_checks import check_pool
 from rotation_merge.mergekit_plugin.donors import Donors
 from rotation_merge.mergekit_plugin.loader import PlacedModel
-from rotation_merge.mergekit_plugin.output import Output, OutputBlock
+from rotation_merge.mergekit_plugin.output import MergeOutput, OutputBlock
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.statistics import RecipeStatistics
 from rotation_merge.mergekit_plugin.views import RecipeViews
@@ -40,7 +40,7 @@ class ToldMethod:
         self,
         session: Session,
         donors: Donors,
-        output: Output,
+        output: MergeOutput,
         parts: RecipeViews,
         placed: Mapping[ModelReference, PlacedModel],
         dtype: torch.dtype | None,

@@ -81,7 +81,7 @@ def reference(value: Any) -> ModelReference | None:
 
 
 @dataclass(frozen=True)
-class Part:
+class RecipePart:
     """A part of a recipe that has a fixed set of keys: the whole, a module, a slice, a model, a tokenizer, a token.
 
     Attributes:
@@ -102,9 +102,9 @@ class Part:
         return reference(at(self.value, ("model",)))
 
 
-def parts(value: Any, kind: type[BaseModel] = MergeConfiguration, path: Path = ()) -> Iterator[Part]:
+def parts(value: Any, kind: type[BaseModel] = MergeConfiguration, path: Path = ()) -> Iterator[RecipePart]:
     """Every part of a recipe, in the order of mergekit's classes."""
-    yield Part(path, value, kind)
+    yield RecipePart(path, value, kind)
     for name, below in BELOW.get(kind, {}).items():
         child = at(value, (name,))
         if below is TokenizerConfig:
@@ -114,7 +114,7 @@ def parts(value: Any, kind: type[BaseModel] = MergeConfiguration, path: Path = (
                 yield from parts(item, below, (*path, name, step))
 
 
-def scopes(value: Any) -> Iterator[tuple[Path, Part]]:
+def scopes(value: Any) -> Iterator[tuple[Path, RecipePart]]:
     """Every place for parameters in a recipe, and the part that it belongs to."""
     return (((*part.path, "parameters"), part) for part in parts(value) if part.kind in ALLOWED)
 
@@ -131,8 +131,8 @@ class MergeInputs:
     """
 
     path: Path
-    entries: list[Part]
-    above: list[Part]
+    entries: list[RecipePart]
+    above: list[RecipePart]
     whole: bool
 
     def inputs(self, base: ModelReference | None) -> list[ModelReference]:

@@ -46,7 +46,7 @@ from rotation_merge.mergekit_plugin.keys import (
 from rotation_merge.mergekit_plugin.parts import (
     ALLOWED,
     MergeInputs,
-    Part,
+    RecipePart,
     at,
     groups,
     items,
@@ -233,7 +233,7 @@ def _misplaced(name: str, method: str) -> tuple[str, str]:
 
 
 def _without_effect(
-    value: Mapping[str, Any], part: Part, name: str, delegate: MergeMethod | None
+    value: Mapping[str, Any], part: RecipePart, name: str, delegate: MergeMethod | None
 ) -> Iterator[tuple[str, str]]:
     """A parameter that the delegate does not read, or not under one model."""
     if delegate is None or _is_no_value(name, part.parameters[name]):
@@ -248,7 +248,7 @@ def _without_effect(
         yield problem, "move it under the recipe's 'parameters'"
 
 
-def _takes_samples(value: Mapping[str, Any], part: Part) -> bool:
+def _takes_samples(value: Mapping[str, Any], part: RecipePart) -> bool:
     """Whether samples carry or match donors: those of a part, or all of them where it is the recipe."""
     every = [other.parameters for _, other in scopes(value)]
     carried = [part.parameters] if part.path else every
@@ -317,7 +317,7 @@ def _slices(value: Mapping[str, Any]) -> Iterator[Finding]:
             yield from _lengths(part)
 
 
-def _lengths(piece: Part) -> Iterator[Finding]:
+def _lengths(piece: RecipePart) -> Iterator[Finding]:
     lengths = []
     for step, source in items(at(piece.value, ("sources",))):
         span = at(source, ("layer_range",))

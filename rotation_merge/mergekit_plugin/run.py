@@ -24,9 +24,9 @@ from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
 from torch import Tensor
 
-from rotation_merge.errors import AlignmentError, RotationMergeError
+from rotation_merge.averaging.average import check_merged
+from rotation_merge.errors import AlignmentError
 from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked
-from rotation_merge.linalg.finite import all_finite
 from rotation_merge.matching.aligned_output import write_aligned
 from rotation_merge.matching.open_pair import open_pair, read_alignment
 from rotation_merge.matching.options import NOTHING
@@ -286,21 +286,8 @@ def _as_it_is_here(apart: SentenceModuleTensors, recipe: Recipe) -> Iterator[Non
         _apart.reset(token)
 
 
-def check_tensor(tensor: Tensor, name: str) -> None:
-    """Stop the merge if weights add up to zero for a delegate that divides by the sum, or a dtype overflows.
-
-    Raises:
-        RotationMergeError: names the tensor.
-    """
-    if not all_finite([tensor]):
-        raise RotationMergeError(
-            f"tensor '{name}' of the merged model would hold NaN or infinity",
-            remedy="check that the weights do not add up to 0 and that the dtype holds the values; nothing was written",
-        )
-
-
 def _save(real: Callable[..., None], writer: TensorWriter, name: str, tensor: Tensor, **options: Any) -> None:
-    check_tensor(tensor, name)
+    check_merged(tensor, name)
     apart = _apart.get()
     if apart is not None and in_module(name, apart.modules):
         apart.tensors[name] = tensor.detach().cpu().clone()

@@ -13,7 +13,7 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.matching.alignment import Alignment, Basis, Identity, hidden_biases, needed_folds
 from rotation_merge.matching.open_pair import alignment_metadata
 from rotation_merge.matching.report_rows import figures
-from rotation_merge.mergekit_plugin.output import Output
+from rotation_merge.mergekit_plugin.output import MergeOutput
 from rotation_merge.mergekit_plugin.recipe import ALIGNMENT, KEPT_BY, numbered, title
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.fingerprint import Fingerprint
@@ -22,7 +22,7 @@ from rotation_merge.model.forms import translated
 LOG = logging.getLogger(__name__)
 
 
-def check_keepable(session: Session, output: Output) -> None:
+def check_keepable(session: Session, output: MergeOutput) -> None:
     """Refuse `save_alignment` for alignments that no file can store.
 
     Raises:

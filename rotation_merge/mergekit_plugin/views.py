@@ -16,7 +16,7 @@ from rotation_merge.mergekit_plugin.block_match import BlockMatches, BlockMatchi
 from rotation_merge.mergekit_plugin.definitions import read_as
 from rotation_merge.mergekit_plugin.donors import Donor, Donors
 from rotation_merge.mergekit_plugin.moved import ChangedBlock, MovedBlock, OutputTensors, named_as, touches
-from rotation_merge.mergekit_plugin.output import Output, OutputBlock, same_block
+from rotation_merge.mergekit_plugin.output import MergeOutput, OutputBlock, same_block
 from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.statistics import MovedStatistics, OutputStatistics
@@ -34,7 +34,7 @@ class RecipeViews:
         models: all that are merged, and the anchor.
     """
 
-    def __init__(self, session: Session, donors: Donors, output: Output) -> None:
+    def __init__(self, session: Session, donors: Donors, output: MergeOutput) -> None:
         self.session, self.donors, self.output = session, donors, output
         self.recipe, self.run = session.recipe, session.run
         base = self.recipe.base

@@ -38,7 +38,7 @@ from rotation_merge.carrying.judge import (
     parted,
 )
 from rotation_merge.carrying.refit import ChangeOptions, of_rank, refit_change
-from rotation_merge.carrying.sampled import Candidate, best_of
+from rotation_merge.carrying.sampled import ChangeCandidate, best_of
 from rotation_merge.matching.match import match_model
 from rotation_merge.model import blocks, rows
 from rotation_merge.model.apply import transform_tensor
@@ -275,7 +275,7 @@ def test_never_below_plain_addition_nor_the_new_base(
     choice: dict[str, float], judged: dict[str, float], taken: str
 ) -> None:
     """On samples held out of every choice; what the new base loses counts as much as what is gained."""
-    candidates = [Candidate(name, None, None) for name in choice]  # type: ignore[arg-type]
+    candidates = [ChangeCandidate(name, None, None) for name in choice]  # type: ignore[arg-type]
     both = ({name: (loss / 4, 3 * loss / 4) for name, loss in losses.items()} for losses in (choice, judged))
     assert best_of(candidates, *both).method == taken
 
@@ -315,7 +315,7 @@ def test_what_samples_chose_is_written(name: str, tied: bool, tmp_path: Path, mo
     maps = ("proj.weight", "embed_tokens.weight") if tied else ("proj.weight",)
     draw = torch.Generator().manual_seed(2)
 
-    def chosen(usable: list[Candidate], *_: Any) -> Candidate:
+    def chosen(usable: list[ChangeCandidate], *_: Any) -> ChangeCandidate:
         return next(each for each in usable if each.method == name)
 
     monkeypatch.setattr("rotation_merge.carrying.sampled.best_of", chosen)
