@@ -150,21 +150,21 @@ def average(
         raise RecipeError("no models are given", remedy="give one model or more")
     of_model = _weights(weights, len(views))
     delegate, each_head = delegate_of(method), parameters.get("heads_of") == "each"
-    own = delegate if isinstance(delegate, OwnMethod) else OwnMethod
-    if each_head and own.whole_models:
+    method_class = delegate if isinstance(delegate, OwnMethod) else OwnMethod
+    if each_head and method_class.whole_models:
         raise RecipeError(f"'heads_of: each' with {method} needs files", remedy="write a recipe for mergekit-yaml")
-    if own.whole_models:
+    if method_class.whole_models:
         _check_names_alike(views)
         return _refit_average(views, samples, weights, limit, seed, parameters)
     opened = renamed_views(views)
     _check_alike(views, opened)
-    if statistics is not None and not own.statistics:
+    if statistics is not None and not method_class.statistics:
         raise RecipeError(f"'statistics' have no effect with {method}", remedy="leave them out")
-    if samples is not None and not own.statistics and not own.on_samples:
+    if samples is not None and not method_class.statistics and not method_class.on_samples:
         raise RecipeError(f"'samples' have no effect with {method}", remedy="leave them out")
     measured: list[Statistics] = []
-    if own.statistics:
-        measured = _measured(views, opened, method, own.statistics, samples, statistics, limit, seed)
+    if method_class.statistics:
+        measured = _measured(views, opened, method, method_class.statistics, samples, statistics, limit, seed)
     batches = [] if measured or samples is None else _pool(opened, method, samples, limit, seed)
     with python_places():
         result = average_views(opened, recipe_of(method, opened, parameters, of_model), measured, batches, seed)

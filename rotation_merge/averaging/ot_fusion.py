@@ -190,21 +190,21 @@ class Transport:
         Args:
             transported: whether streams are.
         """
-        block, own = self.models.places[name][0], self.models.place(model, name)[0]
-        here, key = self._here, (model, own.name)
+        block, model_block = self.models.places[name][0], self.models.place(model, name)[0]
+        here, key = self._here, (model, model_block.name)
         if getattr(here, "block", None) is not block:
             here.block, here.plans = block, {}
         if key not in here.plans:
             options = self._options[key]
-            anchor, donor = self._points(model, block, own, transported, device)
+            anchor, donor = self._points(model, block, model_block, transported, device)
             here.plans[key] = block_plans(block, donor, anchor, options.hard, options.regularisation)
         plans: Plans = here.plans[key]
         return plans
 
     def _points(
-        self, model: Hashable, block: Block, own: Block, transported_streams: bool, device: torch.device
+        self, model: Hashable, block: Block, model_block: Block, transported_streams: bool, device: torch.device
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Points of every plan of a block, of the anchor and of a donor, whose own block it is."""
+        """Points of every plan of a block, of the anchor and of a donor, whose block is `model_block`."""
         base = self.models.base
         if self.models.samples is not None:
             anchor_seen, donor_seen = self.activations(base), self.activations(model)
@@ -213,17 +213,19 @@ class Transport:
         streams = self.streams(model) if transported_streams else {}
         donor = {
             key: transported(tensor, info, streams, None)
-            for key, tensor in self._tensors(model, own, block, device)
+            for key, tensor in self._tensors(model, model_block, block, device)
             if (info := block.tensor(key)) is not None
         }
         return weight_points(block, anchor), weight_points(block, donor)
 
-    def _tensors(self, model: Hashable, own: Block, block: Block, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(
+        self, model: Hashable, model_block: Block, block: Block, device: torch.device
+    ) -> Iterator[tuple[str, Tensor]]:
         """A model's tensors of a block that have an axis in one of its local spaces, by key."""
         local = {space.name for space in block.spaces.values()}
         for info in block.tensors:
             if any(space.name in local for space in info.spaces()):
-                own_info = own.tensor(info.key) or info
+                own_info = model_block.tensor(info.key) or info
                 if (tensor := read_tensor(own_info, self.models.views[model].tensors)) is not None:
                     yield info.key, tensor.to(device)
 

@@ -267,8 +267,8 @@ class _Refit:
         if self.pooled:
             total = sum(counts)
             return [[(k, i, share) for k, share in enumerate(shares)] for i in range(total)], [1.0] * total
-        own = [(k, i) for k, count in enumerate(counts) for i in range(count)]
-        return [[(k, i, 1.0)] for k, i in own], [shares[k] * len(shares) for k, _ in own]
+        pairs = [(k, i) for k, count in enumerate(counts) for i in range(count)]
+        return [[(k, i, 1.0)] for k, i in pairs], [shares[k] * len(shares) for k, _ in pairs]
 
     def _batches(self, number: int) -> list[Batch]:
         """The samples that a teacher brings; those of its own are written now."""

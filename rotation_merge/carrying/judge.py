@@ -94,8 +94,10 @@ def read_parts(
     if not writes_text(base):
         return TransferSamples(solved, HeldOutSamples(choice, choice, False), HeldOutSamples(judge, judge, False))
     few = replace(config, samples=AT_ONCE, seed=config.seed + 1)
-    own = halves(read_samples(new, SELF, **few.reading(AT_ONCE), module=base))
-    return TransferSamples(solved, HeldOutSamples(choice, own[0], True), HeldOutSamples(judge, own[1], True))
+    self_samples = halves(read_samples(new, SELF, **few.reading(AT_ONCE), module=base))
+    return TransferSamples(
+        solved, HeldOutSamples(choice, self_samples[0], True), HeldOutSamples(judge, self_samples[1], True)
+    )
 
 
 def parted(data: Data) -> tuple[Data, Data]:

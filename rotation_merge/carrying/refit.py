@@ -147,9 +147,9 @@ class ChangedAnswers:
             self.store.put(f"change:{batch}", [counts * (tuned[key] - old[key]) for key in keys])
         solved = maps.solved([key for key in keys if self._is_mapped(taps[0], key)])
         for batch in range(count):
-            own, changes = (self.store.get(f"{kind}:{batch}", self.new.device) for kind in ("own", "change"))
+            activations, changes = (self.store.get(f"{kind}:{batch}", self.new.device) for kind in ("own", "change"))
             moved = [c if key not in solved else c @ solved[key].to(c) for key, c in zip(keys, changes, strict=True)]
-            self._kept.put(batch, {key: x + change for key, x, change in zip(keys, own, moved, strict=True)})
+            self._kept.put(batch, {key: x + change for key, x, change in zip(keys, activations, moved, strict=True)})
             self.store.drop(f"own:{batch}")
             self.store.drop(f"change:{batch}")
         return True

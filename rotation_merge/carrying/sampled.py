@@ -177,8 +177,8 @@ class _Sampling:
             linear = linear_map(block, info, self.transfer.tied is not None)
             result[key] = change = dense(part, info)
             if linear is not None and new is not None and old is not None and info.name != self.transfer.tied:
-                own = linear.as_matrices(new.to(change) - old.to(change))
-                result[key] = linear.as_stored(added_by_wudi(own, linear.as_matrices(change)))
+                base_change = linear.as_matrices(new.to(change) - old.to(change))
+                result[key] = linear.as_stored(added_by_wudi(base_change, linear.as_matrices(change)))
         return result
 
     def _candidate(self, method: str, delta: Delta) -> ChangeCandidate:
@@ -228,7 +228,7 @@ class _Sampling:
     def _solved(self) -> tuple[dict[str, Tensor], list[str]]:
         """The new base's tensors with the change, solved on samples and perhaps trained further, and lines on it."""
         config, parts = self.transfer.config, self.parts
-        own = self._own_text() if parts.choice.writes and config.factor is None else []
+        base_samples = self._own_text() if parts.choice.writes and config.factor is None else []
         lines = [f"Refitted on {parts.solved.examples} samples ({config.data})."]
         options = ChangeOptions(
             softmax=HEAD_RIDGE if parts.solved.task in CROSS_ENTROPY else None,
@@ -239,10 +239,10 @@ class _Sampling:
         batches = unpadded(parts.solved.batches, config.data)
         config_of, tuned = self.views["new"].transformers_config, self.views["tuned"].tensors
         tensors, _ = refit_change(
-            self.transfer.carrier, config_of, tuned, batches, options, progress=self.progress, base_texts=own
+            self.transfer.carrier, config_of, tuned, batches, options, progress=self.progress, base_texts=base_samples
         )
         if config.method == "distil":
-            tensors, words = self._distilled(tensors, batches, own)
+            tensors, words = self._distilled(tensors, batches, base_samples)
             lines.append(words)
         return tensors, lines
 
@@ -253,7 +253,7 @@ class _Sampling:
         return read_samples(new, SELF, **config.reading(AT_ONCE // 2), module=self.module(new)).batches
 
     def _distilled(
-        self, tensors: Mapping[str, Tensor], solved: Sequence[Batch], own: Sequence[Batch]
+        self, tensors: Mapping[str, Tensor], solved: Sequence[Batch], base_samples: Sequence[Batch]
     ) -> tuple[dict[str, Tensor], str]:
         """The new base's tensors after some steps of training from a refit, and a line on it."""
         transfer, config, choice = self.transfer, self.transfer.config, self.parts.choice.tuned
@@ -262,12 +262,12 @@ class _Sampling:
         options = f"{config} {transfer.execution} {self.rank}"
         files = [config.alignment] if isinstance(config.alignment, str) else []
         with Store(self.place) as work:
-            key = mark_of(self.views.values(), files, options=options, samples=data_hash([*samples, *own]))
+            key = mark_of(self.views.values(), files, options=options, samples=data_hash([*samples, *base_samples]))
             work.begin(key)
             loaders = {name: partial(self.module, view) for name, view in self.views.items()}
-            share, answered = answered_by_target(loaders, choice, samples, own, work)
+            share, answered = answered_by_target(loaders, choice, samples, base_samples, work)
             student = self._student(tensors)
-            last = (len(held_out), max(1, round(HELD_OUT * len(own))))[: len(answered)]
+            last = (len(held_out), max(1, round(HELD_OUT * len(base_samples))))[: len(answered)]
             training = PolishOptions(
                 config.steps,
                 lora=self.rank,

@@ -213,7 +213,7 @@ def _with_heads(models: tuple[str, ...], donors: list[RecipeDonor]) -> list[Reci
             "--heads-of is for models, a recipe has its own 'heads_of'", remedy="leave out --heads-of"
         )
     heads = kept_head_names(map(open_model, models))
-    return [replace(donor, own=heads) for donor in donors]
+    return [replace(donor, own_heads=heads) for donor in donors]
 
 
 def _pictures(plot: str, count: int) -> list[str]:

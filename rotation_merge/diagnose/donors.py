@@ -34,7 +34,7 @@ class RecipeDonor:
         excluded: says of a tensor that it is copied from the anchor, or kept by each model.
         words: whether tokens at other ids stay where they are.
         unsupported: `error` refuses unknown tensors, `merge` keeps them.
-        own: names of tensors that every model keeps of its own (`heads_of: each`).
+        own_heads: names of tensors that every model keeps of its own (`heads_of: each`).
         match_on: weights, activations or both; with samples from `data` (empty: not named), so many.
     """
 
@@ -50,7 +50,7 @@ class RecipeDonor:
     match_on: str = WEIGHTS
     data: str = ""
     samples: int = 64
-    own: tuple[str, ...] = ()
+    own_heads: tuple[str, ...] = ()
 
     @property
     def matched(self) -> str:
@@ -95,7 +95,9 @@ def donors_of(path: str) -> list[RecipeDonor]:
         names = str(recipe.base), str(donor.model)
         recipe_donor = RecipeDonor(*names, options, recipe.untie, origin, file, excluded, words, recipe.unsupported)
         how, data, count = (recipe.of_model(name, reader, donor.model) for name in ("match_on", "data", "samples"))
-        result.append(replace(recipe_donor, match_on=how or WEIGHTS, data=data or "", samples=count, own=head_tensors))
+        result.append(
+            replace(recipe_donor, match_on=how or WEIGHTS, data=data or "", samples=count, own_heads=head_tensors)
+        )
     if not result:
         raise RecipeError("names no donor under 'models'", where=path, remedy="give two models instead")
     return result
@@ -170,7 +172,7 @@ def measurement_key(
     names = [name for donor in donors for name in (donor.anchor, donor.name, donor.origin) if name is not None]
     files = [*models, *sources, *(file for donor in donors for file in (donor.file, donor.data) if file)]
     facts = [
-        (donor.name, donor.options, donor.untie, donor.file, donor.match_on, donor.own)
+        (donor.name, donor.options, donor.untie, donor.file, donor.match_on, donor.own_heads)
         for donor in donors
         if len(models) > 1
     ]

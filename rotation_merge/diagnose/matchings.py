@@ -124,7 +124,7 @@ def moved(
         if donor.origin is not None:
             ends.append(_carried(recipe_path, donor, matching))
         elif matching is PLAIN:
-            ends.append((anchor, load(donor.name, like=None if donor.own else donor.anchor)))
+            ends.append((anchor, load(donor.name, like=None if donor.own_heads else donor.anchor)))
         else:
             ends.append(_aligned(opened(donor), donor, anchor, tick, ledger.under(str(number))))
     return ends
@@ -137,7 +137,7 @@ def opened(donor: RecipeDonor) -> Pair:
         RotationMergeError: they do not.
     """
     options = donor.options if donor.file is None else NOTHING
-    own = donor.own
+    own_heads = donor.own_heads
     carried = donor.origin is not None  # its adapter may be of that base
     return open_pair(
         donor.anchor,
@@ -145,7 +145,7 @@ def opened(donor: RecipeDonor) -> Pair:
         options,
         donor.untie,
         unsupported=donor.unsupported,
-        excluded=lambda name: name in own,
+        excluded=lambda name: name in own_heads,
         any_base=carried,
     )
 
@@ -153,7 +153,7 @@ def opened(donor: RecipeDonor) -> Pair:
 def _aligned(pair: Pair, donor: RecipeDonor, anchor: Any, tick: Tick | None, ledger: Ledger) -> tuple[Any, Any]:
     """Both models, with the donor aligned by its file or by matching."""
     if donor.file is None:
-        bodies = replace(pair, architecture=pair.architecture.without(donor.own))
+        bodies = replace(pair, architecture=pair.architecture.without(donor.own_heads))
         alignment, _ = match_pair(bodies, tick, _finder(donor), ledger)
     else:
         alignment = read_alignment(pair, donor.file, donor.untie)

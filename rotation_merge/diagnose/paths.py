@@ -47,9 +47,9 @@ class Paths:
         return self.donors[0].anchor
 
     @property
-    def own(self) -> tuple[str, ...]:
+    def own_heads(self) -> tuple[str, ...]:
         """Names of the head tensors that every model keeps."""
-        return self.donors[0].own
+        return self.donors[0].own_heads
 
     @property
     def measured(self) -> list[tuple[int, int]]:
@@ -58,7 +58,7 @@ class Paths:
             (donor, number)
             for donor in range(len(self.donors))
             for number in range(len(self.sources))
-            if not self.own or number in (0, donor + 1)
+            if not self.own_heads or number in (0, donor + 1)
         ]
 
     def models(self, matchings: Sequence[Matching]) -> int:
@@ -86,7 +86,7 @@ class Paths:
 
     def _data(self, anchor: Any) -> list[Data]:
         """Each data source, as the model with its head reads it."""
-        if not self.own:
+        if not self.own_heads:
             return [read_batches(source, self.anchor, anchor, **self.reading) for source in self.sources]
         names = (self.anchor, *(donor.name for donor in self.donors))
         pairs = zip(self.sources, names, strict=True)
@@ -95,10 +95,10 @@ class Paths:
     def check(self, matchings: Sequence[Matching]) -> None:
         """Collect all errors of models and matchings from headers."""
         count = len(self.donors) + 1
-        if self.own and len(self.sources) != count:
+        if self.own_heads and len(self.sources) != count:
             problem = f"{count} models keep heads of their own, data are given {len(self.sources)} times"
             raise RecipeError(problem, where="--data", remedy="give it once for each model, in their order")
-        if self.own and any(donor.origin is not None for donor in self.donors):
+        if self.own_heads and any(donor.origin is not None for donor in self.donors):
             problem = "a task vector has no output head, so it cannot be measured with 'heads_of: each'"
             raise RecipeError(problem, where=self.recipe_path, remedy="leave out 'heads_of', or 'finetuned_from'")
         for donor, matching in itertools.product(self.donors, matchings):
@@ -112,12 +112,12 @@ class Paths:
 
     def _curve(self, ends: tuple[Any, Any], data: Data, number: int, name: str, ledger: Ledger) -> Curve:
         """The curve of one matching on one of the data, under the head of the model whose data they are."""
-        head: Any = ends[min(number, 1)] if self.own else None
-        kept = head_names(architecture_of(head)) if self.own else set()
+        head: Any = ends[min(number, 1)] if self.own_heads else None
+        kept = head_names(architecture_of(head)) if self.own_heads else set()
         return path(*ends, data, self.points, name, self.tick, ledger, head, kept)
 
     def _barrier(self, donor: int, number: int, data: Data, curves: list[Curve]) -> Barrier:
         names = [self.anchor, *(donor.title for donor in self.donors)]
         options = asdict(self.donors[donor].options) if ALIGNED.name in [curve.name for curve in curves] else {}
         facts = (self.sources[number], data.task, data.examples, options)
-        return Barrier(names[0], names[donor + 1], *facts, curves, names[number] if self.own else "")
+        return Barrier(names[0], names[donor + 1], *facts, curves, names[number] if self.own_heads else "")

@@ -91,7 +91,10 @@ def recipe_of(
     value = {
         "merge_method": METHOD,
         "base_model": views[0].name,
-        "models": [{"model": view.name, "parameters": dict(own)} for view, own in zip(views, of_model, strict=True)],
+        "models": [
+            {"model": view.name, "parameters": dict(model_parameters)}
+            for view, model_parameters in zip(views, of_model, strict=True)
+        ],
         "parameters": {**_needed(delegate, shared), **RELATIONS[UNMOVED], **shared, "delegate": method},
     }
     return Recipe.of(Document(value))
@@ -137,13 +140,15 @@ class TensorParameters:
             RecipeError: a required parameter has no value for the tensor.
         """
         config, models = self.recipe.config, range(self.count)
-        own = [entry.parameters for entry in config.models or ()]
+        model_parameters = [entry.parameters for entry in config.models or ()]
         try:
             shared, each = resolve_parameters(
                 self.recipe.delegate.spec,
                 tensor_name=name,
                 inputs=dict.fromkeys(models, name),
-                sources=lambda model: [config.parameters] if model is None else [own[model], config.parameters],
+                sources=lambda model: (
+                    [config.parameters] if model is None else [model_parameters[model], config.parameters]
+                ),
                 base_model=None if self.recipe.plain else 0,
                 t=self._depth(name),
             )

@@ -125,8 +125,8 @@ def compiled(session: Session) -> Compiled:
     """
     recipe, models, run = session.recipe, session.models, session.run
     anchor, number = open_models(session), next(_runs)
-    name, own = f"rotation_merge:{recipe.delegate.spec.name}:{number}", recipe.own_method
-    whole = own is not None and own.whole_models
+    name, own_method = f"rotation_merge:{recipe.delegate.spec.name}:{number}", recipe.own_method
+    whole = own_method is not None and own_method.whole_models
     inner = passthrough_merge_method if whole else recipe.delegate
     method = Delegated(name, inner, recipe.plain or whole, recipe.excluded)
     _register(session, name, method)
@@ -148,7 +148,7 @@ def compiled(session: Session) -> Compiled:
         refitted = RefittedModels(session, config, donors, parts)
         served, prepare = refitted.served, refitted.prepare
         stock = of_one_model(stock, placed[recipe.base])
-    elif own is not None:
+    elif own_method is not None:
         stock = stock.model_copy(update={"dtype": None, "out_dtype": stock.out_dtype or stock.dtype})
         method.inner = ToldMethod(session, donors, output, parts, placed, dtype_from_name(stock.out_dtype)).told()
     names = {placed[model]: own_names for model, own_names in parts.own_names.items()}

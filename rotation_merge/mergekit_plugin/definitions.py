@@ -22,9 +22,9 @@ Names = Mapping[ModelReference, Mapping[str, str]]
 """By model, the own name of each output tensor that is called otherwise in the model."""
 
 
-def read_as(name: str, own: str) -> str:
+def read_as(name: str, stored_name: str) -> str:
     """The name under which a model gives an output tensor that it calls otherwise."""
-    return f"{name} of {own}"
+    return f"{name} of {stored_name}"
 
 
 class AlignedModule(ModuleArchitecture):
@@ -37,11 +37,11 @@ class AlignedModule(ModuleArchitecture):
     def __init__(self, architecture: Architecture, module: str, own_names: Names) -> None:
         self.architecture, self.module, self.own_names = architecture, module, own_names
 
-    def _weights(self, place: str, index: int | None, own: Mapping[str, str]) -> list[WeightInfo]:
+    def _weights(self, place: str, index: int | None, stored_names: Mapping[str, str]) -> list[WeightInfo]:
         return [
             WeightInfo(
-                name=own.get(name, name),
-                aliases=(read_as(name, own[name]),) if name in own else None,
+                name=stored_names.get(name, name),
+                aliases=(read_as(name, stored_names[name]),) if name in stored_names else None,
                 vocabulary_axis=info.vocabulary_axis,
             )
             for block in self.architecture.blocks

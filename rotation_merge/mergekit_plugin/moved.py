@@ -32,9 +32,9 @@ def named_as(tensors: Tensors, stored: Block, named: Block) -> Tensors:
     """A model's tensors of one block, under the names of another block; tied ones under their first name."""
     present: dict[str, str] = {}
     for info in named.tensors:
-        own = stored.tensor(info.key) or info
-        for new, old in zip(info.names, own.names, strict=True):
-            known = next((name for name in (old, *own.tied) if name in tensors), None)
+        stored_info = stored.tensor(info.key) or info
+        for new, old in zip(info.names, stored_info.names, strict=True):
+            known = next((name for name in (old, *stored_info.tied) if name in tensors), None)
             if known is not None:
                 present[new] = known
     return tensors.renamed(present).only(present)

@@ -97,22 +97,22 @@ class MovedStatistics:
     """One model's statistics of one output block, moved as the model's part is, by the names of the output.
 
     Attributes:
-        own: the model's block.
+        model_block: the model's block.
         stored: of the whole model, as measured.
         rows: what puts the model's classes into the anchor's order, by its own names.
     """
 
     out: OutputBlock
     part: MovedBlock
-    own: Block
+    model_block: Block
     stored: Statistics
     rows: Mapping[str, tuple[int, tuple[int, ...]]]
 
     @cached_property
     def own_names(self) -> dict[str, str]:
         """By the anchor's name of a tensor the model's."""
-        pairs = ((info, self.own.tensor(info.key) or info) for info in self.part.block.tensors)
-        return {new: old for info, own in pairs for new, old in zip(info.names, own.names, strict=True)}
+        pairs = ((info, self.model_block.tensor(info.key) or info) for info in self.part.block.tensors)
+        return {new: old for info, model_info in pairs for new, old in zip(info.names, model_info.names, strict=True)}
 
     @cached_property
     def output_names(self) -> dict[str, str]:
@@ -146,9 +146,12 @@ class OutputStatistics:
         buffers = stored.metadata.get("buffers", ())
         self.metadata: dict[str, Any] = {
             **stored.metadata,
-            "buffers": [name for name, own in names.items() if own in buffers],
+            "buffers": [name for name, stored_name in names.items() if stored_name in buffers],
         }
-        self.path, self.uncalled = stored.path, frozenset(n for n, own in names.items() if own in stored.uncalled)
+        self.path, self.uncalled = (
+            stored.path,
+            frozenset(n for n, stored_name in names.items() if stored_name in stored.uncalled),
+        )
 
     def gram(self, name: str) -> Gram | None:
         """The Gram of a map's inputs."""

@@ -67,7 +67,7 @@ class RecipeViews:
         if model != self.recipe.base:
             copied = filter(self.recipe.excluded, self._names(model))
             view = replace(view, tensors=view.tensors.replaced(self.anchor.tensors.only(copied)))
-        names = {read_as(name, own): name for name, own in self.own_names.get(model, {}).items()}
+        names = {read_as(name, stored_name): name for name, stored_name in self.own_names.get(model, {}).items()}
         return replace(view, tensors=view.tensors.renamed(names).only(_served(view.tensors, names)))
 
     @cached_property
@@ -77,8 +77,8 @@ class RecipeViews:
         for out in self.output.blocks:
             for model, block in out.sources.items() if out.index is not None else ():
                 for info in out.block.tensors:
-                    own = (block.tensor(info.key) or info).names
-                    result.setdefault(model, {}).update(zip(info.names, own, strict=True))
+                    stored_names = (block.tensor(info.key) or info).names
+                    result.setdefault(model, {}).update(zip(info.names, stored_names, strict=True))
         return {model: names for model, names in result.items() if any(new != old for new, old in names.items())}
 
     def statistics(self, model: ModelReference, stored: Statistics) -> OutputStatistics:
@@ -135,11 +135,11 @@ class RecipeViews:
 
     def _carried(self, out: OutputBlock, model: ModelReference, block: Block, donor: Donor) -> MovedBlock:
         """The anchor with a donor's change, which samples chose."""
-        own = same_block(self.session.models, self.recipe.base, block)
-        part = self._moved(out, self.recipe.base, own, None, whole=False)
+        base_block = same_block(self.session.models, self.recipe.base, block)
+        part = self._moved(out, self.recipe.base, base_block, None, whole=False)
         names: dict[str, str] = {}
         for info in out.anchor.tensors:
-            names.update(zip(info.names, (own.tensor(info.key) or info).names, strict=True))
+            names.update(zip(info.names, (base_block.tensor(info.key) or info).names, strict=True))
 
         def changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
             assert donor.carried.view is not None
