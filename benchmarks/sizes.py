@@ -1,4 +1,4 @@
-"""What merges cost at the sizes that people have: plain linear and ours in the same run, by phase; inspect's estimates.
+"""What merges cost at the sizes that people have: plain linear and ours in the same run, by phase.
 
     python benchmarks/sizes.py --shape llama-300m             whole models
     python benchmarks/sizes.py --shape llama-300m --threads 0            wall time at torch's default of threads
@@ -7,16 +7,15 @@
     python benchmarks/sizes.py --changes --shape llama-8b --layers 1 --vocabulary 4000    changes of two fine-tunes
     python benchmarks/sizes.py --align --layers 1 --vocabulary 128256    `align` and `carry`
     python benchmarks/sizes.py --curves                       cost by layers, width and donors
-    python benchmarks/sizes.py --estimates                    the estimates for what has been measured
 
 Two bf16 models of the shape (`shapes.py`) are merged half and half by `mergekit-yaml` in processes of their own: once
 as users run it, which gives time and memory, and once watched, which gives phases (`phases.py`). The donor is a
 fine-tune (2% noise), a planted twin, or independent. Seconds are processor time where a title does not say wall.
-"Start" is what Python and its libraries take before a merge begins; the estimates are of the rest.
+"Start" is what Python and its libraries take before a merge begins.
 
 With `--whole` some layers and a part of the vocabulary are measured and the whole shape is extrapolated from them: what
 was spent in layers by their number, the rest by the weights outside of layers. For a residual stream of independent
-models two passes are measured and as many counted as are typical (`estimate.py`).
+models two passes are measured and `PASSES` counted.
 """
 
 from __future__ import annotations
@@ -40,14 +39,10 @@ import numpy as np
 import torch
 import yaml
 from merging import STILL, halves, recipe
-from record import RESULTS, Table
+from record import Table
 from shapes import OPTIONS, SHAPES, Shape, add_options, chosen, write
 
-import rotation_merge as rm
-from rotation_merge.architecture import resolve
 from rotation_merge.matching.passes import PARTS, SAMPLE
-from rotation_merge.mergekit_plugin.delegates import OWN
-from rotation_merge.report.estimate import PASSES, Estimate, averaging, estimate
 
 TURNED: dict[str, object] = {**OPTIONS, "residual": "rotation", "untie": True}
 CASES: dict[str, tuple[str, Mapping[str, object]]] = {
@@ -58,6 +53,9 @@ CASES: dict[str, tuple[str, Mapping[str, object]]] = {
     "far, residual: rotation": ("far", TURNED),
 }
 LINEAR = "mergekit's linear"
+PASSES = 4
+"""Passes over two independent models that matching their stream takes from its better start, about as many as between
+ViTs and between Llamas of other seeds."""
 EACH_PASS = ("reading", "matching", "stream")
 """Phases that every pass over the model takes anew."""
 
@@ -138,16 +136,6 @@ def process(command: Sequence[object], threads: int) -> Cost:
             log.seek(0)
             sys.exit(log.read().decode())
     return Cost(wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, {})
-
-
-def expected(shape: Shape, case: str, donors: int = 1) -> float:
-    """Seconds by the estimate of `inspect`, on as many threads as there are here."""
-    options = dict(CASES[case][1])
-    near, untie = CASES[case][0] != "far", bool(options.pop("untie", False))
-    architecture = resolve(shape.config, list(shape.sizes), "benchmark", untie=untie)
-    sizes = replace(shape, tied=False).sizes if untie else shape.sizes
-    found: Estimate = estimate(architecture, sizes, rm.AlignConfig(**options), 2, 2)  # type: ignore[arg-type]
-    return (found.near_seconds if near else found.seconds) * donors
 
 
 def middle(costs: Sequence[Cost]) -> Cost:
@@ -238,31 +226,6 @@ def by_layers(part: Shape, full: Shape, cases: Sequence[str], threads: int, tabl
         )
 
 
-def estimates(table: Table) -> None:
-    """The estimate on one thread for every shape and case, beside what was measured."""
-    for name, shape in ((n, s) for n, s in SHAPES.items() if n != "llama-tiny"):
-        for case in CASES:
-            if case != "planted":
-                guess, took = expected(shape, case), measured(name, shape).get(case)
-                cells = {"shape": name, "merge": case, "measured": _time(took) if took else ""}
-                cells |= {"estimate": _time(guess), "estimate / measured": f"{guess / took:.2f}" if took else ""}
-                table.add(cells)
-
-
-def measured(name: str, shape: Shape) -> dict[str, float]:
-    """Seconds by case: of whole merges, or extrapolated."""
-    found = {}
-    for kind, column, unit in (("sizes", "after the start", 1), ("layers", f"{shape.layers} layers, min", 60)):
-        path = RESULTS / f"{kind}-{name.removeprefix('llama-')}.json"
-        rows = json.loads(path.read_text("utf-8"))["rows"] if path.exists() else []
-        found.update({row["merge"]: unit * float(row[column]) for row in rows})
-    return found
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 300 else f"{seconds / 60:.1f} min"
-
-
 def with_data(shape: Shape, threads: int, table: Table, folder: Path) -> None:
     """Statistics of one model, and a refit of two, on 64 samples of 128 made-up tokens."""
     anchor, donor = write(shape, folder / "anchor"), write(shape, folder / "near", "near")
@@ -278,19 +241,13 @@ def with_data(shape: Shape, threads: int, table: Table, folder: Path) -> None:
 
 
 def changes(shape: Shape, threads: int, table: Table, folder: Path) -> None:
-    """Averages of the changes of two fine-tunes, and what `inspect` estimates for them."""
+    """Averages of the changes of two fine-tunes."""
     anchor = write(shape, folder / "anchor")
     donors = [write(shape, folder / f"near{number}", "near", number) for number in (0, 1)]
-    architecture = resolve(shape.config, list(shape.sizes), "benchmark")
-    alone = rm.AlignConfig(**STILL)
-    reading = estimate(architecture, shape.sizes, alone, 2, 2).seconds * len(donors)
     for delegate in ("linear", "wudi", "iso"):
-        options = {"delegate": delegate, **STILL}
-        cost, more = run(options, anchor, donors, threads), 0.0
-        if delegate != "linear":
-            more = averaging(OWN[delegate], {}, architecture, shape.sizes, len(donors)).seconds
-        cells = {"after the start, s": f"{cost.total:.0f}", "estimate, s": f"{reading + more:.0f}"}
-        table.add({"merge": delegate, **cells, "peak, MB": f"{cost.peak / 1e6:.0f}"})
+        cost = run({"delegate": delegate, **STILL}, anchor, donors, threads)
+        cells = {"after the start, s": f"{cost.total:.0f}", "peak, MB": f"{cost.peak / 1e6:.0f}"}
+        table.add({"merge": delegate, **cells})
 
 
 def outside(shape: Shape, threads: int, table: Table, folder: Path) -> None:
@@ -350,12 +307,9 @@ def main() -> None:
     parser.add_argument("--data", action="store_true", help="measure and refit instead")
     parser.add_argument("--changes", action="store_true", help="average changes of fine-tunes instead")
     parser.add_argument("--align", action="store_true", help="align and carry instead")
-    parser.add_argument("--estimates", action="store_true", help="the estimates for what has been measured instead")
     parser.add_argument("--folder", help="where models are written for the time being")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads or torch.get_num_threads())
-    if arguments.estimates:
-        return estimates(Table("estimates"))
     name = arguments.shape.removeprefix("llama-") + ("" if arguments.threads else "-default")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
         if arguments.curves:

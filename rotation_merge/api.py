@@ -51,7 +51,6 @@ from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.measuring import measured_in_memory
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
 from rotation_merge.run.statistics import Statistics
-from rotation_merge.search.clock import Clock
 from rotation_merge.search.config import MergeConfig
 from rotation_merge.search.job import SearchConfig, usual_data
 from rotation_merge.search.outcome import Outcome
@@ -475,13 +474,12 @@ def merge(
     sources = sources or (usual_data(names[0]),)
     search_config = SearchConfig(models=tuple(names), out=place, data=sources, **{**asdict(config), "base": base})
     check_output(Output(place, "out", FOLDER), [Input(name, "model") for name in names], force=True)
-    with Clock(config.seconds, watch or LOG.info, lambda _: None) as clock:
-        search = Search(search_config, clock)
-        outcome = search.outcome_of()
-        written = outcome.verdict.worth_it or anyway
-        if written:
-            search.write()
-        search.clean(written)
+    search = Search(search_config, watch or LOG.info)
+    outcome = search.outcome_of()
+    written = outcome.verdict.worth_it or anyway
+    if written:
+        search.write()
+    search.clean(written)
     return outcome
 
 

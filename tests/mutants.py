@@ -155,7 +155,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     **{
         f"rotation_merge/run/{name}.py": MEASURES for name in ("layers", "measure", "measuring", "passes", "statistics")
     },
-    "rotation_merge/report/estimate.py": ("report/test_estimate.py",),
+    **{f"rotation_merge/report/{name}.py": ("report/test_memory.py",) for name in ("memory", "spaces")},
 }
 """The tests that cover a file or a folder; the longest name that fits counts."""
 

@@ -77,14 +77,6 @@ class TaskVectorMethod(OwnMethod):
         """
         raise NotImplementedError
 
-    def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
-        """Approximate number of float64 operations of `change` for one map.
-
-        Args:
-            shape: (outputs, inputs).
-        """
-        return 2.0 * models * shape[0] * shape[1]
-
     def in_slices(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:

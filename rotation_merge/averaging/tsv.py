@@ -12,9 +12,6 @@ from torch import Tensor
 from rotation_merge.averaging.task_vectors import COMMON, CONTRACT, TaskVectorMethod
 from rotation_merge.linalg.sliced import SlicedMatrix, beside, polar, weighted_sum
 
-SVD = 24.0
-"""Times as long as a product of a matrix with its transpose a thin SVD takes, in float64 on a processor."""
-
 ZERO = 1e-9
 """Singular values below this share of the largest have no direction, in a change that is exact in float64."""
 
@@ -65,9 +62,6 @@ class Tsv(SingularMethod):
             rights.append(v[:rank].clone())  # or all of it stays in memory
         return (beside(lefts).polar() * torch.cat(values)) @ polar(torch.cat(rights))
 
-    def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
-        return (models + 2) * svd_operations(shape)
-
 
 class Iso(SingularMethod):
     """Iso-C: the sum of the changes with all its singular values replaced by their mean.
@@ -94,12 +88,3 @@ class Iso(SingularMethod):
         least = sum(share * change.norm() for share, change in zip(shares, weighed, strict=True))
         count = max(1, int((s > max(ZERO * float(s[0]), least)).sum()))
         return (left_vectors(count) * s[:count].mean()) @ v[:count]
-
-    def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
-        return svd_operations(shape)
-
-
-def svd_operations(shape: tuple[int, int]) -> float:
-    """Floating-point operations of a thin SVD."""
-    small, large = sorted(shape)
-    return SVD * large * small**2

@@ -87,14 +87,6 @@ class Wudi(TaskVectorMethod):
 
         return replace(changes[0], rows=merged)
 
-    def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
-        outputs, inputs = shape
-        if parameters["sides"] == "both":
-            small, large = sorted(shape)
-            return float(STEPS * models * (4 * large * small**2 + 2 * small**3))
-        products = 4 * outputs**2 * inputs if _is_wide(shape) else 2 * outputs * inputs**2
-        return float(models * (2 * outputs * inputs**2 + products) + inputs**3 + 2 * outputs * inputs**2)
-
 
 def _is_wide(shape: Sequence[int]) -> bool:
     """Whether ``D D^T D`` takes less time and memory by ``D D^T`` than by ``D^T D``; shape: (outputs, inputs)."""

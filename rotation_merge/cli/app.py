@@ -16,7 +16,7 @@ from rotation_merge.errors import INTERRUPTED, nearest, removed
 COMMANDS = {
     "merge": "Find the best merge of models: try several, judge on held-out samples, write the winner with its recipe.",
     "check": "Check a recipe before it runs: all faults at once, and which preset fits.",
-    "inspect": "Show a model, a recipe or a file: spaces, groups, expected cost, reports, methods.",
+    "inspect": "Show a model, a recipe or a file: spaces, groups, memory, reports, methods.",
     "compare": "Show how far apart two models are, space by space, before and after alignment.",
     "doctor": "Find out why a merge writes gibberish: causes with remedies, the likeliest first.",
     "align": "Rewrite a donor's weights, with the same outputs, so that they line up with an anchor's.",

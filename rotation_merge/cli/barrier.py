@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,11 +24,9 @@ from rotation_merge.cli.paths import (
 from rotation_merge.cli.show import (
     Progress,
     json_option,
-    note,
     on_terminal,
     print_json,
     say,
-    seconds_text,
     shown,
     table,
 )
@@ -46,9 +43,6 @@ if TYPE_CHECKING:
 
 NEW_PLOT = Writes(work=(MATCHING_UNFINISHED,))
 SAVED = Writes(within=FILE, work=(MATCHING_UNFINISHED,), wrote=is_barrier, beside=True)
-
-EVERY, ENOUGH = 20.0, 3
-"""Seconds between two lines of progress, and the number of models from which an estimate is given."""
 
 ON_PATHS = "models on the paths"
 
@@ -70,20 +64,8 @@ class PathProgress(Progress):
     def __call__(self, activity: str, done: float, total: float) -> None:
         if activity.startswith(PATH):
             self._done += done > 0
-            if self._done == 0:
-                self._began = time.perf_counter()
             activity, done, total = ON_PATHS, self._done, self.models
         super().__call__(activity, done, total)
-
-    def _line(self, activity: str, done: float, total: float) -> None:
-        if activity != ON_PATHS:
-            super()._line(activity, done, total)
-            return
-        now = time.perf_counter()
-        if done >= ENOUGH and now - self._said > EVERY:
-            self._said = now
-            remaining = (now - self._began) / done * (total - done)
-            note(f"{done} of {total} {ON_PATHS}, about {seconds_text(remaining)} left ...")
 
 
 @click.command(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from rotation_merge.cli.options import config_of, matching_options
 from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document, read_recipe
-from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, seconds_text, shown, table
+from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, shown, table
 from rotation_merge.diagnose.donors import RecipeDonor
 from rotation_merge.errors import RotationMergeError, nearest_path
 from rotation_merge.matching.options import NOTHING, AlignConfig
@@ -22,14 +22,12 @@ from rotation_merge.mergekit_plugin.document import documents
 from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.open import parse_reference
-from rotation_merge.model.view import View
 from rotation_merge.record import REPORT_FILE
-from rotation_merge.report.estimate import AveragingCost, Estimate, averaging, carried, estimate
 from rotation_merge.report.files import described, is_own_file
+from rotation_merge.report.memory import averaging_memory, itemsize_of, peak_memory
+from rotation_merge.report.spaces import MatchedSpaces, matched_spaces
 
 ARCHITECTURE, CONFIG = Reads("architecture file"), Reads("config")
-
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @click.command(
@@ -51,11 +49,11 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 def command(
     context: click.Context, target: str | None, config: str | None, untie: bool, as_json: bool, **values: Any
 ) -> int:
-    """Spaces, sizes and groups of a model, what stays unaligned and why, and the cost of aligning.
+    """Spaces, sizes and groups of a model, what stays unaligned and why, and the memory and disk that aligning needs.
 
     A model is taken as a donor under these options; a recipe shows each of its donors under its own options. Reads only
-    configs and headers. Time is estimated for this machine; memory does not include Python and its libraries. For FILE
-    (an alignment, statistics, or a merge's rotation_merge.json), shows its content.
+    configs and headers. Memory does not include Python and its libraries. For FILE (an alignment, statistics, or a
+    merge's rotation_merge.json), shows its content.
 
     Reports, cards and files identify models by fingerprints. These tell weights apart; they do not protect against
     forgery.
@@ -85,7 +83,7 @@ def command(
         return ABOUT[question](target, as_json)
     if not of_model and is_own_file(target):
         return _show_file(described(target), as_json)
-    return _costs(target, config_of(AlignConfig, values), untie, as_json)
+    return _needs(target, config_of(AlignConfig, values), untie, as_json)
 
 
 def _check_there(target: str) -> None:
@@ -102,52 +100,41 @@ def _check_there(target: str) -> None:
         raise RotationMergeError("no such file or directory", where=target, remedy=remedy)
 
 
-def _costs(target: str, options: AlignConfig, untie: bool, as_json: bool) -> int:
-    """Cost of aligning a model, or each donor of a recipe."""
-    estimates = []
+def _needs(target: str, options: AlignConfig, untie: bool, as_json: bool) -> int:
+    """What aligning a model needs, or each donor of a recipe."""
+    donors = []
     for donor in _donors(target, options, untie, as_json):
-        estimates.append((donor, _estimate(donor)))
+        donors.append(_inspected(donor))
         if not as_json:
-            _show(*estimates[-1])
-    cost = _averaging(target) if is_document(target) else None
+            _show(donors[-1])
+    averaging = _averaging(target) if is_document(target) else None
     if as_json:
-        more = {} if cost is None else {"averaging": asdict(cost)}
-        facts = [
-            {"model": d.name, "origin": d.origin, "alignment": d.file, "options": asdict(d.options), **more}
-            for d, _ in estimates
-        ]
-        print_json([{**fact, **asdict(result)} for fact, (_, result) in zip(facts, estimates, strict=True)])
+        more = {} if averaging is None else {"averaging": averaging}
+        print_json([{**donor.facts(), **more} for donor in donors])
         return 0
-    if len(estimates) > 1:
-        total = sum(result.seconds for _, result in estimates)
-        most = max(result.memory for _, result in estimates)
-        say(f"All {len(estimates)} donors: {seconds_text(total)}, {bytes_text(most)} of memory")
-    if cost is not None:
-        say(
-            f"Delegate {cost.delegate}: {seconds_text(cost.seconds)} more, {bytes_text(cost.memory)} of memory for its "
-            "largest map"
-        )
+    if len(donors) > 1:
+        say(f"All {len(donors)} donors: {bytes_text(max(donor.memory for donor in donors))} of memory")
+    if averaging is not None:
+        say(f"Delegate {averaging['delegate']}: {bytes_text(averaging['memory'])} of memory for its largest map")
     return 0
 
 
-def _averaging(path: str) -> AveragingCost | None:
-    """Cost of a delegate that merges task vectors; None for other delegates."""
+def _averaging(path: str) -> dict[str, Any] | None:
+    """Name and memory of a delegate that merges task vectors; None for other delegates."""
     from rotation_merge.averaging.task_vectors import TaskVectorMethod
     from rotation_merge.diagnose.donors import last_recipe
     from rotation_merge.mergekit_plugin.recipe import Recipe
     from rotation_merge.model.open import open_model
 
     recipe = Recipe.of(last_recipe(path, "give two models instead"))
-    method, config = recipe.delegate, recipe.config
+    method = recipe.delegate
     if not isinstance(method, TaskVectorMethod):
         return None
     base = open_model(str(recipe.base), any_base=True)
-    known = {parameter.name for parameter in method.spec.parameters}
-    values = {name: value for name, value in (config.parameters or {}).items() if name in known}
-    plain = {name: value for name, value in values.items() if isinstance(value, str | int | float)}
-    models = sum(model.model != recipe.base for model in config.models or [])
+    models = sum(model.model != recipe.base for model in recipe.config.models or [])
     tied = base.tied_head is not None and not recipe.untie
-    return averaging(method, plain, base.architecture, dict(base.shapes), models, tied)
+    memory = averaging_memory(method, base.architecture, base.shapes, models, tied)
+    return {"delegate": method.spec.name, "memory": memory}
 
 
 def _donors(target: str, options: AlignConfig, untie: bool, as_json: bool) -> list[RecipeDonor]:
@@ -166,35 +153,30 @@ def _donors(target: str, options: AlignConfig, untie: bool, as_json: bool) -> li
 
 
 @dataclass(frozen=True)
-class _DonorHeaders:
-    """A donor as its config and the heads of its files show it.
+class _InspectedDonor:
+    """A donor (or its base) as its config and the headers of its files show it.
 
     Attributes:
+        memory, disk: bytes at the peak beyond Python and its libraries, and bytes written.
         warnings: reasons to doubt a merge.
-        anchor: config, architecture as it is matched and shapes.
-        options: of matching, as they were settled.
     """
 
+    donor: RecipeDonor
+    spaces: MatchedSpaces
+    memory: int
+    disk: int
     warnings: list[str]
-    anchor: View
-    options: AlignConfig
+
+    def facts(self) -> dict[str, Any]:
+        """The facts for JSON."""
+        donor = self.donor
+        facts = {"model": donor.name, "origin": donor.origin, "alignment": donor.file, "options": asdict(donor.options)}
+        needs = {"memory": self.memory, "disk": self.disk, "warnings": self.warnings}
+        return {**facts, **asdict(self.spaces), **needs}
 
 
-def _estimate(donor: RecipeDonor) -> Estimate:
-    """Cost of matching a donor (or its base) to the anchor; checks its files, too."""
-    headers = _headers(donor)
-    anchor = headers.anchor
-    dtype = str(anchor.config.get("dtype") or anchor.config.get("torch_dtype") or "float32")
-    size = ITEMSIZE.get(dtype.removeprefix("torch."), 4)
-    options, shapes = headers.options if donor.file is None else NOTHING, dict(anchor.shapes)
-    tied = anchor.tied[1] if anchor.tied is not None and not donor.untie else None
-    result = estimate(anchor.architecture, shapes, options, size, size, tied)
-    result = replace(result, warnings=headers.warnings)
-    return result if donor.origin is None else carried(result, shapes, size)
-
-
-def _headers(donor: RecipeDonor) -> _DonorHeaders:
-    """Anchor and donor as a merge opens them."""
+def _inspected(donor: RecipeDonor) -> _InspectedDonor:
+    """Open anchor and donor as a merge does, which checks their files, too."""
     from rotation_merge.matching.open_pair import check_models, open_pair
 
     options, known = donor.options, donor.unsupported
@@ -204,14 +186,20 @@ def _headers(donor: RecipeDonor) -> _DonorHeaders:
     if donor.matched != donor.name:
         check_models(donor.matched, donor.name, NOTHING, excluded=donor.excluded, unsupported=known, any_base=True)
     pair = open_pair(donor.anchor, donor.anchor, options, donor.untie, unsupported=known)
+    anchor, size = pair.anchor, itemsize_of(pair.anchor.config)
+    options = pair.checked.options if donor.file is None else NOTHING
+    tied = anchor.tied[1] if anchor.tied is not None and not donor.untie else None
+    spaces = matched_spaces(pair.architecture, anchor.shapes, options, tied)
+    memory = peak_memory(pair.architecture, anchor.shapes, options, size, carried=donor.origin is not None)
     warnings = [*checked.warnings, *checked.notes()] if checked is not None else []
-    return _DonorHeaders(warnings, replace(pair.anchor, architecture=pair.architecture), pair.checked.options)
+    return _InspectedDonor(donor, spaces, memory, size * spaces.parameters, warnings)
 
 
-def _show(donor: RecipeDonor, result: Estimate) -> None:
-    rows = [(x.space, x.kind, x.sizes, x.blocks, x.group) for x in result.lines]
+def _show(inspected: _InspectedDonor) -> None:
+    donor, spaces = inspected.donor, inspected.spaces
+    rows = [(x.space, x.kind, x.sizes, x.blocks, x.group) for x in spaces.lines]
     table(
-        f"{donor.title}: {result.family}, {result.parameters:,} weights",
+        f"{donor.title}: {spaces.family}, {spaces.parameters:,} weights",
         ("space", "kind", "size", "where", "group"),
         rows,
     )
@@ -219,17 +207,13 @@ def _show(donor: RecipeDonor, result: Estimate) -> None:
         say(f"{donor.origin} is aligned to {donor.anchor}; the maps are applied to {donor.name} minus {donor.origin}.")
     if donor.file is not None:
         say(f"Nothing is matched: the transforms are read from {donor.file}.")
-    for warning in result.warnings:
+    for warning in inspected.warnings:
         say(f"Warning: {warning}", "yellow")
-    share = result.matched / result.parameters if result.parameters else 0.0
+    share = spaces.matched / spaces.parameters if spaces.parameters else 0.0
     say(f"Matched: {share:.0%} of the weights. Limits:")
-    for reason in result.unaligned:
+    for reason in spaces.unaligned:
         say(f"- {reason}")
-    say(
-        f"Estimate for one donor: {seconds_text(result.near_seconds)} between near fine-tunes, "
-        f"{seconds_text(result.seconds)} between others, {bytes_text(result.memory)} of memory, "
-        f"{bytes_text(result.disk)} on disk"
-    )
+    say(f"One donor needs {bytes_text(inspected.memory)} of memory and {bytes_text(inspected.disk)} on disk")
 
 
 def _show_file(contents: dict[str, Any], as_json: bool) -> int:

@@ -11,7 +11,7 @@ import click
 
 from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
 from rotation_merge.cli.paths import MODEL, MODELS_AND_OUT, NEW_MODEL, SAMPLE_SOURCE, hold_outputs, outputs_of
-from rotation_merge.cli.show import StatusLine, json_option, note, print_json, say, shown, table
+from rotation_merge.cli.show import Progress, json_option, note, print_json, say, shown, table
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.run.sample_kinds import KINDS
 from rotation_merge.search.config import MergeConfig
@@ -56,10 +56,11 @@ def command(
     """Find the best merge of A, B, ... and write it to OUT with its recipe.
 
     Tries plain and aligned averages, averages of task vectors (from --base, or a base found from adapters, cards or
-    weights), refits and learned alignments, within the budget. Judges each on held-out samples, and by its forgetting
-    of the base. Writes the best one with recipe.yml, from which mergekit-yaml makes the same weights. If one parent
-    alone is better than every merge, the command says so, writes nothing without --anyway, and exits with code 1. An
-    interrupted search continues. --polish distils the parents into the merge, in a separate step.
+    weights), refits and learned alignments, the cheap ones first, until the budget is spent. Judges each on held-out
+    samples, and by its forgetting of the base. Writes the best one with recipe.yml, from which mergekit-yaml makes the
+    same weights. If one parent alone is better than every merge, the command says so, writes nothing without --anyway,
+    and exits with code 1. An interrupted search continues. --polish distils the parents into the merge, in a separate
+    step.
     """
     began = time.perf_counter()
     if len(models) < 3:
@@ -79,9 +80,9 @@ def command(
 
     from rotation_merge.model.adapter_base import on_base
     from rotation_merge.model.open import whole_path
-    from rotation_merge.search.clock import Clock
     from rotation_merge.search.job import SearchConfig, usual_data
     from rotation_merge.search.run import Search
+    from rotation_merge.workers import listening
 
     base, bare = options.base and whole_path(options.base), list(map(whole_path, names))
     names = [on_base(name, base) for name in bare]
@@ -90,17 +91,17 @@ def command(
     sources = data or (usual_data(names[0]),)
     values = {**asdict(options), "base": base, "device": usable_device(device)}
     config = SearchConfig(models=tuple(names), out=out, data=sources, **values)
-    line = StatusLine()
-    with Clock(config.seconds, line.say, line.status, began) as clock:
-        search = Search(config, clock)
+    progress = Progress()
+    with listening(progress):
+        search = Search(config, progress.note, began)
         outcome = search.outcome_of(force)
         written = outcome.verdict.worth_it or anyway
         if written:
-            with clock.step(f"writing {out}"):
-                search.write()
-        line.clear()
+            search.write()
+        progress.close()
         trained = _polished(search, out) if written and polish else None
         search.clean(written)
+    progress.close()
     if as_json:
         outputs = {"written": out if written else None, "polished": trained}
         print_json({**outcome.to_dict(), **outputs})

@@ -6,7 +6,6 @@ import functools
 import json
 import logging
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -157,33 +156,6 @@ def note(text: str) -> None:
     click.echo(printable(text), err=True)
 
 
-class StatusLine:
-    """Messages and progress on stderr: one overwritten line on a terminal, plain lines elsewhere."""
-
-    def __init__(self) -> None:
-        self._shown = False
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        self.clear()
-        note(text)
-
-    def status(self, text: str) -> None:
-        """Progress in words."""
-        if not sys.stderr.isatty():
-            note(text)
-            return
-        width = shutil.get_terminal_size().columns - 1
-        click.echo(f"\r\x1b[K{text[:width]}", nl=False, err=True)
-        self._shown = True
-
-    def clear(self) -> None:
-        """Clear the progress line."""
-        if self._shown:
-            click.echo("\r\x1b[K", nl=False, err=True)
-            self._shown = False
-
-
 LINE_SECONDS = 30.0
 """Seconds between two lines of progress where there is no terminal."""
 
@@ -216,6 +188,11 @@ class Progress:
         self._said = now
         amount = f" {done:.0f} of {total:.0f}" if total else ""
         note(f"{activity}{amount}, {seconds_text(now - self._began)} so far")
+
+    def note(self, text: str) -> None:
+        """A line that stays, above the bar."""
+        self.close()
+        note(text)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -22,7 +22,8 @@ from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness, sampled_changes
 from rotation_merge.model.open import open_model
 from rotation_merge.model.remote import RemoteModel
-from rotation_merge.report.estimate import estimate
+from rotation_merge.report.memory import itemsize_of, peak_memory
+from rotation_merge.workers import free_memory
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,6 @@ def suggestions(path: str) -> list[Suggestion]:
     return results
 
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-
-
 @dataclass(frozen=True)
 class ResourceNeeds:
     """Bytes that a merge needs, and free bytes.
@@ -146,9 +144,9 @@ class ResourceNeeds:
     Attributes:
         downloads: by model of the hub.
         cache: folder that they are downloaded to.
-        output, memory: of the merged model, and at the peak beyond Python and its libraries; None where no estimate is
-            known (recipes of other methods).
-        free_disk, free_memory: of the cache's disk and of the machine; None where the system does not say.
+        output, memory: of the merged model, and at the peak beyond Python and its libraries; None for recipes of other
+            methods.
+        free_disk, free_memory: of the cache's disk (None where the system does not say) and of the machine.
     """
 
     downloads: dict[str, int]
@@ -156,14 +154,14 @@ class ResourceNeeds:
     output: int | None
     memory: int | None
     free_disk: int | None
-    free_memory: int | None
+    free_memory: int
 
     def shortages(self) -> Iterator[str]:
         """Missing resources in words."""
         needed = sum(self.downloads.values())
         if self.free_disk is not None and needed > self.free_disk:
             yield f"{_gigabytes(needed)} must go to {self.cache}, which has {_gigabytes(self.free_disk)} free"
-        if self.memory is not None and self.free_memory is not None and self.memory > self.free_memory:
+        if self.memory is not None and self.memory > self.free_memory:
             yield f"the merge takes about {_gigabytes(self.memory)} of memory, {_gigabytes(self.free_memory)} are free"
 
     @property
@@ -186,12 +184,12 @@ def needs_of(recipe: str, models: Collection[RemoteModel], cache: str) -> Resour
     with suppress(RotationMergeError, ValueError):  # recipes of other methods, and such as `check` finds faults in
         for donor in donors_of(recipe):
             anchor = open_model(donor.anchor, unsupported=donor.unsupported, any_base=True)
-            size = ITEMSIZE.get(str(anchor.config.get("dtype") or anchor.config.get("torch_dtype")), 4)
-            cost = estimate(anchor.architecture, dict(anchor.shapes), donor.options, size, size)
+            size = itemsize_of(anchor.config)
             output = size * sum(map(math.prod, anchor.shapes.values()))
-            memory = max(memory or 0, cost.memory)
+            carried = donor.origin is not None
+            memory = max(memory or 0, peak_memory(anchor.architecture, anchor.shapes, donor.options, size, carried))
     downloads = {model.name: model.bytes for model in models}
-    return ResourceNeeds(downloads, cache, output, memory, _free_disk(cache), _free_memory())
+    return ResourceNeeds(downloads, cache, output, memory, _free_disk(cache), free_memory())
 
 
 def _free_disk(folder: str) -> int | None:
@@ -199,14 +197,6 @@ def _free_disk(folder: str) -> int | None:
     try:
         return shutil.disk_usage(place).free
     except OSError:
-        return None
-
-
-def _free_memory() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
         return None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,14 +36,14 @@ SHARED, NEAR, FAR = "shared", "near", "far"
 one base that alignment brings nearer; or in other coordinates."""
 
 CHANGES = {
-    "wudi": {},
     "task_arithmetic": {},
-    "ties": {"density": 0.5},
-    "tsv": {},
-    "iso": {},
     "dare_ties": {"density": 0.5},
+    "ties": {"density": 0.5},
+    "wudi": {},
+    "iso": {},
+    "tsv": {},
 }
-"""Delegates that merge changes of a base, the likeliest to win first, with what stands under each model."""
+"""Delegates that merge changes of a base, the cheap ones first, with what stands under each model."""
 
 KEPT = {"wudi": "wudi, lengths kept", "tsv": "tsv, lengths kept"}
 """Tried as well, right after the delegate, where lengths of changes differ so much that it shortens the longer ones."""
@@ -55,12 +54,16 @@ SCALES = {"wudi": 1.1, "ties": 1.2}
 SUMS = ("task_arithmetic", "dare_ties")
 """The first `lambda` that is tried: of sums of changes, one over the root of their number; of all others 1."""
 
-ORDER = {
-    SHARED: ("plain", *OF_CHANGES, "slerp", "refit", "regmean"),
-    NEAR: ("plain", *OF_CHANGES, "slerp", "refit", "regmean", "local", "whole", "refit whole", "learned", "seen"),
-    FAR: ("plain", "whole", "refit whole", "seen", "learned", "local", "refit", "regmean"),
-}
-"""The order in which candidates are tried, the likeliest to win first."""
+ORDER = (
+    *("plain", "slerp", *OF_CHANGES),
+    *("local", "whole"),
+    *("regmean", "refit", "refit whole", "learned", "seen"),
+)
+"""The order in which candidates are tried, the cheap ones first: averages, averages of models that are aligned on
+weights, and what is solved or learned on samples."""
+
+ALIGNED = ("local", "whole", "refit whole", "learned", "seen")
+"""Candidates that equal others where models share their coordinates."""
 
 PARALLEL = 0.98
 """Models whose matrices have a larger mean cosine are averaged by slerp as by linear, up to half a percent."""
@@ -104,15 +107,6 @@ class Candidate:
     def title(self) -> str:
         """The candidate's name in tables."""
         return f"{self.name}, best lambda" if self.searched else self.name
-
-    @property
-    def kind(self) -> str:
-        """The most expensive step: learning, refit, regmean, matching on samples or weights, changes, their scale."""
-        if "match_on" in self.parameters:
-            return "seen"
-        if self.scale is not None:
-            return "searched" if self.searched else "changes"
-        return "learned" if self.needs == "fit" else str(self.parameters.get("delegate", "matching"))
 
     @property
     def draws(self) -> bool:
@@ -170,10 +164,10 @@ class Planner:
     cosine: float = 0.0
 
     def candidates(self) -> list[Candidate]:
-        """Candidates to try, the likeliest to win first."""
-        known = self._named()
-        chosen = [known[name] for name in ORDER[self.relation] if name in known]
-        return [*chosen, *([] if self.relation == SHARED else self._parts())]
+        """Candidates to try, in their order; those that align parts of the model last."""
+        shared, known = self.relation == SHARED, self._named()
+        chosen = [known[name] for name in ORDER if name in known and not (shared and name in ALIGNED)]
+        return [*chosen, *([] if shared else self._parts())]
 
     def left_out(self) -> dict[str, str]:
         """Candidates that these models exclude, and why."""
@@ -361,12 +355,8 @@ class CandidateFiles:
         loaded = [load(model, like=candidate.anchor).to(self.config.device) for model in candidate.models]
         batches = [batch for data in self.training for batch in data.batches]
         options = FitConfig(steps=STEPS, minutes=seconds / 60, seed=self.config.seed)
-        began = time.perf_counter()
-
-        def watch(done: int, total: int, _: dict[str, float]) -> None:
-            in_time = done * seconds / (time.perf_counter() - began)
-            tell("learning", done, min(total, max(done, in_time)))
-
-        result = fit(loaded[0], loaded[1:], batches, None, options, watch)
+        result = fit(
+            loaded[0], loaded[1:], batches, None, options, lambda done, total, _: tell("learning", done, total)
+        )
         result.write(candidate.anchor, {file: model for model, file in files.items()}, self.tied)
         return files

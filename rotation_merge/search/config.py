@@ -31,7 +31,7 @@ class MergeConfig(Config):
     """Options of the search for the best merge."""
 
     samples: Annotated[int, Ge(8)] = option(64, "number of samples of each set to merge with")
-    budget: Time = option("10m", "time for the search, as `90s`, `10m` or `2h`")
+    budget: Time = option("10m", "time in which new merges are tried, as `90s`, `10m` or `2h`")
     seed: int = option(0, "seed of all random numbers")
     length: Length = option(128, "tokens in a window of text")
     batch_size: Count = option(8, "examples in a batch")
@@ -40,5 +40,5 @@ class MergeConfig(Config):
 
     @property
     def seconds(self) -> float:
-        """Time for trying."""
+        """Seconds in which new merges are tried."""
         return seconds(self.budget)

@@ -15,7 +15,6 @@ class Trial:
     """A candidate and its figures on the selection samples.
 
     Attributes:
-        expected: the seconds that were announced.
         scale: its `lambda`; None: it has none.
     """
 
@@ -23,7 +22,6 @@ class Trial:
     figures: Figures
     seconds: float
     recipe: str
-    expected: float | None = None
     scale: float | None = None
 
     @property

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,27 +27,22 @@ from rotation_merge.model.vocabulary import moved_tokens, vocabulary_size
 from rotation_merge.record import SMALL_GAIN
 from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches
 from rotation_merge.run.examples import tokenizer_of
-from rotation_merge.run.functions import Batch, inputs_for
-from rotation_merge.run.generated_samples import SELF, SOURCES, writes_text
+from rotation_merge.run.functions import Batch
+from rotation_merge.run.generated_samples import SOURCES, writes_text
 from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.candidates import FAR, NEAR, SHARED
-from rotation_merge.search.clock import WRITING, Clock, Costs
 from rotation_merge.search.forgetting import Forgetting
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures, Judge
 from rotation_merge.search.readers import Reader, readers_of, texts
+from rotation_merge.workers import listener
 
 WRITTEN_APART = 7919
 """Offset of the seed for self-written held-out samples; merges use other samples."""
-FOR_MEASURING = 0.3
-"""Share of the budget that samples and measuring the parents may take, where there are samples to spare."""
 BASE_TEXTS = 16
 """Number of texts that the base writes to measure forgetting."""
-FOR_FORGETTING = 0.1
-"""Share of the budget that this may take, with `JUDGED` models read on it."""
-JUDGED = 12
-LEAST_TEXTS, LEAST_TOKENS = 4, 32
-"""No fewer held-out texts, and no shorter ones, are written for want of time."""
+LEAST_TEXTS = 4
+"""No fewer held-out texts are written, where a batch holds them."""
 LOGITS = 1 << 24
 """A batch of held-out samples gives no more of them, if it has several rows; all models answer it side by side."""
 LOOKED_AT = 3
@@ -70,7 +64,6 @@ class Parents:
         deciding, reporting: judges on the selection and the reporting samples.
         figures, ensemble: scores of each model and of the ensemble on the reporting samples.
         order: the models by their scores on the selection samples.
-        costs: estimates of times.
         base: their common base, if known.
         forgetting: measure of forgetting; None if the base writes no text.
         notes: notes on the figures.
@@ -89,7 +82,6 @@ class Parents:
     figures: Mapping[str, Figures]
     ensemble: Figures | None
     order: Sequence[str]
-    costs: Costs
     base: TaskVectorBase | None = None
     forgetting: Forgetting | None = None
     notes: Sequence[str] = field(default_factory=list)
@@ -100,13 +92,13 @@ class Preparation:
 
     Args:
         files: where samples are kept that merges read.
+        say: shows a line.
     """
 
-    def __init__(self, config: SearchConfig, clock: Clock, files: Path) -> None:
-        self.config, self.clock, self.files, self.say = config, clock, files, clock.say
+    def __init__(self, config: SearchConfig, files: Path, say: Callable[[str], None]) -> None:
+        self.config, self.files, self.say = config, files, say
         self.made_up = config.data[0] in SOURCES
         self.other_ids = False
-        self.logits_per_token = 0.0
         self.notes: list[str] = []
 
     def run(self) -> Parents:
@@ -116,45 +108,30 @@ class Preparation:
             RotationMergeError: models that do not fit together, data without use.
         """
         models = self.config.models
-        with self.clock.step("opening the models"):
-            anchor = open_model(models[0], any_base=True)
-            architecture = anchor.architecture
-            relations = self._relations(anchor)
-            relation = self._relation(architecture, relations)
-            base = self._base(relation)
-            close_files()
-            loaded = {model: self.config.load(model) for model in models}
-        with self.clock.step("collecting the samples"):
-            samples = [] if self.made_up else self._given(loaded[models[0]])
-            per_token = self._pace(loaded[models[0]], samples)
-            sets = self._sampled(loaded, per_token) if self.made_up else self._split(samples, per_token)
-            readers = self._readers([*sets.deciding, *sets.reported])
+        self.say("opening the models ...")
+        anchor = open_model(models[0], any_base=True)
+        relations = self._relations(anchor)
+        relation = self._relation(anchor.architecture, relations)
+        base = self._base(relation)
+        close_files()
+        loaded = {model: self.config.load(model) for model in models}
+        sets = self._sampled(loaded) if self.made_up else split(self._given(loaded[models[0]]), self.config.seed)
+        readers = self._readers([*sets.deciding, *sets.reported])
         by_text = any(reader.by_text for reader in readers.values())
         labelled = by_text if self.made_up else all(data.task not in UNLABELLED for data in sets.deciding)
-        rows = [[*map(self._in_small_batches, part)] for part in (sets.deciding, sets.reported)]
+        vocabulary = vocabulary_size(anchor) or 1
+        rows = [[in_small_batches(data, vocabulary) for data in part] for part in (sets.deciding, sets.reported)]
         parts = [self._for_each(part, labelled) for part in rows]
         deciding, reporting = (Judge(part, labelled, readers) for part in parts)
-        seconds = per_token * len(loaded) * sum(map(tokens_in, parts))
         examples = sum(data.examples for part in parts for data in part)
-        self.say(f"measuring {len(loaded)} models on {examples} samples, about {seconds:.0f} s ...")
-        with self.clock.step("measuring the models", seconds):
-            chosen, _ = deciding.parents(loaded)
-            figures, ensemble = reporting.parents(loaded)
-            forgetting = self._forgetting(base, loaded, deciding, per_token)
-            if forgetting is not None:
-                figures = {name: forgetting.measured(loaded[name], figures[name]) for name in figures}
-        costs = Costs(
-            architecture,
-            anchor.shapes,
-            per_token,
-            tokens_in(sets.training[:1]) or self._made_up_tokens,
-            per_token * tokens_in([*deciding.sets, *([] if forgetting is None else forgetting.judge.sets)]),
-            self.made_up,
-            relation,
-            anchor.tied_head is not None,
-        )
+        self.say(f"measuring {len(loaded)} models on {examples} samples ...")
+        chosen, _ = deciding.parents(loaded)
+        figures, ensemble = reporting.parents(loaded)
+        forgetting = self._forgetting(base, loaded, deciding)
+        if forgetting is not None:
+            figures = {name: forgetting.measured(loaded[name], figures[name]) for name in figures}
         return Parents(
-            architecture,
+            anchor.architecture,
             anchor.tied_head is not None,
             relations,
             relation,
@@ -167,7 +144,6 @@ class Preparation:
             figures,
             ensemble,
             sorted(models, key=lambda name: chosen[name].score),
-            costs,
             base,
             forgetting,
             self.notes,
@@ -201,21 +177,16 @@ class Preparation:
         )
         return base
 
-    def _forgetting(
-        self, base: TaskVectorBase | None, loaded: Mapping[str, Any], deciding: Judge, per_token: float
-    ) -> Forgetting | None:
-        """The measure of forgetting; its texts are shorter if time is short."""
+    def _forgetting(self, base: TaskVectorBase | None, loaded: Mapping[str, Any], deciding: Judge) -> Forgetting | None:
+        """The measure of forgetting; None if there is no base that writes text."""
         if base is None or self.other_ids:
             return None
         model = loaded[base.name] if base.name in loaded else self.config.load(base.name)
         if not writes_text(model):
             return None
-        config, length = self.config, self.config.length
-        seconds = per_token * BASE_TEXTS * length * (WRITING + JUDGED)
-        share = FOR_FORGETTING * self.clock.left / max(seconds, 1e-9)
-        count, length = _fewer(BASE_TEXTS, length, share)
+        config = self.config
         seed = config.seed + WRITTEN_APART + len(loaded)
-        return Forgetting.of(model, base.name, deciding, count, length, config.batch_size, seed)
+        return Forgetting.of(model, base.name, deciding, BASE_TEXTS, config.length, config.batch_size, seed)
 
     def _for_each(self, part: list[Data], labelled: bool) -> list[Data]:
         """One set of samples for each model, if each gives its own answers."""
@@ -243,7 +214,7 @@ class Preparation:
         options = AlignConfig(heads="permutation", layers=",".join(map(str, probed)))
         for model in self.config.models[1:]:
             pair = open_pair(self.config.models[0], model, options)
-            before, after = match_pair(pair, self.clock.tick)[1].relative_distances(str(pair.donor.reference))
+            before, after = match_pair(pair, listener())[1].relative_distances(str(pair.donor.reference))
             if before - after > SMALL_GAIN * before:
                 return NEAR
         return SHARED
@@ -261,98 +232,22 @@ class Preparation:
             for source in config.data
         ]
 
-    @torch.no_grad()
-    def _pace(self, model: Any, samples: Sequence[Data]) -> float:
-        """Seconds per token (or image), from a first batch."""
-        config = self.config
-        if samples:
-            data = with_batches(samples[0], samples[0].batches[:1])
-        elif config.data[0] == SELF:
-            vocabulary = model.config.get_text_config().vocab_size
-            ids = torch.arange(config.batch_size * config.length).view(config.batch_size, -1) % vocabulary
-            data = Data([{"input_ids": ids}], "none", config.batch_size)
-        else:
-            data = read_batches(config.data[0], config.models[0], model, config.batch_size, config.batch_size)
-        (batch,) = data.batches[:1]
-        inputs = inputs_for(model, batch)
-        model(**{name: tensor[:1] for name, tensor in inputs.items()})
-        begin, tokens = time.perf_counter(), tokens_in([replace(data, batches=[batch])])
-        logits = getattr(model(**inputs), "logits", None)
-        if torch.device(self.config.device).type == "cuda":
-            torch.cuda.synchronize(self.config.device)
-        self.logits_per_token = logits.numel() / tokens if isinstance(logits, Tensor) and logits.ndim > 2 else 0.0
-        return (time.perf_counter() - begin) / tokens
-
-    def _in_small_batches(self, data: Data) -> Data:
-        """Samples of text in batches of few enough rows for their logits to stay below `LOGITS`."""
-        batches = []
-        for batch in data.batches:
-            row = self.logits_per_token * tokens_in([with_batches(data, [batch])]) / examples_in(batch)
-            size = max(1, int(LOGITS / max(row, 1.0)))
-            batches += _by_rows(batch, size) if size < examples_in(batch) and _has_rows(batch) else [batch]
-        return with_batches(data, batches)
-
-    def _split(self, samples: Sequence[Data], per_token: float) -> SampleSets:
-        """The parts of the samples, with as many held-out batches as the time allows."""
-        sets = split(samples, self.config.seed)
-        held_out = [*sets.deciding, *sets.reported]
-        share = self._share(per_token * len(self.config.models) * tokens_in(held_out))
-        if share >= 1:
-            return sets
-
-        def fewer(data: Data) -> Data:
-            return with_batches(data, data.batches[: max(1, int(share * len(data.batches)))])
-
-        reduced = SampleSets(sets.training, [*map(fewer, sets.deciding)], [*map(fewer, sets.reported)])
-        count = sum(data.examples for data in (*reduced.deciding, *reduced.reported))
-        self.say(
-            f"short of time: only {count} of {sum(data.examples for data in held_out)} held-out samples judge the "
-            "merges; a longer budget uses more"
-        )
-        return reduced
-
-    def _share(self, seconds: float) -> float:
-        """The share of some seconds of measuring that fits the time."""
-        return FOR_MEASURING * self.clock.left / max(seconds, 1e-9)
-
-    def _sampled(self, loaded: dict[str, Any], per_token: float) -> SampleSets:
+    def _sampled(self, loaded: dict[str, Any]) -> SampleSets:
         """Held-out samples that the models write (or noise), separate from those for merging."""
         config = self.config
-        count, length = self._texts(len(loaded), per_token)
+        count = max(config.samples // 4, min(config.batch_size, LEAST_TEXTS))
+        size = min(config.batch_size, count)
+        count = -(-count // size) * size  # whole batches
         parts: tuple[list[Data], list[Data]] = ([], [])
         for k, (name, model) in enumerate(loaded.items()):
             seed = config.seed + WRITTEN_APART + k
-            size = min(config.batch_size, count)
-            data = read_batches(config.data[0], name, model, 2 * count, size, length, seed)
+            data = read_batches(config.data[0], name, model, 2 * count, size, config.length, seed)
             if self.other_ids:
                 data = self._in_anchors_ids(data, name)
             half = len(data.batches) // 2
             for part, batches in zip(parts, (data.batches[:half], data.batches[half:]), strict=True):
                 part.append(with_batches(data, batches))
         return SampleSets([], *parts)
-
-    def _texts(self, models: int, per_token: float) -> tuple[int, int]:
-        """Number and length of the texts that every model writes for each part."""
-        config = self.config
-        count, length = max(config.samples // 4, min(config.batch_size, LEAST_TEXTS)), config.length
-        count = -(-count // min(config.batch_size, count)) * min(config.batch_size, count)  # whole batches
-        if config.data[0] != SELF:
-            return count, length
-        tokens = 2 * count * length * models
-        share = self._share(per_token * tokens * (WRITING + models))
-        if share >= 1:
-            return count, length
-        fewer, shorter = _fewer(count, length, share)
-        self.say(
-            f"short of time: each model writes {2 * fewer} texts of {shorter} tokens to judge by, instead of "
-            f"{2 * count} of {length}; a longer budget uses more"
-        )
-        return fewer, shorter
-
-    @property
-    def _made_up_tokens(self) -> int:
-        """Tokens (or images) that each model makes to merge with."""
-        return self.config.samples * (self.config.length if self.config.data[0] == SELF else 1)
 
     def _in_anchors_ids(self, data: Data, model: str) -> Data:
         """Text of a model in the anchor's token ids."""
@@ -387,14 +282,6 @@ class Preparation:
             return dict.fromkeys(self.config.models, self.config.data[0])
         paths = [str(write_data(data, self.files / f"{i}.safetensors")) for i, data in enumerate(training)]
         return {model: paths[i % len(paths)] for i, model in enumerate(self.config.models)}
-
-
-def _fewer(count: int, length: int, share: float) -> tuple[int, int]:
-    """Number and length of texts, smaller if time is short."""
-    if share >= 1:
-        return count, length
-    fewer = max(LEAST_TEXTS, int(count * share))
-    return fewer, max(min(LEAST_TOKENS, length), min(length, int(length * share * count / fewer)))
 
 
 HELD_OUT = 0.5
@@ -451,6 +338,20 @@ def _by_rows(batch: Batch, size: int) -> list[Batch]:
     return [{name: tensor[first : first + size] for name, tensor in batch.items()} for first in starts]
 
 
+BY_TOKEN = ("next token", "masked token", "none")
+"""Tasks whose models may give logits for every token."""
+
+
+def in_small_batches(data: Data, vocabulary: int) -> Data:
+    """Samples of text in batches of few enough rows for their logits to stay below `LOGITS`."""
+    batches = []
+    for batch in data.batches:
+        row = batch["input_ids"][0].numel() * vocabulary if data.task in BY_TOKEN and "input_ids" in batch else 1
+        size = max(1, LOGITS // row)
+        batches += _by_rows(batch, size) if size < examples_in(batch) and _has_rows(batch) else [batch]
+    return with_batches(data, batches)
+
+
 def _has_rows(batch: Batch) -> bool:
     """Whether every input holds a row for each example."""
     return len({len(tensor) for tensor in batch.values()}) == 1
@@ -475,9 +376,3 @@ def _padded(tensor: Tensor, length: int, fill: int) -> Tensor:
     if tensor.ndim < 2 or tensor.is_floating_point() or tensor.shape[-1] == length:
         return tensor
     return torch.nn.functional.pad(tensor, (0, length - tensor.shape[-1]), value=fill)
-
-
-def tokens_in(data: Sequence[Data]) -> int:
-    """Number of tokens of texts, one for each other input: a measure of a model's time."""
-    batches = [batch for part in data for batch in part.batches]
-    return sum(batch["input_ids"].numel() if "input_ids" in batch else examples_in(batch) for batch in batches)

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,7 +31,6 @@ from rotation_merge.run.data import data_hash
 from rotation_merge.run.evaluate import keep_figures
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC
 from rotation_merge.search.candidates import FIRST_PART, Candidate, CandidateFiles, Planner, with_models
-from rotation_merge.search.clock import Clock, OutOfTime
 from rotation_merge.search.forgetting import Forgetting, sentences
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures
@@ -48,20 +47,23 @@ WRITING = "writing"
 """Name of the record of a search that has begun to write OUT."""
 MEASURES = {"loss (nats)": "loss", "squared error": "mse"}
 """The hub's names of the measures, by unit."""
-SPARE = 1.0
-"""Seconds reserved for the end of a search, besides measuring."""
 
 
 class Search:
-    """One search. Finished candidates are stored in `OUT.unfinished`, so that an interrupted search continues."""
+    """One search. Finished candidates are stored in `OUT.unfinished`, so that an interrupted search continues.
 
-    def __init__(self, config: SearchConfig, clock: Clock) -> None:
-        self.config, self.clock, self.say = config, clock, clock.say
+    Args:
+        say: shows a line.
+        began: when the budget began, of `time.perf_counter`; None: now.
+    """
+
+    def __init__(self, config: SearchConfig, say: Callable[[str], None], began: float | None = None) -> None:
+        self.config, self.say = config, say
+        self.deadline = (time.perf_counter() if began is None else began) + config.seconds
         self.work = Store(config.out)
         self.mark = config.key()
         self.files = Path(f"{os.path.abspath(config.out)}-samples") / self.mark
         self.left_out: dict[str, str] = {}
-        self.tail = SPARE
         self.searched: set[str] = set()
         self.forgetting: Forgetting | None = None
         self.plain: Figures | None = None
@@ -117,7 +119,7 @@ class Search:
             RotationMergeError: models that do not fit together, data without use.
         """
         config = self.config
-        self.parents = parents = Preparation(config, self.clock, self.files).run()
+        self.parents = parents = Preparation(config, self.files, self.say).run()
         self.data, self.deciding, self.reporting = parents.data, parents.deciding, parents.reporting
         self.candidate_files = CandidateFiles(
             config, parents.data, parents.training, self.files, parents.tied, parents.readers
@@ -142,7 +144,7 @@ class Search:
                 self._search_scales(tried, 1)
             if number == parts:
                 self._soup(tried)
-            self._try(candidate, tried, len(planned) - number - 1)
+            self._try(candidate, tried)
         self._search_scales(tried)
         if parts == len(planned):
             self._soup(tried)
@@ -220,7 +222,7 @@ class Search:
             models = [*members, model]
             if len(models) == len(self.parents.order):
                 return  # that one has been tried
-            result = self._try(with_models(best, models), tried, 0)
+            result = self._try(with_models(best, models), tried)
             if result is not None and result.figures.score < score:
                 members, score = models, result.figures.score
 
@@ -230,39 +232,27 @@ class Search:
         due = [pair for pair in changes if pair[0].name not in self.searched]
         for pair in sorted(due, key=lambda pair: self._rank(pair[1].figures))[:limit]:
             self.searched.add(pair[0].name)
-            result = self._try(replace(pair[0], searched=True), tried, 0)
+            result = self._try(replace(pair[0], searched=True), tried)
             if result is None:
                 return
             result.seconds += pair[1].seconds
             tried.remove(pair)
 
-    def _try(self, candidate: Candidate, tried: list[tuple[Candidate, Trial]], behind: int) -> Trial | None:
-        remaining = max(self.clock.left - self.tail, 0.0)
-        expected = self.parents.costs.expected(candidate, remaining)
-        if tried and expected > remaining:
-            self.left_out[candidate.title] = f"needs {expected:.0f} s, {remaining:.0f} s of the budget are left"
+    def _try(self, candidate: Candidate, tried: list[tuple[Candidate, Trial]]) -> Trial | None:
+        """Try a candidate, unless the budget is spent; the first one is always tried."""
+        if tried and time.perf_counter() >= self.deadline:
+            self.left_out[candidate.title] = "the budget was spent"
             return None
-        more = ""
-        if behind:
-            in_time = remaining > expected
-            more = f", {behind} more to try in {remaining:.0f} s" if in_time else ", for more there is no time"
-        self.say(f"{candidate.title}, about {expected:.0f} s{more} ...")
+        self.say(f"{candidate.title} ...")
         try:
-            with self.clock.step(candidate.title, expected, remaining if tried else None):
-                result = self._tried(candidate, remaining, tried)
-                if candidate.name == "plain":
-                    self.linear, self.plain = result.figures, self._report(candidate, result)
-        except OutOfTime:
-            self.left_out[candidate.title] = f"not finished in the {remaining:.0f} s left of the budget"
+            result = self._tried(candidate, tried)
+            if candidate.name == "plain":
+                self.linear, self.plain = result.figures, self._report(candidate, result)
         except (RotationMergeError, OneLineError) as error:
-            out_of_time = isinstance(error.__context__, OutOfTime) or isinstance(error.__cause__, OutOfTime)
-            late = f"not finished in the {remaining:.0f} s left of the budget"
-            self.left_out[candidate.title] = late if out_of_time else str(error)
+            self.left_out[candidate.title] = str(error)
         except torch.OutOfMemoryError as error:
             self.left_out[candidate.title] = line(error)
         else:
-            result.expected = expected
-            self.parents.costs.record(candidate, result.seconds)
             tried.append((candidate if result.scale is None else candidate.scaled(result.scale), result))
             self.say(self._words(result))
             return result
@@ -277,10 +267,10 @@ class Search:
         words += " estimated from its first samples, stopped early" if figures.unfinished else ""
         return f"{tried.name}: {words} ({tried.seconds:.0f} s)"
 
-    def _tried(self, candidate: Candidate, remaining: float, tried: Sequence[tuple[Candidate, Trial]]) -> Trial:
+    def _tried(self, candidate: Candidate, tried: Sequence[tuple[Candidate, Trial]]) -> Trial:
         """The result of a candidate, from an interrupted search or tried now."""
         begin = time.perf_counter()
-        ready = self.candidate_files.ready(candidate, max(remaining / 2, 1.0))
+        ready = self.candidate_files.ready(candidate, max((self.deadline - begin) / 2, 1.0))
         text, best = ready.recipe(self.config.dtype), self._best(tried)[1].figures if tried else None
         key = self._key(text, self.samples_mark)
         if (result := self._kept(candidate, key)) is not None:
@@ -294,7 +284,7 @@ class Search:
         else:
             self._make(ready, text)
             figures = self._measured(self.config.load(str(self._place(ready))), ready.anchor, best)
-        result = Trial(candidate.name, figures, time.perf_counter() - begin, text, None, ready.scale)
+        result = Trial(candidate.name, figures, time.perf_counter() - begin, text, ready.scale)
         self._keep_record(f"{self._place(candidate).name}.{JUDGED}", {"key": key, **asdict(result)})
         return result
 
@@ -357,10 +347,8 @@ class Search:
 
     def _report(self, candidate: Candidate, tried: Trial) -> Figures:
         """Figures of a merge on the reporting samples."""
-        begin = time.perf_counter()
         self._make(candidate, tried.recipe)
         figures = self.reporting.measure(self.config.load(str(self._place(candidate))), candidate.anchor)
-        self.tail = SPARE + 1.2 * (time.perf_counter() - begin)
         return replace(figures, on_base=tried.figures.on_base)
 
     # --- the end -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""docs/add-group.md, followed to the letter: its group runs through matching, gauges, learning, estimates and files."""
+"""docs/add-group.md, followed to the letter: its group runs through matching, gauges, learning, inspect and files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rotation_merge.matching.fit import LearnedTransforms
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match import match_model
 from rotation_merge.model.biases import in_coordinates
-from rotation_merge.report.estimate import estimate
+from rotation_merge.report.spaces import matched_spaces
 from rotation_merge.symmetry import KINDS
 from rotation_merge.symmetry.admitted import QUERIES
 from rotation_merge.symmetry.group import GROUPS
@@ -84,7 +84,7 @@ def test_the_function_is_kept(shift: Any) -> None:
 
 
 def test_one_file_and_one_line_are_all(shift: Any, tmp_path: Path) -> None:
-    """A family of this norm is matched, drawn from, learned, estimated and stored."""
+    """A family of this norm is matched, drawn from, learned, shown and stored."""
     spec = families()["bert"].model_dump()
     spaces = next(iter(spec["modules"].values()))["layer"]["spaces"]
     name = next(n for n, s in spaces.items() if s["kind"] == "attention")
@@ -106,7 +106,7 @@ def test_one_file_and_one_line_are_all(shift: Any, tmp_path: Path) -> None:
     learned = LearnedTransforms(architecture, found.transforms).final_transforms()
     assert [t.group() for t in learned.values()] == [t.group() for t in found.transforms.values()]
     shapes = {key: tuple(x.shape) for key, x in anchor.items()}
-    assert any("query/key: cyclic shifts" in line.group for line in estimate(architecture, shapes, options, 4, 4).lines)
+    assert any("query/key: cyclic shifts" in line.group for line in matched_spaces(architecture, shapes, options).lines)
     save_for(tmp_path / "a.safetensors", found, architecture, "x", "y")
     again = load_alignment(tmp_path / "a.safetensors", architecture).alignment.transforms
     assert {k: t.distances() for k, t in again.items()}.keys() == found.transforms.keys()

@@ -23,11 +23,12 @@ from rotation_merge.model.folder import absent_parts, folder_of
 from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.headers import holds_model
 from rotation_merge.model.hub import is_hub_name
-from rotation_merge.model.open import open_model, parse_reference, whole_path
+from rotation_merge.model.open import open_model, parse_reference, weights_of, whole_path
 from rotation_merge.model.view import View
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.files import read_report
 from rotation_merge.report.integrity import Defect, check_folder
+from rotation_merge.run.model_outputs import LARGEST
 from rotation_merge.workers import Progress
 
 RECIPES = ("mergekit_config.yml", "recipe.yml")
@@ -104,6 +105,11 @@ class Case:
             kinds = {str(dtype) for dtype in self.merged_model.dtypes.values()}
             return "float16" if "torch.float16" in kinds else next(iter(kinds), "").removeprefix("torch.")
         return str(self.recipe.get("out_dtype") or self.recipe.get("dtype") or "")
+
+
+def is_small(model: str) -> bool:
+    """Whether a model is small enough to be run and aligned for a diagnosis, by the headers of its files."""
+    return weights_of(model) <= LARGEST
 
 
 def open_case(name: str, parents: Sequence[str] = ()) -> Case:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rotation_merge.architecture.fields import differences
-from rotation_merge.diagnose.doctor.case import Case
+from rotation_merge.diagnose.doctor.case import Case, is_small
 from rotation_merge.diagnose.doctor.cause import Cause
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.open_pair import check_models, open_pair
@@ -15,11 +15,8 @@ from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import moved_tokens
 from rotation_merge.record import RELATED as NEAR
-from rotation_merge.report.estimate import estimate
+from rotation_merge.run.model_outputs import LARGEST
 from rotation_merge.workers import Progress
-
-LONGEST = 120.0
-"""Seconds that matching two models may take, as estimated, to tell other coordinates from separate training."""
 
 POSITIONS = "the merge uses the anchor's positions"
 """Consequence, in `architecture/fields.json`, of entries that place tokens."""
@@ -132,9 +129,8 @@ def _coordinates(case: Case, anchor: View, donor: View, progress: Progress | Non
     for options in (*tried, EVERYTHING):
         try:
             pair = open_pair(str(anchor.reference), name, options, known.untie if known is not None else False)
-            cost = estimate(pair.architecture, pair.anchor.shapes, pair.checked.options, 4, 4).seconds
-            if cost > LONGEST:
-                words += f"; alignment was not tried, it takes about {cost:.0f} s"
+            if not is_small(case.parents[0]):
+                words += f"; alignment was not tried, they have more than {LARGEST:,} weights"
                 break
             *_, report = case.match(pair, progress)
         except RotationMergeError as error:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, Part, Space, TensorInfo
-from rotation_merge.diagnose.doctor.case import Case
+from rotation_merge.diagnose.doctor.case import Case, is_small
 from rotation_merge.diagnose.donors import RecipeDonor
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.linalg.assignment import assign
@@ -27,11 +27,7 @@ from rotation_merge.model.apply import split_axis
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.open import parse_reference
 from rotation_merge.model.tensors import TensorSource
-from rotation_merge.report.estimate import estimate
 from rotation_merge.workers import Progress
-
-LONGEST = 120.0
-"""Seconds that matching a parent once more may take, as estimated."""
 
 Layers = Mapping[int | None, int]
 """A parent's layer by the merge's."""
@@ -144,7 +140,7 @@ def _moved(case: Case, progress: Progress | None) -> ParentSpan:
 
 
 def _alignment(case: Case, donor: RecipeDonor, progress: Progress | None) -> tuple[Pair, Alignment] | None:
-    """The alignment of a donor; None if it is unknown or would take too long."""
+    """The alignment of a donor; None if it is unknown, or the models are large."""
     settings: Any = case.recipe.get("parameters") or {}
     if donor.match_on != WEIGHTS or settings.get("anchor") == "mean" or donor.name not in case.models:
         return None
@@ -159,8 +155,7 @@ def _alignment(case: Case, donor: RecipeDonor, progress: Progress | None) -> tup
         pair = open_pair(*names, options, any_base=True, **extras)
         if donor.file:
             return pair, read_alignment(pair, donor.file, donor.untie)
-        cost = estimate(pair.architecture, pair.anchor.shapes, pair.checked.options, 4, 4).seconds
-        return None if cost > LONGEST else case.match(pair, progress)[:2]
+        return case.match(pair, progress)[:2] if is_small(donor.anchor) else None
     except RotationMergeError:
         return None
 

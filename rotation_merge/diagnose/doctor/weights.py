@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.registry import find
-from rotation_merge.diagnose.doctor.case import Case
+from rotation_merge.diagnose.doctor.case import Case, is_small
 from rotation_merge.diagnose.doctor.cause import Cause
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.model.open import weights_of
 from rotation_merge.model.view import View
 from rotation_merge.run.functions import architecture_of, load
 from rotation_merge.run.inputs import random_batch
-from rotation_merge.run.model_outputs import LARGEST
 from rotation_merge.run.store import hooked
 from rotation_merge.workers import Progress
 
@@ -180,7 +178,7 @@ def of_activations(case: Case, known: Collection[str]) -> Iterator[Cause]:
         return
     names = [case.merged] if case.merged is not None else []
     names += case.parents if case.merged is not None or case.dtype == "float16" else []
-    if "do not fit" in known or not names or not all(_runs(name) for name in names):
+    if "do not fit" in known or not names or not all(map(is_small, names)):
         return
     spreads = {}
     for name in names:
@@ -193,10 +191,6 @@ def of_activations(case: Case, known: Collection[str]) -> Iterator[Cause]:
     yield from _overflow(case, spreads)
     if case.merged is not None and len(spreads) > 1:
         yield from _vanished_variance(case.merged, spreads)
-
-
-def _runs(name: str) -> bool:
-    return weights_of(name) <= LARGEST
 
 
 def _spreads(model: Any) -> dict[str, tuple[float, float]]:
