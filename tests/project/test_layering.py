@@ -43,13 +43,13 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("model",): (4000, 6575),
     ("run",): (2400, 5800),
     ("matching",): (3400, 8750),
-    ("averaging",): (2000, 3960),
+    ("averaging",): (2000, 3930),
     ("carrying",): (1500, 3060),
-    ("report",): (1400, 2400),
+    ("report",): (1400, 2230),
     ("mergekit_plugin",): (2500, 5750),
-    ("diagnose",): (2100, 2900),
-    ("search", "share"): (1400, 3950),
-    ("api", "cli", "__init__"): (1400, 4300),
+    ("diagnose",): (2100, 2870),
+    ("search", "share"): (1400, 3540),
+    ("api", "cli", "__init__"): (1400, 4050),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 

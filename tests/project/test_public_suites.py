@@ -163,7 +163,7 @@ UNITS = {
         "parts of the search alone: its judge and candidates",
     ),
     "search/test_merge_search.py": (
-        "cli report run search share workers",
+        "cli report run search share",
         "parts of the search alone: its judge and candidates",
     ),
     "search/test_merge_sentence.py": ("search", "parts of the search alone: its candidates"),

@@ -197,7 +197,7 @@ def names(relation: str, **values: Any) -> list[str]:
 
 def test_changes_are_merged_where_there_is_a_base() -> None:
     base = find_base([ENGLISH, C])
-    assert names(SHARED, base=base)[: 1 + len(CHANGES)] == ["plain", *CHANGES]
+    assert names(SHARED, base=base)[: 2 + len(CHANGES)] == ["plain", "slerp", *CHANGES]
     assert not {*CHANGES} & {*names(SHARED)}
     assert not {*CHANGES} & {*names(FAR, base=base)}
     assert "no base is known" in planner(NEAR).left_out()["averages of task vectors"]
