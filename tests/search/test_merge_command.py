@@ -274,7 +274,7 @@ def test_a_candidate_too_large_for_the_gpu_is_left_out(
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert [trial["name"] for trial in found["tried"]] == ["plain"]
-    assert "the GPU ran out of memory (tried to allocate 2.00 GiB)" in found["left_out"]["wudi"]
+    assert "the GPU ran out of memory (tried to allocate 2.00 GiB)" in found["left_out"]["task_arithmetic"]
 
 
 def test_a_folder_that_no_search_wrote_is_refused(tmp_path: Path):

@@ -39,7 +39,7 @@ def test_merge_chooses_without_scores(
 @pytest.mark.slow
 def test_merge_chooses_by_it(models: dict[str, Path], pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     real = Planner.candidates
-    monkeypatch.setattr(Planner, "candidates", lambda self: real(self)[:2])
+    monkeypatch.setattr(Planner, "candidates", lambda self: real(self)[:3])
     options = ("--data", pairs, "--batch-size", "2", "--anyway")
     found = parsed("merge", models["anchor"], models["twin"], tmp_path / "out", *options)
     assert found["labelled"]
