@@ -17,8 +17,6 @@ T = TypeVar("T")
 
 FORMAT = 1
 REPORT_FILE = "rotation_merge.json"
-MANIFEST_FILE = "rotation_merge.manifest.json"
-"""List of a published folder's files; lies beside a recipe that 'rotation-merge pull' downloaded."""
 SMALL_GAIN = 0.01
 """A fall of the relative distance by less than this fraction counts as nothing gained."""
 

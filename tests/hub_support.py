@@ -25,9 +25,6 @@ import yaml
 
 Files = dict[str, bytes]
 
-MANIFEST_FILE = "rotation_merge.manifest.json"
-"""The file of a pushed folder that lists the others; written out, as pushed folders need it to stay."""
-
 LARGE = (".safetensors", ".bin", ".model")
 """Endings of files that the hub wants by way of git-lfs (or of Xet, which stands in front of it)."""
 
@@ -249,15 +246,3 @@ def _only_home(found: Callable[..., Any]) -> Callable[..., Any]:
         return found(host, *arguments, **options)
 
     return lookup
-
-
-def publish_as_push_does(hub: Hub, repo: str, files: Files, /, **changes: Any) -> None:
-    """Files in a repository, with a manifest that is right but for the entries that are changed."""
-    from rotation_merge.share.manifest import Manifest, sha256_of
-
-    hub.repos.pop(f"models/{repo}", None)
-    sums = {name: (sha256_of(content), len(content)) for name, content in files.items()}
-    content = json.loads(Manifest(repo, sums, {"torch": "2.8.0"}).text())
-    for key, value in changes.items():
-        content[key] = {**content[key], **value} if isinstance(value, dict) else value
-    hub.commit(f"models/{repo}", {**files, MANIFEST_FILE: json.dumps(content).encode()})

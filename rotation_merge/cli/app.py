@@ -29,7 +29,6 @@ COMMANDS = {
     "lora": "Merge LoRA adapters into one adapter.",
     "carry": "Move a LoRA or a fine-tune to a new base.",
     "push": "Publish a merge on the hub, with recipe, alignment files, report and checksums; a dry run until --yes.",
-    "pull": "Download a published merge and check every file.",
     "demo": "Merge the checkpoints that come with the package, and show what alignment did.",
 }
 """Commands by name; each lives in a module of the same name, as `command`."""

@@ -53,9 +53,9 @@ def command(
 ) -> int:
     """Publish OUT, which a merge, 'align' or 'carry' wrote, as ORG/NAME.
 
-    Publishes weights, recipe, alignment files, report and card, with a manifest of SHA-256 sums, so that
-    'rotation-merge pull' and mergekit-yaml make the merge again. Statistics need --with-data; otherwise the manifest
-    says how to measure them. Other files need --include. Models become org/name@revision, from the hub's cache; local
+    Publishes weights, recipe, alignment files, report and card, so that 'hf download' and mergekit-yaml make the merge
+    again. Statistics need --with-data; otherwise the card says how to measure them. Other files need --include. Models
+    become org/name@revision, from the hub's cache; local
     paths need a name on the hub (--as).
     """
     from rotation_merge.model.hub import check_repository
@@ -69,7 +69,7 @@ def command(
             print_json({"repository": repo, "revision": commit, "left_out": plan.kept_back})
         else:
             say(f"Published: {repo}@{commit}", "green")
-            say(f"Download it with 'rotation-merge pull {repo}@{commit} DIR'.")
+            say(f"Download it with 'hf download {repo} --revision {commit} --local-dir DIR'.")
             _say_left_out(plan.kept_back)
             _say_unpublished(plan)
         return 0
@@ -125,4 +125,4 @@ def _say_left_out(left_out: Sequence[str]) -> None:
 def _say_unpublished(plan: Draft) -> None:
     if plan.unpublished:
         say("The recipe reads statistics that are not published. --with-data publishes them.")
-        say("Otherwise others measure them first, by the commands in the manifest.")
+        say("Otherwise others measure them first, by the commands in the card.")

@@ -22,7 +22,7 @@ from rotation_merge.mergekit_plugin.donors import Donors
 from rotation_merge.mergekit_plugin.keys import BY_NAME
 from rotation_merge.mergekit_plugin.models import Models
 from rotation_merge.mergekit_plugin.parts import at, items, scopes
-from rotation_merge.mergekit_plugin.recipe import Recipe, check_pulled, recipe_inputs, recipe_outputs
+from rotation_merge.mergekit_plugin.recipe import Recipe, check_alignment_name, recipe_inputs, recipe_outputs
 from rotation_merge.mergekit_plugin.rules import explain
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.folder import absent_parts
@@ -120,7 +120,7 @@ def _written(document: Document, recipe: Recipe, options: MergeOptions) -> None:
         except RotationMergeError as error:
             document.raised(tuple(output.option.split(".")), error)
     try:
-        check_pulled(recipe.config)
+        check_alignment_name(recipe.config)
     except RecipeError as error:
         document.fault(tuple(str(error.where).split(".")), error.what, error.remedy or "")
 

@@ -89,8 +89,8 @@ class RecipeConfig(Config):
     )
     save_alignment: Annotated[str, NEW_FILE] | Literal[False, True] | None = option(
         None,
-        "write the alignment for `alignment:`. `true`: to `alignment.safetensors` beside the model. Of further donors: "
-        "to `NAME-2`, `NAME-3`",
+        "write the alignment for `alignment:`, to a file beside the model. `true`: to `alignment.safetensors`. Of "
+        "further donors: to `NAME-2`, `NAME-3`",
         scope=RECIPE,
     )
     preset: Literal["near", "far", "auto"] | None = option(

@@ -42,7 +42,6 @@ from rotation_merge.mergekit_plugin.keys import (
 )
 from rotation_merge.mergekit_plugin.parts import items, leaves
 from rotation_merge.mergekit_plugin.rules import check, is_plain
-from rotation_merge.record import MANIFEST_FILE
 
 ALIGNMENT = "alignment.safetensors"
 """File that `save_alignment: true` writes beside a merged model."""
@@ -297,8 +296,7 @@ def recipe_outputs(config: MergeConfiguration, out: str | None) -> list[Output]:
     donors = len({model for model, _ in entries(config)} - {config.base_model})
     for name, value in _parameters(config):
         parameter = f"parameters.{name}"
-        if name == "save_alignment" and value and (value is not True or out is not None):
-            path = os.path.join(str(out), ALIGNMENT) if value is True else str(value)
+        if name == "save_alignment" and value and out is not None:
             outputs += [
                 Output(
                     file,
@@ -306,28 +304,26 @@ def recipe_outputs(config: MergeConfiguration, out: str | None) -> list[Output]:
                     wrote=lambda file: _is_saved_alignment(file, config),
                     remedy="name another file, or move it away",
                 )
-                for file in numbered(path, donors)
+                for file in numbered(os.path.join(out, ALIGNMENT if value is True else value), donors)
             ]
-        elif _names(name, value, WRITTEN):
+        elif name != "save_alignment" and _names(name, value, WRITTEN):
             outputs.append(Output(value, parameter, ROOM, remedy="name another folder"))
     return outputs
 
 
-def check_pulled(config: MergeConfiguration) -> None:
-    """Refuse outputs of a pulled recipe outside the current folder.
+def check_alignment_name(config: MergeConfiguration) -> None:
+    """Refuse a `save_alignment` that names no place inside the merged model's folder.
 
     Raises:
-        RecipeError: names the parameter.
+        RecipeError: names the value.
     """
-    path, _ = recipe_file()
-    if not path or not os.path.exists(os.path.join(os.path.dirname(path), MANIFEST_FILE)):
-        return
-    folder = os.path.realpath(os.getcwd())
-    for output in recipe_outputs(config, None):
-        place = os.path.realpath(output.path)
-        if os.path.isabs(output.path) or os.path.commonpath((folder, place)) != folder:
-            problem = f"'{output.path}' is outside the folder of the command, where a pulled recipe may not write"
-            raise RecipeError(problem, where=output.option, remedy="read the recipe, and name a file in that folder")
+    for name, value in _parameters(config):
+        if name == "save_alignment" and isinstance(value, str):
+            steps = os.path.normpath(value).split(os.sep)
+            if os.path.isabs(value) or steps[0] in (os.curdir, os.pardir):
+                problem = f"'{value}' is not a name inside the merged model's folder"
+                remedy = "write 'true', or a name such as 'maps.safetensors'"
+                raise RecipeError(problem, where=f"parameters.{name}", remedy=remedy)
 
 
 def numbered(path: str, count: int) -> list[str]:

@@ -34,7 +34,7 @@ from rotation_merge.mergekit_plugin.compile import compiled
 from rotation_merge.mergekit_plugin.delegates import OWN
 from rotation_merge.mergekit_plugin.output_check import complete, say, vocabulary_note
 from rotation_merge.mergekit_plugin.parts import tokenizer_source
-from rotation_merge.mergekit_plugin.recipe import Recipe, check_pulled, entries, recipe_inputs, recipe_outputs
+from rotation_merge.mergekit_plugin.recipe import Recipe, check_alignment_name, entries, recipe_inputs, recipe_outputs
 from rotation_merge.mergekit_plugin.saved_alignments import keep_alignments
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.wholes import devices_of
@@ -72,11 +72,11 @@ def run(
     """
     keep_freed_memory()
     session = Session.of(Recipe.read(config), options)
+    check_alignment_name(config)
     outputs = recipe_outputs(config, out_path)
     inputs = recipe_inputs(config)
     for output in outputs:
         check_output(output, inputs, output.kind == FOLDER, cache=options.transformers_cache)
-    check_pulled(config)
     with locked(*(output.path for output in outputs if output.kind in (FILE, FOLDER))):
         _run(stock, session, out_path, options, config_source)
 

@@ -49,6 +49,9 @@ def keep_alignments(session: Session, folder: str) -> list[str]:
 
     Returns:
         The files.
+
+    Raises:
+        RecipeError: a file of the merged model has that name.
     """
     transforms, donors = session.run.kept_transforms, session.donors
     if transforms is None or donors is None:
@@ -56,7 +59,10 @@ def keep_alignments(session: Session, folder: str) -> list[str]:
     base = session.models[session.recipe.base]
     architecture = resolve(base.config, base.names, str(base.reference), keep_unknown=True, untie=session.recipe.untie)
     setting = session.recipe.value("save_alignment")
-    path = os.path.join(folder, ALIGNMENT) if setting is True else os.path.abspath(str(setting))
+    path = os.path.join(folder, ALIGNMENT if setting is True else str(setting))
+    if os.path.exists(path):
+        problem = f"'{setting}' is a file of the merged model"
+        raise RecipeError(problem, where="parameters.save_alignment", remedy="name another file")
     os.makedirs(os.path.dirname(path), exist_ok=True)
     files: list[str] = []
     for model, donor in donors.found.items():

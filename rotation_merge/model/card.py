@@ -242,10 +242,15 @@ def _again(report: MergeReport, name: str, first: Sequence[str]) -> list[str]:
     folder = os.path.basename(name)
     commands = [shlex.join(["mergekit-yaml", f"{folder}/mergekit_config.yml", "again"])]
     if name.count("/") == 1:
-        commands = [f"rotation-merge pull {name} {folder}", f"mergekit-yaml {folder}/recipe.yml again"]
+        commands = [f"hf download {name} --local-dir {folder}", f"mergekit-yaml {folder}/recipe.yml again"]
     again = shlex.join(["rotation-merge", "verify", folder, "again"])
     if first:
-        commands = [f"rotation-merge pull {name} {folder}", f"cd {folder}", *first, "mergekit-yaml recipe.yml ../again"]
+        commands = [
+            f"hf download {name} --local-dir {folder}",
+            f"cd {folder}",
+            *first,
+            "mergekit-yaml recipe.yml ../again",
+        ]
         again = "rotation-merge verify . ../again"
     lines = ["", "### How to make it again", "", f"With {makers}:", "", "```bash", *commands, "```", ""]
     same = "On the same machine with the same versions"

@@ -1,4 +1,4 @@
-"""The files to publish from a merge's folder, local names replaced, and their manifest."""
+"""The files to publish from a merge's folder, local names replaced."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from rotation_merge.model.hub import no_answer, reachable
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.model.origin import licence
-from rotation_merge.record import MANIFEST_FILE, REPORT_FILE, MergeReport
+from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.files import read_report
 from rotation_merge.report.integrity import check_folder
 from rotation_merge.run.statistics import Statistics
 from rotation_merge.share.contents import chosen_files, included, is_statistics, published_name
-from rotation_merge.share.manifest import Manifest, sha256_of
 from rotation_merge.share.names import STATISTICS as MEASURED
 from rotation_merge.share.names import (
     Renaming,
@@ -117,18 +116,15 @@ class Draft:
         return [self._item(place, name, renaming) for name, place in self.beside.items()]
 
     def items(self, commit: str) -> list[Item]:
-        """Everything else, card, recipe and manifest last."""
+        """Everything else, recipe and card last."""
         renaming, early = self._renaming(commit), self.first()
-        placed = {item.place for item in early} | {CARD, RECIPE, MANIFEST_FILE}
+        placed = {item.place for item in early} | {CARD, RECIPE}
         items = [self._item(place, path, renaming) for place, path in self.files.items() if place not in placed]
         if self.recipe and self.report.relation == "merge":
             items.append(Item(RECIPE, renaming.text(self.recipe).encode()))
-        statistics = self.statistics(renaming)
-        items.append(Item(CARD, self.card(renaming, statistics).encode()))
+        items.append(Item(CARD, self.card(renaming, self.statistics(renaming)).encode()))
         self._check([*early, *items])
-        sums = {item.place: (sha256_of(item.source), item.size) for item in [*early, *items]}
-        manifest = Manifest(self.repo, sums, self.report.versions, statistics)
-        return [*items, Item(MANIFEST_FILE, manifest.text().encode())]
+        return items
 
     def statistics(self, renaming: Renaming) -> list[Measurement]:
         """Commands that measure unpublished statistics of the recipe.
@@ -137,22 +133,16 @@ class Draft:
             RotationMergeError: a file of them does not say it.
         """
         models = {mark: name for name, mark in self.report.fingerprints.items()}
-        known = {entry.file: entry for entry in _pulled(self.folder)}
         entries = []
         for path in files_in(self.recipe):
             if path not in self.unpublished:
-                continue
-            if not os.path.isfile(path):
-                entries.append(known[path])
                 continue
             metadata = Statistics.open(path).metadata
             model = renaming.text(models.get(str(metadata.get("fingerprint")), str(metadata.get("model"))))
             data = renaming.value(str(metadata.get("data")))
             try:
-                entries.append(
-                    Measurement.checked({**metadata, "file": self.unpublished[path], "model": model, "data": data})
-                )
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                entries.append(Measurement.of(metadata, self.unpublished[path], model, data))
+            except (KeyError, TypeError) as error:
                 problem = f"its header does not say how it was measured ({short(error)})"
                 raise RotationMergeError(problem, where=path, remedy="measure again, or add --with-data") from error
         return entries
@@ -254,7 +244,7 @@ def draft(
     models = models_in(recipe, facts)
     read = {name: "data" for name in used if os.path.exists(name)} | files_in(recipe)
     names = {**known_names(facts), **same_places(given_names(targets), [*models, *read])}
-    unpublished = {} if with_data else _unpublished(folder, report, files_in(recipe), names)
+    unpublished = {} if with_data else _unpublished(report, files_in(recipe), names)
     if not with_data:
         kept_back += [place for place in published if is_statistics(place) and not included(place, include)]
         published = {place: path for place, path in published.items() if place not in kept_back}
@@ -274,15 +264,12 @@ def draft(
     if missing:
         raise _unknown(folder, missing, [n for n in missing if read.get(n) == "data" and os.path.isfile(n)])
     pinned = {name: _pinned(target) for name, target in names.items()}
-    kept_back = [place for place in kept_back if place != MANIFEST_FILE]
     check_whole(folder, report)
     return Draft(folder, repo, published, kept_back, report, pinned, beside, unpublished, recipe)
 
 
 def check_whole(folder: str, report: MergeReport) -> None:
     """Refuse a folder that programs would refuse, or load as another model than was merged.
-
-    A recipe that was pulled without weights may go on without them.
 
     Raises:
         RotationMergeError: names the first defect.
@@ -321,21 +308,18 @@ def check_card(text: str) -> None:
         raise RotationMergeError(problem, where=CARD, remedy="correct them") from error
 
 
-def _unpublished(folder: str, report: MergeReport, read: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+def _unpublished(report: MergeReport, read: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
     """Unpublished statistics that a recipe reads, and their samples, by their published names.
 
     Args:
         read: files that the recipe reads, with the key that each stands under.
         names: names on the hub.
     """
-    known = {entry.file for entry in _pulled(folder)}
     files = [name for name, kind in read.items() if kind == STATISTICS and name not in names]
     unpublished = {}
     for number, name in enumerate(files):
         if os.path.isfile(name):
             unpublished[name] = published_name(STATISTICS, number, os.path.basename(name)).partition("/")[2]
-        elif name in known:
-            unpublished[name] = name
     other_sources = {str(used["source"]) for used in report.data if not str(used["of"]).startswith(MEASURED)}
     for used in report.data:
         source = str(used["source"])
@@ -343,12 +327,6 @@ def _unpublished(folder: str, report: MergeReport, read: Mapping[str, str], name
         if not elsewhere and unpublished:
             unpublished[source] = base_name(source)
     return unpublished
-
-
-def _pulled(folder: str) -> Sequence[Measurement]:
-    """Commands that measure statistics which a pulled folder came without."""
-    path = os.path.join(folder, MANIFEST_FILE)
-    return Manifest.read(path).statistics if os.path.isfile(path) else ()
 
 
 def _unknown(folder: str, missing: Sequence[str], data: Sequence[str]) -> RotationMergeError:

@@ -13,7 +13,6 @@ import pytest
 import yaml
 from cli_support import COMMANDS, app, run
 from click.testing import CliRunner
-from hub_support import MANIFEST_FILE
 from plugin_support import one_error, recipe_for, twin, write_recipe
 
 from rotation_merge import RotationMergeError
@@ -244,8 +243,6 @@ PLACES = {
     "OUT around": ("in/deep/it", "in", {}),
     "OUT with its unfinished work": ("out.matching.unfinished/it", "out", {}),
     "OUT inside": ("in/it", "in/it/sub", {}),
-    "save_alignment as": ("in/it", "out", {"save_alignment": "in/it"}),
-    "save_alignment inside": ("in/it", "out", {"save_alignment": "in/it/maps"}),
     "spill inside": ("in/it", "out", {"spill": "in/it/states"}),
     "spill as": ("in/it", "out", {"spill": "in/it"}),
 }
@@ -288,74 +285,57 @@ def mergekit(path: Path, out: Path) -> Any:
     return CliRunner().invoke(main, [str(path), str(out), "--quiet"])
 
 
-FOREIGN = {
-    "a file": "save_alignment",
-    "a file of the second donor": "save_alignment",
-    "a file of align": "save_alignment",
-    "beside the model": "save_alignment",
-}
+FOREIGN = {"maps": "maps", "maps of the second donor": "maps", "a file of align": "maps", "beside the model": True}
 
 
 @pytest.mark.parametrize("what", FOREIGN)
 def test_keys_replace_nothing_that_they_did_not_write(what: str, tmp_path: Path, pair: tuple[Path, Path]) -> None:
-    """`save_alignment: ../home/victim.cfg` replaced what was there; check calls it a fault, too."""
-    victim, out, asked = tmp_path / "home" / "victim.cfg", tmp_path / "out", str(tmp_path / "home" / "victim.cfg")
-    donors = [pair[1]]
-    if what == "a file of the second donor":
-        donors, victim = [pair[1], twin(pair[0], tmp_path / "third", 5)], tmp_path / "home" / "victim-2.cfg"
-    elif what != "a file":
-        victim = out / "alignment.safetensors"
-        asked = str(victim) if what == "a file of align" else True
-    victim.parent.mkdir(parents=True)
+    out, name = tmp_path / "out", FOREIGN[what]
+    victim, donors = out / ("alignment.safetensors" if name is True else "maps"), [pair[1]]
+    if what == "maps of the second donor":
+        donors, victim = [pair[1], twin(pair[0], tmp_path / "third", 5)], out / "maps-2"
+    out.mkdir()
     victim.write_text("mine")
     if what == "a file of align":
         assert run("align", *pair, "--alignment", victim, "--force").exit_code == 0
-    found = recipe_for("linear", pair[0], *donors, **{FOREIGN[what]: asked})
-    text = write_recipe(found, tmp_path / "recipe.yml")
+    text = write_recipe(recipe_for("linear", pair[0], *donors, save_alignment=name), tmp_path / "recipe.yml")
     before = snapshot(tmp_path)
     result = mergekit(text, out)
     assert result.exit_code == 2
     assert f"{victim}: already exists" in one_error(result.output)
-    if asked is not True:
-        assert "already exists" in run("check", text).output
     assert snapshot(tmp_path) == before
 
 
 @pytest.mark.slow
 def test_keys_replace_what_they_wrote_themselves(tmp_path: Path, pair: tuple[Path, Path]) -> None:
     """For the same models; the same file is not theirs to replace in a recipe of others."""
-    found = recipe_for("linear", *pair, save_alignment=str(tmp_path / "maps"))
-    text = write_recipe(found, tmp_path / "recipe.yml")
+    text = write_recipe(recipe_for("linear", *pair, save_alignment="maps"), tmp_path / "recipe.yml")
     for _ in range(2):
         result = mergekit(text, tmp_path / "out")
         assert result.exit_code == 0, result.output
-    assert run("check", text).exit_code == 0
-    other = recipe_for("linear", pair[0], twin(pair[0], tmp_path / "third", 5), save_alignment=str(tmp_path / "maps"))
-    result = mergekit(write_recipe(other, tmp_path / "other.yml"), tmp_path / "another")
+    other = recipe_for("linear", pair[0], twin(pair[0], tmp_path / "third", 5), save_alignment="maps")
+    result = mergekit(write_recipe(other, tmp_path / "other.yml"), tmp_path / "out")
     assert "already exists" in one_error(result.output)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("save_alignment", "../maps"), ("save_alignment", "/tmp/maps"), ("save_alignment", "away/maps"), ("spill", "..")],
-)
-def test_a_pulled_recipe_writes_below_the_folder_it_is_run_in(
-    key: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, b = folder(tmp_path / "a"), folder(tmp_path / "b")
-    here, pulled = tmp_path / "here", tmp_path / "here" / "pulled"
-    pulled.mkdir(parents=True)
-    (pulled / MANIFEST_FILE).write_text("{}")
-    (tmp_path / "elsewhere").mkdir()
-    (here / "away").symlink_to(tmp_path / "elsewhere")
-    monkeypatch.chdir(here)
-    settings = {key: value, **({"delegate": "refit"} if key == "spill" else {})}
-    text = write_recipe(recipe(a, b, **settings), pulled / "recipe.yml")
+@pytest.mark.parametrize("name", ["../maps", "/tmp/maps", "in/../../maps", "."])
+def test_an_alignment_is_saved_inside_the_output(name: str, tmp_path: Path) -> None:
+    """A recipe from elsewhere writes nowhere else; check calls it a fault, too."""
+    models = (folder(tmp_path / "a"), folder(tmp_path / "b"))
+    text = write_recipe(recipe(*models, save_alignment=name), tmp_path / "recipe.yml")
     before = snapshot(tmp_path)
-    result = mergekit(text, here / "out")
+    result = mergekit(text, tmp_path / "out")
     assert result.exit_code == 2
-    assert "where a pulled recipe may not write" in one_error(result.output)
+    assert "is not a name inside the merged model's folder" in one_error(result.output)
+    assert "is not a name inside the merged model's folder" in run("check", text).output
     assert snapshot(tmp_path) == before
+
+
+def test_an_alignment_replaces_no_file_of_the_merge(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    recipe = recipe_for("linear", *pair, save_alignment="config.json")
+    result = mergekit(write_recipe(recipe, tmp_path / "recipe.yml"), tmp_path / "out")
+    assert "'config.json' is a file of the merged model" in one_error(result.output)
+    assert not (tmp_path / "out").exists()
 
 
 def test_from_python_and_from_several_recipes(tmp_path: Path, pair: tuple[Path, Path]) -> None:

@@ -300,7 +300,7 @@ READERS = {
 }
 """By command, a call that reads the donor."""
 
-NO_READERS = {"demo", "lora", "pull", "push"}
+NO_READERS = {"demo", "lora", "push"}
 
 EVERY_READER: dict[str, tuple[Callable[[Bench], object], str]] = {
     "two checkpoints in a folder": (two_files, "model.safetensors and model.safetensors.index.json"),

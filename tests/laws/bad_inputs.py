@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bad_checkpoints import CHECKPOINTS, WITH_ALIGNMENT
-from bad_publications import PULLS
+from bad_checkpoints import CHECKPOINTS, EVERY_READER, WITH_ALIGNMENT
 from bad_recipes import RECIPES
 from safetensors.torch import load_file
 from spoiling import WEIGHTS, Bench, Row, adapter, both, call, config, edit, index, put, python, tokenizer
@@ -105,8 +104,6 @@ LINES = [
     call("push anchor a/b/c", "names no repository"),
     call("push anchor org/name", "no such file"),
     call("push file org/name", "is a file"),
-    call("pull 'two words' out", "names no repository"),
-    call("pull org/name file", "is a file"),
     Row(
         "code of a checkpoint",
         ("donor",),
@@ -153,7 +150,22 @@ PYTHON = [
     python("no alignment", lambda: rm.Alignment.load("file"), "file"),
 ]
 
-ROWS = [*RECIPES, *CHECKPOINTS, *OUTPUTS, *LINES, *PULLS, *PYTHON]
+ON_THE_HUB = [
+    Row(
+        f"hub: {name}",
+        (words,),
+        both(
+            spoil,
+            lambda bench: bench.hub.publish("org/donor", Path("donor")),
+            edit(("model: donor", "model: org/donor")),
+        ),
+        ("merge",),
+        ("verify anchor org/donor",),
+    )
+    for name, (spoil, words) in EVERY_READER.items()
+]
+
+ROWS = [*RECIPES, *CHECKPOINTS, *OUTPUTS, *LINES, *ON_THE_HUB, *PYTHON]
 
 GOOD: dict[str, Callable[[Bench], object]] = {
     "as it is": lambda bench: None,

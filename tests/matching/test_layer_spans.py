@@ -69,13 +69,13 @@ def test_layers_with_options_of_their_own_hold_them(
 ) -> None:
     """A recipe that matches the last layer by itself; the donor alone is merged."""
     paths = [written(model, state, tmp_path / name) for name, state in (("anchor", model.state), ("donor", donor))]
-    recipe = recipe_for("linear", *paths, save_alignment=str(tmp_path / "file"))
+    recipe = recipe_for("linear", *paths, save_alignment="file")
     for entry, weight in zip(recipe["models"], (0.0, 1.0), strict=True):
         entry["parameters"]["weight"] = weight
     recipe["parameters"]["attention"] = [{"filter": "layers.4", "value": "none"}, {"value": "rotation"}]
     moved = {name: tensor.double() for name, tensor in merged(recipe, tmp_path / "out").items()}
     assert model.differs(moved) == pytest.approx(model.differs(donor), abs=1e-3)
-    transforms = rm.Alignment.load(tmp_path / "file").transforms
+    transforms = rm.Alignment.load(tmp_path / "out" / "file").transforms
     assert transforms[FIRST].is_identity()
     assert not transforms["layers.1.attn"].is_identity()
 

@@ -88,7 +88,6 @@ APART = {
     "measure": "runs one model",
     "lora": "merges adapters, without their base",
     "push": "uploads a file",
-    "pull": "downloads a file",
     "demo": "runs a recipe",
 }
 """Commands that match nothing themselves, and what they do."""

@@ -49,12 +49,13 @@ def test_a_merge_from_a_file_is_the_one_that_wrote_it(family: str, residual: str
     anchor, donor = (make(family, tmp_path / f"model-{seed}", seed=seed) for seed in (0, 8))
     options = {"residual": residual, **({"untie": True} if family == "qwen2" else {})}
     recipe = {**recipe_for("linear", anchor, donor, **options), "dtype": dtype}
-    kept, out, again = tmp_path / "kept" / "file.safetensors", tmp_path / "out", tmp_path / "again"
-    first = merged({**recipe, "parameters": {**recipe["parameters"], "save_alignment": str(kept)}}, out)
+    out, again = tmp_path / "out", tmp_path / "again"
+    kept = out / "kept" / "file.safetensors"
+    first = merged({**recipe, "parameters": {**recipe["parameters"], "save_alignment": "kept/file.safetensors"}}, out)
     second = from_file(recipe, kept)
-    second["parameters"]["save_alignment"] = str(tmp_path / "again.safetensors")
+    second["parameters"]["save_alignment"] = "kept/again.safetensors"
     assert equal(merged(second, again), first)
-    assert equal(load_file(tmp_path / "again.safetensors"), load_file(kept))
+    assert equal(load_file(again / "kept" / "again.safetensors"), load_file(kept))
     made, found = (json.loads((folder / "rotation_merge.json").read_text()) for folder in (out, again))
     assert any("nothing was matched" in note for note in found["notes"])
     assert found["rows"] == made["rows"]
@@ -77,15 +78,15 @@ def test_every_transform_comes_back_bit_for_bit(case: Case, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_the_file_is_that_of_align(pair: Pair, tmp_path: Path) -> None:
-    recipe = recipe_for("linear", *pair, residual="rotation", save_alignment=str(tmp_path / "kept"))
+    recipe = recipe_for("linear", *pair, residual="rotation", save_alignment="kept")
     merged(recipe, tmp_path / "out")
     options = ["--heads", "permutation", "--residual", "rotation"]
     assert run("align", *pair, "--alignment", tmp_path / "a.safetensors", *options).exit_code == 0
-    ours, theirs = load_file(tmp_path / "kept"), load_file(tmp_path / "a.safetensors")
+    ours, theirs = load_file(tmp_path / "out" / "kept"), load_file(tmp_path / "a.safetensors")
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-5)
-    shown = [parsed("inspect", tmp_path / name) for name in ("kept", "a.safetensors")]
+    shown = [parsed("inspect", tmp_path / name) for name in ("out/kept", "a.safetensors")]
     for one in shown:
         assert one["made"]["versions"]["torch"] == torch.__version__
         assert one["made"]["options"]["residual"] == "rotation"
@@ -108,10 +109,10 @@ def test_two_donors_beside_the_model(pair: Pair, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_fine_tune_keeps_the_map_of_its_origin(pair: Pair, tmp_path: Path) -> None:
     tuned = write_state({n: t + 0.01 * torch.randn_like(t) for n, t in state(pair[1]).items()}, pair[0], tmp_path / "t")
-    recipe = recipe_for("task_arithmetic", pair[0], tuned, save_alignment=str(tmp_path / "kept"))
+    recipe = recipe_for("task_arithmetic", pair[0], tuned, save_alignment="kept")
     recipe["models"][1]["parameters"]["finetuned_from"] = str(pair[1])
     first = merged(recipe, tmp_path / "out")
-    again = merged(from_file(recipe, tmp_path / "kept"), tmp_path / "again")
+    again = merged(from_file(recipe, tmp_path / "out" / "kept"), tmp_path / "again")
     assert equal(again, first)
     assert table(tmp_path / "again") == table(tmp_path / "out")
 

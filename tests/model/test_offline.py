@@ -94,7 +94,6 @@ COMMANDS: dict[str, Any] = {
     "polish --teachers": lambda model, out: ("polish", model, out, "--teachers", GONE),
     "carry": lambda model, out: ("carry", GONE, "--from", model, "--to", model.with_name("donor"), out),
     "carry --to": lambda model, out: ("carry", model, "--from", model, "--to", GONE, out),
-    "pull": lambda model, out: ("pull", GONE, out),
 }
 
 

@@ -35,11 +35,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 RUN = {"rotation-merge": app, "mergekit-yaml": mergekit_yaml, "mergekit-multi": mergekit_multi}
-OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "torchrun ", "ray ", "lm_eval ")
+OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "torchrun ", "ray ", "lm_eval ", "hf ")
 """Beginnings of lines in ```bash blocks that are not run here (`test_fit_together.py` runs what
 torchrun starts, `test_backends.py` what a cluster does)."""
 
-PARSED_ONLY = ("demo", "polish", "doctor", "push", "pull")
+PARSED_ONLY = ("demo", "polish", "doctor", "push")
 """Commands that take long, need the hub, or may rightly say of models with random weights that they are of no use."""
 MADE = ("gallery.md",)
 """Pages that a script wrote, which ran what they show: their recipes are checked, their commands are not run again."""

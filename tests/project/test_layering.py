@@ -46,10 +46,10 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("averaging",): (2000, 3930),
     ("carrying",): (1500, 3060),
     ("report",): (1400, 2230),
-    ("mergekit_plugin",): (2500, 5750),
+    ("mergekit_plugin",): (2500, 5700),
     ("diagnose",): (2100, 2870),
-    ("search", "share"): (1400, 3540),
-    ("api", "cli", "__init__"): (1400, 4050),
+    ("search", "share"): (1400, 3120),
+    ("api", "cli", "__init__"): (1400, 3980),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 

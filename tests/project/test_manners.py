@@ -45,7 +45,6 @@ NOWHERE: dict[str, list[str]] = {
     "measure": ["nowhere", "--data", "self", "--out", "out"],
     "lora": ["nowhere", "nowhere", "out"],
     "push": ["nowhere", "org/name"],
-    "pull": ["nowhere", "out"],
     "demo": ["--only", "nowhere"],
 }
 """Every command, given what is not there."""
@@ -76,9 +75,6 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a model that nobody merged, pushed": (["push", LLAMAS[0], "org/name"], "no such file"),
     "a file, pushed": (["push", "file", "org/name"], "is a file"),
     "a repository's name": (["push", LLAMAS[0], "a/b/c"], "names no repository"),
-    "another repository's name": (["pull", "two words", "new"], "names no repository"),
-    "pulled over a file": (["pull", "org/name", "file"], "is a file"),
-    "pulled from nowhere": (["pull", "org/name", "new"], "cannot be pulled: HF_HUB_OFFLINE is set"),
     "weights, inspected": (["inspect", f"{LLAMAS[0]}/model.safetensors"], "neither an alignment nor statistics"),
     "junk, inspected": (["inspect", "junk.safetensors"], "cannot be read"),
     "a damaged report, inspected": (["inspect", "list/rotation_merge.json"], "is not a report"),
@@ -175,7 +171,6 @@ def test_what_is_there_is_not_written_over(tmp_path: Path):
         ["align", *LLAMAS, tmp_path],
         ["carry", LLAMAS[0], tmp_path, "--from", LLAMAS[0], "--to", LLAMAS[1]],
         ["polish", LLAMAS[0], tmp_path, "--teachers", LLAMAS[1]],
-        ["pull", "org/name", tmp_path],
     ):
         result = run(*arguments)
         assert result.exit_code == 2, arguments

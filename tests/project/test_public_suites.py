@@ -170,9 +170,9 @@ UNITS = {
     "search/test_merge_tokens.py": ("search", "parts of the search alone: its candidates"),
     "search/test_scaling.py": ("search", "one solver, on losses made by hand"),
     "share/test_attack_names.py": ("cli model record", "rules for names, one by one"),
-    "share/test_pulled_files.py": ("config mergekit_plugin share", "rules for shared files, one by one"),
+    "share/test_attack_push.py": ("share", "rules for places of files, one by one"),
     "share/test_published_cards.py": ("model report", "sections of cards, made by hand"),
-    "share/test_share.py": ("share", "the list of files and its checksums"),
+    "share/test_share.py": ("share", "names in texts and headers, one by one"),
     "symmetry/test_dual.py": (
         "matching model run symmetry",
         "how single statistics move; a model shows their sum only",

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from cli_support import parsed, run
-from hub_support import MANIFEST_FILE, Hub, at_home
+from hub_support import Hub, at_home
 from plugin_support import make, merged, one_error, recipe_for
+
+from rotation_merge.share.contents import belongs, is_weights
 
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----"
 STRAY = (
@@ -116,7 +118,7 @@ def test_links_to_folders_and_inside(
 
 
 def test_a_model_without_safetensors(made: tuple[Path, list[str], list[str]], out: Path, home: Hub) -> None:
-    """Pickles can hold code: `pull` would not take them."""
+    """Pickles can hold code."""
     weights = {path: path.read_bytes() for path in out.glob("*.safetensors")}
     try:
         for path in weights:
@@ -128,10 +130,25 @@ def test_a_model_without_safetensors(made: tuple[Path, list[str], list[str]], ou
             path.write_bytes(content)
 
 
-@pytest.mark.slow
-def test_what_was_pulled_is_pushed_again(made: tuple[Path, list[str], list[str]], home: Hub, tmp_path: Path) -> None:
-    """Its manifest is written anew, and named nowhere as a file that is left out."""
-    assert run("push", made[0], "me/first", *made[1], "--yes").exit_code == 0
-    assert run("pull", "me/first", tmp_path / "theirs").exit_code == 0
-    found = parsed("push", tmp_path / "theirs", "me/second")
-    assert (found["left_out"], MANIFEST_FILE in found["files"]) == ([], True)
+def test_what_belongs_to_a_merge() -> None:
+    """Among others: every file that a tokenizer or processor of transformers is saved to."""
+    for place in ("model-00001-of-00002.safetensors", "heads/a b/model.safetensors", "2_Dense/model.safetensors"):
+        assert belongs(place), place
+        assert is_weights(place), place
+    for place in (
+        "data/0-x.jsonl",
+        "alignment-2.safetensors",
+        "heads/a/config.json",
+        "spiece.model",
+        "1_Pooling/config.json",
+    ):
+        assert belongs(place), place
+        assert not is_weights(place), place
+    for place in (
+        "optimizer.safetensors",
+        "heads/config.json",
+        "heads/a/heads/b/config.json",
+        "config.json/x",
+        "x/README.md",
+    ):
+        assert not belongs(place), place

@@ -126,7 +126,7 @@ def test_a_card_is_written_anew_in_place(made: tuple[Path, Path, Path]) -> None:
     assert "Words of mine." in other
     assert other.endswith("\nAnd more.\n")
     assert "`ELSE`" in other
-    assert "rotation-merge pull org/name name" in other
+    assert "hf download org/name --local-dir name" in other
     assert other.count(BEGIN) == 1
     assert front_matter("no metadata") == ({}, "no metadata")
     assert front_matter("---\n[\n---\nx")[0] == {}
