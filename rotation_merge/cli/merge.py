@@ -63,16 +63,8 @@ def command(
     step.
     """
     began = time.perf_counter()
-    if len(models) < 3:
-        raise click.UsageError("name two or more models and the directory to write")
-    *names, out = models
-    if names[0].startswith((".", os.sep)) and not os.path.exists(names[0]) and os.path.exists(out):
-        raise click.UsageError(f"{names[0]} does not exist, but {out} does: the directory to write comes last")
-    from rotation_merge.model.naming import check_different
-
+    names, out = _models_and_out(models)
     options = config_of(MergeConfig, values)
-    check_different(names)
-    out = out.rstrip(os.sep) or os.sep  # files beside it begin with its name
     context = click.get_current_context()
     written_too = NEW_MODEL.outputs(f"{out}{POLISHED}", "--polish") if polish else []
     context.with_resource(hold_outputs([*outputs_of(context), *written_too], os.path.isdir(f"{out}.unfinished")))
@@ -111,6 +103,19 @@ def command(
             say(f"Polished: {trained['verdict']}.")
             say(f"Written to {trained['out']}." if trained["out"] else "Nothing was written for it.")
     return 0 if written else 1
+
+
+def _models_and_out(arguments: tuple[str, ...]) -> tuple[list[str], str]:
+    """The models, and the directory to write, which comes last."""
+    from rotation_merge.model.naming import check_different
+
+    if len(arguments) < 3:
+        raise click.UsageError("name two or more models and the directory to write")
+    *names, out = arguments
+    if names[0].startswith((".", os.sep)) and not os.path.exists(names[0]) and os.path.exists(out):
+        raise click.UsageError(f"{names[0]} does not exist, but {out} does: the directory to write comes last")
+    check_different(names)
+    return names, out.rstrip(os.sep) or os.sep  # files beside it begin with its name
 
 
 def _polished(search: Search, out: str) -> dict[str, Any]:

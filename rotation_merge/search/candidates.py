@@ -25,7 +25,6 @@ from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.measuring import record
 from rotation_merge.search.base import TaskVectorBase
 from rotation_merge.search.job import SearchConfig
-from rotation_merge.search.readers import Reader
 from rotation_merge.workers import listener
 
 PLAIN = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
@@ -54,11 +53,7 @@ SCALES = {"wudi": 1.1, "ties": 1.2}
 SUMS = ("task_arithmetic", "dare_ties")
 """The first `lambda` that is tried: of sums of changes, one over the root of their number; of all others 1."""
 
-ORDER = (
-    *("plain", "slerp", *OF_CHANGES),
-    *("local", "whole"),
-    *("regmean", "refit", "refit whole", "learned", "seen"),
-)
+ORDER = ("plain", "slerp", *OF_CHANGES, "local", "whole", "regmean", "refit", "refit whole", "learned", "seen")
 """The order in which candidates are tried, the cheap ones first: averages, averages of models that are aligned on
 weights, and what is solved or learned on samples."""
 
@@ -86,7 +81,6 @@ class Candidate:
         parameters: of the whole recipe.
         of_model: of single models, by model.
         needs: what must be made before: `fit` or `statistics`; None for nothing.
-        other_ids: whether token ids of the models differ, so that tokens are matched by name.
         weights: of the models: equal shares, one for each, or none.
         scale: `lambda`; None: the delegate has none.
         searched: whether the best `lambda` is searched, from `scale` on.
@@ -98,7 +92,6 @@ class Candidate:
     parameters: Mapping[str, Any]
     of_model: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     needs: str | None = None
-    other_ids: bool = False
     weights: Literal["share", "one", "none"] = "share"
     scale: float | None = None
     searched: bool = False
@@ -130,7 +123,6 @@ class Candidate:
             "base_model": self.anchor,
             "models": [{"model": m, **({"parameters": values} if values else {})} for m, values in models],
             "parameters": dict(self.parameters),
-            **({"tokenizer": {"source": "base"}} if self.other_ids else {}),
             **({"dtype": dtype} if dtype else {}),
         }
         return yaml.safe_dump(content, sort_keys=False, width=1 << 20, allow_unicode=True)
@@ -147,7 +139,6 @@ class Planner:
         refit: what a refit is told beside its data.
         learned: whether an alignment can be learned on the samples.
         relation: how the models lie to each other: shared, near or far.
-        other_ids: whether their token ids differ.
         base: what they were tuned from.
         cosine: mean of the models' matrices to those of the first one.
     """
@@ -159,7 +150,6 @@ class Planner:
     refit: Mapping[str, Any]
     learned: bool = False
     relation: str = NEAR
-    other_ids: bool = False
     base: TaskVectorBase | None = None
     cosine: float = 0.0
 
@@ -174,9 +164,6 @@ class Planner:
         reasons = {}
         if self.relation == SHARED:
             reasons["aligned merges"] = "the models share their coordinates, so alignment changes nothing"
-        if self.other_ids:
-            kinds = ("refits",) if self.relation == SHARED else ("refits", "learned alignments", "matching on samples")
-            reasons[", ".join(kinds)] = "the models' token ids differ"
         if why := self._no_changes():
             reasons["averages of task vectors"] = why
         elif len(self._tuned) == 1:
@@ -189,8 +176,6 @@ class Planner:
         """The reason why no changes of a base are merged; empty if they are."""
         if self.relation == FAR:
             return "the models are not fine-tunes of one base"
-        if self.other_ids:
-            return "the models' token ids differ"
         return "" if self.base is not None else "no base is known; name it as 'base'"
 
     @property
@@ -231,9 +216,6 @@ class Planner:
         moves = any(groups[-1] != "none" for groups in self.architecture.stream_groups.values())
         if moves:
             candidates["whole"] = self._candidate("whole model", self._whole)
-        if self.other_ids:
-            return candidates
-        if moves:
             candidates["seen"] = self._candidate(
                 "whole model, by activations", {**self._whole, "match_on": BOTH}, data_options
             )
@@ -272,7 +254,7 @@ class Planner:
         of_model: Mapping[str, Mapping[str, Any]] | None = None,
         needs: str | None = None,
     ) -> Candidate:
-        return Candidate(name, self.models[0], tuple(self.models), parameters, of_model or {}, needs, self.other_ids)
+        return Candidate(name, self.models[0], tuple(self.models), parameters, of_model or {}, needs)
 
 
 def _halves(architecture: Architecture) -> list[tuple[str, str]]:
@@ -306,7 +288,6 @@ class CandidateFiles:
         training: these samples, read.
         files: folder of the results.
         tied: whether the output shares the embeddings' tensor.
-        readers: reader of the samples for each model, if token ids differ.
     """
 
     config: SearchConfig
@@ -314,7 +295,6 @@ class CandidateFiles:
     training: Sequence[Data]
     files: Path
     tied: bool
-    readers: Mapping[str, Reader] = field(default_factory=dict)
 
     def ready(self, candidate: Candidate, seconds: float) -> Candidate:
         """The candidate with its files.
@@ -335,14 +315,12 @@ class CandidateFiles:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             loaded = load(model).to(self.config.device)
-            data = self._data(model, number, loaded)
+            data = self._data(model, loaded)
             record(open_model(model, any_base=True), loaded, data, self.data[model], MeasureConfig(), path, listener())
         return str(path)
 
-    def _data(self, model: str, number: int, loaded: object) -> Data:
+    def _data(self, model: str, loaded: object) -> Data:
         config, source = self.config, self.data[model]
-        if source not in SOURCES and model in self.readers:
-            return self.readers[model].read(self.training[number % len(self.training)])[0]
         limit = config.samples if source in SOURCES else None
         return read_batches(source, model, loaded, limit, config.batch_size, config.length, config.seed)
 

@@ -39,7 +39,7 @@ class Forgetting:
         ids = self_written(model, name, texts, length, seed)
         batches = [{"input_ids": part, "labels": part} for part in ids.split(batch_size)]
         judge = Judge([Data(batches, "next token", len(ids))], labelled=True)
-        forgetting = cls(judge, deciding.measure(model, name))
+        forgetting = cls(judge, deciding.measure(model))
         return cls(judge, forgetting.measured(model, forgetting.base))
 
     def measured(self, model: Any, figures: Figures) -> Figures:

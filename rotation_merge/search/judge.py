@@ -16,7 +16,6 @@ from rotation_merge.run.curves import FIGURES
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import of_floats
 from rotation_merge.run.functions import Batch, inputs_for
-from rotation_merge.search.readers import Reader
 from rotation_merge.workers import listener
 
 MOST_KEPT = 1 << 27
@@ -31,7 +30,7 @@ hundred would be as bad by chance on eight examples, fewer on more."""
 LEAST_EXAMPLES = 8
 """Number of samples before a model may be stopped early."""
 LEAST_LOG = -100.0
-"""The least log-probability; that of tokens that a model lacks."""
+"""The least log-probability."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,9 @@ class Figures:
     """The figures of one model.
 
     Attributes:
-        score: decides, less is better: the mean loss over the sets of samples (nats a token, or a byte where models
-            divide text differently; squared error; of pairs 1 - Spearman's correlation), or without labels the mean
-            over the parents, on the parent's own samples, of KL(parent || model); of embeddings, of 1 - Spearman's
-            correlation of the similarities of texts in both.
+        score: decides, less is better: the mean loss over the sets of samples (nats a token; squared error; of pairs
+            1 - Spearman's correlation), or without labels the mean over the parents, on the parent's own samples, of
+            KL(parent || model); of embeddings, of 1 - Spearman's correlation of the similarities of texts in both.
         accuracy: where there are labels: share of right answers; of numbers, the correlation.
         each: the score on every set of samples.
         examples: by set, the loss of every example.
@@ -69,29 +67,20 @@ class Predictions:
         logits: by position (positions, classes), on the model's device; of tasks of numbers, the numbers, on the CPU.
         positions: of those that count.
         examples: for each of these, whose it is.
-        columns: see `Reader`.
     """
 
     logits: Tensor
     positions: Tensor
     examples: Tensor
-    columns: Tensor | None = None
 
     def logs(self) -> Iterator[Tensor]:
-        """Log-probabilities in the anchor's token order, in chunks of (positions, classes)."""
+        """Log-probabilities in chunks of (positions, classes)."""
         for chunk in self.positions.to(self.logits.device).split(AT_ONCE):
-            logs = self.logits.index_select(0, chunk).float().log_softmax(-1).clamp_min(LEAST_LOG)
-            yield logs if self.columns is None else _in_columns(logs, self.columns)
-
-
-def _in_columns(logs: Tensor, columns: Tensor) -> Tensor:
-    columns = columns.to(logs.device)
-    lacking = (columns < 0) | (columns >= logs.shape[1])
-    return logs.index_select(1, columns.masked_fill(lacking, 0)).masked_fill(lacking, LEAST_LOG)
+            yield self.logits.index_select(0, chunk).float().log_softmax(-1).clamp_min(LEAST_LOG)
 
 
 @torch.no_grad()
-def answers(model: Any, batch: Batch, task: str, columns: Tensor | None = None) -> Predictions:
+def answers(model: Any, batch: Batch, task: str) -> Predictions:
     """Compute a model's outputs for a batch.
 
     Raises:
@@ -113,7 +102,7 @@ def answers(model: Any, batch: Batch, task: str, columns: Tensor | None = None) 
         counting = torch.nn.functional.pad(counting, (0, logits.shape[1] - counting.shape[1]))
     flat = logits.reshape(-1, logits.shape[-1])
     positions = counting.reshape(-1).nonzero()[:, 0]
-    return Predictions(flat, positions, positions // max(1, counting[0].numel()), columns)
+    return Predictions(flat, positions, positions // max(1, counting[0].numel()))
 
 
 def _counting(batch: Batch, task: str, logits: Tensor) -> Tensor:
@@ -149,17 +138,14 @@ class Judge:
     """Measures models on samples of the parents.
 
     Args:
-        sets: samples, one set for all parents or one for each, in the first parent's token ids.
+        sets: samples, one set for all parents or one for each.
         labelled: judge by the labels; else by each parent's own answers, with a set for each.
-        readers: reader of each parent and of merges in its token ids; empty if all have the same ids.
     """
 
-    def __init__(self, sets: Sequence[Data], labelled: bool, readers: Mapping[str, Reader] | None = None) -> None:
-        self.sets, self.labelled, self.readers = sets, labelled, readers or {}
+    def __init__(self, sets: Sequence[Data], labelled: bool) -> None:
+        self.sets, self.labelled = sets, labelled
         self.task = sets[0].task
-        self.by_bytes = self.task == "next token" and any(reader.by_text for reader in self.readers.values())
         self.targets: list[list[Tensor]] = []
-        self._read: dict[tuple[str, int], tuple[Data, list[Tensor] | None]] = {}
 
     @property
     def figure(self) -> str:
@@ -170,42 +156,37 @@ class Judge:
     def unit(self) -> str:
         """Unit of `Figures.score`."""
         names = {"regression": "squared error", "similarity": "1 - Spearman", "embedding": "1 - Spearman"}
-        words = "loss (nats a byte)" if self.by_bytes else "loss (nats)"
-        return names.get(self.task, words if self.labelled else "divergence (nats)")
+        return names.get(self.task, "loss (nats)" if self.labelled else "divergence (nats)")
 
-    def parents(self, models: Mapping[str, Any]) -> tuple[dict[str, Figures], Figures | None]:
-        """Figures of each parent alone, and of the mean of their probabilities (None if they split text differently).
+    def parents(self, models: Mapping[str, Any]) -> tuple[dict[str, Figures], Figures]:
+        """Figures of each parent alone, and of the mean of their probabilities.
 
         Without labels, the parents' answers become the targets.
         """
-        tallies = {name: _Tally(self, name) for name in models}
-        together = None if self.by_bytes else _Tally(self, "")
+        tallies, together = {name: _Tally(self) for name in models}, _Tally(self)
         self.targets = [[] for _ in self.sets]
         for i, j in self._order():
-            parent_answers = [self._answers(model, name, i, j) for name, model in models.items()]
+            parent_answers = [self._answers(model, i, j) for model in models.values()]
             if not self.labelled:
                 self.targets[i].append(self._kept(parent_answers[i]))
             for tally, predictions in zip(tallies.values(), parent_answers, strict=True):
                 tally.add(i, j, predictions)
-            if together is not None:
-                together.add(i, j, _Ensemble(parent_answers))
-        figures = {name: tally.figures() for name, tally in tallies.items()}
-        return figures, None if together is None else together.figures()
+            together.add(i, j, _Ensemble(parent_answers))
+        return {name: tally.figures() for name, tally in tallies.items()}, together.figures()
 
-    def measure(self, model: Any, reader: str = "", best: Figures | None = None) -> Figures:
+    def measure(self, model: Any, best: Figures | None = None) -> Figures:
         """Measure a model.
 
         Args:
-            reader: the parent whose token ids it has.
             best: of the best model so far: a model that is surely worse is stopped early.
         """
-        tally = _Tally(self, reader)
+        tally = _Tally(self)
         round_number = 0
         for i, j in self._order():
             if j > round_number and best is not None and cannot_win(tally.examples, best.examples):
                 return tally.estimate(best)
             round_number = j
-            tally.add(i, j, self._answers(model, reader, i, j))
+            tally.add(i, j, self._answers(model, i, j))
         return tally.figures()
 
     def _order(self) -> Iterator[tuple[int, int]]:
@@ -217,34 +198,22 @@ class Judge:
             yield place
         tell("held-out batches", len(places), len(places))
 
-    def data(self, reader: str, i: int) -> tuple[Data, list[Tensor] | None]:
-        """A set of samples as a model reads it; see `Reader.read`."""
-        if reader not in self.readers:
-            return self.sets[i], None
-        if (reader, i) not in self._read:
-            self._read[reader, i] = self.readers[reader].read(self.sets[i])
-        return self._read[reader, i]
-
-    def _answers(self, model: Any, name: str, i: int, j: int) -> Predictions:
-        data = self.data(name, i)[0]
-        reader = self.readers.get(name)
-        predictions = answers(model, data.batches[j], data.task, None if reader is None else reader.columns)
-        if self.labelled or data.task in FLOATS:
+    def _answers(self, model: Any, i: int, j: int) -> Predictions:
+        predictions = answers(model, self.sets[i].batches[j], self.task)
+        if self.labelled or self.task in FLOATS:
             return predictions
         positions = sum(b["input_ids"].numel() if "input_ids" in b else 1 for d in self.sets for b in d.batches)
         step = math.ceil(positions * predictions.logits.shape[-1] / MOST_KEPT)
-        return Predictions(
-            predictions.logits, predictions.positions[::step], predictions.examples[::step], predictions.columns
-        )
+        return Predictions(predictions.logits, predictions.positions[::step], predictions.examples[::step])
 
     def _kept(self, predictions: Predictions) -> Tensor:
         if self.task in FLOATS:
             return predictions.logits
         return torch.cat([logs.half() for logs in predictions.logs()])
 
-    def labels(self, i: int, j: int, reader: str) -> Tensor:
+    def labels(self, i: int, j: int) -> Tensor:
         """The labels that count."""
-        labels = labels_of(self.data(reader, i)[0].batches[j], self.task)
+        labels = labels_of(self.sets[i].batches[j], self.task)
         assert labels is not None
         return labels[labels != -100]
 
@@ -280,13 +249,12 @@ class _Tally:
     """Sums the scores of one model.
 
     Attributes:
-        reader: the parent whose token ids it has.
         examples: see `Figures`.
         losses, sizes: by set, sums of losses and of their divisors.
     """
 
-    def __init__(self, judge: Judge, reader: str) -> None:
-        self.judge, self.reader = judge, reader
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
         count = len(judge.sets)
         self.examples: list[list[float]] = [[] for _ in range(count)]
         self.losses, self.sizes = [0.0] * count, [0.0] * count
@@ -299,11 +267,10 @@ class _Tally:
             self.values[i].append(predictions.logits)
             return
         losses = self._losses(i, j, predictions)
-        read = self.judge.data(self.reader, i)[1]
         count = int(predictions.examples.max()) + 1 if len(predictions.examples) else 0
         zeros = torch.zeros(count, dtype=torch.float64)
         sums = zeros.index_add(0, predictions.examples, losses)
-        sizes = zeros.index_add(0, predictions.examples, torch.ones_like(losses)) if read is None else read[j][:count]
+        sizes = zeros.index_add(0, predictions.examples, torch.ones_like(losses))
         self.examples[i] += (sums / sizes.clamp_min(1)).tolist()
         self.losses[i] += float(sums.sum())
         self.sizes[i] += float(sizes.sum())
@@ -311,7 +278,7 @@ class _Tally:
     def _losses(self, i: int, j: int, predictions: Predictions | _Ensemble) -> Tensor:
         """The loss at every position, float64."""
         losses, first = [torch.zeros(0, dtype=torch.float64)], 0
-        labels = self.judge.labels(i, j, self.reader) if self.judge.labelled else None
+        labels = self.judge.labels(i, j) if self.judge.labelled else None
         for logs in predictions.logs():
             part = slice(first, first + len(logs))
             first = part.stop
@@ -345,7 +312,7 @@ class _Tally:
             accuracy = sum(figures.main for figures in per_set) / len(per_set) if judge.labelled else None
             return Figures(sum(scores) / len(scores), accuracy, scores)
         scores = [loss / max(size, 1) for loss, size in zip(self.losses, self.sizes, strict=True)]
-        counts = judge.labelled and not judge.by_bytes and self.positions
+        counts = judge.labelled and self.positions
         accuracy = self.right / self.positions if counts else None
         return Figures(sum(scores) / len(scores), accuracy, scores, self.examples)
 

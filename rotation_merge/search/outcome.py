@@ -38,8 +38,7 @@ class Outcome:
 
     Attributes:
         tried: by score, the best first; then those that forget too much, and those that were stopped early.
-        parents, ensemble, best: on the samples that only report, as is `plain`; no ensemble where models divide text
-            differently.
+        parents, ensemble, best: on the samples that only report, as is `plain`.
         left_out: candidates that the budget had no room for, or that could not be made, and why.
         relations: of every other model: mean cosine of its matrices to the first one's.
         unit, figure: unit of the scores, and name of the figure beside them if there are labels.
@@ -51,7 +50,7 @@ class Outcome:
     labelled: bool
     tried: list[Trial]
     parents: dict[str, Figures]
-    ensemble: Figures | None
+    ensemble: Figures
     best: Figures
     plain: Figures | None
     left_out: dict[str, str] = field(default_factory=dict)

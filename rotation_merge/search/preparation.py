@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rotation_merge.architecture import Architecture
-from rotation_merge.errors import DataError
+from rotation_merge.errors import DataError, RotationMergeError
 from rotation_merge.files import replacing
 from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.check_pair import check_forward
@@ -23,10 +23,9 @@ from rotation_merge.model.naming import shortened
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.open import open_model
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import moved_tokens, vocabulary_size
+from rotation_merge.model.vocabulary import other_ids, vocabulary_size
 from rotation_merge.record import SMALL_GAIN
 from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches
-from rotation_merge.run.examples import tokenizer_of
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.generated_samples import SOURCES, writes_text
 from rotation_merge.search.base import TaskVectorBase, find_base
@@ -34,7 +33,6 @@ from rotation_merge.search.candidates import FAR, NEAR, SHARED
 from rotation_merge.search.forgetting import Forgetting
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures, Judge
-from rotation_merge.search.readers import Reader, readers_of, texts
 from rotation_merge.workers import listener
 
 WRITTEN_APART = 7919
@@ -57,8 +55,6 @@ class Parents:
         tied: whether the output shares the embeddings' tensor.
         relations: of every other model: mean cosine of its matrices to the first one's.
         relation: of the models: shared, near or far (see `candidates`).
-        other_ids: whether their token ids differ.
-        readers: reader of the samples for each model.
         training: samples to merge with, read; none where the models make them.
         data: for each model, file or source of its samples to merge with.
         deciding, reporting: judges on the selection and the reporting samples.
@@ -66,25 +62,21 @@ class Parents:
         order: the models by their scores on the selection samples.
         base: their common base, if known.
         forgetting: measure of forgetting; None if the base writes no text.
-        notes: notes on the figures.
     """
 
     architecture: Architecture
     tied: bool
     relations: Mapping[str, float]
     relation: str
-    other_ids: bool
-    readers: Mapping[str, Reader]
     training: Sequence[Data]
     data: Mapping[str, str]
     deciding: Judge
     reporting: Judge
     figures: Mapping[str, Figures]
-    ensemble: Figures | None
+    ensemble: Figures
     order: Sequence[str]
     base: TaskVectorBase | None = None
     forgetting: Forgetting | None = None
-    notes: Sequence[str] = field(default_factory=list)
 
 
 class Preparation:
@@ -98,8 +90,6 @@ class Preparation:
     def __init__(self, config: SearchConfig, files: Path, say: Callable[[str], None]) -> None:
         self.config, self.files, self.say = config, files, say
         self.made_up = config.data[0] in SOURCES
-        self.other_ids = False
-        self.notes: list[str] = []
 
     def run(self) -> Parents:
         """Open and measure the models.
@@ -116,13 +106,11 @@ class Preparation:
         close_files()
         loaded = {model: self.config.load(model) for model in models}
         sets = self._sampled(loaded) if self.made_up else split(self._given(loaded[models[0]]), self.config.seed)
-        readers = self._readers([*sets.deciding, *sets.reported])
-        by_text = any(reader.by_text for reader in readers.values())
-        labelled = by_text if self.made_up else all(data.task not in UNLABELLED for data in sets.deciding)
+        labelled = not self.made_up and all(data.task not in UNLABELLED for data in sets.deciding)
         vocabulary = vocabulary_size(anchor) or 1
         rows = [[in_small_batches(data, vocabulary) for data in part] for part in (sets.deciding, sets.reported)]
         parts = [self._for_each(part, labelled) for part in rows]
-        deciding, reporting = (Judge(part, labelled, readers) for part in parts)
+        deciding, reporting = (Judge(part, labelled) for part in parts)
         examples = sum(data.examples for part in parts for data in part)
         self.say(f"measuring {len(loaded)} models on {examples} samples ...")
         chosen, _ = deciding.parents(loaded)
@@ -135,8 +123,6 @@ class Preparation:
             anchor.tied_head is not None,
             relations,
             relation,
-            self.other_ids,
-            readers,
             sets.training,
             self._files(sets.training),
             deciding,
@@ -146,24 +132,27 @@ class Preparation:
             sorted(models, key=lambda name: chosen[name].score),
             base,
             forgetting,
-            self.notes,
         )
 
     def _relations(self, anchor: View) -> dict[str, float]:
-        """Cosine of every other model to the first one. Sets `other_ids`."""
+        """Cosine of every other model to the first one.
+
+        Raises:
+            RotationMergeError: models of different token ids, or that do not fit together.
+        """
         models = self.config.models
         pairs = {model: open_pair(models[0], model, NOTHING) for model in models[1:]}
         for pair in pairs.values():
             check_forward(pair.checked.anchor, pair.checked.donor)
-        donors = [pair.donor for pair in pairs.values()]
-        sizes = {vocabulary_size(model) for model in (anchor, *donors)}
-        self.other_ids = len(sizes) > 1 or any(moved_tokens(anchor, donor)[0] for donor in donors)
+            if problem := other_ids(anchor, pair.donor):  # no sample would be the same for both
+                remedy = "merge them by a recipe with 'tokenizer: {source: base}'"
+                raise RotationMergeError(problem, where=str(pair.donor.reference), remedy=remedy)
         return {model: self._relate(pair, model) for model, pair in pairs.items()}
 
     def _base(self, relation: str) -> TaskVectorBase | None:
         """Find the models' base, if they may have one, and print it."""
         config = self.config
-        if config.base is None and (relation == FAR or self.other_ids):
+        if config.base is None and relation == FAR:
             return None
         base = find_base(config.models, config.base)
         if base is None:
@@ -179,7 +168,7 @@ class Preparation:
 
     def _forgetting(self, base: TaskVectorBase | None, loaded: Mapping[str, Any], deciding: Judge) -> Forgetting | None:
         """The measure of forgetting; None if there is no base that writes text."""
-        if base is None or self.other_ids:
+        if base is None:
             return None
         model = loaded[base.name] if base.name in loaded else self.config.load(base.name)
         if not writes_text(model):
@@ -242,39 +231,10 @@ class Preparation:
         for k, (name, model) in enumerate(loaded.items()):
             seed = config.seed + WRITTEN_APART + k
             data = read_batches(config.data[0], name, model, 2 * count, size, config.length, seed)
-            if self.other_ids:
-                data = self._in_anchors_ids(data, name)
             half = len(data.batches) // 2
             for part, batches in zip(parts, (data.batches[:half], data.batches[half:]), strict=True):
                 part.append(with_batches(data, batches))
         return SampleSets([], *parts)
-
-    def _in_anchors_ids(self, data: Data, model: str) -> Data:
-        """Text of a model in the anchor's token ids."""
-        writer, anchor = tokenizer_of(model), tokenizer_of(self.config.models[0])
-        batches = []
-        for batch in data.batches:
-            rows = [anchor(text)["input_ids"][: self.config.length] or [0] for text in texts(batch, writer)]
-            longest = max(map(len, rows))
-            ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-            mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-            batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
-        return replace(data, batches=batches)
-
-    def _readers(self, held_out: Sequence[Data]) -> dict[str, Reader]:
-        """The readers of samples, if token ids differ; noted once."""
-        if not self.other_ids:
-            return {}
-        readers = readers_of(self.config.models, held_out)
-        if any(reader.by_text for reader in readers.values()):
-            words = "the models have different tokenizers: each reads text with its own"
-            if held_out[0].task == "next token":
-                words += "; losses are nats a byte, and there is no ensemble"
-        else:
-            words = "the models' token ids differ: samples and merges match them by token"
-        self.notes.append(f"{words[0].upper()}{words[1:]}.")
-        self.say(words)
-        return readers
 
     def _files(self, training: Sequence[Data]) -> dict[str, str]:
         """Files of merge samples for each model (or the word that generates them)."""

@@ -121,9 +121,7 @@ class Search:
         config = self.config
         self.parents = parents = Preparation(config, self.files, self.say).run()
         self.data, self.deciding, self.reporting = parents.data, parents.deciding, parents.reporting
-        self.candidate_files = CandidateFiles(
-            config, parents.data, parents.training, self.files, parents.tied, parents.readers
-        )
+        self.candidate_files = CandidateFiles(config, parents.data, parents.training, self.files, parents.tied)
         self.forgetting = parents.forgetting
         judges = [self.deciding, *([self.forgetting.judge] if self.forgetting else [])]
         self.samples_mark = data_hash([batch for judge in judges for data in judge.sets for batch in data.batches])
@@ -167,7 +165,7 @@ class Search:
             self.reporting.unit,
             self.reporting.figure,
             self._samples_words(),
-            [*self.parents.notes, *notes],
+            notes,
             None if self.forgetting is None else self.forgetting.base,
         )
         self.best, self.text, self.outcome = best, figures.recipe, outcome
@@ -181,9 +179,8 @@ class Search:
             parents.tied,
             self.data,
             {"samples": self.config.samples, "targets": "own" if own_samples else "mean"},
-            bool(parents.training) and not parents.other_ids,
+            bool(parents.training),
             parents.relation,
-            parents.other_ids,
             parents.base,
             sum(parents.relations.values()) / len(parents.relations),
         )
@@ -283,7 +280,7 @@ class Search:
                 self._make(ready, text)
         else:
             self._make(ready, text)
-            figures = self._measured(self.config.load(str(self._place(ready))), ready.anchor, best)
+            figures = self._measured(self.config.load(str(self._place(ready))), best)
         result = Trial(candidate.name, figures, time.perf_counter() - begin, text, ready.scale)
         self._keep_record(f"{self._place(candidate).name}.{JUDGED}", {"key": key, **asdict(result)})
         return result
@@ -304,7 +301,7 @@ class Search:
         self._make(candidate, candidate.recipe(self.config.dtype))
 
         def measure(model: Any, best: Figures | None) -> tuple[float, Figures]:
-            figures = self.deciding.measure(model, candidate.anchor, best)
+            figures = self.deciding.measure(model, best)
             if best is not None and (figures.unfinished or figures.score >= best.score):
                 return 0.0, figures  # not better, whatever it forgets
             figures = figures if self.forgetting is None else self.forgetting.measured(model, figures)
@@ -314,9 +311,9 @@ class Search:
         scale, figures = best_scale(merged, base, candidate.scale or 1.0, (self._excess(first), first), measure)
         return candidate.scaled(scale), figures
 
-    def _measured(self, model: Any, anchor: str, best: Figures | None) -> Figures:
+    def _measured(self, model: Any, best: Figures | None) -> Figures:
         """Measure the score and the forgetting of a merge."""
-        figures = self.deciding.measure(model, anchor, best)
+        figures = self.deciding.measure(model, best)
         return figures if self.forgetting is None or figures.unfinished else self.forgetting.measured(model, figures)
 
     def _kept(self, candidate: Candidate, key: str) -> Trial | None:
@@ -348,14 +345,14 @@ class Search:
     def _report(self, candidate: Candidate, tried: Trial) -> Figures:
         """Figures of a merge on the reporting samples."""
         self._make(candidate, tried.recipe)
-        figures = self.reporting.measure(self.config.load(str(self._place(candidate))), candidate.anchor)
+        figures = self.reporting.measure(self.config.load(str(self._place(candidate))))
         return replace(figures, on_base=tried.figures.on_base)
 
     # --- the end -----------------------------------------------------------------------------------------------
 
     def reporting_figures(self, model: str) -> Figures:
-        """Figures of a model in the best merge's token ids on the reporting samples."""
-        return self.reporting.measure(self.config.load(model), self.best.anchor)
+        """Figures of a model on the reporting samples."""
+        return self.reporting.measure(self.config.load(model))
 
     def write(self) -> None:
         """Write the best merge, as mergekit-yaml made it, and its recipe, atomically.
@@ -370,7 +367,7 @@ class Search:
     def _complete(self, folder: Path) -> None:
         """Write the files beside the weights: recipe, figures, and the verdict in report and card."""
         write_text(folder / RECIPE, self.text)
-        if self.reporting.labelled and not self.reporting.by_bytes:
+        if self.reporting.labelled:
             self._keep_figures(folder)
         report = replace(read_report(str(folder / REPORT_FILE)), search=self.outcome.verdict)
         write_text(folder / REPORT_FILE, report.text())

@@ -48,7 +48,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("report",): (1400, 2230),
     ("mergekit_plugin",): (2500, 5700),
     ("diagnose",): (2100, 2870),
-    ("search", "share"): (1400, 3120),
+    ("search", "share"): (1400, 2860),
     ("api", "cli", "__init__"): (1400, 3980),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""

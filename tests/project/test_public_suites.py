@@ -167,7 +167,6 @@ UNITS = {
         "parts of the search alone: its judge and candidates",
     ),
     "search/test_merge_sentence.py": ("search", "parts of the search alone: its candidates"),
-    "search/test_merge_tokens.py": ("search", "parts of the search alone: its candidates"),
     "search/test_scaling.py": ("search", "one solver, on losses made by hand"),
     "share/test_attack_names.py": ("cli model record", "rules for names, one by one"),
     "share/test_attack_push.py": ("share", "rules for places of files, one by one"),

@@ -122,7 +122,6 @@ def test_the_judge_counts_as_evaluate_does():
     assert len(found.examples[0]) == 8
     assert sum(found.examples[0]) / 8 == pytest.approx(loss, abs=1e-5)
     parents, together = judge.parents({"a": model, "b": model})
-    assert together is not None
     assert parents["a"] == parents["b"] == found
     assert together.score == pytest.approx(loss, abs=1e-5)
 
@@ -263,10 +262,10 @@ def test_a_candidate_too_large_for_the_gpu_is_left_out(
 ):
     real = Search._measured
 
-    def measured(self: Search, model: object, anchor: str, best: Figures | None) -> Figures:
+    def measured(self: Search, model: object, best: Figures | None) -> Figures:
         if best is not None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
-        return real(self, model, anchor, best)
+        return real(self, model, best)
 
     only(2)
     monkeypatch.setattr(Search, "_measured", measured)
@@ -363,10 +362,6 @@ def test_no_candidate_is_the_plain_one_again():
     assert [name for name in near if name in names] == names
     assert "learned" in near
     assert list(planner(FAR).left_out()) == ["averages of task vectors"]
-    other = planner(SHARED, other_ids=True)
-    assert [candidate.name for candidate in other.candidates()] == ["plain", "slerp", "regmean"]
-    assert "token ids differ" in other.left_out()["refits"]
-    assert all("\ntokenizer:\n  source: base\n" in candidate.recipe(None) for candidate in other.candidates())
 
 
 def test_a_soup_keeps_what_helps(monkeypatch: pytest.MonkeyPatch):
@@ -414,7 +409,7 @@ def test_a_lower_loss_with_fewer_right_answers_is_said():
         parents = {name: Figures(1.0, share, []) for name, share in zip("ab", shares, strict=False)}
         best = Figures(0.5, shares[2], [])
         tried = [Trial("plain", best, 1.0, "")]
-        return repr(Outcome(True, tried, parents, None, best, None))
+        return repr(Outcome(True, tried, parents, best, best, None))
 
     assert of(0.5, 0.25, 0.375).endswith(". Its accuracy is lower than that of a (37.5% against 50.0%).)")
     assert "accuracy" not in of(0.5, 0.25, 0.5) + of(None, None, None)
