@@ -69,22 +69,22 @@ class Watch:
         """Watch mergekit's tasks and ours, and what matching is made of."""
         from mergekit.graph import Task
 
-        from rotation_merge.matching import model_pair
-        from rotation_merge.matching.stream import StreamStatistics
+        from rotation_merge.matching import visit
+        from rotation_merge.matching.stream import StreamMeasurement, StreamSums
         from rotation_merge.mergekit_plugin import block_match, moved, run
 
         for task in every_task(Task):
             if not getattr(task.__dict__.get("execute"), "__isabstractmethod__", "execute" not in task.__dict__):
                 self.over(task, "execute", TASKS.get(task.__name__, "averaging"), _task_in_layer)
-        for owner in (model_pair, block_match):
+        for owner in (visit, block_match):
             self.over(owner, "match_block", "matching", _in_layer)
         self.over(moved.MovedBlock, "tensor", "moving", lambda part, *_: _in_layer(part.block))
-        self.over(model_pair, "read_block", "reading", _in_layer)
-        self.over(model_pair, "squared_distances", "stream", _in_layer)
-        self.over(StreamStatistics, "add", "stream", lambda _, block, *rest: _in_layer(block))
-        self.over(model_pair.BlockMeasurement, "of", "stream", lambda block, *_: _in_layer(block))
-        self.over(StreamStatistics, "count", "stream", lambda *_: False)
-        self.over(StreamStatistics, "solve", "solving", lambda *_: False)
+        self.over(visit, "read_block", "reading", _in_layer)
+        self.over(visit, "squared_distances", "stream", _in_layer)
+        self.over(StreamSums, "add", "stream", lambda _, block, *rest: _in_layer(block))
+        self.over(StreamMeasurement, "of", "stream", lambda *_: False)
+        self.over(StreamSums, "count", "stream", lambda *_: False)
+        self.over(StreamSums, "solve", "solving", lambda *_: False)
         self.over(run, "complete", "checking", lambda *_: False)
 
 
@@ -114,9 +114,9 @@ def main() -> None:
     watch = Watch()
     watch.everything()
     if arguments.passes:
-        from rotation_merge.matching import passes
+        from rotation_merge.matching import match
 
-        passes.MOST_PASSES = arguments.passes
+        match.MOST_PASSES = arguments.passes
     start = time.process_time()
     mergekit_yaml([arguments.recipe, arguments.out, "--quiet", "--out-shard-size", "1B"], standalone_mode=False)
     total = time.process_time() - start

@@ -42,7 +42,7 @@ from merging import STILL, halves, recipe
 from record import Table
 from shapes import OPTIONS, SHAPES, Shape, add_options, chosen, write
 
-from rotation_merge.matching.passes import PARTS, SAMPLE
+from rotation_merge.matching.match import PARTS, SAMPLE
 
 TURNED: dict[str, object] = {**OPTIONS, "residual": "rotation", "untie": True}
 CASES: dict[str, tuple[str, Mapping[str, object]]] = {

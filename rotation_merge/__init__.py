@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rotation_merge.carrying.delta import Delta
     from rotation_merge.errors import RotationMergeError
     from rotation_merge.matching.alignment import Alignment
-    from rotation_merge.matching.fit_models import fit
+    from rotation_merge.matching.fit import fit
     from rotation_merge.matching.fit_records import FitConfig
     from rotation_merge.matching.options import AlignConfig
     from rotation_merge.model.view import View
@@ -53,7 +53,7 @@ _PUBLIC = {
     "merge": "rotation_merge.api",
     "polish": "rotation_merge.api",
     "refit": "rotation_merge.api",
-    "fit": "rotation_merge.matching.fit_models",
+    "fit": "rotation_merge.matching.fit",
     "merge_adapters": "rotation_merge.averaging.lora",
     "transfer": "rotation_merge.api",
 }

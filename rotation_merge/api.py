@@ -25,11 +25,9 @@ from rotation_merge.errors import CheckpointError, RecipeError, not_written, sho
 from rotation_merge.files import FOLDER, Input, Output, TemporaryFolder, check_output
 from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.check_pair import check_forward, check_pair
-from rotation_merge.matching.engine import same_shapes
 from rotation_merge.matching.match import Match, match_model
-from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
+from rotation_merge.matching.pair import check_pair, check_shapes, open_pair
 from rotation_merge.mergekit_plugin.average import average_views, delegate_of, python_places, recipe_of, renamed_views
 from rotation_merge.mergekit_plugin.keys import checked
 from rotation_merge.model.adapter_base import on_base
@@ -361,12 +359,11 @@ def _refitted(
     alike = [base]
     _check_folded(views)
     for view in views[1:]:
-        pair = check_pair(base, view.as_filed, NOTHING, excluded=excluded)
-        check_forward(base, view)
+        pair = check_pair(base, view.as_filed, NOTHING, excluded=excluded, averaged=True)
         if shared_rows([base, view]) is not None:
             problem = f"its tokens are not those of {base.name}, but refit runs all models on one set of token ids"
             raise RecipeError(problem, where=view.name, remedy="use another method")
-        notes += [*pair.warnings, *pair.notes()]
+        notes += [*pair.warnings, *pair.notes]
         alike.append(in_class_order(view.as_filed, pair.rows))
     merged = refitted_later(alike, samples, config, weights, excluded)
     return replace(merged, notes=tuple(dict.fromkeys(notes)))
@@ -433,8 +430,8 @@ def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: Barri
     first, second = open_model(anchor), open_model(donor)
     check_pair(first, second, NOTHING, excluded=lambda _: True)
     _check_folded([first, second])
+    check_shapes(first, second, remedy="bring the models to one vocabulary and one size first")
     ends = for_evaluation(first), for_evaluation(with_classes_of(second, first))
-    same_shapes(*ends, (first.name, second.name))
     data = read_samples(first, samples, config.limit, config.batch_size, config.length, module=ends[0])
     return path(*ends, data, config.points, "path")
 

@@ -40,7 +40,6 @@ class SpaceRow:
     anchor_norm: float
     from_identity: dict[str, int | float]
     seconds: float
-    gap: float | None
     head_order: list[int] | None
     notes: list[str]
 

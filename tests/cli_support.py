@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner, Result
 
 import rotation_merge
@@ -26,3 +28,9 @@ def parsed(*args: object) -> Any:
     done = run(*args, "--json")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
+
+
+def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a minute pass with every look at the clock: states of unfinished work are written at once."""
+    clock = itertools.count(step=60.0)
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))

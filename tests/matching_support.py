@@ -13,9 +13,10 @@ from torch import Tensor
 
 from rotation_merge import AlignConfig, Alignment
 from rotation_merge.architecture.model import Architecture, Space
-from rotation_merge.matching.alignment import Basis, Identity, save_alignment
+from rotation_merge.matching.alignment_file import AlignmentFile, write_file
+from rotation_merge.matching.basis import Basis, Identity
 from rotation_merge.matching.matrix_pairs import Side
-from rotation_merge.symmetry import HeadTransform, Orthogonal, SpaceTransform
+from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.admitted import admitted
 
 torch.set_num_threads(1)
@@ -36,7 +37,7 @@ def ffn(n: int, gated: bool = False, degree: int = 0) -> Space:
 
 def roles_of(space: Space) -> tuple[str, ...]:
     if space.kind == "attention":
-        return ("q", "k", "v", "o")
+        return ("q", "k", "v", "o", *(("gate",) if space.values == "gated" else ()))
     return ("in", "gate", "out") if space.gated else ("in", "out")
 
 
@@ -62,11 +63,11 @@ def noisy(given: dict[str, Tensor], noise: float, seed: int) -> dict[str, Tensor
     return result
 
 
-def moved(given: dict[str, Tensor], transform: SpaceTransform) -> dict[str, Tensor]:
+def moved(given: dict[str, Tensor], transform: Transform) -> dict[str, Tensor]:
     return {role: transform.act(x, role, 0) for role, x in given.items()}
 
 
-def planted(space: Space, options: AlignConfig, seed: int) -> SpaceTransform:
+def planted(space: Space, options: AlignConfig, seed: int) -> Transform:
     return admitted(space, options).random(gen(seed))
 
 
@@ -78,7 +79,7 @@ def distance(anchor: dict[str, Tensor], donor: dict[str, Tensor]) -> float:
     return float(sum((anchor[r].double() - donor[r].double()).square().sum() for r in anchor))
 
 
-def left(anchor: dict[str, Tensor], donor: dict[str, Tensor], transform: SpaceTransform) -> float:
+def left(anchor: dict[str, Tensor], donor: dict[str, Tensor], transform: Transform) -> float:
     """Squared distance after the transform, computed by applying it."""
     return distance(anchor, moved({r: x.double() for r, x in donor.items()}, transform))
 
@@ -92,14 +93,8 @@ def head_orders(groups: int, per_group: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def reordered(space: Space, donor: dict[str, Tensor], order: Tensor, queries: Tensor) -> dict[str, Tensor]:
-    groups = space.sizes["groups"]
-    still = HeadTransform(
-        order,
-        queries,
-        Orthogonal.identity(groups, space.sizes["head_dim"]),
-        Orthogonal.identity(groups, space.sizes["value_dim"]),
-    )
-    return moved(donor, still)
+    still = admitted(space, AlignConfig()).identity()
+    return moved(donor, replace(still, orders=(order, queries)))
 
 
 def save_for(
@@ -114,4 +109,4 @@ def save_for(
     """Write an alignment of two models of which only the architecture and the fingerprints are known."""
     basis = Basis({}, {}, False, Identity(anchor, anchor, {}), Identity(donor, donor, {}))
     vars(basis)["architecture"] = architecture  # instead of resolving it from the config
-    save_alignment(path, replace(alignment, basis=basis), made, dtype)
+    write_file(path, AlignmentFile(alignment.transforms, alignment.folded, basis, made or {}), dtype)

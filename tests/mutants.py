@@ -1,7 +1,7 @@
 """Mutants: the package with one line broken at a time, and whether the tests that cover the file notice.
 
     make mutants                                    # goes on where it was stopped, for ten minutes
-    python tests/mutants.py --minutes 60 --files rotation_merge/symmetry/planar.py --seed 1
+    python tests/mutants.py --minutes 60 --files rotation_merge/symmetry/group.py --seed 1
 
 A mutant exchanges one operator, comparison, constant or argument, negates a condition, or drops a statement (see
 `changed`). It is judged by the tests that `TESTS` names for its file, in a process forked from one that has imported
@@ -59,7 +59,7 @@ FITS = (
     "matching/test_learned_maps.py::test_identities_move_nothing",
     "matching/test_learned_maps.py::test_names_of_spaces_follow_the_checkpoint",
     "matching/test_learned_maps.py::test_mixes_are_convex_combinations",
-    "matching/test_learned_maps.py::test_gradients_under_checkpointing",
+    "matching/test_between.py::test_mixed_weights_are_gone_when_the_forward_is_done",
     *(
         f"matching/test_fit.py::test_{name}"
         for name in (
@@ -83,33 +83,30 @@ MEASURES = (
     "run/test_measure_by_layer.py",
 )
 TESTS: dict[str, tuple[str, ...]] = {
-    "rotation_merge/symmetry": ("symmetry/test_groups.py", "symmetry/test_group_laws.py", "project/test_add_group.py"),
-    "rotation_merge/linalg/scaling.py": ("linalg/test_linalg.py", "matching/test_laws_of_matching.py"),
-    "rotation_merge/linalg/polar.py": ("linalg/test_linalg.py", "symmetry/test_group_laws.py"),
+    "rotation_merge/symmetry": ("symmetry/test_groups.py", "symmetry/test_transforms.py", "project/test_add_group.py"),
+    "rotation_merge/linalg/assignment.py": ("linalg/test_assignment.py",),
+    "rotation_merge/linalg": ("linalg/test_linalg.py", "symmetry/test_groups.py"),
     "rotation_merge/matching/fit.py": ("project/test_add_group.py", *FITS),
     "rotation_merge/averaging/polish.py": ("averaging/test_polish.py",),
     "rotation_merge/averaging/polish_models.py": ("averaging/test_polish.py",),
     "rotation_merge/matching/teachers.py": ("averaging/test_polish.py",),
     "rotation_merge/matching": ("matching/test_matching_ffn.py", "matching/test_laws_of_matching.py"),
-    "rotation_merge/matching/attention.py": (
-        "matching/test_laws_of_matching.py",
+    "rotation_merge/matching/heads.py": (
         "matching/test_matching_attention.py",
+        "matching/test_laws_of_matching.py",
     ),
-    "rotation_merge/matching/head_order.py": ("matching/test_matching_attention.py",),
-    "rotation_merge/matching/pairing.py": ("matching/test_laws_of_matching.py", "matching/test_matching_attention.py"),
-    "rotation_merge/matching/products.py": ("symmetry/test_group_laws.py", "matching/test_matching_attention.py"),
     "rotation_merge/matching/gauge.py": ("project/test_add_group.py", "matching/test_laws_of_matching.py"),
     "rotation_merge/matching/mean.py": ("matching/test_laws_of_matching.py", "matching/test_mean.py"),
     "rotation_merge/matching/stream.py": ("matching/test_residual.py", "matching/test_gathering.py"),
-    "rotation_merge/matching/stream_products.py": ("matching/test_residual.py", "matching/test_gathering.py"),
     "rotation_merge/run/ledger.py": ("files/test_going_on.py",),
-    "rotation_merge/matching/passes.py": (
+    "rotation_merge/matching/match.py": (
         "matching/test_residual.py",
         "matching/test_gathering.py",
-        "matching/test_layer_spans.py",
+        "files/test_going_on.py",
     ),
     "rotation_merge/matching/alignment.py": ("matching/test_mean.py", "matching/test_residual.py"),
-    "rotation_merge/matching/model_pair.py": (
+    "rotation_merge/matching/pair.py": ("matching/test_pair.py", "matching/test_kinds.py"),
+    "rotation_merge/matching/visit.py": (
         "matching/test_residual.py",
         "matching/test_gathering.py",
         "matching/test_workers.py",

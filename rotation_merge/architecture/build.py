@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from rotation_merge.architecture.expression import evaluate, word
 from rotation_merge.architecture.model import (
     ROLES,
+    STILL,
     Architecture,
     Axis,
     AxisPiece,
@@ -128,7 +129,6 @@ def _module_blocks(scope: Scope, module: str, definition: ModuleSpec) -> list[Bl
     outer = {name: space_of(scope, f"{module}.{name}", space) for name, space in definition.spaces.items()}
     outer_scope = replace(scope, spaces={**scope.spaces, **outer})
     blocks = [_block(outer_scope, definition.before, f"{module}.before", module, None, "before", outer)]
-    spans: dict[tuple[str, Any], str] = {}
     count = integer(scope, definition.layers, f"number of layers of module {module}")
     scope.check_count(count, f"layers of module {module}", FEW_LAYERS)
     for index in range(count):
@@ -136,27 +136,13 @@ def _module_blocks(scope: Scope, module: str, definition: ModuleSpec) -> list[Bl
         config = _named({**scope.config, "i": index}, definition.layer.variables)
         inner = replace(scope, config=config)
         local = path.replace("{base}", "")
-        local_spaces = {name: space_of(inner, local + name, space) for name, space in definition.layer.spaces.items()}
-        spaces = {
-            name: _spanning(inner, name, definition.layer.spaces[name], local_spaces[name], spans)
-            for name in local_spaces
-        }
+        spaces = {name: space_of(inner, local + name, space) for name, space in definition.layer.spaces.items()}
         layer_scope = replace(inner, prefix=definition.layer.path, spaces={**scope.spaces, **spaces})
         block = _block(layer_scope, definition.layer, path.rstrip("."), module, index, "layer", spaces)
         unread = tuple(path + name for name, when in definition.layer.dropped.items() if holds(layer_scope, when))
         blocks.append(replace(block, dropped=unread))
     blocks.append(_block(outer_scope, definition.after, f"{module}.after", module, None, "after", outer))
     return [block for block in blocks if block.tensors]
-
-
-def _spanning(scope: Scope, local: str, spec: LocalSpace, space: Space, spans: dict[tuple[str, Any], str]) -> Space:
-    """The space with the name that it has in the first layer of its span, if it has one.
-
-    Args:
-        spans: those names, by the space's name in its layer and the word for the span.
-    """
-    word = evaluate(spec.span, scope.config) if isinstance(spec, AttentionSpec) else None
-    return replace(space, span=spans.setdefault((local, word), space.name)) if word else space
 
 
 def _block(
@@ -180,7 +166,7 @@ def _block(
             key = scope.prefix + scale.writes
             scales.append(Scale(scope.spaces[scale.stream].name, scope.prefix + path, (f"{key}.weight", f"{key}.bias")))
     used = {space.name for tensor in tensors for space in tensor.spaces()}
-    present = {local: space for local, space in spaces.items() if space.name in used}
+    present = {local: s for local, s in spaces.items() if s.name in used and s.kind not in STILL}
     for local, space in present.items():
         if 0 in space.sizes.values():
             raise scope.error(f"space '{local}' of {name} has no size in this config", "check the keys in config.json")
@@ -444,6 +430,7 @@ def _attention(scope: Scope, name: str, spec: AttentionSpec) -> Space:
             f"{name}: {rotary} of {head_dim} dimensions do not divide into {parts} parts", "check config.json"
         )
     order = word(spec.order, scope.config, ("free", "fixed"))
+    shares = bool(evaluate(spec.span, scope.config))
     return Space(
         name,
         "attention",
@@ -451,8 +438,9 @@ def _attention(scope: Scope, name: str, spec: AttentionSpec) -> Space:
         rotary=rotary,
         interleaved=bool(rotary and spec.rotary and word(spec.rotary.layout, scope.config, LAYOUTS) == LAYOUTS[1]),
         rotary_parts=parts,
-        norm=word(spec.norm, scope.config, tuple(filter(None, QUERIES))),
-        values=word(spec.values, scope.config, tuple(VALUES)) or "free",
+        norm="shared" if shares else word(spec.norm, scope.config, tuple(filter(None, QUERIES))),
+        values="fixed" if shares else word(spec.values, scope.config, tuple(VALUES)) or "free",
         visible_bias=spec.visible_bias,
         free_order=order != "fixed",
+        free_groups=not shares,
     )

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from rotation_merge.symmetry.convolution import FACTORS
-from rotation_merge.symmetry.stream import STREAM_GROUPS, StreamGroup
+from rotation_merge import symmetry
+from rotation_merge.symmetry.admitted import STREAM_GROUPS, SpaceGroup, stream_group
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,7 @@ class Space:
 
     Attributes:
         name: unique in the model: `residual`, or `model.layers.3.attn`.
-        kind: stream, attention, ffn, experts, latent, mixer, convolution or translation; fixed: a space that is never
-            transformed.
+        kind: stream, attention, ffn, experts, latent or translation; those of `STILL` are never transformed.
         sizes: by kind: size; groups, per_group, head_dim, value_dim; count; shared, own.
         rotary: number of leading query/key dimensions that rotary embedding turns (0: none).
         interleaved: whether RoPE pairs are neighbours.
@@ -28,7 +27,6 @@ class Space:
         values: constraint on values and outputs, as in the architecture file.
         free_order: whether heads may change places.
         free_groups: whether KV groups may, too.
-        span: of layers that meet the keys and values of one of them: the name of the space in that one.
         visible_bias: whether softmax sees a key's bias although there is no rotary.
         gated: whether the neurons' activations are multiplied by a second, linear map.
         degree: a neuron scaled by c on its way in is scaled by 1 / c^degree on its way out; 0: it cannot be scaled.
@@ -45,7 +43,6 @@ class Space:
     values: str = "free"
     free_order: bool = True
     free_groups: bool = True
-    span: str | None = None
     visible_bias: bool = False
     gated: bool = False
     degree: int = 0
@@ -77,23 +74,21 @@ _FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Sizes that an axis of each role is the product of, where it is not the space's one size."""
 
-ROLES = {
+STILL = {
     "fixed": ("fixed",),
-    "stream": ("write", "read", "gain", "shift"),
-    "ffn": ("in", "gate", "out"),
-    "experts": ("index", "in", "gate", "out"),
-    "attention": tuple(_FACTORS["attention"]),
-    "latent": ("write", "read", "gain", "shift"),
     "mixer": tuple(_FACTORS["mixer"]),
-    "convolution": tuple(FACTORS),
-    "translation": (),
+    "convolution": ("first", "second", "third", "filter", "shift", "out"),
 }
+"""Roles in spaces that nothing moves: numbers of coordinates, state-space mixers, gated convolutions. No block lists
+them; their axes say which tensors are linear maps, and how fused ones are split."""
+
+ROLES = {**STILL, **{kind: tuple(roles) for kind, roles in symmetry.ROLES.items()}}
 """Roles an axis may play, by the kind of its space."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One role of a space on an axis; a space of kind `fixed` is a number of coordinates that nothing moves."""
+    """One role of a space on an axis; a space of a kind in `STILL` is never moved."""
 
     space: Space
     role: str
@@ -270,9 +265,9 @@ class Architecture:
         """Whether a norm of the stream takes off its mean, so that rotations have to fix the all-ones vector."""
         return any(norm.layer for block in self.blocks for norm in block.norms if norm.stream == stream)
 
-    def stream_group(self, stream: str, kind: str) -> StreamGroup:
+    def stream_group(self, stream: str, kind: str) -> SpaceGroup:
         """The group of a residual stream that is called `kind` in recipes."""
-        return StreamGroup(kind, self.streams[stream].sizes["size"], self.layer_normed(stream))
+        return stream_group(kind, self.streams[stream].sizes["size"], self.layer_normed(stream))
 
     def admitting(self, kind: str) -> list[str]:
         """The streams that admit a residual group."""

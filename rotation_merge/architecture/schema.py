@@ -157,8 +157,8 @@ class AttentionSpec(StrictModel):
             embedding), layer_head (LayerNorm a head), affine_head (LayerNorm with a shift a head), rms_all (RMSNorm
             over all heads), rms_clipped (the same, its outputs clamped), l2_head (unit length, no gain).
         order: `fixed` where heads cannot change places (ALiBi, biases shared between layers).
-        span: a word that layers have in common which meet the keys and values of the first of them: KV heads and what
-            is inside them move in all of them as one (null: a layer has its own).
+        span: not null of layers that meet the keys and values of another one: KV heads and what is inside them stay,
+            query heads change places inside KV groups.
         visible_bias: whether keys meet more than the queries of their own head's softmax (positions of their own), so
             that a key's bias changes the outputs.
         values: `fixed` where the value/output coordinates cannot be turned, `gated` where outputs are gated one by one,

@@ -8,8 +8,7 @@ from rotation_merge.architecture.build import build
 from rotation_merge.architecture.model import Architecture, Space
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.architecture.schema import ArchitectureSpec
-from rotation_merge.symmetry.admitted import heads
-from rotation_merge.symmetry.stream import STREAM_GROUPS
+from rotation_merge.symmetry.admitted import STREAM_GROUPS, heads
 
 INTRO = """\
 # Architectures
@@ -30,7 +29,6 @@ tensor.
 | sign | plus or minus one |
 | gain exchange | what the query norm gains, the key norm loses |
 | scaled | a positive scale for each neuron; of either sign in a gated FFN |
-| scaled fourfold | scales exchanged between all factors of a product with a convolution |
 | free, fixed | heads may change places (query heads within their KV group, and KV groups), or may not |
 | rows shifted | one vector is added to all rows of a router |
 
@@ -99,29 +97,24 @@ def _row(spec: ArchitectureSpec) -> str:
         spaces.update({module + name: space for name, space in block.spaces.items()})
     attention = {name: space for name, space in spaces.items() if space.kind == "attention"}
     neurons = {name: space for name, space in spaces.items() if space.kind != "attention" and not space.head}
-    ordered = attention | {name: space for name, space in spaces.items() if space.kind == "mixer"}
     cells = [
         _joined({name: STREAM_GROUPS[groups[-1]] for name, groups in architecture.stream_groups.items()}),
         _joined({name: _queries(space) for name, space in attention.items()}),
-        _joined({name: heads(space).vo.symbol for name, space in attention.items()}),
-        _joined({name: "free" if space.free_order else "fixed" for name, space in ordered.items()}),
+        _joined({name: heads(space).groups["vo"][0].symbol for name, space in attention.items()}),
+        _joined({name: "free" if space.free_order else "fixed" for name, space in attention.items()}),
         _joined({name: _neurons(space) for name, space in neurons.items()}),
     ]
     return f"| {spec.title} | {' | '.join(cells)} |\n"
 
 
 def _queries(space: Space) -> str:
-    group = heads(space)
-    return group.qk.symbol if group.gains is None else f"{group.qk.symbol}, {group.gains.symbol}"
+    groups = {name: group.symbol for name, (group, *_) in heads(space).groups.items()}
+    return groups["qk"] if groups.get("gains", "none") == "none" else f"{groups['qk']}, {groups['gains']}"
 
 
 def _neurons(space: Space) -> str:
     if space.kind == "latent":
         return "signed permutations; O(d) with residual: rotation"
-    if space.kind == "mixer":
-        return "channels permuted"
-    if space.kind == "convolution":
-        return "permuted, scaled fourfold"
     if space.kind == "translation":
         return "rows shifted"
     if space.gated and space.degree == 0:

@@ -34,8 +34,8 @@ from rotation_merge.model.rows import vocabulary_subset
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.vocabulary import shared_rows
 from rotation_merge.run.functions import Batch, architecture_of, load, module_of
-from rotation_merge.symmetry import SpaceTransform
-from rotation_merge.symmetry.base import act_by_matrices
+from rotation_merge.symmetry import Transform
+from rotation_merge.symmetry.element import act_by_matrices
 
 REGULARISATION = {"weights": 0.06, "activations": 0.08}
 """Of Sinkhorn's algorithm, at costs of at most one."""
@@ -289,7 +289,7 @@ def transported(tensor: Tensor, info: TensorInfo, plans: Mapping[str, TransportP
         piece: which of several experts this tensor is; None of a whole tensor.
     """
     if piece is None:
-        return transform_tensor(tensor, info, cast(Mapping[str, SpaceTransform], plans))
+        return transform_tensor(tensor, info, cast(Mapping[str, Transform], plans))
     transforms = {
         name: TransportPlan(
             {r: m if len(m) == 1 else m[piece : piece + 1].expand(1, -1, -1) for r, m in plan.matrices.items()}
@@ -298,7 +298,7 @@ def transported(tensor: Tensor, info: TensorInfo, plans: Mapping[str, TransportP
         if any(space.name == name for space in info.spaces())
     }
     single = TensorInfo(info.key, info.names[:1], info.axes[1:])
-    return transform_tensor(tensor, single, cast(Mapping[str, SpaceTransform], transforms))
+    return transform_tensor(tensor, single, cast(Mapping[str, Transform], transforms))
 
 
 def plan(donor: Tensor, anchor: Tensor, hard: bool, regularisation: float) -> Tensor:
@@ -338,7 +338,7 @@ def unit(rows: Tensor) -> Tensor:
     return rows / rows.norm(dim=-1, keepdim=True).clamp(min=1e-12)
 
 
-SOURCES = {"neurons": ("in", "gate", "first", "second", "third"), "values": ("v",), "queries and keys": ("q", "k")}
+SOURCES = {"neurons": ("in", "gate"), "values": ("v",), "queries and keys": ("q", "k")}
 """Roles whose rows are compared, for each plan."""
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from rotation_merge.architecture.model import Architecture, Block
-from rotation_merge.linalg.ridge import RidgeSums
-from rotation_merge.linalg.softmax import softmax_change
+from rotation_merge.averaging.ridge import RidgeSums
+from rotation_merge.averaging.softmax import softmax_change
 from rotation_merge.model.fingerprint import compared_config
 from rotation_merge.run.maps import linear_map, same_map
 from rotation_merge.run.recorder import BlockActivations, BlockHooks

@@ -19,7 +19,7 @@ from torch import Tensor
 from rotation_merge.averaging.methods import OwnMethod, Source, Target
 from rotation_merge.averaging.models import MergeLog
 from rotation_merge.averaging.parameters import parameter
-from rotation_merge.linalg.sliced import Part, SlicedMatrix
+from rotation_merge.averaging.sliced import Part, SlicedMatrix
 from rotation_merge.model.rows import row_slices
 
 SLICE = 1 << 22

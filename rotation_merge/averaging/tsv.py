@@ -9,8 +9,8 @@ import torch
 from mergekit.merge_methods.base import MergeMethodSpec
 from torch import Tensor
 
+from rotation_merge.averaging.sliced import SlicedMatrix, beside, polar, weighted_sum
 from rotation_merge.averaging.task_vectors import COMMON, CONTRACT, TaskVectorMethod
-from rotation_merge.linalg.sliced import SlicedMatrix, beside, polar, weighted_sum
 
 ZERO = 1e-9
 """Singular values below this share of the largest have no direction, in a change that is exact in float64."""

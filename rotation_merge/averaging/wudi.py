@@ -11,9 +11,9 @@ from mergekit.merge_methods.base import MergeMethodSpec
 from torch import Tensor
 
 from rotation_merge.averaging.parameters import parameter
+from rotation_merge.averaging.sliced import Part, SlicedMatrix
 from rotation_merge.averaging.task_vectors import COMMON, CONTRACT, TaskVectorMethod, mean_of
 from rotation_merge.config import NotNegative
-from rotation_merge.linalg.sliced import Part, SlicedMatrix
 
 WUDI_RIDGE = 0.05
 """Default strength of the pull of `wudi` towards its prior, relative to the mean eigenvalue of the Grams."""

@@ -15,11 +15,11 @@ from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.judge import parted
 from rotation_merge.carrying.vocabulary import check_no_added_tokens, check_same_set
 from rotation_merge.errors import RecipeError
+from rotation_merge.matching.aligned_output import pair_report, read_file
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.check_pair import check_pair
 from rotation_merge.matching.match import Match, match_model
-from rotation_merge.matching.open_pair import Pair, open_pair, read_file
 from rotation_merge.matching.options import NOTHING, WEIGHTS
+from rotation_merge.matching.pair import Pair, check_pair, open_pair
 from rotation_merge.matching.run import AppliedAlignment, Run
 from rotation_merge.model.adapters import is_adapter
 from rotation_merge.model.forms import other_form, restructured, same_form
@@ -62,9 +62,14 @@ class Execution:
 
 @dataclass(frozen=True)
 class Bases:
-    """The old base of a fine-tune or adapter, and the new base."""
+    """The old base of a fine-tune or adapter, and the new base.
+
+    Attributes:
+        compared: the old base in the form of the new one's files, in which their spaces meet.
+    """
 
     pair: Pair
+    compared: View
 
     @property
     def old(self) -> View:
@@ -141,11 +146,10 @@ class Bases:
         run, (new, old) = Run(), self.names
         if isinstance(config.alignment, str):
             run.note(f"The bases were aligned by the file {config.alignment}; nothing was matched.")
-            file = read_file(self.pair, config.alignment, untie=True)
+            file = read_file(self.pair, config.alignment, untie=True, donor=self.compared)
             run.moved_by(old, AppliedAlignment(config.alignment, old, file.metadata))
-            return file.alignment, self.pair.report(run, base=new)
-        checked, untie = self.pair.checked, self.pair.untie
-        options = check_pair(checked.anchor, checked.donor, config.match, untie=untie).options
+            return Alignment.of(file), pair_report(self.pair, run, base=new)
+        options = check_pair(self.pair.described, self.compared, config.match, untie=self.pair.untie).options
         sources = self.sources
         if self.rows is not None:
             pairs = zip(sources, self.rows, strict=True)
@@ -156,7 +160,7 @@ class Bases:
         run.aligned(old, alignment)
         if self.rows is not None:
             run.note(f"The bases share {len(self.rows[0])} tokens: embeddings and heads were matched on them.")
-        return alignment, self.pair.report(run, yaml.safe_dump(asdict(options), sort_keys=False), new)
+        return alignment, pair_report(self.pair, run, yaml.safe_dump(asdict(options), sort_keys=False), new)
 
     def _matcher(self, config: TransferConfig, device: str) -> Match:
         """The function that aligns the bases."""
@@ -212,8 +216,7 @@ def open_bases(new: ModelLike, old: ModelLike, device: str = "cpu", untie: bool 
     """
     pair = open_pair(new, old, NOTHING, untie, device, words=False, watched=watched)
     check_same_set(pair.anchor, pair.donor)
-    donor = _in_form_of(pair.architecture, pair.checked.donor)
-    return Bases(replace(pair, checked=replace(pair.checked, donor=donor)))
+    return Bases(pair, _in_form_of(pair.architecture, pair.donor.as_filed))
 
 
 def _in_form_of(reference: Architecture, member: View) -> View:

@@ -13,6 +13,7 @@ from rotation_merge.carrying.carrier import Carrier, Change, Changes, is_bias, w
 from rotation_merge.carrying.vocabulary import check_no_added_tokens, check_same_set
 from rotation_merge.errors import AlignmentError, not_written
 from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.pair import check_shapes
 from rotation_merge.model.blocks import blockwise, read_tensor, unstack
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.low_rank import LowRank, dense, stacks, transposed
@@ -65,11 +66,7 @@ class Delta:
         opened, fine = open_model(base, "base"), open_model(tuned, "tuned")
         check_names(opened, fine)
         check_no_added_tokens(opened, fine)
-        for name, shape in opened.shapes.items():
-            if fine.shapes.get(name, shape) != shape:
-                problem = f"'{name}' has the shape {fine.shapes[name]}, in {opened.name} {shape}"
-                remedy = "name the base that it was tuned from, of the same class"
-                raise AlignmentError(problem, where=fine.name, remedy=remedy)
+        check_shapes(opened, fine, remedy="name the base that it was tuned from, of the same class")
         carrier = Carrier(opened.architecture, opened.tensors, opened.tensors, Alignment({}))
         return Delta(carrier, fine.tensors, opened)
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Block
 from rotation_merge.averaging.refit import Answer, Refit, RefitResult, same_place
+from rotation_merge.averaging.ridge import ridge_change
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.linalg.ridge import ridge_change
-from rotation_merge.matching.alignment import moved_tensors
+from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.run.data import with_small_first_batch
 from rotation_merge.run.functions import Batch
@@ -90,7 +90,8 @@ def refit_change(
 
     new, merge = (runner(carrier.new, prefix, options.untie) for prefix in ("new", "carried"))
     aligned = {"old": carrier.old, "tuned": tuned}
-    aligned = {name: moved_tensors(architecture, source, carrier.alignment) for name, source in aligned.items()}
+    maps = carrier.alignment.transforms, carrier.alignment.folded
+    aligned = {name: moved_tensors(architecture, source, *maps) for name, source in aligned.items()}
     old, fine = (runner(source, name, True) for name, source in aligned.items())
     refit = Refit(
         merge,

@@ -72,8 +72,8 @@ def command(
     want --alignment. The outputs of OUT on random inputs are compared with the donor's; if they differ by more than
     rounding, OUT is kept as OUT.rejected. After an interruption, matching continues from OUT.matching.unfinished.
     """
-    from rotation_merge.matching.aligned_output import match_pair, write_aligned
-    from rotation_merge.matching.open_pair import open_pair, write_alignment
+    from rotation_merge.matching.aligned_output import match_pair, write_aligned, write_alignment
+    from rotation_merge.matching.pair import open_pair
     from rotation_merge.model.run_keys import mark_of, unchanged
     from rotation_merge.model.writing import StorageOptions, check_dtype, parse_size
     from rotation_merge.run.ledger import kept_beside
@@ -129,9 +129,9 @@ def command(
             }
         )
         return 0
-    for warning in pair.checked.warnings:
+    for warning in pair.warnings:
         say(f"Warning: {warning}", "yellow")
-    for note in (*pair.notes(), *alignment.notes, *left_out_notes):
+    for note in (*pair.notes, *pair.token_notes(), *alignment.notes, *left_out_notes):
         say(note)
     say(f"{report.verdict(name)[:1].upper()}{report.verdict(name)[1:]}.")
     if out is not None:

@@ -29,7 +29,7 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     anchor's norm. Angles are in degrees between tensors as vectors; 90 means unrelated.
     """
     from rotation_merge.matching.aligned_output import match_pair
-    from rotation_merge.matching.open_pair import open_pair
+    from rotation_merge.matching.pair import open_pair
     from rotation_merge.report.compare import APART, coordinates_verdict, gaps
 
     options = config_of(AlignConfig, values)
@@ -43,7 +43,7 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
             "anchor": anchor,
             "donor": donor,
             "summary": coordinates_verdict(measured_gaps),
-            "warnings": pair.checked.warnings,
+            "warnings": pair.warnings,
         }
         print_json({**facts, "gaps": [asdict(gap) for gap in measured_gaps]})
         return 0
@@ -62,12 +62,12 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     ]
     summary = coordinates_verdict(measured_gaps)
     say(f"{summary[:1].upper()}{summary[1:]}.")
-    if pair.checked.options.residual == "none" and measured_gaps[-1].angle_before >= APART:
+    if pair.options.residual == "none" and measured_gaps[-1].angle_before >= APART:
         say("The residual stream was not aligned: '--residual largest' aligns it, too.")
     headers = ("block", "space", "distance", "aligned", "angle", "aligned", "map: distance from the identity")
     table("", headers, rows, numbers=(2, 3, 4, 5))
-    for warning in pair.checked.warnings:
+    for warning in pair.warnings:
         say(f"Warning: {warning}", "yellow")
-    for note in pair.notes():
+    for note in (*pair.notes, *pair.token_notes()):
         say(note)
     return 0

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -32,7 +29,7 @@ from rotation_merge.cli.paths import (
 )
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.config import Count, Length, option
-from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.errors import RecipeError
 from rotation_merge.files import FILE, STATE, Output, Store
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, VaryingOptions
@@ -91,33 +88,18 @@ def command(
 
     Starts from matching on weights, or on samples (--match-on), then lowers the loss of the interpolated models by
     gradient descent. The donor's outputs stay the same. Recipes use the file through 'alignment: FILE' under the donor;
-    several donors are fitted jointly, with one file each (FILE-1, FILE-2, ...). An interrupted fit continues. Under
-    torchrun the processes share each batch, and the first one writes.
+    several donors are fitted jointly, with one file each (FILE-1, FILE-2, ...). An interrupted fit continues.
     """
-    from rotation_merge.matching.fit_processes import joined
-
     names, match, untie = _models_and_options(models, values, untie)
     files = [Output(file, "--alignment", FILE) for file in _alignment_files(out, len(names) - 1)]
     click.get_current_context().with_resource(hold_outputs(files))
     options = config_of(FitConfig, values)
     reading = asdict(config_of(FitReadingConfig, values))
     places = _model_devices(device, devices)
-    with joined(places[0]) as (together, own_device), _state(out, together.rank == 0) as state:
-        options = replace(options, state=state, half=own_device.startswith("cuda"))
-        places = [own_device, *places[1:]]
-        return _learn(names, match, options, out, data, reading, places, untie, as_json, first=together.rank == 0)
-
-
-@contextmanager
-def _state(out: str, first: bool) -> Iterator[Path]:
-    """The file in `OUT.unfinished` from which an interrupted fit continues; the first process makes the folder."""
-    work = Store(out)
-    if not first:
-        yield work.file(STATE)
-        return
-    with work:
+    with Store(out) as work:
         work.begin("fit")
-        yield work.file(STATE)
+        options = replace(options, state=work.file(STATE), half=places[0].startswith("cuda"))
+        return _learn(names, match, options, out, data, reading, places, untie, as_json)
 
 
 def _model_devices(device: str, devices: str | None) -> list[str]:
@@ -126,8 +108,6 @@ def _model_devices(device: str, devices: str | None) -> list[str]:
         return [usable_device(device)]
     if device != "cpu":
         raise click.UsageError("give --device or --devices, not both")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RotationMergeError("each torchrun process uses one device", remedy="use --device cuda")
     return [usable_device(name.strip()) for name in devices.split(",")]
 
 
@@ -141,16 +121,14 @@ def _learn(
     places: list[str],
     untie: bool,
     as_json: bool,
-    first: bool,
 ) -> int:
-    """Fit; the first process writes the alignment and prints the result."""
+    """Fit, write the alignments and print the result."""
     from rotation_merge.matching.fit import fit
-    from rotation_merge.matching.match_on import activation_matcher
-    from rotation_merge.matching.open_pair import check_models
+    from rotation_merge.matching.pair import are_here, open_pair
 
-    for donor in names[1:]:
-        checked = check_models(names[0], donor, match, untie)
-        for warning in checked.warnings if checked is not None and first and not as_json else ():
+    for donor in (donor for donor in names[1:] if are_here(names[0], donor)):
+        pair = open_pair(names[0], donor, match, untie, shapes=False)
+        for warning in pair.warnings if not as_json else ():
             say(f"Warning: {warning}", "yellow")
     at = zip(names, itertools.cycle(places), strict=False)
     loaded = [to_stored_dtype(load(name), stored_dtype(name)).to(place) for name, place in at]
@@ -158,15 +136,13 @@ def _learn(
     if options.objective != "distill":
         check_labels(data_set.batches, loaded[0], data_set.task, data)
     os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
-    with tqdm.tqdm(desc="Learning", total=options.steps, disable=as_json or not first) as bar:
+    with tqdm.tqdm(desc="Learning", total=options.steps, disable=as_json) as bar:
 
         def watch(done: int, total: int, figures: dict[str, float]) -> None:
             bar.update(done - bar.n)
             bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
 
-        result = fit(loaded[0], loaded[1:], data_set.batches, match, options, watch, activation_matcher(data))
-    if not first:
-        return 0
+        result = fit(loaded[0], loaded[1:], data_set.batches, match, options, watch, data)
     files = write_alignments(names, result, out, {**described(data_set, data), "seed": options.seed}, untie)
     if as_json:
         print_json({"files": files, **result.report.to_dict()})

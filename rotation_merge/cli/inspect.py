@@ -177,21 +177,22 @@ class _InspectedDonor:
 
 def _inspected(donor: RecipeDonor) -> _InspectedDonor:
     """Open anchor and donor as a merge does, which checks their files, too."""
-    from rotation_merge.matching.open_pair import check_models, open_pair
+    from rotation_merge.matching.pair import are_here, open_pair
 
-    options, known = donor.options, donor.unsupported
-    checked = check_models(
-        donor.anchor, donor.matched, options, donor.untie, donor.excluded, donor.words, unsupported=known
-    )
-    if donor.matched != donor.name:
-        check_models(donor.matched, donor.name, NOTHING, excluded=donor.excluded, unsupported=known, any_base=True)
-    pair = open_pair(donor.anchor, donor.anchor, options, donor.untie, unsupported=known)
-    anchor, size = pair.anchor, itemsize_of(pair.anchor.config)
-    options = pair.checked.options if donor.file is None else NOTHING
-    tied = anchor.tied[1] if anchor.tied is not None and not donor.untie else None
+    options, warnings = donor.options, list[str]()
+    checks: dict[str, Any] = {"unsupported": donor.unsupported, "shapes": False}
+    if are_here(donor.anchor, donor.matched):
+        excluded, words = donor.excluded, donor.words
+        pair = open_pair(donor.anchor, donor.matched, options, donor.untie, words=words, excluded=excluded, **checks)
+        warnings = [*pair.warnings, *pair.notes]
+    if donor.matched != donor.name and are_here(donor.matched, donor.name):
+        open_pair(donor.matched, donor.name, NOTHING, excluded=donor.excluded, any_base=True, **checks)
+    pair = open_pair(donor.anchor, donor.anchor, options, donor.untie, **checks)
+    anchor, size = pair.described, itemsize_of(pair.described.config)
+    options = pair.options if donor.file is None else NOTHING
+    tied = pair.anchor.tied[1] if pair.anchor.tied is not None and not donor.untie else None
     spaces = matched_spaces(pair.architecture, anchor.shapes, options, tied)
     memory = peak_memory(pair.architecture, anchor.shapes, options, size, carried=donor.origin is not None)
-    warnings = [*checked.warnings, *checked.notes()] if checked is not None else []
     return _InspectedDonor(donor, spaces, memory, size * spaces.parameters, warnings)
 
 

@@ -187,8 +187,7 @@ def hold_outputs(outputs: Sequence[Output], force: bool = False) -> Iterator[Non
     inputs = inputs_of(context)
     for output in outputs:
         check_output(output, inputs, force or bool(context.params.get("force")), FORCE)
-    is_first = not int(os.environ.get("RANK", "0"))  # of several processes of torchrun the first writes
-    with locked(*(output.path for output in outputs if is_first and output.kind in (FILE, FOLDER))):
+    with locked(*(output.path for output in outputs if output.kind in (FILE, FOLDER))):
         yield
 
 

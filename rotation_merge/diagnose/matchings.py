@@ -8,12 +8,12 @@ from typing import Any
 
 from rotation_merge.diagnose.donors import RecipeDonor, carried_recipe
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.aligned_output import aligned_model, match_pair
+from rotation_merge.matching.aligned_output import aligned_model, match_pair, read_alignment
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.match_on import SampleMatcher
-from rotation_merge.matching.open_pair import Pair, open_pair, read_alignment
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, MATCH_ON, NOTHING, WEIGHTS, AlignConfig
+from rotation_merge.matching.pair import Pair, open_pair
 from rotation_merge.mergekit_plugin.run_recipe import merged_state
 from rotation_merge.report.plots import MOST_CURVES
 from rotation_merge.run.functions import load

@@ -19,12 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rotation_merge.architecture import Architecture, registry, resolve
+from rotation_merge.architecture.model import STILL
 from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.architecture.table import config_of
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError
 from rotation_merge.files import TemporaryFolder
-from rotation_merge.matching.alignment import Alignment, moved_tensors
 from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.run.inputs import random_batch
 
@@ -164,7 +165,7 @@ class _Tiny:
         """Largest output difference under a random element of the groups; infinite if nothing moved."""
         folded = architecture.folds(dict.fromkeys(architecture.streams, options.residual))
         gauge = random_gauge(architecture, options, torch.Generator().manual_seed(5))
-        moved = moved_tensors(architecture, self.state, Alignment(gauge, folded))
+        moved = moved_tensors(architecture, self.state, gauge, folded)
         after = {name: moved[name].contiguous() for name in self.state}
         if all(torch.equal(after[name], self.state[name]) for name in after):
             return torch.inf
@@ -224,17 +225,11 @@ def wrong_halves(entry: Any) -> Any:
     return {**entry, "parts": 1} if "layout" in entry else entry
 
 
-def wrong_span(entry: Any) -> Any:
-    """Give keys and values that several layers share to each layer alone."""
-    return {**entry, "span": None} if entry.get("kind") == "attention" else entry
-
-
 MISTAKES = {
     "wrong heads": wrong_heads,
     "wrong rotary layout": wrong_rotary,
     "rotary halves as one": wrong_halves,
     "wrong split": wrong_split,
-    "layers apart that share keys": wrong_span,
 }
 """Mistakes that a file may contain, by name."""
 
@@ -255,8 +250,6 @@ def mistake_is_visible(change: Callable[[Any], Any], architecture: Architecture)
         return any(s.rotary > 2 and s.norm not in ("layer_head", "affine_head", "shared") for s in spaces)
     if change is wrong_halves:
         return any(s.rotary_parts > 1 for s in spaces)
-    if change is wrong_span:
-        return any(s.span is not None for s in spaces)
     fused = [[*map(_acts, axis.parts)] for info in architecture.tensors() for axis in info.axes if len(axis.pieces) > 1]
     return any(parts != parts[::-1] for parts in fused)
 
@@ -264,10 +257,12 @@ def mistake_is_visible(change: Callable[[Any], Any], architecture: Architecture)
 def _acts(part: Any) -> tuple[str, str]:
     """A key that is equal for parts that move alike.
 
-    Both halves of gated neurons do unless one is rescaled, and so do both factors that a convolution reads.
+    Both halves of gated neurons do unless one is rescaled, and so does all that stays.
     """
+    if part.space.kind in STILL:
+        return "", ""
     alike = part.role in ("in", "gate") and part.space.degree == 0
-    return part.space.name, {"second": "first"}.get(part.role, "in" if alike else part.role)
+    return part.space.name, "in" if alike else part.role
 
 
 @contextlib.contextmanager

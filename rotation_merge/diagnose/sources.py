@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 from pydantic import ValidationError
 
-from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.config import FILE
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
 from rotation_merge.files import check_output
-from rotation_merge.matching.alignment import load_alignment
-from rotation_merge.matching.check_pair import check_forward
+from rotation_merge.matching.alignment_file import load_file
+from rotation_merge.matching.pair import shape_faults
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.mergekit_plugin.document import Document, Path
 from rotation_merge.mergekit_plugin.donors import Donors
@@ -128,7 +127,7 @@ def _written(document: Document, recipe: Recipe, options: MergeOptions) -> None:
 def _read(document: Document, path: Path, name: str, anchor: View) -> None:
     """Check that an alignment file fits the anchor's architecture; its weights are not compared."""
     try:
-        load_alignment(name, anchor.architecture)
+        load_file(name, anchor.architecture)
     except RotationMergeError as error:
         document.raised(path, error)
 
@@ -199,24 +198,27 @@ def _compare(
     for path, model in opened.values():
         if model is anchor:
             continue
-        each = recipe is not None and recipe.value("heads_of") == "each"
+        each, carried = recipe is not None and recipe.value("heads_of") == "each", _carried(document, path)
         try:
-            models.together(anchor.reference, [model.reference])
-            if not _carried(document, path):
-                check_forward(anchor, models[model.reference])
+            models.together(anchor.reference, [model.reference], averaged=not carried)
             if recipe is not None and not each:
                 label_rows(anchor, model, recipe.excluded)
         except RotationMergeError as error:
             document.raised(path, error)
             continue
         heads = head_names(anchor.architecture) if each else set()
-        for info in (info for info in anchor.architecture.tensors() if info.name not in heads):
-            _shapes(document, path, info, anchor, model, bool(resizes) or _carried(document, path), recipe)
+
+        def excluded(name: str, heads: Collection[str] = heads) -> bool:
+            return name in heads or (recipe is not None and recipe.excluded(name))
+
+        for fault in shape_faults(
+            anchor, models[model.reference], excluded, bool(resizes) or carried or recipe is None
+        ):
+            document.raised(path, fault)
         averaged = any(
-            info.vocabulary_axis is not None and info.name not in heads and not (recipe and recipe.excluded(info.name))
-            for info in anchor.architecture.tensors()
+            info.vocabulary_axis is not None and not excluded(info.name) for info in anchor.architecture.tensors()
         )
-        if path[0] == "models" and averaged and not resizes and not _carried(document, path):
+        if path[0] == "models" and averaged and not resizes and not carried:
             _token_ids(document, path, anchor, model)
     _residual(document, anchor)
 
@@ -232,27 +234,6 @@ def _token_ids(document: Document, path: Path, anchor: View, model: View) -> Non
 def _carried(document: Document, path: Path) -> bool:
     """Whether the model is carried into the anchor's vocabulary: a fine-tune, or its base."""
     return path[-1] == "finetuned_from" or bool(at(document.value, (*path[:-1], "parameters", "finetuned_from")))
-
-
-def _shapes(
-    document: Document, path: Path, info: TensorInfo, anchor: View, model: View, resizes: bool, recipe: Recipe | None
-) -> None:
-    ours, donor_shape = anchor.shapes.get(info.name), model.shapes.get(info.name)
-    if (
-        ours is None
-        or donor_shape is None
-        or ours == donor_shape
-        or (recipe is not None and recipe.excluded(info.name))
-    ):
-        return
-    problem = f"{model.reference}: tensor '{info.name}' is {list(donor_shape)}, in {anchor.reference} {list(ours)}"
-    if info.vocabulary_axis is not None:
-        if resizes or recipe is None:
-            return
-        remedy = "add 'tokenizer: {source: base}' so that mergekit brings the vocabularies together"
-    else:
-        remedy = "only tensors of equal shape can be merged; 'exclude' copies one from base_model"
-    document.fault(path, problem, remedy)
 
 
 def _residual(document: Document, anchor: View) -> None:
@@ -289,7 +270,7 @@ def _warn(document: Document, donors: Donors) -> None:
     warned = set[str]()
     for model, donor in donors.found.items():
         path = next((path for path, name in references(document.value) if name == str(model)), ())
-        for note in (*donor.checked.warnings, *donor.checked.notes()) if donor.checked else ():
+        for note in (*donor.checked.warnings, *donor.checked.notes) if donor.checked else ():
             if note not in warned:
                 warned.add(note)
                 document.fault(path, note, error=False)

@@ -13,14 +13,13 @@ from rotation_merge.model.apply import placed, split_axis, transform_axis
 from rotation_merge.run.maps import LinearMap, linear_map, same_map
 from rotation_merge.run.measure import Batch, ModelMeasurement
 from rotation_merge.run.sums import first_readers
-from rotation_merge.symmetry import SpaceTransform
-from rotation_merge.symmetry.convolution import FACTORS
+from rotation_merge.symmetry import Transform
 
 MOST_ROWS = 1024
 """Rows that are kept of each map, where no number is given."""
 
 Place = tuple[str, str, int | None]
-Transforms = Mapping[str, SpaceTransform]
+Transforms = Mapping[str, Transform]
 
 
 @dataclass
@@ -192,8 +191,6 @@ def wanted_roles(space: Space) -> dict[str, tuple[str, ...]]:
     """
     if space.kind in ("ffn", "experts"):
         return {"neurons": ("in", "gate", "out")}
-    if space.kind == "convolution":
-        return {"neurons": tuple(FACTORS)}
     roles: dict[str, tuple[str, ...]] = {"values": ("v", "o")} if space.values == "free" else {}
     if not space.rotary and space.norm is None:
         roles["queries and keys"] = ("q", "k")

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, Space
 from rotation_merge.errors import AlignmentError
-from rotation_merge.linalg.assignment import assign_small
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.scaling import limited
-from rotation_merge.matching.attention import AttentionMatch, match_attention
-from rotation_merge.matching.convolution import match_convolution
-from rotation_merge.matching.experts import ExpertsMatch, match_experts
-from rotation_merge.matching.ffn import NeuronMatch, match_ffn
-from rotation_merge.matching.layer_spans import Leads, query_order_space, with_query_order, without_query_order
+from rotation_merge.matching.experts import match_experts
+from rotation_merge.matching.heads import match_heads
 from rotation_merge.matching.matrix_pairs import Side, Tensors, sides
+from rotation_merge.matching.neurons import match_ffn
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import without_hidden_biases
-from rotation_merge.symmetry import HeadTransform, NeuronTransform, SpaceTransform, TranslationTransform
-from rotation_merge.symmetry.admitted import asks, latent, mixer, translation
-from rotation_merge.symmetry.latent import LatentTransform
-from rotation_merge.symmetry.mixer import MixerTransform
-from rotation_merge.symmetry.permutation import Permutation
+from rotation_merge.symmetry import Monomial, Stats, Transform
+from rotation_merge.symmetry.admitted import admitted, asks, latent, translation
 
 _BLOCK = 1 << 20  # entries widened at a time
 
@@ -57,7 +49,6 @@ class SpaceMatch:
         anchor: squared norm of the anchor's tensors there.
         distances: how far the transform is from the identity, by part.
         seconds: wall time.
-        gap: certified relative gap of the assignment, where there was one.
         head_order: the donor head that each aligned head came from, where heads may move.
         notes: what a reader should know.
     """
@@ -70,22 +61,25 @@ class SpaceMatch:
     anchor: float
     distances: dict[str, float]
     seconds: float
-    gap: float | None = None
     head_order: list[int] | None = None
     notes: list[str] = field(default_factory=list)
 
 
-def described(match: SpaceMatch, transform: SpaceTransform) -> SpaceMatch:
+def described(match: SpaceMatch, transform: Transform) -> SpaceMatch:
     """The record of a space under another transform; the caller supplies its distances."""
-    order = transform.head_order().tolist() if isinstance(transform, HeadTransform) else None
-    return replace(match, group=transform.group(), distances=transform.distances(), head_order=order, gap=None)
+    return replace(match, group=transform.words, distances=transform.distances(), head_order=_head_order(transform))
+
+
+def _head_order(transform: Transform) -> list[int] | None:
+    order = transform.head_order()
+    return None if order is None else order.tolist()
 
 
 @dataclass(frozen=True)
 class BlockMatch:
     """Transforms of a block's local spaces by space name, and the record of each."""
 
-    transforms: dict[str, SpaceTransform]
+    transforms: dict[str, Transform]
     records: list[SpaceMatch]
 
     def to(self, device: torch.device) -> BlockMatch:
@@ -122,8 +116,7 @@ def match_block(
     anchor: Tensors,
     donor: Tensors,
     options: AlignConfig,
-    streams: Mapping[str, SpaceTransform] | None = None,
-    leads: Leads = MappingProxyType({}),
+    streams: Mapping[str, Transform] | None = None,
 ) -> BlockMatch:
     """Best transform of every local space of one block.
 
@@ -131,22 +124,22 @@ def match_block(
         block: the anchor's block (the donor's has the same spaces).
         anchor, donor: tensors of the block by key, all of them finite (`check_finite`).
         options: which groups to use.
-        streams: transforms of the residual streams that the donor has been given.
-        leads: the spans that may move, with the element of the first layer unless this is it; others stay.
+        streams: transforms of the residual streams, under which the donor is looked at in a pass: then nothing is
+            recorded.
     """
     spaces = wanted_spaces(block, options)
     names = {space.name for space in spaces}
     anchor, donor = without_hidden_biases(block, anchor, names), without_hidden_biases(block, donor, names)
-    matching = _Matching(block, anchor, donor, options, dict(streams or {}), leads)
+    matching = _Matching(block, anchor, donor, options, streams or {})
     for place, space in enumerate(spaces):
         matching.match(space, {later.name for later in spaces[place + 1 :]})
     matching.settle(linked(block, spaces))
     return BlockMatch(matching.local, list(matching.records.values()))
 
 
-def _at_the_limit(transform: SpaceTransform) -> list[str]:
+def _at_the_limit(transform: Transform) -> list[str]:
     """A note if rescaling reached the largest or smallest allowed factor."""
-    factors = [t for e in transform.elements().values() for n, t in e.tensors().items() if n in ("factor", "scale")]
+    factors = (element.factor for element in transform.elements.values() if isinstance(element, Monomial))
     count = sum(int(limited(factor).sum()) for factor in factors)
     return [f"{count} scales stopped at the limit of a million"] if count else []
 
@@ -171,7 +164,6 @@ class _Matching:
 
     Attributes:
         streams: transforms of the residual streams.
-        leads: elements of the spans that move, as `match_block` is given them.
         local: transforms of the block's own spaces.
         records: what the report says of each, by space name.
     """
@@ -180,35 +172,50 @@ class _Matching:
     anchor: Tensors
     donor: Tensors
     options: AlignConfig
-    streams: dict[str, SpaceTransform]
-    leads: Leads
-    local: dict[str, SpaceTransform] = field(default_factory=dict)
+    streams: Mapping[str, Transform]
+    local: dict[str, Transform] = field(default_factory=dict)
     records: dict[str, SpaceMatch] = field(default_factory=dict)
 
     def match(self, space: Space, unknown: Collection[str] = ()) -> None:
         """Match one space with all others fixed, if possible without the tensors of `unknown` spaces."""
         begin = time.perf_counter()
-        transform, record = self._best(space, unknown)
-        if self._blurred(space, record):
-            transform, record = transform.still(), {**record, "after": record["before"], "notes": [STILL]}
+        best = self._best(space, unknown)
+        self.local[space.name] = transform = best.transform
+        if self.streams:
+            return
+        before, anchor = best.distances or self._distance([space], {})
+        gained, notes = best.gained, best.notes
+        if gained is None:
+            gained = before - self._distance([space], {space.name: transform})[0]
+        if self._blurred(space, gained, anchor):
+            transform, gained, notes = transform.still(), 0.0, [STILL]
         self.local[space.name] = transform
         self.records[space.name] = SpaceMatch(
-            *(space.name, space.kind, transform.group()),
+            space=space.name,
+            kind=space.kind,
+            group=transform.words,
+            before=before,
+            after=max(before - gained, 0.0),
+            anchor=anchor,
             distances=transform.distances(),
             seconds=time.perf_counter() - begin,
-            head_order=transform.head_order().tolist() if isinstance(transform, HeadTransform) else None,
-            **{**record, "notes": [*record.get("notes", []), *_at_the_limit(transform)]},
+            head_order=_head_order(transform),
+            notes=[*notes, *_at_the_limit(transform)],
         )
 
-    def _blurred(self, space: Space, record: Mapping[str, Any]) -> bool:
-        """Whether a move gains less than rounding its tensors to storage costs."""
+    def _blurred(self, space: Space, gained: float, anchor: float) -> bool:
+        """Whether a move gains less than rounding its tensors to storage costs.
+
+        Args:
+            anchor: the anchor's squared norm there.
+        """
         local = {local_space.name for local_space in self.block.spaces.values()}
         names = {info.key: local & {space.name for space in info.spaces()} for info in self.block.tensors}
         touched = [key for key in self.donor if space.name in names.get(key, ())]
-        if self.streams or self.leads or any(len(names[key]) > 1 for key in touched):
+        if any(len(names[key]) > 1 for key in touched):
             return False
         least = min((rounding_error(self.donor[key].dtype) for key in touched), default=0.0)
-        return record["before"] - record["after"] < least * record["anchor"]
+        return gained < least * anchor
 
     def settle(self, spaces: list[Space]) -> None:
         """Match spaces that share tensors in turn, from their current and from their best known transforms."""
@@ -226,7 +233,7 @@ class _Matching:
             if distance < best[2]:
                 best = dict(self.local), dict(self.records), distance
         self.local, self.records = best[0], best[1]
-        for space in spaces:
+        for space in spaces if self.records else ():
             (apart, norm), (after, _) = self._distance([space], {}), self._distance([space], self.local)
             self.records[space.name] = replace(self.records[space.name], before=apart, after=after, anchor=norm)
 
@@ -245,71 +252,54 @@ class _Matching:
                 break
         return distance
 
-    def _distance(self, spaces: list[Space], local: Mapping[str, SpaceTransform]) -> tuple[float, float]:
+    def _distance(self, spaces: list[Space], local: Mapping[str, Transform]) -> tuple[float, float]:
         """Squared distance, and the anchor's squared norm, over the tensors of some spaces."""
         names = {space.name for space in spaces}
         touched = tuple(info for info in self.block.tensors if names & {space.name for space in info.spaces()})
         block = replace(self.block, tensors=touched)
         return squared_distances(block, None, self.anchor, self.donor, {**self.streams, **local})
 
-    def _best(self, space: Space, unknown: Collection[str]) -> tuple[SpaceTransform, dict[str, Any]]:
-        """The best transform of one space, and its record."""
+    def _best(self, space: Space, unknown: Collection[str]) -> Best:
+        """The best transform of one space."""
         transforms = {**self.streams, **self.local}
         arguments = (self.block, space, self.anchor, self.donor)
+        group = admitted(space, self.options)
         if space.kind == "experts":
-            experts = match_experts(*arguments, transforms, self.options)
-            return experts.transform, {**_distances(experts), "gap": experts.gap, "notes": experts.notes}
+            return Best(match_experts(*arguments, transforms, self.options))
         if space.kind == "translation":
-            return self._recorded(space, match_translation(*arguments, transforms, self.options))
-        if space.kind == "attention" and space.span is not None:
-            return self._spanning(space, transforms, unknown)
+            return Best(match_translation(*arguments, transforms, self.options))
         axes = sides(*arguments, transforms, unknown) or sides(*arguments, transforms)
+        if all(torch.equal(side.anchor, side.donor.to(side.anchor)) for side in axes):
+            return Best(group.identity(), 0.0)
+        if space.kind == "attention":
+            return Best(*match_heads(space, axes, self.options))
         if space.kind == "ffn":
             neurons = match_ffn(space, axes, self.options)
-            return NeuronTransform(neurons.element, space.degree or 1), {**_distances(neurons), "gap": neurons.gap}
-        if space.kind == "attention":
-            attention = match_attention(space, axes, self.options)
-            return attention.transform, {**_distances(attention), "notes": attention.notes}
-        if space.kind == "convolution":
-            channels, gap = match_convolution(space, axes, self.options)
-            transform, record = self._recorded(space, channels)
-            return transform, {**record, "gap": gap}
-        match = match_latent if space.kind == "latent" else match_mixer
-        return self._recorded(space, match(space, axes, self.options))
-
-    def _spanning(
-        self, space: Space, transforms: Mapping[str, SpaceTransform], unknown: Collection[str]
-    ) -> tuple[SpaceTransform, dict[str, Any]]:
-        """Match a space that spans layers, or follow the match of its first layer."""
-        lead = self.leads.get(str(space.span))
-        donor = dict(self.donor)
-        moved = {} if lead is None else {space.name: without_query_order(lead)}
-        for info in self.block.tensors:
-            if info.key in donor and space in info.spaces():
-                donor[info.key] = transform_tensor(donor[info.key], info, moved)
-        arguments = (self.block, space, self.anchor, donor, transforms)
-        is_lead = lead is None and space.span in self.leads
-        match = match_attention(
-            space if is_lead else query_order_space(space),
-            sides(*arguments, unknown) or sides(*arguments),
-            self.options,
-        )
-        transform, record = self._recorded(
-            space, match.transform if lead is None else with_query_order(lead, match.transform)
-        )
-        return transform, {**record, "notes": match.notes}
-
-    def _recorded(self, space: Space, transform: SpaceTransform) -> tuple[SpaceTransform, dict[str, Any]]:
-        (before, norm), (after, _) = (self._distance([space], local) for local in ({}, {space.name: transform}))
-        return transform, {"before": before, "after": after, "anchor": norm}
+            distances = neurons.before, neurons.anchor
+            return Best(
+                group.made({"neurons": neurons.element}, ()), neurons.before - neurons.after, distances=distances
+            )
+        return Best(match_latent(space, axes, self.options))
 
 
-def _distances(match: AttentionMatch | ExpertsMatch | NeuronMatch) -> dict[str, float]:
-    return {"before": match.before, "after": match.after, "anchor": match.anchor}
+@dataclass(frozen=True)
+class Best:
+    """The best transform of a space.
+
+    Attributes:
+        gained: by how much it lowers the squared distance; None: not known.
+        notes: for the report.
+        distances: the squared distance before, and the anchor's squared norm, where they are known.
+    """
+
+    transform: Transform
+    gained: float | None = None
+    notes: Sequence[str] = ()
+    distances: tuple[float, float] | None = None
 
 
 def squared_distances(
-    block: Block, space: Space | None, anchor: Tensors, donor: Tensors, transforms: Mapping[str, SpaceTransform]
+    block: Block, space: Space | None, anchor: Tensors, donor: Tensors, transforms: Mapping[str, Transform]
 ) -> tuple[float, float]:
     """Squared distance donor - anchor and squared norm of the anchor, over the tensors touching `space` (None: all)."""
     sums: list[Tensor] = []
@@ -350,17 +340,15 @@ def check_finite(block: Block, tensors: Tensors, model: str) -> None:
             )
 
 
-def match_latent(space: Space, sides: list[Side], options: AlignConfig) -> LatentTransform:
+def match_latent(space: Space, sides: list[Side], options: AlignConfig) -> Transform:
     """The best element: a signed assignment of coordinates, or Procrustes if gains are folded."""
     group = latent(space, options)
-    if all(torch.equal(side.anchor, side.donor) for side in sides):
-        return group.identity()
-    products = torch.zeros(group.size, group.size, dtype=torch.float64)
-    gains = torch.zeros_like(products)
+    size = space.sizes["size"]
+    products, gains = (torch.zeros(1, size, size, dtype=torch.float64) for _ in range(2))
     for side in sides:
         product = side.anchor.double() @ side.donor.to(side.anchor.device).double().T
-        (gains if side.role == "gain" else products).add_(product.cpu())
-    return group.solve(products, gains)
+        (gains if side.role == "gain" else products)[0].add_(product.cpu())
+    return group.made({"map": group.groups["map"][0].solve(Stats.of_products(products, gains))}, ())
 
 
 def match_translation(
@@ -368,85 +356,16 @@ def match_translation(
     space: Space,
     anchor: Tensors,
     donor: Tensors,
-    transforms: Mapping[str, SpaceTransform],
+    transforms: Mapping[str, Transform],
     options: AlignConfig,
-) -> TranslationTransform:
-    """The nearest translation, for any order of the rows: an order does not change their mean."""
+) -> Transform:
+    """The nearest translation, which brings the donor's mean row to the anchor's, whatever the order of the rows."""
     group = translation(space, options)
-    other_transforms = {name: transform for name, transform in transforms.items() if name != space.name}
+    other_spaces = {name: transform for name, transform in transforms.items() if name != space.name}
     for info in block.tensors:
-        if info.common == space and info.key in anchor and info.key in donor:
-            return group.solve(anchor[info.key], transform_tensor(donor[info.key], info, other_transforms))
+        if group.shift and info.common == space and info.key in anchor and info.key in donor:
+            pair = anchor[info.key], transform_tensor(donor[info.key], info, other_spaces)
+            if not torch.equal(pair[0], pair[1].to(pair[0])):
+                first, second = (x.cpu().double().reshape(-1, group.shift).mean(0) for x in pair)
+                return group.made({}, (), first - second)
     return group.identity()
-
-
-def match_mixer(space: Space, sides: list[Side], options: AlignConfig) -> MixerTransform:
-    """The best order of groups, of heads inside groups, and of channels."""
-    group = mixer(space, options)
-    if all(torch.equal(side.anchor, side.donor) for side in sides):
-        return group.identity()
-    groups, per_group = group.groups, group.per_group
-    leaves = _Level(sides, "head", "own", groups * per_group, group.own, group.channels)
-    tops = _Level(sides, "group", "shared", groups, group.shared, group.channels)
-    if not group.order:
-        rows, all_heads = torch.arange(groups), torch.arange(groups * per_group)
-        shared, channel_orders = tops.orders(rows, rows), leaves.orders(all_heads, all_heads)
-        still = group.identity()
-        return MixerTransform(still.groups, still.heads, Permutation(shared), Permutation(channel_orders))
-    values, heads = tops.gains(), torch.zeros(groups, groups, per_group, dtype=torch.long)
-    inner = leaves.gains().unflatten(1, (groups, per_group)).unflatten(0, (groups, per_group))
-    for i in range(groups):
-        for j in range(groups):
-            heads[i, j] = assign_small(inner[i, :, j])
-            values[i, j] += inner[i, torch.arange(per_group), j, heads[i, j]].sum()
-    order = assign_small(values)
-    rows = torch.arange(groups)
-    chosen = heads[rows, order]
-    donor = (order[:, None] * per_group + chosen).flatten()
-    shared, channel_orders = tops.orders(rows, order), leaves.orders(torch.arange(groups * per_group), donor)
-    return MixerTransform(order, chosen, Permutation(shared), Permutation(channel_orders))
-
-
-class _Level:
-    """Groups or heads, with their numbers and permutable channels."""
-
-    def __init__(
-        self, all_sides: Iterable[Side], number: str, channel: str, count: int, size: int, permute: bool
-    ) -> None:
-        sides = list(all_sides)
-        self.count, self.size, self.permute = count, size, permute
-        self.numbers = [_matrices(s, (count, -1)) for s in sides if s.role == number]
-        self.channels = [_matrices(s, (count, size, -1)) for s in sides if s.role == channel]
-
-    def products(self, i: int, j: int) -> Tensor:
-        """<A, B> of the channels of the anchor's i and the donor's j, (size, size)."""
-        total = torch.zeros(self.size, self.size, dtype=torch.float64)
-        for a, b in self.channels:
-            total += a[i].double() @ b[j].double().T
-        return total
-
-    def gains(self) -> Tensor:
-        """Upper bound on each pair's reduction of half the squared norms, (count, count)."""
-        total = torch.zeros(self.count, self.count, dtype=torch.float64)
-        for a, b in self.numbers:
-            total += a.double() @ b.double().T
-        if self.channels:
-            for i in range(self.count):
-                for j in range(self.count):
-                    total[i, j] += self._best(self.products(i, j))[1]
-        return total
-
-    def _best(self, products: Tensor) -> tuple[Tensor, float]:
-        index = assign_small(products) if self.permute else torch.arange(self.size)
-        return index, float(products.gather(1, index[:, None]).sum())
-
-    def orders(self, anchor: Tensor, donor: Tensor) -> Tensor:
-        """The best orders of the channels of pairs, (N, size)."""
-        if not self.channels:
-            return torch.arange(self.size).repeat(len(anchor), 1)
-        pairs = zip(anchor.tolist(), donor.tolist(), strict=True)
-        return torch.stack([self._best(self.products(i, j))[0] for i, j in pairs])
-
-
-def _matrices(side: Side, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    return side.anchor.reshape(shape).cpu(), side.donor.reshape(shape).cpu()

@@ -1,52 +1,26 @@
 """Matching the experts of one layer: their order, then the neurons of each.
 
-The cost of a pair of experts is |r_i - r_j|^2 over the router's rows plus the squared distance of their neurons under
-the best order and scales. The order of the experts is one assignment over these costs. Matching a pair is expensive:
-lower bounds replace the costs until an assignment uses the pair. An assignment is optimal if all of its pairs are
-matched.
+Which expert is which is told by the router's rows and by a sketch of what each expert computes that no order of its
+neurons changes. The order is kept if the matched neurons then lie nearer than those of experts at their places.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, Space
-from rotation_merge.linalg.assignment import assign, assign_small
-from rotation_merge.matching.ffn import NeuronMatch, match_neurons, neurons_of
+from rotation_merge.linalg.assignment import assign
 from rotation_merge.matching.matrix_pairs import Tensors, views
-from rotation_merge.matching.nearest import least_distance
-from rotation_merge.matching.neurons import Neurons, Pairs
-from rotation_merge.matching.options import AlignConfig
-from rotation_merge.symmetry import ExpertTransform, Monomial, Permutation, Scaling, SpaceTransform
+from rotation_merge.matching.neurons import Matched, Neurons, Pairs, match_neurons
+from rotation_merge.symmetry import Monomial, Transform
+from rotation_merge.symmetry.admitted import GroupOptions, experts
 
-MOST_WORK = 4e11
-"""Pairs of experts are matched beyond the first candidates while (pairs x neurons^2 x width) stays below this."""
-
-_NOTE = "experts: ordered by bounds and {} matched pairs; not proven to be the best order"
-_SHARES = ((16, 16), (4, 64), (1, 256))  # rows looked at (one in ...), coordinates kept
-
-
-@dataclass(frozen=True)
-class ExpertsMatch:
-    """The match of the experts of one layer.
-
-    Attributes:
-        transform: order of experts and neurons.
-        gap: largest certified relative gap of the neurons' assignments, None where no order was asked for.
-        notes: for the report.
-        before, after: squared distance donor - anchor over the axes that live in the space.
-        anchor: the anchor's squared norm there.
-    """
-
-    transform: ExpertTransform
-    gap: float | None
-    notes: list[str]
-    before: float
-    after: float
-    anchor: float
+WIDTH = 32
+"""Random directions along which a sketch looks at the inputs and the outputs of an expert."""
 
 
 def match_experts(
@@ -54,33 +28,20 @@ def match_experts(
     space: Space,
     anchor: Tensors,
     donor: Tensors,
-    transforms: dict[str, SpaceTransform],
-    options: AlignConfig,
-) -> ExpertsMatch:
+    transforms: Mapping[str, Transform],
+    options: GroupOptions,
+) -> Transform:
     """Order of a layer's experts and of their neurons."""
-    router, stacks = _collect(block, space, anchor, donor, transforms)
-    layer = _Layer(space, options, router, stacks)
-    order, notes = layer.order() if options.ffn != "none" else (torch.arange(layer.count), [])
-    chosen = [layer.match(i, j) for i, j in enumerate(order.tolist())]
-    diagonal = [layer.neurons(i, i) for i in range(layer.count)]
-    stacked = Monomial(
-        Permutation(torch.cat([m.element.permutation.index for m in chosen])),
-        Scaling(torch.cat([m.element.scaling.factor for m in chosen])),
-    )
-    gaps = [m.gap for m in chosen if m.gap is not None]
-    routed = layer.routing[torch.arange(layer.count), order]
-    return ExpertsMatch(
-        ExpertTransform(order, stacked, space.degree or 1),
-        max(gaps) if gaps else None,
-        notes,
-        before=sum(n.before for n in diagonal) + float(layer.routing.diagonal().sum()),
-        after=sum(m.after for m in chosen) + float(routed.sum()),
-        anchor=sum(n.anchor_norm for n in diagonal) + float(sum(a.double().square().sum().cpu() for a, _ in router)),
-    )
+    layer = _Layer(space, options, *_collect(block, space, anchor, donor, transforms))
+    group = experts(space, options)
+    order = layer.order() if group.reorders else group.orders[0]
+    chosen = [layer.match(i, j).element for i, j in enumerate(order.tolist())]
+    index, factor = (torch.cat([getattr(element, name) for element in chosen]) for name in ("index", "factor"))
+    return group.made({"neurons": Monomial(index, factor, space.degree or 1)}, (order,))
 
 
 def _collect(
-    block: Block, space: Space, anchor: Tensors, donor: Tensors, transforms: dict[str, SpaceTransform]
+    block: Block, space: Space, anchor: Tensors, donor: Tensors, transforms: Mapping[str, Transform]
 ) -> tuple[Pairs, dict[str, Pairs]]:
     """Router rows (E, m), and by role the neurons of all experts (E, n, m), of anchor and donor.
 
@@ -101,76 +62,77 @@ def _collect(
 
 @dataclass
 class _Layer:
-    """The experts of one layer and the known results for their pairs."""
+    """The experts of one layer and the matches of their pairs."""
 
     space: Space
-    options: AlignConfig
+    options: GroupOptions
     router: Pairs
     stacks: dict[str, Pairs]
-    matched: dict[tuple[int, int], NeuronMatch] = field(default_factory=dict)
+    matched: dict[tuple[int, int], Matched] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.count, self.size = self.space.sizes["count"], self.space.sizes["size"]
-        self.routing = torch.zeros(self.count, self.count, dtype=torch.float64)
-        for a, b in self.router:
-            self.routing += torch.cdist(
-                a.double().cpu(), b.double().cpu(), compute_mode="donot_use_mm_for_euclid_dist"
-            ).square()
-
-    def neurons(self, i: int, j: int) -> Neurons:
-        """The neurons of the anchor's expert i against those of the donor's expert j."""
-        roles: dict[str, Pairs] = {role: [(a[i], b[j]) for a, b in pairs] for role, pairs in self.stacks.items()}
-        return neurons_of(self.space, roles, self.options)
-
-    def match(self, i: int, j: int) -> NeuronMatch:
-        """The best match of a pair, cached."""
+    def match(self, i: int, j: int) -> Matched:
+        """The neurons of the anchor's expert i against those of the donor's j: element and squared distances."""
         if (i, j) not in self.matched:
-            self.matched[i, j] = match_neurons(self.neurons(i, j), self.options.ffn != "none")
+            roles: dict[str, Pairs] = {role: [(a[i], b[j]) for a, b in pairs] for role, pairs in self.stacks.items()}
+            self.matched[i, j] = match_neurons(Neurons.of(self.space, roles, self.options), self.space.degree or 1)
         return self.matched[i, j]
 
-    def order(self) -> tuple[Tensor, list[str]]:
-        """The order of the experts, int64 (E,), and notes for the report."""
-        rows = candidate = torch.arange(self.count)
-        costs, exact = self.routing.clone(), torch.zeros(self.count, self.count, dtype=torch.bool)
-        width = sum(a.shape[-1] for pairs in self.stacks.values() for a, _ in pairs)
-        budget = max(2 * self.count, int(MOST_WORK / (self.size**2 * width)))
-        bounded = False
-        while True:
-            for i in rows[~exact[rows, candidate]].tolist():
-                j = int(candidate[i])
-                costs[i, j] = self.routing[i, j] + self.match(i, j).after
-                exact[i, j] = True
-            if not bounded:
-                costs, bounded = self._bounded(costs, exact), True
-            candidate = self._assigned(-costs)
-            if bool(exact[rows, candidate].all()):
-                return candidate, []
-            if int(exact.sum()) > budget:
-                worst = 2 * float(costs.sum()) + 1
-                known = self._assigned(-torch.where(exact, costs, torch.full_like(costs, worst)))
-                return known, [_NOTE.format(int(exact.sum()))]
+    def order(self) -> Tensor:
+        """The order of the experts, int64 (E,)."""
+        count = self.space.sizes["count"]
+        routing, likeness = self._distances()
+        order, rows = self._assigned(-(routing + likeness)), torch.arange(count)
+        if torch.equal(order, rows):
+            return rows
+        moved, still = (
+            sum(self.match(i, j).after for i, j in enumerate(places.tolist())) + float(routing[rows, places].sum())
+            for places in (order, rows)
+        )
+        return order if moved < still else rows
+
+    def _distances(self) -> tuple[Tensor, Tensor]:
+        """Squared distances of all pairs: of the router's rows, and of sketches as shares of the experts' norms."""
+        count = self.space.sizes["count"]
+        routing, likeness = (torch.zeros(count, count, dtype=torch.float64) for _ in range(2))
+        for a, b in self.router:
+            routing += _squares(a.double().cpu(), b.double().cpu())
+        anchor, donor = (_sketch(self.stacks, which) for which in (0, 1))
+        norm = sum(float(a.double().square().sum()) for pairs in self.stacks.values() for a, _ in pairs) / count
+        scale = float(anchor.square().sum(1).mean())
+        if scale:
+            likeness = _squares(anchor, donor) * norm / scale
+        return routing, likeness
 
     def _assigned(self, values: Tensor) -> Tensor:
         """The best order for these values, (E, E); with routing groups, of the experts in each and of the groups."""
         groups = self.space.sizes.get("groups", 1)
         if groups == 1:
-            return assign(values).permutation
-        size = self.count // groups
+            return assign(values)
+        size = len(values) // groups
         inner = values.reshape(groups, size, groups, size).transpose(1, 2)
-        orders = torch.stack([assign_small(m) for m in inner.flatten(0, 1)]).unflatten(0, (groups, groups))
-        outer = assign_small(inner.gather(3, orders[..., None])[..., 0].sum(-1))
+        orders = torch.stack([assign(m) for m in inner.flatten(0, 1)]).unflatten(0, (groups, groups))
+        outer = assign(inner.gather(3, orders[..., None])[..., 0].sum(-1))
         return (outer[:, None] * size + orders[torch.arange(groups), outer]).flatten()
 
-    def _bounded(self, costs: Tensor, exact: Tensor) -> Tensor:
-        """Tighten lower bounds of unmatched pairs until the donor's order is proven best or time is up."""
-        price = costs.diagonal() / 2
-        work = 0.0
-        for share, width in _SHARES:
-            is_open = ~exact & (costs < price[:, None] + price[None])
-            work += float(is_open.sum()) * self.size**2 / share * width
-            if not bool(is_open.any()) or work > MOST_WORK:
-                break
-            for i, j in is_open.nonzero().tolist():
-                bound = self.routing[i, j] + least_distance(self.neurons(i, j), share, width)
-                costs[i, j] = max(float(costs[i, j]), float(bound))
-        return costs
+
+def _squares(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+
+def _sketch(stacks: Mapping[str, Pairs], which: int) -> Tensor:
+    """What no order, scale or sign of the neurons changes, along random directions, float64 on the CPU, (E, k).
+
+    Of gated experts the Gram of the gate's rows; else the product of the out and the in side (with a degree of one).
+    """
+    if stacks["gate"]:
+        return torch.cat([_looked(pair[which], pair[which], n) for n, pair in enumerate(stacks["gate"])], 1)
+    pairs = zip(stacks["in"][:1], stacks["out"][:1], strict=True)
+    return torch.cat([_looked(first[which], second[which], 0) for first, second in pairs], 1)
+
+
+def _looked(first: Tensor, second: Tensor, seed: int) -> Tensor:
+    """P X^T Y Q of matrices X, (E, n, m), and Y, (E, n, l), for random P and Q, flat, (E, WIDTH^2)."""
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (torch.randn(x.shape[-1], WIDTH, generator=generator, dtype=torch.float64) for x in (first, second))
+    products = [(x.double().cpu() @ left).mT @ (y.double().cpu() @ right) for x, y in zip(first, second, strict=True)]
+    return torch.stack(products).flatten(1)

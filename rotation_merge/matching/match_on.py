@@ -6,7 +6,7 @@ and streams, and the donor keeps its outputs. Activations are centred, because s
 keys. Those of streams are partly whitened, ``X G^-p`` with their Gram G, so that a few strong directions do not
 dominate. Permutations, signs and rotations commute with both.
 
-Experts, mixers and latents are matched by weights. If heads and neurons are rescaled, their output weights take part,
+Experts and latents are matched by weights. If heads and neurons are rescaled, their output weights take part,
 because activations alone do not determine the scales.
 
 Source: Ainsworth et al. 2023 (Git Re-Basin), section 3.1; partial whitening: Theseus (2026, arXiv 2602.12952).
@@ -29,7 +29,7 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, AlignConfig
 from rotation_merge.matching.report_rows import recorded
-from rotation_merge.matching.stream import StreamStatistics, residual_groups
+from rotation_merge.matching.stream import StreamSums, residual_groups
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.open import open_model
@@ -40,7 +40,7 @@ from rotation_merge.run.functions import Batch, architecture_of, load, local_pat
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.maps import LinearMap, linear_map
-from rotation_merge.symmetry import SpaceTransform
+from rotation_merge.symmetry import Transform
 from rotation_merge.workers import Progress
 
 WHITENING = 0.25
@@ -218,19 +218,17 @@ def _start(
     blocks: Iterable[tuple[Block, list[TensorInfo]]],
     anchor: TensorSource,
     donor: TensorSource,
-) -> dict[str, SpaceTransform]:
+) -> dict[str, Transform]:
     """The best element of every stream for its recorded activations, all weighted equally."""
-    still: dict[str, SpaceTransform] = {s: architecture.stream_group(s, g).identity() for s, g in streams.items()}
-    gathered = []
+    still = {s: architecture.stream_group(s, g).identity() for s, g in streams.items()}
+    sums = StreamSums(equal=True)
     for block, activation_infos in blocks:
         stream_infos = [
             info for info in activation_infos if any(part.space.kind == "stream" for part in info.axes[1].parts)
         ]
-        gathered.append(StreamStatistics(architecture, equal=True))
         a, b = ({info.key: source[info.name] for info in stream_infos} for source in (anchor, donor))
-        gathered[-1].add(replace(block, tensors=tuple(stream_infos)), a, b, still)
-    total = StreamStatistics.of(architecture, gathered)
-    return {name: total.solve(name, group) or still[name] for name, group in streams.items()}
+        sums.add(replace(block, tensors=tuple(stream_infos)), a, b, still)
+    return sums.solve(architecture, streams, still)
 
 
 def _notes(architecture: Architecture, moved: Iterable[str], rows: int, how: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Axis, Block, Part, Space, TensorInfo
 from rotation_merge.model.apply import placed, split_axis, transform_tensor
-from rotation_merge.symmetry import SpaceTransform
+from rotation_merge.symmetry import Transform
 
 Tensors = Mapping[str, Tensor]
 """Tensors of a block by key (`TensorInfo.key`); stacked ones stacked."""
@@ -34,7 +34,7 @@ def sides(
     space: Space,
     anchor: Tensors,
     donor: Tensors,
-    transforms: Mapping[str, SpaceTransform],
+    transforms: Mapping[str, Transform],
     without: Collection[str] = (),
 ) -> list[Side]:
     """Every axis that lives in `space`, the donor's other axes moved by the current transforms.
@@ -57,7 +57,7 @@ def views(
     space: Space,
     anchor: Tensors,
     donor: Tensors,
-    transforms: Mapping[str, SpaceTransform],
+    transforms: Mapping[str, Transform],
     without: Collection[str] = (),
 ) -> Iterator[tuple[TensorInfo, Part, int, Tensor, Tensor]]:
     """Like `sides`, but with axes in place.

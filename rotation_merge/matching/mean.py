@@ -23,7 +23,7 @@ from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource, mean_of
 from rotation_merge.run.ledger import NOWHERE, Ledger
-from rotation_merge.symmetry import TranslationTransform
+from rotation_merge.symmetry import Transform, Translation
 from rotation_merge.workers import Progress, Spread, in_threads
 
 MOST_ROUNDS = 10
@@ -52,14 +52,11 @@ def match_to_mean(
     Returns:
         An alignment for every model but the base.
     """
+    matching = partial(match_model, architecture, sources[base], options=options, progress=progress, over=over)
     alignments = {}
-    for name, source in sources.items():
-        if name != base:
-            with named(base, name):
-                base_ledger = ledger.under(f"to the base/{name}")
-                alignments[name] = match_model(
-                    architecture, sources[base], source, options, progress, over=over, ledger=base_ledger
-                )
+    for name in (name for name in sources if name != base):
+        with named(base, name):
+            alignments[name] = matching(sources[name], ledger=ledger.under(f"to the base/{name}"))
     folded = next((a.folded for a in alignments.values()), ())
     matched = {s.name for b in architecture.blocks for s in wanted_spaces(b, options.at(architecture, b))}
     renamed_sources: dict[str, TensorSource] = {
@@ -119,9 +116,11 @@ def _relative(architecture: Architecture, base: Transforms, frame: Transforms) -
     }
     for info in architecture.tensors() if back else ():
         name = info.common.name if info.common is not None else ""
-        if isinstance(moved := relative.get(name), TranslationTransform):  # added in the common frame, and goes back
+        shift = relative[name].elements.get("shift") if name in relative else None
+        if isinstance(shift, Translation) and not shift.is_identity():  # added in the common frame, and goes back
             row = replace(info, axes=info.axes[1:], common=None)
-            relative[name] = TranslationTransform(transform_tensor(moved.vector, row, back))
+            vector = transform_tensor(shift.vector, row, back)
+            relative[name] = Transform("translation", {"shift": Translation(vector)})
     return relative
 
 

@@ -1,31 +1,26 @@
-"""Losses of models on the path: distillation from the parents, labels, next tokens."""
+"""Losses of models between parents: distillation from the parents, or the models' own loss on labels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from rotation_merge.errors import RecipeError
-from rotation_merge.matching.engine import Batch
-from rotation_merge.run.functions import predicts_next, unlabelled
 
 Objective = Literal["auto", "distill", "labels"]
-OBJECTIVES = get_args(Objective)
 """distill: the parents' outputs (no labels needed); labels: the model's own loss on the labels in the data."""
 
 
-def choose(objective: str, batch: Batch) -> str:
+def choose(objective: Objective, batch: Mapping[str, Tensor]) -> str:
     """Settle `auto`: the labels' loss if there are labels, otherwise distillation.
 
     Raises:
-        RecipeError: an objective that does not exist, or labels asked for that are not there.
+        RecipeError: labels are asked for that are not there.
     """
-    if objective not in OBJECTIVES:
-        raise RecipeError(f"there is no objective '{objective}'", remedy=f"known: {', '.join(OBJECTIVES)}")
     if objective == "labels" and "labels" not in batch:
         raise RecipeError("objective 'labels' needs data with labels", remedy="use 'distill'")
     if objective == "auto":
@@ -49,46 +44,13 @@ def is_distribution(outputs: Any) -> bool:
     return isinstance(getattr(outputs, "logits", None), Tensor)
 
 
-KEPT = 1 << 30
-"""Bytes of the parents' outputs that are kept."""
-
-
-class ParentOutputs:
-    """The parents' outputs on every batch, as probabilities for logits.
-
-    Stored while memory lasts (`KEPT`), else computed again on access.
-    """
-
-    def __init__(self, parents: Sequence[Callable[..., Any]], device: torch.device) -> None:
-        self.parents, self.device = parents, device
-        self._kept: dict[int, list[Tensor]] = {}
-        self._size = 0
-
-    @torch.no_grad()
-    def __call__(self, index: int, batch: Batch) -> list[Tensor]:
-        if index in self._kept:
-            return self._kept[index]
-        outputs = self.answer(unlabelled(batch))
-        size = sum(tensor.numel() * 4 for tensor in outputs)
-        if self._size + size <= KEPT:
-            self._size += size
-            self._kept[index] = outputs
-        return outputs
-
-    @torch.no_grad()
-    def answer(self, batch: Batch) -> list[Tensor]:
-        """The parents' outputs on a batch that is used once."""
-        if not len(next(iter(batch.values()))):
-            return []
-        return [_output_of(parent(**batch)).to(self.device) for parent in self.parents]
-
-
-def _output_of(outputs: Any) -> Tensor:
+def taught_output(outputs: Any) -> Tensor:
+    """What a parent teaches: probabilities for logits, else its main output; float32."""
     output = main_output(outputs).float()
     return functional.softmax(output, dim=-1) if is_distribution(outputs) else output
 
 
-def mix(first: Batch, second: Batch, generator: torch.Generator) -> dict[str, Tensor]:
+def mix(first: Mapping[str, Tensor], second: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
     """Convex combinations of the samples of two batches, with a random share for each pair (mixup, 2018)."""
     rows = min(len(next(iter(first.values()))), len(next(iter(second.values()))))
     share = torch.rand(rows, generator=generator)
@@ -101,18 +63,17 @@ def mix(first: Batch, second: Batch, generator: torch.Generator) -> dict[str, Te
 
 
 def distillation(outputs: Any, taught: Sequence[Tensor], coefficients: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Distance from the parents' mean output (see `ParentOutputs`), weighted as the parents are in the model.
+    """Distance from the parents' mean output (see `taught_output`), weighted as the parents are in the model.
 
     For logits: KL(mean of the parents' distributions || model), in nats, mean over predictions that `mask` (of shape
     logits.shape[:-1]) allows. For hidden states: mean squared difference over that of the parents' mean from zero.
     """
     student = main_output(outputs).float()
-    if not is_distribution(outputs):
-        target = sum(c * t for c, t in zip(coefficients, taught, strict=True))
-        return (student - target).square().mean() / torch.as_tensor(target).square().mean().clamp_min(1e-12)
     target = coefficients[0] * taught[0]
     for share, parent_output in zip(coefficients[1:], taught[1:], strict=True):
         target = target.addcmul_(share, parent_output)
+    if not is_distribution(outputs):
+        return (student - target).square().mean() / target.square().mean().clamp_min(1e-12)
     divergence = functional.kl_div(functional.log_softmax(student, dim=-1), target, reduction="none").sum(-1)
     if mask is not None and mask.shape == divergence.shape:
         return (divergence * mask).sum() / mask.sum().clamp_min(1)
@@ -129,30 +90,3 @@ def labels_loss(outputs: Any) -> Tensor:
     if loss is None:
         raise RecipeError(f"{type(outputs).__name__} has no loss for these labels", remedy="use objective 'distill'")
     return loss
-
-
-def loss_weight(
-    model: nn.Module, outputs: Any, batch: Batch, taught: Sequence[Tensor] | None, coefficients: Tensor
-) -> Tensor:
-    """Total weight of the rows behind a mean loss, for combining parts of a batch.
-
-    Raises:
-        RecipeError: they cannot.
-    """
-    rows = torch.tensor(float(next(iter(batch.values())).shape[0]))
-    if isinstance(getattr(outputs, "logits_per_image", None), Tensor):
-        problem = f"{type(model).__name__} compares all examples of a batch, so processes cannot share it"
-        raise RecipeError(problem, remedy="fit it in one process, without torchrun")
-    if taught is None:
-        labels = batch["labels"]
-        counted = labels[:, 1:] if labels.ndim > 1 and predicts_next(model) else labels
-        return rows if labels.is_floating_point() else (counted != -100).sum()
-    if not is_distribution(outputs):
-        target = sum(c * t for c, t in zip(coefficients, taught, strict=True))
-        return torch.as_tensor(target).double().square().sum()
-    mask = attention_mask(batch)
-    return mask.sum() if mask is not None and mask.shape == taught[0].shape[:-1] else rows
-
-
-def attention_mask(batch: Mapping[str, Tensor]) -> Tensor | None:
-    return batch.get("attention_mask")

@@ -15,7 +15,7 @@ from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.record import SpaceRow, read_as
-from rotation_merge.symmetry import SpaceTransform
+from rotation_merge.symmetry import Transform
 
 
 def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSource, alignment: Alignment) -> Alignment:
@@ -45,7 +45,7 @@ def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSour
     return replace(alignment, records=[*records, *([(architecture.blocks[0], streams)] if streams else [])])
 
 
-def _record(name: str, kind: str, transform: SpaceTransform, before: float, after: float, norm: float) -> SpaceMatch:
+def _record(name: str, kind: str, transform: Transform, before: float, after: float, norm: float) -> SpaceMatch:
     return described(SpaceMatch(name, kind, "", before, after, norm, {}, 0.0), transform)
 
 

@@ -1,7 +1,8 @@
-"""The state of an unfinished fit on disk, from which an interrupted run continues."""
+"""The state of an unfinished run of training in one file, from which an interrupted run continues."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 
 from rotation_merge.errors import AlignmentError, RotationMergeError, no_space, short
 from rotation_merge.files import UNREADABLE, Entry, Output, check_output, read_entry, write_entry
-from rotation_merge.matching.fit_processes import ProcessGroup
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.fingerprint import Fingerprint
+from rotation_merge.run import ledger
 
 WITHOUT_EFFECT = ("minutes", "state", "checkpointing")
 """Options of a fit that do not change where it goes."""
@@ -44,7 +45,10 @@ def _config_text(config: Any) -> str:
 
 
 class TrainingState:
-    """Parameters, optimiser, schedule and random numbers of a fit, in one file (or nowhere)."""
+    """Parameters, optimiser, schedule and random numbers of a run, in one file (or nowhere).
+
+    It is written once a run has lasted `ledger.SECONDS`, and then at most once in so many: short runs pay nothing.
+    """
 
     def __init__(
         self,
@@ -54,22 +58,19 @@ class TrainingState:
         schedule: torch.optim.lr_scheduler.LRScheduler,
         generator: torch.Generator,
         mark: str,
-        together: ProcessGroup | None = None,
     ) -> None:
         """Set the file, the parts and the key of the state to save or restore.
 
         Args:
             mark: what the fit is of (see `fit_mark`); a state of anything else is refused.
-            together: the processes that fit; the first of them reads and writes.
 
         Raises:
             RotationMergeError: the file cannot be written.
         """
-        self.together = together or ProcessGroup()
-        if path is not None and self.together.rank == 0:
+        if path is not None:
             check_output(Output(str(path), "state", wrote=lambda _: True))
         self.path, self.learned, self.optimiser, self.mark = path, learned, optimiser, mark
-        self.schedule, self.generator = schedule, generator
+        self.schedule, self.generator, self._written = schedule, generator, time.monotonic()
 
     def restore(self, report: Any) -> tuple[int, dict[str, Tensor]]:
         """Restore the number of steps and the best parameters from the file, or zero and the start.
@@ -78,12 +79,10 @@ class TrainingState:
             AlignmentError: the file is damaged or of another fit.
         """
         start = {name: tensor.detach().clone() for name, tensor in self.learned.state_dict().items()}
-        stored = self.together.agreed(self._stored)
-        if stored is None:
+        if self.path is None or not self.path.exists():
             return 0, start
         try:
-            if isinstance(stored, Exception):
-                raise stored
+            stored = read_entry(self.path)
             facts, parts = stored.facts, _grouped(stored.tensors)
             if facts["mark"] != self.mark:
                 raise AlignmentError(
@@ -106,20 +105,13 @@ class TrainingState:
                 remedy="delete it to start again",
             ) from error
 
-    def _stored(self) -> Entry | Exception | None:
-        """The file's entry, or why it cannot be read; None if there is no file."""
-        try:
-            return read_entry(self.path) if self.path is not None and self.path.exists() else None
-        except UNREADABLE as error:
-            return RuntimeError(short(error))
-
     def save(self, step: int, best: dict[str, Tensor], report: Any) -> None:
-        """Write the state atomically.
+        """Write the state atomically, if it is time; to be called between steps.
 
         Raises:
             RotationMergeError: there is no space.
         """
-        if self.path is None or self.together.rank:
+        if self.path is None or time.monotonic() - self._written < ledger.SECONDS:
             return
         optimiser = self.optimiser.state_dict()
         parts: dict[str, Mapping[str, Tensor]] = {
@@ -143,10 +135,11 @@ class TrainingState:
             why = "no space left on device" if no_space(error) else short(error)
             problem = f"the state of the run cannot be written ({why})"
             raise RotationMergeError(problem, where=str(self.path), remedy="free some space and run again") from error
+        self._written = time.monotonic()
 
     def remove(self) -> None:
         """Remove the state of a finished fit."""
-        if self.path is not None and not self.together.rank:
+        if self.path is not None:
             self.path.unlink(missing_ok=True)
 
 

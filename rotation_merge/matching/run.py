@@ -19,7 +19,7 @@ from rotation_merge.matching.report_rows import figures_in
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.record import MergeReport, SpaceRow, versions
 from rotation_merge.run.ledger import NOWHERE, Ledger
-from rotation_merge.symmetry import SpaceTransform
+from rotation_merge.symmetry import Transform
 
 LOG = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Run:
     heads: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False)
     lifts: dict[str, dict[str, Any]] = field(default_factory=dict)
     watched: bool = True
-    kept_transforms: dict[str, dict[str, SpaceTransform]] | None = None
+    kept_transforms: dict[str, dict[str, Transform]] | None = None
     ledger: Ledger = NOWHERE
     began: float = field(default_factory=time.perf_counter)
     endings: list[Callable[[], None]] = field(default_factory=list, repr=False)
@@ -91,7 +91,7 @@ class Run:
             LOG.info("%s: %s", donor, ", ".join(f"{name} {value}" for name, value in alignment.summary.items()))
             self.whole[donor] = dict(alignment.summary)
 
-    def keep(self, donor: str, transforms: Mapping[str, SpaceTransform]) -> None:
+    def keep(self, donor: str, transforms: Mapping[str, Transform]) -> None:
         """Store the transforms of a donor."""
         if self.kept_transforms is not None:
             with self._lock:
@@ -190,7 +190,6 @@ class Run:
                 anchor_norm=math.sqrt(max(match.anchor, 0.0)),
                 from_identity=match.distances,
                 seconds=match.seconds,
-                gap=match.gap,
                 head_order=match.head_order,
                 notes=match.notes,
             )
@@ -228,8 +227,7 @@ def _log(donor: str, block: Block, matches: list[SpaceMatch]) -> None:
     LOG.info("%s, %s: %s", donor, block.name, "; ".join(words) or "nothing to match")
     for match in matches:
         parts = [f"{name} {value:.3g} from the identity" for name, value in match.distances.items()]
-        gap = [] if match.gap is None else [f"gap {match.gap:.2g}"]
-        LOG.debug("%s, %s: %s", donor, match.space, ", ".join([*parts, *gap, f"{match.seconds:.2f} s", *match.notes]))
+        LOG.debug("%s, %s: %s", donor, match.space, ", ".join([*parts, f"{match.seconds:.2f} s", *match.notes]))
 
 
 def _share(squared: float, of: float) -> str:

@@ -11,16 +11,16 @@ from torch import Tensor
 from rotation_merge.files import Entry
 from rotation_merge.matching.block import BlockMatch, SpaceMatch
 from rotation_merge.run.ledger import Ledger
-from rotation_merge.symmetry import TRANSFORMS, SpaceTransform
+from rotation_merge.symmetry import Transform
 
 
-def packed(transforms: Mapping[str, SpaceTransform]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def packed(transforms: Mapping[str, Transform]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors by ``space|name``, and the kinds of the spaces."""
     tensors = {f"{space}|{key}": x for space, transform in transforms.items() for key, x in transform.tensors().items()}
-    return tensors, {space: transform.space_kind for space, transform in transforms.items()}
+    return tensors, {space: transform.kind for space, transform in transforms.items()}
 
 
-def unpacked(tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[str, SpaceTransform]:
+def unpacked(tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[str, Transform]:
     """Restore the transforms, in the order of the kinds.
 
     Raises:
@@ -32,7 +32,7 @@ def unpacked(tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[st
         spaces.setdefault(space, {})[name] = tensor
     if spaces.keys() != kinds.keys():
         raise ValueError("its header lists other spaces than it holds")
-    return {space: TRANSFORMS[kind].from_tensors(spaces[space]) for space, kind in kinds.items()}
+    return {space: Transform.from_tensors(kind, spaces[space]) for space, kind in kinds.items()}
 
 
 def entry_of(match: BlockMatch, **facts: Any) -> Entry:

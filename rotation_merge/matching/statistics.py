@@ -27,9 +27,9 @@ from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.run.maps import LinearMap, linear_maps
 from rotation_merge.run.statistics import Statistics
 from rotation_merge.run.sums import first_readers
-from rotation_merge.symmetry import SpaceTransform
+from rotation_merge.symmetry import Transform
 
-Transforms = Mapping[str, SpaceTransform]
+Transforms = Mapping[str, Transform]
 
 
 def moved_gram(linear: LinearMap, gram: Tensor, transforms: Transforms, shift: Tensor | None = None) -> Tensor:

@@ -15,114 +15,217 @@ trained models that one direction has most of the head's norm.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.architecture.model import Architecture, Axis, Block, TensorInfo
 from rotation_merge.errors import AlignmentError, RecipeError, nearest
-from rotation_merge.matching.matrix_pairs import Tensors
-from rotation_merge.matching.stream_products import Product, TensorMeasurement, measured
-from rotation_merge.symmetry import SpaceTransform, StreamTransform
+from rotation_merge.matching.matrix_pairs import Tensors, axis_views
+from rotation_merge.model.apply import at_least_float32, transform_tensor
+from rotation_merge.symmetry import Linear, Monomial, Stats, Transform
 from rotation_merge.symmetry.admitted import by_stream
 
 FLOOR = 1e-2
 """Relative squared distance below which a tensor's agreement no longer raises its weight."""
 
-_IN_TENSORS = ("architecture", "products", "gains")
+CHUNK = 1 << 22
+"""Entries of a matrix that are widened at a time."""
+
+Transforms = dict[str, Transform]
+"""Transforms by the name of their space."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """The product along one axis that lives in a stream which moves.
+
+    Attributes:
+        stream, role, dim: the axis.
+        matrix: A B^T over all other dimensions, (d, d), float64.
+        sums: of a head that gives logits, the sums of the columns of A and of B, (d,) each.
+        columns: of A.
+    """
+
+    stream: str
+    role: str
+    dim: int
+    matrix: Tensor
+    sums: tuple[Tensor, Tensor] | None
+    columns: int
+
+    def plus(self, other: Product) -> Product:
+        """The product of the columns of both."""
+        columns = self.columns + other.columns
+        return replace(self, matrix=self.matrix + other.matrix, sums=_added(self.sums, other.sums), columns=columns)
+
+    def centred(self) -> Product:
+        """The product of the columns less their mean."""
+        if self.sums is None:
+            return self
+        return replace(self, matrix=self.matrix - torch.outer(*self.sums) / self.columns, sums=None)
+
+
+@dataclass(frozen=True)
+class StreamMeasurement:
+    """What one tensor (or a slice of its vocabulary) says of the streams, whatever their maps are.
+
+    Attributes:
+        name: of the tensor.
+        entries: how many it has.
+        norm, donor_norm: squared norms of the anchor's and of the donor's.
+        apart: their squared distance where no axis lives in a stream that moves; else 0.
+        products: of the axes in streams that move.
+        sums: of a head that gives logits, what its entries sum to over the vocabulary, in both models.
+        rows: of the vocabulary.
+    """
+
+    name: str
+    entries: int
+    norm: float
+    donor_norm: float
+    apart: float
+    products: tuple[Product, ...]
+    sums: tuple[Tensor, Tensor] | None = None
+    rows: int = 0
+
+    @classmethod
+    def of(
+        cls, info: TensorInfo, a: Tensor, b: Tensor, transforms: Mapping[str, Transform], precise: bool
+    ) -> StreamMeasurement:
+        """Measure a tensor of the anchor, a, and of the donor, b.
+
+        Args:
+            transforms: of local spaces, and of the streams that move; an axis in one of these is held still.
+            precise: sum products in float64, for tensors that nearly agree.
+        """
+        logits, products, donor_norm = _logits_axis(info), list[Product](), 0.0
+        sums = None if logits is None else (_along(a, logits), _along(b, logits))
+        for dim, axis in enumerate(info.axes):
+            if not axis.parts or any(p.space.kind != "stream" or p.space.name not in transforms for p in axis.parts):
+                continue
+            moved = transform_tensor(b, _without(info, dim), transforms)
+            donor_norm = _square(moved)
+            sums = sums if logits is None else (_along(a, logits), _along(moved, logits))
+            for part, start, x, y in axis_views(a, moved, dim, axis):
+                x, y = (t.movedim(start, 0).flatten(1) if t.ndim > 1 else t[:, None] for t in (x, y))
+                shared = None if logits is None else (_sums(x), _sums(y).to(x.device))
+                matrix = cross_product(x, y, precise)
+                products.append(Product(part.space.name, part.role, dim, matrix, shared, x.shape[1]))
+        apart = 0.0 if products else _square(a - transform_tensor(b, info, transforms))
+        rows = 0 if logits is None else a.shape[logits]
+        return cls(info.name, a.numel(), _square(a), donor_norm, apart, tuple(products), sums, rows)
+
+    def plus(self, other: StreamMeasurement) -> StreamMeasurement:
+        """That of both slices."""
+        return replace(
+            self,
+            entries=self.entries + other.entries,
+            norm=self.norm + other.norm,
+            donor_norm=self.donor_norm + other.donor_norm,
+            apart=self.apart + other.apart,
+            products=tuple(a.plus(b) for a, b in zip(self.products, other.products, strict=True)),
+            sums=_added(self.sums, other.sums),
+            rows=self.rows + other.rows,
+        )
+
+    def centred(self) -> StreamMeasurement:
+        """That of the logits less their mean over the vocabulary, which softmax ignores."""
+        if self.sums is None:
+            return self
+        shared = [float(x.square().sum()) / self.rows for x in self.sums]
+        return replace(
+            self,
+            norm=max(self.norm - shared[0], 0.0),
+            donor_norm=max(self.donor_norm - shared[1], 0.0) if self.products else self.donor_norm,
+            products=tuple(product.centred() for product in self.products),
+            sums=None,
+        )
+
+    def to(self, device: torch.device) -> StreamMeasurement:
+        """The same, its products on a device."""
+        products = tuple(replace(product, matrix=product.matrix.to(device)) for product in self.centred().products)
+        return replace(self.centred(), products=products)
 
 
 @dataclass
-class StreamStatistics:
-    """Sums over both models for matching a stream.
+class StreamSums:
+    """Sums over tensors of both models for solving the streams.
 
     Attributes:
-        architecture: whose streams are matched.
         equal: give every tensor the same say, 1 / |A| |B|, in the products: for a start, when nothing is known of
             how well each of them agrees.
         products: by stream, sum of w A B^T over the axes on which the donor's signs count, (d, d), float64.
         gains: the same over norm gains and layer scales, which follow a permutation but not its signs.
         weights: of every tensor seen, by name; they belong to the next pass.
-        blocks: how many were added.
+        apart, logs, overlap, entries: what the objective, its bound and the promise of a step are made of.
     """
 
-    architecture: Architecture
     equal: bool = False
     products: dict[str, Tensor] = field(default_factory=dict)
     gains: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
-    blocks: int = 0
-    _apart: float = 0.0
-    _logs: float = 0.0
-    _overlap: float = 0.0
-    _entries: int = 0
+    apart: float = 0.0
+    logs: float = 0.0
+    overlap: float = 0.0
+    entries: int = 0
 
     @property
     def objective(self) -> float:
-        """Geometric mean over all entries of their tensor's relative squared distance, plus `FLOOR`."""
-        return math.exp(self._logs / self._entries) if self._entries else 0.0
+        """Geometric mean over entries of tensors in moving streams of their relative squared distance, plus `FLOOR`."""
+        return math.exp(self.logs / self.entries) if self.entries else 0.0
 
-    def bound(self, transforms: Mapping[str, SpaceTransform]) -> float:
+    def bound(self, transforms: Mapping[str, Transform]) -> float:
         """Upper bound on the objective under other maps of the streams, with local spaces held fixed.
 
         It uses the tangent of the logarithm, and equals the objective under the maps used for counting.
         """
-        logs = self._logs - 2 * (self._overlapping(transforms) - self._overlap)
-        return math.exp(logs / self._entries) if self._entries else 0.0
+        logs = self.logs - 2 * (self._overlapping(transforms) - self.overlap)
+        return math.exp(logs / self.entries) if self.entries else 0.0
 
     @classmethod
-    def of(cls, architecture: Architecture, blocks: Iterable[StreamStatistics]) -> StreamStatistics:
-        """Sum the statistics of several blocks."""
-        total = cls(architecture)
-        for block in blocks:
-            for totals, addends in ((total.products, block.products), (total.gains, block.gains)):
-                for stream, product in addends.items():
-                    totals[stream] = totals[stream].add_(product) if stream in totals else product.clone()
-            total.weights.update(block.weights)
-            total.blocks += block.blocks
-            total._apart += block._apart
-            total._logs += block._logs
-            total._overlap += block._overlap
-            total._entries += block._entries
+    def of(cls, parts: Iterable[StreamSums]) -> StreamSums:
+        """The sums of several blocks."""
+        total = cls()
+        for part in parts:
+            for totals, addends in ((total.products, part.products), (total.gains, part.gains)):
+                for stream, matrix in addends.items():
+                    totals[stream] = totals[stream].add_(matrix) if stream in totals else matrix.clone()
+            total.weights.update(part.weights)
+            for name in ("apart", "logs", "overlap", "entries"):
+                setattr(total, name, getattr(total, name) + getattr(part, name))
         return total
 
     def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the statistics as tensors and facts for JSON."""
-        parts = (("products", self.products), ("gains", self.gains))
-        tensors = {
-            f"{part}|{stream}": x for part, tensors_by_stream in parts for stream, x in tensors_by_stream.items()
-        }
-        return tensors, {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _IN_TENSORS}
+        """The sums as tensors, and facts for JSON."""
+        tensors = {f"products|{name}": x for name, x in self.products.items()}
+        tensors |= {f"gains|{name}": x for name, x in self.gains.items()}
+        return tensors, asdict(replace(self, products={}, gains={}))
 
     @classmethod
-    def unpacked(
-        cls, architecture: Architecture, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
-    ) -> StreamStatistics:
-        """The same again."""
-        by_part: dict[str, dict[str, Tensor]] = {"products": {}, "gains": {}}
+    def unpacked(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> StreamSums:
+        """The sums again."""
+        sums = cls(**facts)
         for key, tensor in tensors.items():
             part, _, stream = key.partition("|")
-            by_part[part][stream] = tensor
-        return cls(architecture, products=by_part["products"], gains=by_part["gains"], **facts)
+            getattr(sums, part)[stream] = tensor
+        return sums
 
-    def to(self, device: torch.device) -> StreamStatistics:
+    def to(self, device: torch.device) -> StreamSums:
         """The same, its products on a device."""
-        products, gains = (
-            {name: x.to(device) for name, x in by_stream.items()} for by_stream in (self.products, self.gains)
-        )
-        return dataclasses.replace(self, products=products, gains=gains)
+        products, gains = ({name: x.to(device) for name, x in sums.items()} for sums in (self.products, self.gains))
+        return replace(self, products=products, gains=gains)
 
     def add(
         self,
         block: Block,
         anchor: Tensors,
         donor: Tensors,
-        transforms: Mapping[str, SpaceTransform],
+        transforms: Mapping[str, Transform],
         precise: bool = False,
     ) -> None:
         """Add one block, the donor's axes moved by `transforms`, which name the streams that are matched.
@@ -130,67 +233,74 @@ class StreamStatistics:
         Args:
             precise: sum products in float64, for tensors that nearly agree; else in float32, inside blocks of columns.
         """
-        self.blocks += 1
         for info, a, b in compared(block, anchor, donor):
-            self.count(measured(info, a, b, transforms, precise).centred(), transforms)
+            self.count(StreamMeasurement.of(info, a, b, transforms, precise).centred(), transforms)
 
-    def count(self, tensor: TensorMeasurement, transforms: Mapping[str, SpaceTransform]) -> None:
+    def count(self, tensor: StreamMeasurement, transforms: Mapping[str, Transform]) -> None:
         """Add one tensor under the streams' transforms.
 
         Raises:
             AlignmentError: it holds NaN or infinity.
         """
-        overlaps = [(p, _element(transforms, p.stream).overlap(p.product, p.role)) for p in tensor.products]
-        still = all(p.role == "gain" and not _element(transforms, p.stream).moves_gains for p in tensor.products)
+        overlaps = [(p, overlap(transforms[p.stream], p.matrix, p.role)) for p in tensor.products]
+        still = all(p.role == "gain" and transforms[p.stream].turns_stream for p in tensor.products)
         if tensor.norm == 0 or (tensor.products and still):
             return
         last = tensor.products[-1].dim if tensor.products else 0
-        distance_told = tensor.norm + tensor.donor_norm - 2 * sum(overlap for p, overlap in overlaps if p.dim == last)
-        distance = distance_told if tensor.products else tensor.apart
+        whole = tensor.norm + tensor.donor_norm - 2 * sum(value for p, value in overlaps if p.dim == last)
+        distance = whole if tensor.products else tensor.apart
         if not math.isfinite(distance):
             raise AlignmentError(
                 f"tensor '{tensor.name}' of the anchor or the donor holds NaN or infinity",
                 remedy="repair or replace the checkpoint",
             )
         lifted = max(distance, 0.0) + FLOOR * tensor.norm
-        self._logs += tensor.entries * math.log(lifted / tensor.norm)
-        self._entries += tensor.entries
-        weight = self._weight(tensor, lifted)
+        weight = (tensor.norm * tensor.donor_norm or math.inf) ** -0.5 if self.equal else tensor.entries / lifted
         self.weights[tensor.name] = weight
-        self._apart += weight * max(distance, 0.0)
-        for product, overlap in overlaps:
-            self._overlap += weight * overlap
-            self._gather(product, weight)
+        if not tensor.products:
+            return  # says nothing of the streams, but how much its local spaces agree
+        self.logs += tensor.entries * math.log(lifted / tensor.norm)
+        self.entries += tensor.entries
+        self.apart += weight * max(distance, 0.0)
+        for product, value in overlaps:
+            self.overlap += weight * value
+            sums = self.gains if product.role == "gain" else self.products
+            nothing = torch.zeros_like(product.matrix)
+            sums[product.stream] = sums.get(product.stream, nothing).add(product.matrix, alpha=weight)
 
-    def _weight(self, tensor: TensorMeasurement, lifted: float) -> float:
-        """The weight of a tensor in the products."""
-        return (tensor.norm * tensor.donor_norm or math.inf) ** -0.5 if self.equal else tensor.entries / lifted
+    def solve(self, architecture: Architecture, groups: Mapping[str, str], current: Transforms) -> Transforms:
+        """The best element of each stream's group; the current one of a stream of which nothing is known."""
+        return {name: self._solved(architecture, name, group) or current[name] for name, group in groups.items()}
 
-    def _gather(self, product: Product, weight: float) -> None:
-        chosen = self.gains if product.role == "gain" else self.products
-        if product.stream in chosen:
-            chosen[product.stream].add_(product.product, alpha=weight)
-        else:
-            chosen[product.stream] = product.product * weight
-
-    def solve(self, stream: str, group: str) -> StreamTransform | None:
-        """The best element of a group for the accumulated statistics; None without any."""
-        stream_group = self.architecture.stream_group(stream, group)
-        nothing = torch.zeros(stream_group.size, stream_group.size, dtype=torch.float64)
+    def _solved(self, architecture: Architecture, stream: str, group: str) -> Transform | None:
         if stream not in self.products and stream not in self.gains:
             return None
-        products, gains = (x.get(stream, nothing) for x in (self.products, self.gains))
-        return stream_group.solve(products, gains)
+        space_group = architecture.stream_group(stream, group)
+        size = architecture.streams[stream].sizes["size"]
+        nothing = torch.zeros(size, size, dtype=torch.float64)
+        products, gains = (x.get(stream, nothing)[None] for x in (self.products, self.gains))
+        stats = Stats.of_products(products, gains.to(products.device))
+        return space_group.made({"map": space_group.groups["map"][0].solve(stats)}, ())
 
-    def promise(self, current: Mapping[str, SpaceTransform], solved: Mapping[str, SpaceTransform]) -> float:
+    def promise(self, current: Mapping[str, Transform], solved: Mapping[str, Transform]) -> float:
         """Share of the weighted squared distance that better stream elements would remove."""
         gained = 2 * (self._overlapping(solved) - self._overlapping(current))
-        return gained / self._apart if self._apart else 0.0
+        return gained / self.apart if self.apart else 0.0
 
-    def _overlapping(self, transforms: Mapping[str, SpaceTransform]) -> float:
+    def _overlapping(self, transforms: Mapping[str, Transform]) -> float:
         """The sum of <R, w A B^T>."""
         parts = ((self.products, "read"), (self.gains, "gain"))
-        return sum(_element(transforms, s).overlap(x, role) for products, role in parts for s, x in products.items())
+        return sum(overlap(transforms[s], x, role) for sums, role in parts for s, x in sums.items())
+
+
+def overlap(transform: Transform, product: Tensor, role: str) -> float:
+    """<R, M> of a stream's element R for products M = A B^T (d, d) of axes of this role."""
+    element = transform.elements["map"]
+    if isinstance(element, Linear):
+        return float(product.trace() if role == "gain" else (element.matrix[0].to(product) * product).sum())
+    assert isinstance(element, Monomial)
+    picked = product.gather(1, element.index[0].to(product.device)[:, None])[:, 0]
+    return float((picked if role == "gain" else picked * element.factor[0].to(picked)).sum())
 
 
 def compared(block: Block, anchor: Tensors, donor: Tensors) -> Iterator[tuple[TensorInfo, Tensor, Tensor]]:
@@ -201,10 +311,55 @@ def compared(block: Block, anchor: Tensors, donor: Tensors) -> Iterator[tuple[Te
             yield info, a, b
 
 
-def _element(transforms: Mapping[str, SpaceTransform], stream: str) -> StreamTransform:
-    transform = transforms[stream]
-    assert isinstance(transform, StreamTransform)
-    return transform
+def _added(first: tuple[Tensor, Tensor] | None, second: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+    return None if first is None or second is None else (first[0] + second[0], first[1] + second[1])
+
+
+def _without(info: TensorInfo, dim: int) -> TensorInfo:
+    """The tensor without one axis and without row shifts."""
+    return replace(info, axes=(*info.axes[:dim], Axis(), *info.axes[dim + 1 :]), common=None)
+
+
+def _logits_axis(info: TensorInfo) -> int | None:
+    """The vocabulary's axis in a head that reads a stream, the experts' in a router; None in other tensors."""
+    if info.common is not None:
+        return 0
+    reads = any(part.space.kind == "stream" and part.role == "read" for axis in info.axes for part in axis.parts)
+    return info.vocabulary_axis if reads else None
+
+
+def _chunks(x: Tensor, entries: int = CHUNK) -> Iterator[Tensor]:
+    """The columns of a matrix in chunks of limited size, widened to float32 at least."""
+    for piece in x.split(max(1, entries // max(1, x.shape[0])), dim=1):
+        yield at_least_float32(piece)
+
+
+def cross_product(a: Tensor, b: Tensor, precise: bool) -> Tensor:
+    """A B^T of matrices of as many columns, (d, d), float64 (unless `precise`, summed in float32 inside a chunk)."""
+    total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
+    for x, y in zip(_chunks(a), _chunks(b), strict=True):
+        dtype = torch.float64 if precise else torch.promote_types(x.dtype, y.dtype)
+        total += x.to(dtype) @ y.to(a.device, dtype).T
+    return total
+
+
+def _along(x: Tensor, dim: int) -> Tensor:
+    """Sums over all dimensions but one, float64, flat."""
+    return _sums(x.movedim(dim, -1).reshape(-1, x.shape[dim]))
+
+
+def _sums(x: Tensor) -> Tensor:
+    """Sum of a matrix's columns, float64."""
+    total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    for piece in _chunks(x, CHUNK >> 3):
+        total += piece.sum(1, dtype=torch.float64)
+    return total
+
+
+def _square(x: Tensor) -> float:
+    """Squared norm."""
+    flat = x.reshape(len(x), -1) if x.ndim else x.reshape(1, 1)
+    return sum(float(piece.square().sum(dtype=torch.float64)) for piece in _chunks(flat))
 
 
 def residual_groups(architecture: Architecture, residual: str, model: str = "the model") -> dict[str, str]:

@@ -20,11 +20,9 @@ from rotation_merge.averaging.average import averaged
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.averaging.models import MergedModels, MergeLog, Place
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest, not_written, short
-from rotation_merge.matching.check_pair import check_forward, check_pair
-from rotation_merge.matching.open_pair import as_donor
 from rotation_merge.matching.options import NOTHING
+from rotation_merge.matching.pair import as_donor, check_pair, check_shapes
 from rotation_merge.mergekit_plugin import delegates
-from rotation_merge.mergekit_plugin.definitions import check_shapes
 from rotation_merge.mergekit_plugin.document import METHOD, Document
 from rotation_merge.mergekit_plugin.keys import BY_NAME, MERGING, OPTIONS, RELATIONS, UNMOVED
 from rotation_merge.mergekit_plugin.recipe import Recipe
@@ -183,14 +181,13 @@ def _brought_together(views: Sequence[View], recipe: Recipe) -> tuple[list[View]
     check_words(recipe.document, architecture, (name for view in views for name in view.names))
     recipe.document.raise_first()
     for donor in donors:
-        check_shapes(anchor, donor, recipe.excluded, False)
+        check_shapes(anchor, donor, recipe.excluded)
     together, rows, notes = [anchor], list[LabelRows]([{}]), list[str]()
     for donor in donors:
-        checked = check_pair(anchor, donor.as_filed, NOTHING, excluded=recipe.excluded)
-        together.append(in_class_order(donor.as_filed, checked.rows))
-        check_forward(anchor, together[-1])
-        rows.append(checked.rows)
-        notes += [*checked.warnings, *checked.notes()]
+        pair = check_pair(anchor, donor.as_filed, NOTHING, excluded=recipe.excluded, averaged=True)
+        together.append(in_class_order(donor.as_filed, pair.rows))
+        rows.append(pair.rows)
+        notes += [*pair.warnings, *pair.notes]
     infos = [info for info in architecture.tensors() if info.vocabulary_axis is not None]
     if any(name in anchor and not recipe.excluded(name) for info in infos for name in info.names):
         for donor in together[1:]:

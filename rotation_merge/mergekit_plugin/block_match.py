@@ -25,7 +25,7 @@ from rotation_merge.mergekit_plugin.wholes import Whole
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.tensors import Tensors
-from rotation_merge.symmetry import SpaceTransform
+from rotation_merge.symmetry import Transform
 from rotation_merge.workers import on_one_thread, workers_for
 
 
@@ -91,7 +91,7 @@ class BlockMatches:
         self.single, self.pooled = single, pooled
         self._waiting: dict[str, BlockMatching] = {}
         self._running: dict[str, AsyncResult[BlockMatch]] = {}
-        self._found: dict[str, Mapping[str, SpaceTransform]] = {}
+        self._found: dict[str, Mapping[str, Transform]] = {}
         self._pool: ThreadPool | None = None
         self._count, self._threads = 0, torch.get_num_threads()
         self._locks: dict[str, Lock] = defaultdict(Lock)
@@ -100,7 +100,7 @@ class BlockMatches:
         """A block that will be asked for."""
         self._waiting[job.key] = job
 
-    def of(self, job: BlockMatching, device: torch.device | None) -> Mapping[str, SpaceTransform]:
+    def of(self, job: BlockMatching, device: torch.device | None) -> Mapping[str, Transform]:
         """The transforms of a block's local spaces, waited for; the following blocks are started.
 
         Args:

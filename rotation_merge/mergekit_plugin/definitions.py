@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mergekit.architecture.base import ModelArchitecture, ModuleArchitecture, ModuleDefinition, WeightInfo
 from mergekit.common import ModelReference
-from mergekit.config import MergeConfiguration
 from transformers import PretrainedConfig
 
 from rotation_merge.architecture import Architecture, find
-from rotation_merge.errors import CheckpointError
-from rotation_merge.mergekit_plugin.models import Models
+from rotation_merge.matching.pair import check_depth, check_shapes
 from rotation_merge.mergekit_plugin.recipe import carried_donors
 from rotation_merge.mergekit_plugin.rules import check_filters, check_words
 from rotation_merge.mergekit_plugin.session import Session, settle_heads
@@ -87,56 +85,15 @@ def open_models(session: Session) -> View:
     names = (name for model in references for name in models[model].names)
     check_words(recipe.document, anchor.architecture, names)
     recipe.document.raise_first()
-    _check_depths(config, models)
+    for part in (config, *(config.modules or {}).values()):
+        whole = [models[model.model] for model in part.models or []]
+        for model in whole:
+            check_depth(whole[0], model, "pair the layers under 'slices'")
     resized = bool(config.tokenizer or config.tokenizer_source or session.options.unsafe_truncate_embeddings)
     carried = carried_donors(config)
     for reference in references:
         check_shapes(anchor, models[reference], recipe.excluded, resized or reference in carried)
     return anchor
-
-
-def check_shapes(model: View, anchor: View, excluded: Callable[[str], bool], resized: bool) -> None:
-    """Refuse models whose corresponding tensors differ in shape.
-
-    Args:
-        excluded: says which tensors are not merged.
-        resized: whether vocabularies are brought together.
-
-    Raises:
-        CheckpointError: names the first tensor that differs.
-    """
-    infos = {(b.index, info.key): info for b in model.architecture.blocks for info in b.tensors}
-    for block in anchor.architecture.blocks:
-        for info in block.tensors:
-            same = infos.get((block.index, info.key))
-            shape, anchor_shape = (model.shapes.get(same.name) if same else None), anchor.shapes.get(info.name)
-            if shape is None or anchor_shape is None or excluded(info.name):
-                continue
-            axis, most = info.vocabulary_axis, max(len(shape), len(anchor_shape))
-            differing = [d for d in range(most) if shape[d : d + 1] != anchor_shape[d : d + 1]]
-            if not differing or (differing == [axis] and resized):
-                continue
-            raise CheckpointError(
-                f"tensor '{info.name}' is {list(anchor_shape)}, in {model.name} {list(shape)}",
-                where=anchor.name,
-                remedy="add 'tokenizer: {source: base}' so that the vocabularies are brought together"
-                if differing == [axis]
-                else "only equal shapes can be merged; name it under 'exclude' to copy it from base_model",
-            )
-
-
-def _check_depths(config: MergeConfiguration, models: Models) -> None:
-    """Check that models that are merged as wholes have equally many layers."""
-    for part in (config, *(config.modules or {}).values()):
-        whole = [models[model.model] for model in part.models or []]
-        depths = [{m: len(model.architecture.layers(m)) for m in model.architecture.layers_key} for model in whole]
-        for model, depth in zip(whole, depths, strict=True):
-            if depth != depths[0]:
-                raise CheckpointError(
-                    f"has {sum(depth.values())} layers, {whole[0].reference} has {sum(depths[0].values())}",
-                    where=str(model.reference),
-                    remedy="pair the layers under 'slices'",
-                )
 
 
 def describe(

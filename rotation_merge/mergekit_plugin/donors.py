@@ -15,12 +15,12 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.carrying.vocabulary import check_no_added_tokens, check_same_set
-from rotation_merge.errors import CheckpointError, RecipeError
-from rotation_merge.matching.alignment import check_fingerprints, load_alignment
-from rotation_merge.matching.check_pair import CheckedPair, check_forward, check_pair, residual_of
-from rotation_merge.matching.layer_spans import matched_spans
+from rotation_merge.errors import RecipeError
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.alignment_file import check_fingerprints, load_file
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
+from rotation_merge.matching.pair import Pair, check_depth, check_pair, residual_of
 from rotation_merge.matching.report_rows import figures_in
 from rotation_merge.matching.run import AppliedAlignment, Run
 from rotation_merge.mergekit_plugin.carried import CarryPlan, added_as_it_is, carried, check_adapter
@@ -71,7 +71,7 @@ class Donor:
     origin: ModelReference | None = None
     whole: Whole | None = None
     rows: tuple[Tensor, Tensor] | None = None
-    checked: CheckedPair | None = None
+    checked: Pair | None = None
     carried: CarryPlan = field(default_factory=CarryPlan)
 
 
@@ -180,9 +180,7 @@ class Donors:
         if unmoved and path is None:
             self.recipe.relations[model] = UNMOVED
         varying = self.recipe.varying(reader, model) if path is None else NOTHING
-        checked = self._check(origin or model, model, varying)
-        if origin is None:
-            check_forward(self._base, self.models[model])
+        checked = self._check(origin or model, model, varying, averaged=origin is None)
         if words and path is None:
             self.run.note(words)
             checked = replace(checked, warnings=(*checked.warnings, words))
@@ -192,8 +190,7 @@ class Donors:
             known = self._known_alignment(path, origin or model, title(model, origin), str(model))
             return Donor(origin, known, rows, checked)
         match = self._match(model, origin, reader)
-        by_block = options.residual == "none" and not self._spans(model, options)
-        if by_block and match is match_model and not self._whole_models:
+        if options.residual == "none" and match is match_model and not self._whole_models:
             return Donor(origin, None, rows, checked)
         self._fold(checked.folded)
         sources: list[TensorSource] = [self._base.tensors, self.source(origin or model)]
@@ -218,13 +215,6 @@ class Donors:
         """Whether the delegate works on whole models."""
         method = self.recipe.own_method
         return method is not None and method.whole_models
-
-    def _spans(self, model: ModelReference, options: AlignConfig) -> bool:
-        """Whether spaces that span layers are matched, which needs the whole model with layers in order."""
-        meeting = self.layers.get(model, {})
-        known = {name: list(range(len(self._architecture.layers(name)))) for name in self._architecture.layers_key}
-        same = all(sorted(meeting.get(name, [])) == [(i, i) for i in every] for name, every in known.items())
-        return same and bool(matched_spans(self._architecture, options))
 
     def _match(self, model: ModelReference, origin: ModelReference | None, reader: ConfigReader) -> Match:
         """The function that matches a donor: on weights, or on activations ('match_on').
@@ -268,7 +258,7 @@ class Donors:
 
     def _settle_mean(self, readers: dict[ModelReference, ConfigReader]) -> None:
         options: AlignConfig | None = None
-        settled: dict[ModelReference, CheckedPair] = {}
+        settled: dict[ModelReference, Pair] = {}
         for model, reader in readers.items():
             if self.recipe.of_model("match_on", reader, model) not in (None, WEIGHTS):
                 problem = "'anchor: mean' aligns all models together, on weights"
@@ -280,8 +270,7 @@ class Donors:
                     remedy="use 'anchor: base'",
                 )
             check_adapter(self.models[model])
-            checked = self._check(model, model, self.recipe.varying(reader, model), whole=True)
-            check_forward(self._base, self.models[model])
+            checked = self._check(model, model, self.recipe.varying(reader, model), whole=True, averaged=True)
             settled[model], model_options = checked, checked.options
             if options is not None and self._by_block(model_options) != self._by_block(options):
                 raise RecipeError(
@@ -333,12 +322,12 @@ class Donors:
         return origin
 
     def _known_alignment(self, path: str, donor: ModelReference, name: str, model: str) -> Whole:
-        file = load_alignment(local_file(path, self.options.transformers_cache), self._architecture)
+        file = load_file(local_file(path, self.options.transformers_cache), self._architecture)
         marks = self._base.fingerprint, self.models[donor].fingerprint
         check_fingerprints(file, path, *marks, (str(self.recipe.base), str(donor)))
-        residual = residual_of(file.alignment.transforms, file.alignment.folded)
+        residual = residual_of(file.transforms, file.folded)
         self._check(donor, donor, NOTHING.with_residual(residual), whole=residual != "none")
-        self._fold(file.alignment.folded)
+        self._fold(file.folded)
         self.run.moved_by(name, AppliedAlignment(path, str(donor), file.metadata))
         figures_in(file.metadata, path)
         if isinstance(file.metadata.get("data"), str):
@@ -348,14 +337,19 @@ class Donors:
         learned = file.metadata.get("learned")
         words = f" It was learned: {learned['verdict']}." if isinstance(learned, dict) and "verdict" in learned else ""
         self.run.note(f"`{donor}` was aligned by the file {path}; nothing was matched.{words}")
-        alignment = file.alignment
+        alignment = Alignment.of(file)
         self.run.transforms[model] = alignment.transforms
         self.run.keep(name, alignment.transforms)
         return lambda: alignment
 
     def _check(
-        self, matched: ModelReference, model: ModelReference, options: AlignConfig, whole: bool = False
-    ) -> CheckedPair:
+        self,
+        matched: ModelReference,
+        model: ModelReference,
+        options: AlignConfig,
+        whole: bool = False,
+        averaged: bool = False,
+    ) -> Pair:
         """Check that the model can be moved under these options; doubts become notes."""
         checked = check_pair(
             self._base,
@@ -364,11 +358,12 @@ class Donors:
             untie=self.recipe.untie,
             layers=None if whole else self.layers.get(model, {}),
             excluded=self.recipe.excluded,
+            averaged=averaged,
         )
         rows = label_rows(self._base, self.models[model].as_filed, self.recipe.excluded)
         self.models[matched] = in_class_order(self.models[matched].as_filed, checked.rows)
         self.models[model] = in_class_order(self.models[model].as_filed, rows)
-        for note in (*checked.warnings, *checked.notes(), *rows_note(str(self.recipe.base), str(model), rows)):
+        for note in (*checked.warnings, *checked.notes, *rows_note(str(self.recipe.base), str(model), rows)):
             self.run.note(note)
         return checked
 
@@ -382,12 +377,6 @@ class Donors:
             read: where its tensors are taken from; None: the model itself.
         """
         donor = self.models[model]
-        for module in self._architecture.layers_key:
-            anchor_layers, donor_layers = (len(a.layers(module)) for a in (self._architecture, donor.architecture))
-            if anchor_layers != donor_layers:
-                raise CheckpointError(
-                    f"has {donor_layers} layers, {self.recipe.base} has {anchor_layers}",
-                    where=str(model),
-                    remedy="whole models can only be aligned layer by layer; use 'residual: none' with slices",
-                )
+        remedy = "whole models can only be aligned layer by layer; use 'residual: none' with slices"
+        check_depth(self._base, donor, remedy)
         return translated(read or donor.tensors, donor.architecture, self._architecture)

@@ -10,7 +10,7 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.averaging.average import check_finite
-from rotation_merge.matching.open_pair import as_donor
+from rotation_merge.matching.pair import as_donor
 from rotation_merge.matching.run import Run
 from rotation_merge.model.labels import watched
 from rotation_merge.model.open import check_present, open_model
@@ -39,8 +39,11 @@ class Models:
     def __setitem__(self, reference: ModelReference, view: View) -> None:
         self._opened[reference] = view
 
-    def together(self, anchor: ModelReference, donors: Iterable[ModelReference]) -> None:
+    def together(self, anchor: ModelReference, donors: Iterable[ModelReference], averaged: bool = False) -> None:
         """Open an anchor and its donors, and check that these have its architecture and sizes.
+
+        Args:
+            averaged: as of `check_pair`.
 
         Raises:
             CheckpointError, ArchitectureError: name the model and what differs.
@@ -52,7 +55,7 @@ class Models:
         for reference in references:
             self[reference]
         for reference in references[1:]:
-            self[reference] = as_donor(self[anchor], self[reference])
+            self[reference] = as_donor(self[anchor], self[reference], averaged)
 
     def watched(self, reference: ModelReference, run: Run) -> Tensors:
         """A model's tensors; each that is read is looked at once: it has to hold numbers, and counts for the report.

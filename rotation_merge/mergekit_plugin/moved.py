@@ -16,7 +16,8 @@ from rotation_merge.averaging.average import check_finite
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import AlignmentError
-from rotation_merge.matching.alignment import Alignment, Mover
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.moving import Mover
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.model.biases import inputs
@@ -25,7 +26,7 @@ from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.model.rows import padded_as, vocabulary_axes
 from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.model.view import View
-from rotation_merge.symmetry import SpaceTransform
+from rotation_merge.symmetry import Transform
 
 
 def named_as(tensors: Tensors, stored: Block, named: Block) -> Tensors:
@@ -67,7 +68,7 @@ class MovedBlock:
     tensors: Tensors = field(repr=False)
     anchor: Tensors = field(repr=False)
     name: str
-    maps: Callable[[], Mapping[str, SpaceTransform]] | None = None
+    maps: Callable[[], Mapping[str, Transform]] | None = None
     whole: bool = False
     fold: Fold | None = None
     storage: Callable[[TensorInfo], torch.dtype | None] = lambda _: None
@@ -125,11 +126,11 @@ class MovedBlock:
     @cached_property
     def _mover(self) -> Mover:
         anchor = folded_tensors(self.architecture, self.anchor, self.folded)
-        return Mover(self.architecture, self.tensors, self.alignment, anchor, self.least)
+        return Mover(self.architecture, self.tensors, self.alignment.transforms, self.folded, anchor, self.least)
 
     @cached_property
     def _still(self) -> Mover:
-        return Mover(self.architecture, self.tensors, Alignment({}, self.folded), least=self.least)
+        return Mover(self.architecture, self.tensors, {}, self.folded, least=self.least)
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,9 +27,9 @@ from torch import Tensor
 from rotation_merge.averaging.average import check_merged
 from rotation_merge.errors import AlignmentError
 from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked
-from rotation_merge.matching.aligned_output import write_aligned
-from rotation_merge.matching.open_pair import open_pair, read_alignment
+from rotation_merge.matching.aligned_output import read_alignment, write_aligned
 from rotation_merge.matching.options import NOTHING
+from rotation_merge.matching.pair import open_pair
 from rotation_merge.mergekit_plugin.compile import compiled
 from rotation_merge.mergekit_plugin.delegates import OWN
 from rotation_merge.mergekit_plugin.output_check import complete, say, vocabulary_note

@@ -10,8 +10,10 @@ from mergekit.common import ModelReference
 
 from rotation_merge.architecture import resolve
 from rotation_merge.errors import RecipeError
-from rotation_merge.matching.alignment import Alignment, Basis, Identity, hidden_biases, needed_folds
-from rotation_merge.matching.open_pair import alignment_metadata
+from rotation_merge.matching.aligned_output import alignment_metadata
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.alignment_file import needed_folds
+from rotation_merge.matching.basis import Basis, Identity, hidden_biases
 from rotation_merge.matching.report_rows import figures
 from rotation_merge.mergekit_plugin.output import MergeOutput
 from rotation_merge.mergekit_plugin.recipe import ALIGNMENT, KEPT_BY, numbered, title

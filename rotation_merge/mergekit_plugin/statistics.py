@@ -16,7 +16,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import Block
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.errors import StatisticsError
-from rotation_merge.matching.alignment import hidden_biases
+from rotation_merge.matching.basis import hidden_biases
 from rotation_merge.matching.statistics import StatisticsMover
 from rotation_merge.mergekit_plugin.moved import MovedBlock
 from rotation_merge.mergekit_plugin.output import OutputBlock

@@ -24,7 +24,7 @@ from rotation_merge.model.fold import Fold
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View, stored_dtype
 from rotation_merge.run.statistics import Statistics
-from rotation_merge.symmetry import SpaceTransform
+from rotation_merge.symmetry import Transform
 
 
 class RecipeViews:
@@ -115,7 +115,7 @@ class RecipeViews:
         out: OutputBlock,
         model: ModelReference,
         block: Block,
-        maps: Callable[[], Mapping[str, SpaceTransform]] | None,
+        maps: Callable[[], Mapping[str, Transform]] | None,
         whole: bool,
     ) -> MovedBlock:
         base = self.recipe.base
@@ -150,7 +150,7 @@ class RecipeViews:
 
     def _maps(
         self, out: OutputBlock, model: ModelReference, block: Block, donor: Donor
-    ) -> Callable[[], Mapping[str, SpaceTransform]] | None:
+    ) -> Callable[[], Mapping[str, Transform]] | None:
         """Gives the transforms of one donor's block: of the whole model, or matched block by block."""
         if donor.whole is not None and block.index == out.anchor.index:
             return lambda: donor.whole().transforms  # type: ignore[misc]
@@ -179,7 +179,7 @@ class RecipeViews:
         self.matches.add(job)
         device = self.donors.device
 
-        def maps() -> Mapping[str, SpaceTransform]:
+        def maps() -> Mapping[str, Transform]:
             whole = {} if donor.whole is None else donor.whole().transforms
             return {**whole, **self.matches.of(job, device())}
 

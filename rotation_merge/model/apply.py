@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Axis, AxisPiece, Part, TensorInfo, factors_of
-from rotation_merge.symmetry import SpaceTransform, TranslationTransform
+from rotation_merge.symmetry import Transform
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def transform_tensor(
-    tensor: Tensor, info: TensorInfo, transforms: Mapping[str, SpaceTransform], change: bool = False
+    tensor: Tensor, info: TensorInfo, transforms: Mapping[str, Transform], change: bool = False
 ) -> Tensor:
     """The tensor in the new coordinates.
 
@@ -45,12 +45,10 @@ def transform_tensor(
         if any(part.space.name in moving for part in axis.parts):
             result = transform_axis(result, dim, axis, moving)
     added = moving.get(info.common.name) if info.common is not None and not change else None
-    return added.added(result) if isinstance(added, TranslationTransform) else result
+    return result if added is None else added.added(result)
 
 
-def transform_axis(
-    x: Tensor, dim: int, axis: Axis, transforms: Mapping[str, SpaceTransform], dual: bool = False
-) -> Tensor:
+def transform_axis(x: Tensor, dim: int, axis: Axis, transforms: Mapping[str, Transform], dual: bool = False) -> Tensor:
     """Transforms the labelled axis of x that begins at `dim`; with `dual`, as its dual side."""
     pieces = split_axis(x, dim, axis)
     for number, piece in enumerate(axis.pieces):

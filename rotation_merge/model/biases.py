@@ -21,7 +21,7 @@ from rotation_merge.model.apply import at_least_float32, join_axis, split_axis
 from rotation_merge.model.blocks import Get, blockwise, moved_reader, reader
 from rotation_merge.model.fold import required
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
-from rotation_merge.symmetry import SpaceTransform
+from rotation_merge.symmetry import Transform
 
 ROLES = {"q", "k", "v", "o"}
 
@@ -115,7 +115,7 @@ def read_by(block: Block, info: TensorInfo) -> ValueBias | None:
 
 
 def with_biases(
-    block: Block, info: TensorInfo, moved: Get, anchor: Get, spaces: Collection[str] | Mapping[str, SpaceTransform]
+    block: Block, info: TensorInfo, moved: Get, anchor: Get, spaces: Collection[str] | Mapping[str, Transform]
 ) -> Tensor | None:
     """One tensor of an aligned donor, with the anchor's hidden biases.
 
@@ -182,7 +182,7 @@ def along(hidden: ValueBias, info: TensorInfo, dim: int, shift: Tensor) -> Tenso
 def in_coordinates(
     architecture: Architecture,
     source: TensorSource,
-    transforms: Mapping[str, SpaceTransform],
+    transforms: Mapping[str, Transform],
     anchor: TensorSource | None = None,
 ) -> Tensors:
     """A model in the anchor's coordinates, with the anchor's unseen biases, in float32 at least where it moves.

@@ -11,7 +11,7 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.tensors import Names, Tensors, TensorSource, as_tensors
-from rotation_merge.symmetry import SpaceTransform
+from rotation_merge.symmetry import Transform
 
 
 def read_tensor(info: TensorInfo, source: TensorSource) -> Tensor | None:
@@ -68,7 +68,7 @@ def reader(block: Block, source: TensorSource) -> Get:
     return get
 
 
-def moved_reader(block: Block, get: Get, transforms: Mapping[str, SpaceTransform]) -> Get:
+def moved_reader(block: Block, get: Get, transforms: Mapping[str, Transform]) -> Get:
     """Gives the tensors of a block in the coordinates that transforms bring them to.
 
     Args:

@@ -9,7 +9,6 @@ norm removes the mean of its output.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -55,15 +54,6 @@ class Fold:
             keys += [norm.gain, norm.shift, weight_key(info.key) if info.key.endswith(".bias") else None]
         keys += [scale.gain for scale in self._scales(block, info)]
         return [key for key in dict.fromkeys(keys) if key is not None and block.tensor(key) is not None]
-
-    def on_inputs(self, block: Block, info: TensorInfo, get: Get) -> dict[str, Tensor] | None:
-        """Factors (in,) that folding multiplies a map's last axis with, by norm; None if folding does more."""
-        if self._scales(block, info) or self._centred_dims(info):
-            return None
-        last = replace(info, axes=info.axes[-1:])
-        ones_like_axis = torch.ones((), dtype=torch.float64).expand(info.axes[-1].size or 0)
-        norms = self._norms(block, info)
-        return {norm.gain: times_gain(ones_like_axis, last, _gain(norm, get), norm.stream) for norm in norms}
 
     def tensor(self, block: Block, info: TensorInfo, get: Get) -> Tensor:
         """One tensor of the folded model.

@@ -23,7 +23,7 @@ from rotation_merge.model.staging import HEADS, free_name
 from rotation_merge.model.view import View
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import MergeReport
-from rotation_merge.symmetry import SpaceTransform
+from rotation_merge.symmetry import Transform
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ def _under_head(body: View, model: View) -> View:
 
 
 def with_moved_head(
-    model: View, streams: Sequence[str], transforms: Mapping[str, SpaceTransform], solved: Mapping[str, Tensor]
+    model: View, streams: Sequence[str], transforms: Mapping[str, Transform], solved: Mapping[str, Tensor]
 ) -> View:
     """A donor with its head in the anchor's coordinates.
 

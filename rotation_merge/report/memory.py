@@ -11,9 +11,9 @@ import torch
 from rotation_merge.architecture.model import Architecture, Block, Space, TensorInfo
 from rotation_merge.averaging.task_vectors import SLICE, TaskVectorMethod
 from rotation_merge.matching.block import wanted_spaces
-from rotation_merge.matching.model_pair import BYTES_FOLDED
+from rotation_merge.matching.match import PARTS
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.passes import PARTS
+from rotation_merge.matching.visit import BYTES_FOLDED
 from rotation_merge.model.rows import LONG
 from rotation_merge.model.tensors import KEPT
 from rotation_merge.run.maps import linear_map

@@ -149,9 +149,8 @@ def _unaligned(
     spaces = [space for block in architecture.blocks for space in block.spaces.values()]
     for name, space in {s.name.rsplit(".", 1)[-1]: s for s in spaces if s.kind == "attention"}.items():
         if space.norm is not None:
-            reasons.append(
-                f"'{name}' normalises queries and keys; maps that commute with the norm: {heads(space).qk.words}"
-            )
+            words = heads(space).groups["qk"][0].words
+            reasons.append(f"'{name}' normalises queries and keys; maps that commute with the norm: {words}")
         elif space.rotary:
             reasons.append(f"'{name}' uses rotary positions: query/key maps turn each RoPE pair in its plane")
         if not space.free_order:

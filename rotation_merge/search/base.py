@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rotation_merge.errors import CheckpointError, RotationMergeError
-from rotation_merge.matching.check_pair import check_forward
-from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING
+from rotation_merge.matching.pair import open_pair
 from rotation_merge.model.card import front_matter
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.headers import read_json
@@ -72,8 +71,7 @@ def _opened(name: str, why: str, models: Mapping[str, View]) -> TaskVectorBase:
     for model in models:
         if model == name:
             continue
-        pair = open_pair(name, model, NOTHING)
-        check_forward(pair.checked.anchor, pair.checked.donor)
+        pair = open_pair(name, model, NOTHING, averaged=True)
         if (cosine := likeness(pair.anchor, pair.donor)) < RELATED:
             problem = f"is not the base of {model}: the mean cosine of their matrices is {cosine:.2f}"
             raise CheckpointError(

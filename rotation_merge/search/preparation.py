@@ -15,9 +15,8 @@ from rotation_merge.architecture import Architecture
 from rotation_merge.errors import DataError, RotationMergeError
 from rotation_merge.files import replacing
 from rotation_merge.matching.aligned_output import match_pair
-from rotation_merge.matching.check_pair import check_forward
-from rotation_merge.matching.open_pair import Pair, open_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.matching.pair import Pair, open_pair
 from rotation_merge.model.folder import close_files
 from rotation_merge.model.naming import shortened
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness
@@ -141,9 +140,8 @@ class Preparation:
             RotationMergeError: models of different token ids, or that do not fit together.
         """
         models = self.config.models
-        pairs = {model: open_pair(models[0], model, NOTHING) for model in models[1:]}
+        pairs = {model: open_pair(models[0], model, NOTHING, averaged=True) for model in models[1:]}
         for pair in pairs.values():
-            check_forward(pair.checked.anchor, pair.checked.donor)
             if problem := other_ids(anchor, pair.donor):  # no sample would be the same for both
                 remedy = "merge them by a recipe with 'tokenizer: {source: base}'"
                 raise RotationMergeError(problem, where=str(pair.donor.reference), remedy=remedy)
@@ -188,7 +186,7 @@ class Preparation:
         names = shortened(self.config.models)
         anchor = names[self.config.models[0]]
         self.say(f"{names[model]}: {kind} (mean cosine of its matrices to those of {anchor}: {cosine_text(cosine)})")
-        for warning in pair.checked.warnings:
+        for warning in pair.warnings:
             self.say(f"warning: {warning}")
         return cosine
 

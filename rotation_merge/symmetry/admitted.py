@@ -1,38 +1,34 @@
-"""The group that a local space admits; matching, gauges, learning, estimates and tables use it.
+"""The group that a space admits; matching, gauges, learning, files and tables use it.
 
 An architecture file's facts of a space (rotary dimensions, norm of queries and keys, gate, activation) select a row of
-these tables; a recipe's options restrict it. To add a group is to write it in a file of this folder and to name it
-here, in the row of the norm (or of the values) that leaves it. Residual streams: `stream.StreamGroup`, which an
-architecture makes from its norms.
+these tables; a recipe's options restrict it. To add a group is to write it in `group.py` and to name it here, in the
+row of the norm (or of the values) that leaves it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
+import torch
 from annotated_types import Predicate
 from pydantic.dataclasses import dataclass as config_dataclass
+from torch import Tensor
 
 from rotation_merge.config import BLOCK, WHOLE, Config, Kind, option
-from rotation_merge.errors import ArchitectureError, nearest
-from rotation_merge.symmetry.convolution import ConvolutionGroup
-from rotation_merge.symmetry.direct_sum import SplitGroup
-from rotation_merge.symmetry.experts import ExpertGroup
-from rotation_merge.symmetry.gains import CoordinateExchange, PairExchange
-from rotation_merge.symmetry.group import Group
-from rotation_merge.symmetry.heads import HeadGroup
-from rotation_merge.symmetry.latent import LatentGroup
-from rotation_merge.symmetry.mixer import MixerGroup
-from rotation_merge.symmetry.monomial import CoordinateOrder, GatedOrder
-from rotation_merge.symmetry.neurons import NeuronGroup
-from rotation_merge.symmetry.ordered import OrderedExchange, OrderedSigns
-from rotation_merge.symmetry.planar import PlanarGroup
-from rotation_merge.symmetry.scaled import OrthogonalGroup
-from rotation_merge.symmetry.signs import CoordinateSigns, HeadSign, IdentityGroup, PairSigns
-from rotation_merge.symmetry.space import SpaceGroup
-from rotation_merge.symmetry.stream import STREAM_GROUPS
-from rotation_merge.symmetry.translation import TranslationGroup
+from rotation_merge.errors import AlignmentError, ArchitectureError, RecipeError, nearest
+from rotation_merge.symmetry.element import Linear, Monomial, Translation, in_order, is_order
+from rotation_merge.symmetry.group import LARGEST_ENTRY, Exchange, Fixed, Group, Permutations, Planar, Rotations, Signs
+from rotation_merge.symmetry.transform import Transform
+
+STREAM_GROUPS = {
+    "none": "none",
+    "permutation": "permutations",
+    "signed_permutation": "signed permutations",
+    "rotation": "rotations",
+}
+"""The residual groups, smallest first, and their words in a table."""
 
 RESIDUAL = (*STREAM_GROUPS, "largest")
 """Options for a residual stream."""
@@ -96,7 +92,7 @@ WIDEST = GroupOptions(heads="permutation", shift_head=True)
 
 
 class SpaceFacts(Protocol):
-    """Facts of a local space (`architectures.model.Space`) that decide its group."""
+    """Facts of a local space (`architecture.model.Space`) that decide its group."""
 
     @property
     def name(self) -> str: ...
@@ -126,83 +122,363 @@ class SpaceFacts(Protocol):
     def head(self) -> bool: ...
 
 
-def _maps(space: SpaceFacts, options: GroupOptions) -> Group:
-    """Maps that nothing but the pairing of two coordinate systems restricts."""
-    return OrthogonalGroup(options.scaling)
+ROUNDED = 1e-2
+"""Largest accepted difference of an entry of a rounded map, several times the rounding of half precision."""
+NEAR = 1e-6
+"""Largest difference, over its largest entry, of a map from the group that it belongs to."""
 
 
-def _turns(space: SpaceFacts, options: GroupOptions) -> Group:
+@dataclass(frozen=True)
+class SpaceGroup:
+    """The group of one space under the options: which orders are free, and the group of each element.
+
+    Attributes:
+        kind: of the space.
+        groups: by the name of an element its group, its batch and its size.
+        heads: numbers of KV groups and of query heads in each; of experts: of the router's groups and of the experts in
+            each.
+        order: none (not asked for), permutation (the best), spectral (by singular values), or fixed (asked for where
+            the architecture forbids it).
+        inside: whether KV groups keep their places, and query heads change theirs inside them.
+        shift: size of the vector that may be added; 0: none.
+    """
+
+    kind: str
+    groups: dict[str, tuple[Group, int, int]] = field(default_factory=dict)
+    heads: tuple[int, int] | None = None
+    order: str = "none"
+    inside: bool = False
+    shift: int = 0
+
+    @property
+    def reorders(self) -> bool:
+        """Whether heads or experts may change places."""
+        return self.order in ("permutation", "spectral")
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is more than the identity."""
+        return self.reorders or bool(self.shift) or self.words != "none"
+
+    @property
+    def orders(self) -> tuple[Tensor, ...]:
+        """Every head or expert at its place."""
+        if self.heads is None:
+            return ()
+        if self.kind == "experts":
+            return (torch.arange(self.heads[0] * self.heads[1]),)
+        return torch.arange(self.heads[0]), torch.arange(self.heads[1]).repeat(self.heads[0], 1)
+
+    def identity(self) -> Transform:
+        """The transform that moves nothing, of the form that matching gives."""
+        elements = {name: group.identity(batch, size) for name, (group, batch, size) in self.groups.items()}
+        return self.made(elements, self.orders)
+
+    def made(self, elements: dict[str, Any], orders: tuple[Tensor, ...], shift: Tensor | None = None) -> Transform:
+        """A transform of these elements and orders, and of a vector that is added."""
+        if self.kind == "translation":
+            vector = torch.zeros(max(self.shift, 1), dtype=torch.float64) if shift is None else shift
+            elements = {"shift": Translation(vector)}
+        return Transform(self.kind, elements, orders)
+
+    def random(self, generator: torch.Generator) -> Transform:
+        """A random transform, for tests and twins."""
+        orders = self._random_orders(generator) if self.reorders else self.orders
+        elements = {name: group.random(batch, size, generator) for name, (group, batch, size) in self.groups.items()}
+        shift = torch.randn(self.shift, dtype=torch.float64, generator=generator) if self.shift else None
+        return self.made(elements, orders, shift)
+
+    def _random_orders(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+        assert self.heads is not None
+        groups, per_group = self.heads
+        outer = torch.arange(groups) if self.inside else torch.randperm(groups, generator=generator)
+        inner = torch.stack([torch.randperm(per_group, generator=generator) for _ in range(groups)])
+        return ((outer[:, None] * per_group + inner).flatten(),) if self.kind == "experts" else (outer, inner)
+
+    def refuses(self, transform: Transform) -> str | None:
+        """The reason why a transform is not in the group, in words; None if it is."""
+        if transform.kind != self.kind:
+            return f"it is a transform of kind {transform.kind}, not {self.kind}"
+        if self.kind == "translation":
+            return self._refuses_shift(transform)
+        if transform.elements.keys() != self.groups.keys():
+            return f"it has the maps {', '.join(transform.elements) or 'none'}, not {', '.join(self.groups)}"
+        if refused := self._refuses_orders(transform.orders):
+            return refused
+        refusals = (self._refuses_element(name, transform.elements[name]) for name in self.groups)
+        return next((refusal for refusal in refusals if refusal), None)
+
+    def _refuses_shift(self, transform: Transform) -> str | None:
+        shift = transform.elements.get("shift")
+        if not isinstance(shift, Translation) or not bool(shift.vector.isfinite().all()):
+            return "it is no translation, or not of numbers"
+        return None if shift.shape[1] == self.shift or shift.is_identity() else f"it does not have {self.shift} entries"
+
+    def _refuses_orders(self, orders: tuple[Tensor, ...]) -> str | None:
+        places, noun = self.orders, "experts" if self.kind == "experts" else "heads"
+        if [order.shape for order in orders] != [order.shape for order in places]:
+            return f"it does not have {' x '.join(map(str, self.heads or ()))} {noun}"
+        if not all(map(is_order, orders)):
+            return f"the order of its {noun} is not a permutation"
+        if not self.reorders and not all(map(in_order, orders)):
+            return f"{noun} have to keep their places"
+        if self.inside and not in_order(orders[0]):
+            return "KV heads have to keep their places"
+        if self.kind == "experts" and self.heads is not None:
+            groups = orders[0].reshape(self.heads) // self.heads[1]
+            if bool((groups != groups[:, :1]).any()):
+                return "experts leave the group that the router picks them in"
+        return None
+
+    def _refuses_element(self, name: str, element: Monomial | Linear | Translation) -> str | None:
+        if refused := self._refuses_entries(name, element):
+            return refused
+        assert isinstance(element, Monomial | Linear)
+        group = self.groups[name][0]
+        return None if _near(element, group.project(element)) else self._foreign(name)
+
+    def _foreign(self, name: str) -> str:
+        return f"{SIDES.get(name, name)}: it does not belong to the group: {self.groups[name][0].words}"
+
+    def _refuses_entries(self, name: str, element: Monomial | Linear | Translation) -> str | None:
+        """The reason why an element's tensors are those of no group of this size."""
+        group, batch, size = self.groups[name]
+        side = SIDES.get(name, name)
+        form = {"matrix": (batch, size, size), "index": (batch, size), "factor": (batch, size)}
+        tensors = {key: x for key, x in element.tensors().items() if key in form}
+        if not tensors or any(tuple(x.shape) != form[key] for key, x in tensors.items()):
+            return f"{side}: it does not have {batch} maps of size {size}"
+        if isinstance(element, Monomial):
+            sizes = element.factor.abs()
+            if not is_order(element.index):
+                return f"{side}: its order is not a permutation"
+            if not bool(((sizes >= 1 / LARGEST_ENTRY) & (sizes <= LARGEST_ENTRY)).all()):
+                return f"{side}: a factor is zero, infinite or out of range"
+        if isinstance(element, Linear):
+            if isinstance(group.identity(1, size), Monomial):
+                return self._foreign(name)
+            largest = element.matrix.abs().amax((1, 2))
+            if not bool(((largest >= 1 / LARGEST_ENTRY) & (largest <= LARGEST_ENTRY)).all()):
+                return f"{side}: a map is zero, infinite or out of range"
+        return None
+
+    @property
+    def words(self) -> str:
+        """The group in words."""
+        parts = [f"{SIDES[name]}: {group.words}" if name in SIDES else group.words for name, (group, *_) in self._inner]
+        if self.kind == "translation":
+            return "one vector added to all rows" if self.shift else "none"
+        if self.kind == "experts":
+            parts = ["order of experts" if self.reorders else "", *parts]
+            return ", ".join(part for part in parts if part not in ("", "none")) or "none"
+        if self.kind == "attention" and self.order != "none":
+            parts = [f"head order: {self.order}{' inside KV groups' if self.inside else ''}", *parts]
+        if not self.reorders and all(group.words == "none" for _, (group, *_) in self._inner):
+            return "none"
+        return "; ".join(parts)
+
+    @property
+    def _inner(self) -> list[tuple[str, tuple[Group, int, int]]]:
+        return [(name, entry) for name, entry in self.groups.items() if name != "gains" or entry[0].words != "none"]
+
+    def restored(self, transform: Transform) -> Transform:
+        """A transform that storage has rounded, put back inside the group to the last digit.
+
+        Raises:
+            AlignmentError: it is farther from the group than rounding takes it.
+        """
+        elements = dict(transform.elements)
+        for name, (group, *_) in self.groups.items():
+            element = elements.get(name)
+            if isinstance(element, Linear):
+                if refused := self._refuses_entries(name, element):
+                    raise AlignmentError(f"would change the models' outputs: {refused}")
+                projected = group.project(element).matrices()
+                if not bool((projected - element.matrix).abs().max() <= ROUNDED * element.matrix.abs().max()):
+                    raise AlignmentError("a map is not orthogonal")
+                elements[name] = Linear(projected)
+        return Transform(self.kind, elements, transform.orders)
+
+
+SIDES = {"qk": "query/key", "vo": "value/output", "gains": "gains"}
+"""The elements of attention spaces, in words."""
+
+
+def _near(element: Monomial | Linear, projected: Monomial | Linear) -> bool:
+    """Whether two elements are the same up to rounding."""
+    if isinstance(element, Monomial) and isinstance(projected, Monomial):
+        same = element.degree == projected.degree and torch.equal(element.index, projected.index)
+        return same and bool(((element.factor / projected.factor - 1).abs() <= NEAR).all())
+    first, second = element.matrices(), projected.matrices()
+    return bool((first - second).abs().max() <= NEAR * first.abs().max())
+
+
+def stream_group(kind: str, size: int, fixes_ones: bool, name: str = "stream") -> SpaceGroup:
+    """The group of a residual stream (or of a latent) that is called `kind` in recipes.
+
+    Args:
+        fixes_ones: whether rotations have to fix the all-ones vector: LayerNorm takes off the mean.
+
+    Raises:
+        RecipeError: no group is called so.
+    """
+    groups: dict[str, Group] = {
+        "none": Fixed(),
+        "permutation": Permutations(learnable=False),
+        "signed_permutation": Permutations(signed=True, learnable=False),
+        "rotation": Rotations(fixes_ones=fixes_ones),
+    }
+    if kind not in groups:
+        raise RecipeError(f"no residual group is called '{kind}'", remedy=nearest(kind, STREAM_GROUPS))
+    return SpaceGroup(name, {"map": (groups[kind], 1, size)})
+
+
+def rotary_pairs(space: SpaceFacts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """First and second coordinates of the RoPE pairs: (i, i + d/2), or (2i, 2i + 1) if interleaved; in each part."""
+    size = space.rotary // space.rotary_parts
+    first, second = list[int](), list[int]()
+    for start in range(0, space.rotary, size):
+        part = range(start, start + size)
+        first += part[0::2] if space.interleaved else part[: size // 2]
+        second += part[1::2] if space.interleaved else part[size // 2 :]
+    return tuple(first), tuple(second)
+
+
+def _ties(space: SpaceFacts) -> tuple[int, ...] | None:
+    """Numbers of coordinates that are one RoPE pair; None without rotary."""
+    if not space.rotary:
+        return None
+    pairs, size = rotary_pairs(space), space.sizes["head_dim"]
+    numbers = {c: n for coordinates in pairs for n, c in enumerate(coordinates)}
+    return tuple(numbers.get(c, len(pairs[0]) + c - space.rotary) for c in range(size))
+
+
+def _rotations(options: GroupOptions, scaled: bool = True) -> Rotations:
+    return Rotations(scaled and options.scaling is not False, sequential=options.scaling == "sequential")
+
+
+def _turns(space: SpaceFacts, options: GroupOptions, scaled: bool = True) -> Group:
     """Maps that commute with rotary embedding."""
-    planar = PlanarGroup(options.scaling, space.interleaved)
-    return _beside_rotary(space, planar, _maps(space, options))
-
-
-def _signs(space: SpaceFacts, options: GroupOptions) -> Group:
-    """Maps that commute with a gained RMSNorm and rotary embedding."""
-    return _beside_rotary(space, PairSigns(space.interleaved), CoordinateSigns())
-
-
-def _ordered(space: SpaceFacts, options: GroupOptions) -> Group:
-    """The same where gains may change places with the coordinates that rotary embedding leaves alone."""
-    return _beside_rotary(space, PairSigns(space.interleaved), OrderedSigns())
-
-
-def _turns_alone(space: SpaceFacts, options: GroupOptions) -> Group:
-    """Norm-preserving maps that commute with rotary embedding and a norm without a gain."""
-    return _beside_rotary(space, PlanarGroup(False, space.interleaved), OrthogonalGroup(False))
-
-
-def _beside_rotary(space: SpaceFacts, turned: Group, unrotated: Group) -> Group:
-    if space.rotary == 0:
-        return unrotated
-    if space.rotary_parts == 2:
-        return SplitGroup(turned, turned, space.rotary // 2)
-    return turned if space.rotary == space.sizes["head_dim"] else SplitGroup(turned, unrotated, space.rotary)
+    maps = _rotations(options, scaled)
+    if not space.rotary:
+        return maps
+    unturned = maps if space.rotary < space.sizes["head_dim"] else None
+    return Planar(rotary_pairs(space), maps.scaled, maps.sequential, unturned)
 
 
 Choose = Callable[[SpaceFacts, GroupOptions], Group]
 
+_gained: Choose = lambda space, options: Signs(_ties(space))  # noqa: E731
+_fixed: Choose = lambda space, options: Fixed()  # noqa: E731
+
 QUERIES: dict[str | None, Choose] = {
     None: _turns,
-    "rms_head": _ordered,
-    "rms_all": _ordered,
-    "rms_turned": _signs,
-    "rms_clipped": _signs,
-    "l2_head": _turns_alone,
-    "layer_head": lambda space, options: HeadSign(),
-    "affine_head": lambda space, options: IdentityGroup(),
-    "shared": lambda space, options: IdentityGroup(),
+    "rms_head": _gained,
+    "rms_all": _gained,
+    "rms_turned": _gained,
+    "rms_clipped": _gained,
+    "l2_head": lambda space, options: _turns(space, options, scaled=False),
+    "layer_head": lambda space, options: Signs((0,) * space.sizes["head_dim"]),
+    "affine_head": _fixed,
+    "shared": _fixed,
 }
 """The group of query and key coordinates, by the norm between their projection and their product."""
 
-
-def _exchanged(space: SpaceFacts, options: GroupOptions) -> Group:
-    """The group of gain exchanges of norms before rotary embedding."""
-    return _beside_rotary(space, PairExchange(space.interleaved), CoordinateExchange())
-
-
-def _ordered_gains(space: SpaceFacts, options: GroupOptions) -> Group:
-    """The same of gains that change places with their coordinates."""
-    pairs = PairExchange(space.interleaved) if options.scaling else IdentityGroup()
-    return _beside_rotary(space, pairs, OrderedExchange(bool(options.scaling)))
-
+_exchange: Choose = lambda space, options: Exchange(_ties(space)) if options.scaling else Fixed()  # noqa: E731
 
 GAINS: dict[str | None, Choose] = {
-    "rms_head": _ordered_gains,
-    "rms_all": _ordered_gains,
-    "rms_turned": lambda space, options: CoordinateExchange() if options.scaling else IdentityGroup(),
-    "affine_head": lambda space, options: _exchanged(space, options) if options.scaling else IdentityGroup(),
+    "rms_head": _exchange,
+    "rms_all": _exchange,
+    "rms_turned": lambda space, options: Exchange() if options.scaling else Fixed(),
+    "affine_head": _exchange,
 }
 """The group of the gains of that norm; none where it has no gains, or others for each head. Of a norm over all heads,
 each KV group exchanges its own."""
 
 VALUES: dict[str, Choose] = {
-    "free": _maps,
-    "normed": lambda space, options: OrthogonalGroup(False),
-    "gated": lambda space, options: GatedOrder(options.scaling),
-    "fixed": lambda space, options: IdentityGroup(),
+    "free": lambda space, options: _rotations(options),
+    "normed": lambda space, options: Rotations(),
+    "gated": lambda space, options: Permutations(signed=bool(options.scaling), scaled=bool(options.scaling)),
+    "fixed": _fixed,
 }
 """The group of value and output coordinates, by the architecture file's entry."""
+
+
+def _orders(group: Group) -> Group:
+    """The permutations in a group: none where rotary embedding or a norm ties coordinates to their places.
+
+    Git Re-Basin (2023) and TransFusion (2025) permute the coordinates of a head.
+    """
+    if isinstance(group, Rotations | Permutations):
+        return Permutations(learnable=False)
+    if isinstance(group, Planar) and group.unturned is not None:
+        return Permutations(first=group.at, learnable=False)
+    return Fixed()
+
+
+def heads(space: SpaceFacts, options: GroupOptions = LARGEST) -> SpaceGroup:
+    """`admitted` for an attention space."""
+    for property_name, value, known in (("norm", space.norm, QUERIES), ("values", space.values, VALUES)):
+        if value not in known:
+            raise _unknown(space, property_name, value, [word for word in known if word])
+    sides: dict[str, Group] = {"qk": QUERIES[space.norm](space, options), "vo": VALUES[space.values](space, options)}
+    if space.norm in GAINS:
+        sides["gains"] = GAINS[space.norm](space, options)
+    if options.attention == "none":
+        sides = dict.fromkeys(sides, Fixed())
+    elif options.attention == "permutation" or options.heads == "spectral":
+        sides = {name: _orders(group) for name, group in sides.items()}
+    groups, head_dim, value_dim = (space.sizes[name] for name in ("groups", "head_dim", "value_dim"))
+    sizes = {"qk": (groups, head_dim), "vo": (groups, value_dim)}
+    sizes["gains"] = (groups if space.norm == "rms_all" else 1, head_dim)
+    order = options.heads if options.heads == "none" or space.free_order else "fixed"
+    entries = {name: (group, *sizes[name]) for name, group in sides.items()}
+    return SpaceGroup("attention", entries, (groups, space.sizes["per_group"]), order, not space.free_groups)
+
+
+def _neurons(space: SpaceFacts, options: GroupOptions) -> Permutations:
+    """Orders and factors of FFN neurons."""
+    scaled = bool(options.scaling) and space.degree > 0
+    return Permutations(space.gated and scaled, scaled, space.degree or 1, permute=options.ffn != "none")
+
+
+def neurons(space: SpaceFacts, options: GroupOptions = LARGEST) -> SpaceGroup:
+    """`admitted` for an FFN."""
+    return SpaceGroup("ffn", {"neurons": (_neurons(space, options), 1, space.sizes["size"])})
+
+
+def experts(space: SpaceFacts, options: GroupOptions = LARGEST) -> SpaceGroup:
+    """`admitted` for the experts of a layer; those that a router picks in groups stay in theirs."""
+    count, routing = space.sizes["count"], space.sizes.get("groups", 1)
+    groups = {"neurons": (_neurons(space, options), count, space.sizes["size"])}
+    order = "none" if options.ffn == "none" else "permutation"
+    return SpaceGroup("experts", groups, (routing, count // routing), order)  # type: ignore[arg-type]
+
+
+def latent(space: SpaceFacts, options: GroupOptions = LARGEST) -> SpaceGroup:
+    """`admitted` for a latent, whose gains are folded where those of the residual streams are.
+
+    A latent is a stream inside one layer, between a writing map, a norm and reading maps: multi-head latent attention,
+    DeepSeek-V2 (2024), section 2.1.
+    """
+    kind = "rotation" if options.residual == "rotation" else "signed_permutation"
+    kind = {"none": "none", "permutation": "permutation"}.get(options.attention, kind)
+    return stream_group(kind, space.sizes["size"], fixes_ones=False, name="latent")
+
+
+def translation(space: SpaceFacts, options: GroupOptions = LARGEST) -> SpaceGroup:
+    """`admitted` for rows that only a softmax sees: of routers with the experts, of heads where asked for."""
+    moves = options.shift_head if space.head else options.ffn != "none"
+    return SpaceGroup("translation", shift=space.sizes["size"] if moves else 0)
+
+
+_KINDS: dict[str, Callable[[SpaceFacts, GroupOptions], SpaceGroup]] = {
+    "attention": heads,
+    "ffn": neurons,
+    "experts": experts,
+    "latent": latent,
+    "translation": translation,
+}
 
 
 def admitted(space: SpaceFacts, options: GroupOptions = LARGEST) -> SpaceGroup:
@@ -216,91 +492,22 @@ def admitted(space: SpaceFacts, options: GroupOptions = LARGEST) -> SpaceGroup:
     return _KINDS[space.kind](space, options)
 
 
-def heads(space: SpaceFacts, options: GroupOptions = LARGEST) -> HeadGroup:
-    """`admitted` for an attention space."""
-    for property_name, value, known in (("norm", space.norm, QUERIES), ("values", space.values, VALUES)):
-        if value not in known:
-            raise _unknown(space, property_name, value, [word for word in known if word])
-    qk, vo = QUERIES[space.norm](space, options), VALUES[space.values](space, options)
-    gains = GAINS[space.norm](space, options) if space.norm in GAINS else IdentityGroup()
-    if options.attention == "none":
-        qk, vo, gains = IdentityGroup(), IdentityGroup(), IdentityGroup()
-    if options.attention == "permutation" or options.heads == "spectral":
-        qk, vo, gains = _orders(qk), _orders(vo), _orders(gains)
-    sizes = {name: space.sizes[name] for name in ("groups", "per_group", "head_dim", "value_dim")}
-    order = options.heads if options.heads == "none" or space.free_order else "fixed"
-    shared = space.norm != "rms_all"
-    exchanged = None if isinstance(gains, IdentityGroup) else gains
-    return HeadGroup(**sizes, order=order, qk=qk, vo=vo, gains=exchanged, shared=shared, inside=not space.free_groups)
+def refuses(space: SpaceFacts, transform: Transform) -> str | None:
+    """The reason why no recipe may ask for a transform of a local space, in words; None if one may.
 
-
-def _orders(group: Group) -> Group:
-    """The permutations in a group: none where rotary embedding or a norm ties coordinates to their places.
-
-    Git Re-Basin (2023) and TransFusion (2025) permute the coordinates of a head.
+    Gains of latents may be folded or not; the alignment records that.
     """
-    if isinstance(group, GatedOrder):
-        return type(group)(False)
-    if isinstance(group, OrderedSigns):
-        return OrderedSigns(signs=False)
-    if isinstance(group, SplitGroup):
-        parts = _orders(group.first), _orders(group.second)
-        return IdentityGroup() if parts == (IdentityGroup(), IdentityGroup()) else SplitGroup(*parts, group.at)
-    return CoordinateOrder() if isinstance(group, OrthogonalGroup) else IdentityGroup()
-
-
-def neurons(space: SpaceFacts, options: GroupOptions = LARGEST) -> NeuronGroup:
-    """`admitted` for an FFN; for experts, the group of the neurons of each."""
-    degree = space.degree if options.scaling else 0
-    return NeuronGroup(space.sizes["size"], options.ffn != "none", degree, space.gated, space.sizes.get("count", 1))
-
-
-def latent(space: SpaceFacts, options: GroupOptions = LARGEST) -> LatentGroup:
-    """`admitted` for a latent, whose gains are folded where those of the residual streams are."""
-    kind = "rotation" if options.residual == "rotation" else "signed_permutation"
-    kind = {"none": "none", "permutation": "permutation"}.get(options.attention, kind)
-    return LatentGroup(kind, space.sizes["size"], fixes_ones=False)
-
-
-def mixer(space: SpaceFacts, options: GroupOptions = LARGEST) -> MixerGroup:
-    """`admitted` for a mixer."""
-    sizes = {name: space.sizes[name] for name in ("groups", "per_group", "shared", "own")}
-    return MixerGroup(**sizes, order=options.heads != "none", channels=options.attention != "none")
-
-
-def convolution(space: SpaceFacts, options: GroupOptions = LARGEST) -> ConvolutionGroup:
-    """`admitted` for the channels of a gated convolution, which count as neurons."""
-    return ConvolutionGroup(space.sizes["size"], options.ffn != "none", bool(options.scaling))
-
-
-def translation(space: SpaceFacts, options: GroupOptions = LARGEST) -> TranslationGroup:
-    """`admitted` for rows that only a softmax sees: of routers with the experts, of heads where asked for."""
-    return TranslationGroup(space.sizes["size"], options.shift_head if space.head else options.ffn != "none")
-
-
-_KINDS: dict[str, Callable[[SpaceFacts, GroupOptions], SpaceGroup]] = {
-    "attention": heads,
-    "ffn": neurons,
-    "experts": lambda space, options: ExpertGroup(neurons(space, options), space.sizes.get("groups", 1)),
-    "latent": latent,
-    "mixer": mixer,
-    "convolution": convolution,
-    "translation": translation,
-}
+    if space.kind == "latent" and transform.kind == "latent":
+        kind = "rotation" if transform.turns_stream else "signed_permutation"
+        return stream_group(kind, space.sizes["size"], fixes_ones=False, name="latent").refuses(transform)
+    return admitted(space, WIDEST).refuses(transform)
 
 
 def asks(space: SpaceFacts, options: GroupOptions) -> bool:
     """Whether a recipe asks to match a local space."""
-    if space.kind in ("attention", "mixer"):
+    if space.kind == "attention":
         return options.attention != "none" or options.heads != "none"
-    if space.kind == "latent":
-        return options.attention != "none"
-    if space.kind == "translation":
-        return translation(space, options).moves
-    if space.kind == "convolution":
-        return convolution(space, options).words != "none"
-    group = neurons(space, options)
-    return group.permute or group.degree > 0
+    return admitted(space, options).moves
 
 
 def _unknown(space: SpaceFacts, property_name: str, word: object, known: Iterable[str]) -> ArchitectureError:

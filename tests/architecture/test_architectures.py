@@ -17,7 +17,7 @@ from rotation_merge.diagnose.proof import LOCAL, MISTAKES, changed, mistake_is_v
 by_case = pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.family}-{case.name}")
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "qwen3_5", "t5"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "gpt_neox", "t5"])
 def test_permutations_inside_heads_are_symmetries(family: str) -> None:
     """`attention: permutation`: both sides where rotary embedding leaves coordinates, else values, gates with them."""
     model = planted(next(case for case in ALL if case.family == family))

@@ -176,6 +176,7 @@ def test_a_full_disk_leaves_nothing(what: str, tmp_path: Path, monkeypatch: pyte
 
     place = {"answers": "rotation_merge.matching.teachers", "state": "safetensors.torch"}[what]
     monkeypatch.setattr(f"{place}.save_file", full)
+    monkeypatch.setattr("rotation_merge.run.ledger.SECONDS", 0.0)
     done = run(
         "polish", models[2], tmp_path / "out", "--teachers", *models[:2], models[0], "--samples", 4, "--length", 8
     )

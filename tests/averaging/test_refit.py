@@ -16,7 +16,7 @@ from torch import Tensor
 import rotation_merge as rm
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.averaging.refit import EXPERTS, UNSEEN, Refit, RefitResult, Teachers
-from rotation_merge.linalg.ridge import ridge_change
+from rotation_merge.averaging.ridge import ridge_change
 from rotation_merge.run.data import batched_by_length
 from rotation_merge.run.recorder import BlockHooks
 from rotation_merge.run.runner import Runner

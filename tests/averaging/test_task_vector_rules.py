@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 import rotation_merge as rm
 from rotation_merge.averaging.registry import TASK_VECTORS
+from rotation_merge.averaging.sliced import SlicedMatrix
 from rotation_merge.averaging.task_vectors import TaskVectorMethod, TensorChange, mean_of, shortening
 from rotation_merge.averaging.wudi import added_by_wudi, both_sides, one_side
-from rotation_merge.linalg.sliced import SlicedMatrix
 
 BY_NAME = {method.spec.name: method for method in TASK_VECTORS}
 

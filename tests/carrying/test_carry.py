@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rotation_merge import AlignConfig, MeasureConfig, RotationMergeError
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.matching.engine import untie_heads
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.statistics import StatisticsMover, moved_fisher
 from rotation_merge.model.biases import in_coordinates
@@ -42,6 +41,16 @@ def read(found: Statistics, one: LinearMap, tensors: dict[str, Tensor]) -> Tenso
     gain = None if norm is None or norm.gain not in tensors else tensors[norm.gain].double() + norm.offset
     shift = None if norm is None or norm.shift is None else tensors.get(norm.shift)
     return gram.behind_norm(one, gain, shift).matrix
+
+
+def untie_heads(model: torch.nn.Module, architecture: Architecture) -> None:
+    """Give every tied head a copy of the embedding's tensor, in place."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for info in architecture.tensors():
+        if info.tied and info.name in parameters and any(parameters[info.name] is parameters.get(t) for t in info.tied):
+            owner, _, leaf = info.name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(parameters[info.name].detach().clone()))
+    model.config.tie_word_embeddings = False
 
 
 def pair(case: Case, options: AlignConfig, untie: bool = True):

@@ -45,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path
         ("llama", ("--scale", "auto", "--dtype", "bfloat16")),
         ("llama", ("--carry", "refit", "--scale", 1, "--dtype", "bfloat16")),
         ("tied", ("--carry", "refit", "--scale", 1, "--lora", 2, "--untie")),
-        ("tied", ("--scale", "auto", "--lora", 2)),
+        ("tied", ("--scale", "auto", "--lora", 8)),
         ("tied", ("--scale", "auto")),
         ("qwen2", ("--steps", 2, "--scale", 1, "--lora", 2)),
     ],

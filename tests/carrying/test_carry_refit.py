@@ -105,6 +105,7 @@ def test_distilling_goes_on_where_it_was_stopped(
         return train(self, *arguments)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", stop)
+    monkeypatch.setattr("rotation_merge.run.ledger.SECONDS", 0.0)
     assert distilled(tmp_path / "again", tuned, lessons, "--scale", 1).exit_code != 0
     assert (tmp_path / "again.unfinished" / "answers.safetensors").exists()
     assert " at 0x" not in (tmp_path / "again.unfinished" / "run.txt").read_text()  # another process knows it, too

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_support import hasten
 from matching_support import save_for
 from plugin_support import make, merged, recipe_for, twin
 
@@ -68,7 +69,8 @@ def test_an_alignment_file(steps: list[tuple[str, str]], tmp_path: Path) -> None
     assert_file_was_kept(steps, tmp_path / "a.safetensors")
 
 
-def test_a_state_of_a_fit(steps: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_a_state_of_a_fit(steps: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hasten(monkeypatch)
     module = torch.nn.Linear(2, 2)
     optimiser = torch.optim.Adam(module.parameters())
     schedule = torch.optim.lr_scheduler.ConstantLR(optimiser)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import shutil
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from tiny_models import ALL, planted
 
 from rotation_merge import AlignConfig, Alignment, RotationMergeError
 from rotation_merge.files import Entry
-from rotation_merge.matching import model_pair
+from rotation_merge.matching import visit
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.serialisation import packed
 from rotation_merge.mergekit_plugin import block_match
 from rotation_merge.run import ledger
 from rotation_merge.run.evaluate import StraightPath
-from rotation_merge.run.ledger import Ledger, kept_beside
+from rotation_merge.run.ledger import NOWHERE, Ledger, kept_beside
 
 
 class Counted:
@@ -37,7 +37,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls, self.last, self._lock = 0, 10**9, threading.Lock()
-        for module in (model_pair, block_match):
+        for module in (visit, block_match):
             monkeypatch.setattr(module, "match_block", self._counted(module.match_block))
 
     def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,35 +111,33 @@ def four(far: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("chosen", "again", "first"),
-    [({}, 0, 0.5), ({"residual": "rotation"}, 2, 0.6)],
-    ids=["local", "rotation, in a pass"],
-)
-def test_align(
-    chosen: dict[str, str],
-    again: int,
-    first: float,
-    four: tuple[Path, Path],
-    far: Path,
-    tmp_path: Path,
-    counted: Counted,
-) -> None:
-    """What a part of a pass has found is kept when the part is whole."""
-    given = [
-        "--no-verify",
-        "--heads",
-        "permutation",
-        *(x for name, value in chosen.items() for x in (f"--{name}", value)),
-    ]
-    assert_goes_on(lambda out: run("align", four[0], far, out, *given), tmp_path, counted, again, first)
+@pytest.mark.parametrize("residual", ["none", "rotation"])
+def test_wherever_it_is_interrupted_the_result_is_the_same(residual: str, tmp_path: Path, counted: Counted) -> None:
+    """After any block of any pass, and once more; no more than the pass that was begun is done again."""
+    model = planted(next(case for case in ALL if (case.family, case.name) == ("llama", "llama")))
+    draw = torch.Generator().manual_seed(3)
+    donor = {n: x + 0.5 * x.std() * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in model.state.items()}
+    options = AlignConfig(heads="permutation", residual=residual)
+    results: list[Alignment] = []
 
+    def match(ledger: Ledger = NOWHERE) -> None:
+        results.append(match_model(model.architecture, model.state, donor, options, ledger=ledger))
 
-@pytest.mark.slow
-def test_align_on_samples(pair: tuple[Path, Path], tmp_path: Path, counted: Counted) -> None:
-    np.savez(tmp_path / "data.npz", input_ids=np.random.default_rng(0).integers(0, 40, (8, 12)))
-    given = ["--no-verify", "--match-on", "both", "--data", tmp_path / "data.npz", "--samples", 8]
-    assert_goes_on(lambda out: run("align", *pair, out, *given), tmp_path, counted, 0)
+    def again(out: Path) -> None:
+        with kept_beside(str(out), lambda: "mark") as ledger:
+            match(ledger)
+
+    whole = counted.of(match)
+    for last in range(1, whole, 1 + whole // 8):
+        out = tmp_path / str(last)
+        for stop in (last, 1):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                counted.of(lambda out=out: again(out), stop)
+        assert counted.of(lambda out=out: again(out)) <= whole - last + len(model.architecture.blocks)
+        first, resumed = (packed(result.transforms)[0] for result in (results[0], results[-1]))
+        assert first.keys() == resumed.keys()
+        assert all(torch.equal(first[name], resumed[name]) for name in first)
+        assert results[-1].summary == results[0].summary
 
 
 @pytest.mark.slow
@@ -155,37 +153,6 @@ def test_a_recipe_with_two_donors(
     recipe = recipe_for("linear", *four, far, heads="permutation")
     recipe["parameters"].update(chosen)
     assert_goes_on(lambda out: mergekit_yaml(recipe, out), tmp_path, counted, again)
-
-
-@pytest.mark.slow
-def test_spaces_that_span_layers(tmp_path: Path, counted: Counted) -> None:
-    """What later layers of a span take from its first is known again."""
-    model = planted(next(case for case in ALL if (case.family, case.name) == ("gemma4", "shared keys")))
-    draw = torch.Generator().manual_seed(3)
-    donor = {n: x + 0.5 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in model.state.items()}
-    options = AlignConfig(heads="permutation", residual="signed_permutation")
-    match = partial(match_model, model.architecture, model.state, donor, options)
-    found: list[Alignment] = []
-    whole = counted.of(lambda: found.append(match()))
-
-    def again() -> None:
-        with kept_beside(str(tmp_path / "out"), lambda: "mark") as kept:
-            found.append(match(ledger=kept))
-
-    for last in (whole - 7, 4):
-        with pytest.raises(torch.OutOfMemoryError):
-            counted.of(again, last)
-    assert counted.of(again) < whole // 2
-    one, other = (packed(alignment.transforms)[0] for alignment in found)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.slow
-def test_carry(four: tuple[Path, Path], far: Path, tmp_path: Path, counted: Counted) -> None:
-    given = ["--residual", "signed_permutation"]
-    begin = partial(run, "carry", four[1], "--from", four[0], "--to", far)
-    assert_goes_on(lambda out: begin(out, *given), tmp_path, counted, 2)
 
 
 @pytest.mark.slow

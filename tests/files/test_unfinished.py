@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_support import hasten
 
 from rotation_merge.errors import RotationMergeError, SpaceError
 from rotation_merge.files import KEY, Entry, Store, read_entry, write_entry
 from rotation_merge.matching.resume import TrainingState
+
+
+@pytest.fixture(autouse=True)
+def states_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    hasten(monkeypatch)
 
 
 @dataclass

@@ -310,18 +310,27 @@ EVERY_READER: dict[str, tuple[Callable[[Bench], object], str]] = {
 """What the gate in front of all models refuses, by every command; `doctor` and `check` tell of more than one thing."""
 
 ALIGNMENTS: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], object], str]] = {
-    "permutation of zeros": (lambda x, _: x["layers.0.ffn|index"].zero_(), "is not a permutation"),
-    "index beyond the neurons": (lambda x, _: x["layers.0.ffn|index"].add_(99999), "is not a permutation"),
-    "index of another shape": (lambda x, _: x.update({"layers.0.ffn|index": x["layers.0.ffn|index"][None]}), "neurons"),
-    "shorter index": (lambda x, _: x.update({"layers.0.ffn|index": x["layers.0.ffn|index"][:, :-1]}), "neurons"),
-    "factor of zero": (lambda x, _: x["layers.0.ffn|factor"].zero_(), "a factor is zero"),
-    "factor that is no number": (lambda x, _: x["layers.0.ffn|factor"].fill_(torch.nan), "a factor is zero"),
-    "map of ones": (lambda x, _: x["residual|orthogonal:matrix"].fill_(1), "does not belong to the group: rotation"),
-    "map of no numbers": (
-        lambda x, _: x["residual|orthogonal:matrix"].fill_(torch.nan),
-        "does not belong to the group: rotation",
+    "permutation of zeros": (lambda x, _: x["layers.0.ffn|neurons.index"].zero_(), "is not a permutation"),
+    "index beyond the neurons": (lambda x, _: x["layers.0.ffn|neurons.index"].add_(99999), "is not a permutation"),
+    "index of another shape": (
+        lambda x, _: x.update({"layers.0.ffn|neurons.index": x["layers.0.ffn|neurons.index"][None]}),
+        "neurons",
     ),
-    "smaller map": (lambda x, _: x.update({"residual|orthogonal:matrix": torch.eye(31)[None]}), "stream of size 32"),
+    "shorter index": (
+        lambda x, _: x.update({"layers.0.ffn|neurons.index": x["layers.0.ffn|neurons.index"][:, :-1]}),
+        "neurons",
+    ),
+    "factor of zero": (lambda x, _: x["layers.0.ffn|neurons.factor"].zero_(), "a factor is zero"),
+    "factor that is no number": (lambda x, _: x["layers.0.ffn|neurons.factor"].fill_(torch.nan), "a factor is zero"),
+    "map of ones": (lambda x, _: x["residual|map.matrix"].fill_(1), "does not belong to the group: orthogonal maps"),
+    "map of no numbers": (
+        lambda x, _: x["residual|map.matrix"].fill_(torch.nan),
+        "a map is zero, infinite or out of range",
+    ),
+    "smaller map": (
+        lambda x, _: x.update({"residual|map.matrix": torch.eye(31)[None]}),
+        "does not have 1 maps of size 32",
+    ),
     "nothing folded": (lambda _, header: header.update(folded=[]), "folded"),
     "unknown stream folded": (lambda _, header: header["folded"].append("other"), "folded"),
     "folded is a number": (lambda _, header: header.update(folded=3), "damaged"),
@@ -333,9 +342,9 @@ ALIGNMENTS: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], object
         ),
         "has no entry for space 'layers.0.ffn'",
     ),
-    "no tensor of a transform": (lambda x, _: x.pop("layers.0.ffn|index"), "damaged"),
+    "no tensor of a transform": (lambda x, _: x.pop("layers.0.ffn|neurons.index"), "no group element"),
     "moved and unmoved": (lambda _, header: header["still"].append("layers.0.ffn"), "twice"),
-    "another kind": (lambda _, header: header["kinds"].update({"layers.0.ffn": "attention"}), "damaged"),
+    "another kind": (lambda _, header: header["kinds"].update({"layers.0.ffn": "attention"}), "of kind attention"),
     "kinds that are no JSON": (lambda _, header: header.update(kinds="{"), "damaged"),
     "kinds that are a list": (lambda _, header: header.update(kinds=[1]), "damaged"),
     "no anchor": (lambda _, header: header.pop("anchor"), "damaged ('anchor' is missing)"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from cli_support import CHECKPOINTS, digits, parsed
+from cli_support import CHECKPOINTS, digits, hasten, parsed
 from cli_support import app as command
 from click.testing import CliRunner
 from transformers import AutoModelForImageClassification, LlamaConfig, LlamaForCausalLM
@@ -16,6 +17,21 @@ from transformers import AutoModelForImageClassification, LlamaConfig, LlamaForC
 from rotation_merge import AlignConfig, FitConfig, RotationMergeError, evaluate, fit
 
 VITS = [CHECKPOINTS / name for name in ("vit-0", "vit-1")]
+
+
+@pytest.fixture(autouse=True)
+def states_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    hasten(monkeypatch)
+
+
+def stop_at(step: int) -> Callable[..., None]:
+    """A watcher that interrupts a fit."""
+
+    def watch(done: int, *_: object) -> None:
+        if done == step:
+            raise KeyboardInterrupt
+
+    return watch
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +85,12 @@ def test_the_donors_function_is_kept(vits, learned):
 def test_learned_elements_are_inside_their_groups(learned):
     transforms = learned.alignments[0].transforms
     heads = [transform for name, transform in transforms.items() if name.endswith("attn")]
-    stream = transforms["residual"].element.matrix[0]
+    stream = transforms["residual"].elements["map"].matrix[0]
     ones = torch.ones(len(stream), dtype=stream.dtype)
     torch.testing.assert_close(stream @ ones, ones, atol=1e-12, rtol=0)
     assert len(heads) > 1
-    for matrix in (stream, *(element.matrix for head in heads for element in (head.qk, head.vo))):
+    for matrix in (stream, *(head.elements[side].matrix for head in heads for side in ("qk", "vo"))):
+        matrix = matrix / matrix.norm(dim=-1, keepdim=True)  # each head or RoPE pair has a scale of its own
         eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype).expand_as(matrix)
         torch.testing.assert_close(matrix @ matrix.mT, eye, atol=1e-12, rtol=0)
 
@@ -83,14 +100,9 @@ def test_a_fit_is_deterministic_and_resumes_where_it_was(tmp_path: Path):
     models, data = [tiny_llama(seed) for seed in (0, 1)], token_batches(8)
     once = fit(*models, data, options=FitConfig(steps=6, start="matched"))
     state = tmp_path / "state"
-
-    def stop(done: int, total: int, figures: dict[str, float]) -> None:
-        if done == 3:
-            raise KeyboardInterrupt
-
     options = FitConfig(steps=6, start="matched", state=state)
     with pytest.raises(KeyboardInterrupt):
-        fit(*models, data, options=options, watch=stop)
+        fit(*models, data, options=options, watch=stop_at(3))
     assert state.exists()
     again = fit(*models, data, options=options)
     assert not state.exists()
@@ -240,13 +252,8 @@ def test_the_state_of_another_fit_is_refused(other: str, tmp_path: Path):
     models, data = [tiny_llama(i) for i in range(2)], token_batches()
     options = FitConfig(steps=2, start="identity", state=tmp_path / "state")
     match = AlignConfig(heads="permutation")
-
-    def stop(done: int, total: int, figures: dict[str, float]) -> None:
-        if done == 2:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        fit(models[0], models[1], data, match, options, stop)
+        fit(models[0], models[1], data, match, options, stop_at(2))
     held = (tmp_path / "state").read_bytes()
     changed = replace(options, **OTHERS.get(other, {}))
     if other in ("donor", "anchor"):
@@ -262,17 +269,20 @@ def test_the_state_of_the_same_fit_is_taken(tmp_path: Path):
     """Another limit of time, or checkpointing, is the same fit."""
     models, data = [tiny_llama(i) for i in range(2)], token_batches()
     options = FitConfig(steps=4, start="identity", state=tmp_path / "state")
-
-    def stop(done: int, total: int, figures: dict[str, float]) -> None:
-        if done == 2:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        fit(models[0], models[1], data, options=options, watch=stop)
+        fit(models[0], models[1], data, options=options, watch=stop_at(2))
     seen: list[int] = []
     again = replace(options, minutes=5.0, checkpointing=True)
     fit(models[0], models[1], data, options=again, watch=lambda done, *_: seen.append(done))
     assert seen == [3, 4]
+
+
+def test_short_fits_write_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("time.monotonic", lambda: 0.0)
+    options = FitConfig(steps=4, start="identity", state=tmp_path / "state")
+    with pytest.raises(KeyboardInterrupt):
+        fit(tiny_llama(0), tiny_llama(1), token_batches(), options=options, watch=stop_at(2))
+    assert not (tmp_path / "state").exists()
 
 
 def test_the_state_may_lie_in_a_new_folder_and_is_no_folder_itself(tmp_path: Path):

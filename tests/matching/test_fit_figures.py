@@ -9,7 +9,7 @@ import torch
 from test_measuring import tiny
 
 from rotation_merge import AlignConfig, FitConfig
-from rotation_merge.matching.fit import _Fit
+from rotation_merge.matching.fit import _Fit, along
 from rotation_merge.matching.objective import distillation
 
 
@@ -30,7 +30,7 @@ def test_masked_positions_do_not_count_in_distillation():
 def a_fit() -> _Fit:
     generator = torch.Generator().manual_seed(0)
     batches = [{"input_ids": torch.randint(1, 12, (2, 6), generator=generator)} for _ in range(8)]
-    return _Fit([tiny(0), tiny(1)], batches, AlignConfig(), FitConfig(steps=1, held_out=0.25), lambda *_: None, None)
+    return _Fit([tiny(0), tiny(1)], batches, AlignConfig(), FitConfig(steps=1, held_out=0.25), lambda *_: None, "")
 
 
 def test_held_out_batches_are_never_trained_on(a_fit: _Fit):
@@ -41,8 +41,7 @@ def test_held_out_batches_are_never_trained_on(a_fit: _Fit):
 
 
 def test_the_path_of_three_models_goes_from_the_anchor_over_their_mean_to_the_donors():
-    three = SimpleNamespace(parents=range(3), device=torch.device("cpu"))
-    found = torch.stack([_Fit._along(three, share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)])  # type: ignore[arg-type]
+    found = torch.stack([along(point, 3) for point in (0.0, 0.25, 0.5, 0.75, 1.0)])
     torch.testing.assert_close(found[:, 0], torch.tensor([1, 2 / 3, 1 / 3, 1 / 6, 0]))
     torch.testing.assert_close(found[:, 1:], (1 - found[:, :1]).expand(5, 2) / 2)
 
@@ -52,7 +51,7 @@ def test_the_score_of_a_fit_measures_above_the_line_from_the_anchor_to_the_donor
     seen = iter([0.0, 1.0, 2.0, 3.0, 10.0])
     now = {}
 
-    def loss(weights, batch, taught, coefficients):
+    def loss(batch, answers, coefficients):
         share = float(coefficients[1])
         if share not in now:
             now[share] = next(seen)

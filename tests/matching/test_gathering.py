@@ -12,15 +12,11 @@ from residual_support import Checkpoint, case, checkpoint, recipe, twin
 from tiny_models import make, save
 
 from rotation_merge import AlignConfig
-from rotation_merge.matching import model_pair
-from rotation_merge.matching.alignment import moved_tensors
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.model_pair import MatchingPass, ModelPair
-from rotation_merge.matching.passes import Walk
-from rotation_merge.matching.stream import StreamStatistics
-from rotation_merge.matching.stream_products import measured
+from rotation_merge.matching.moving import moved_tensors
+from rotation_merge.matching.stream import StreamMeasurement, StreamSums
+from rotation_merge.matching.visit import PASS, Step, Visits
 from rotation_merge.model import rows
-from rotation_merge.workers import in_threads
 
 
 @pytest.mark.slow
@@ -28,19 +24,17 @@ def test_the_objective_that_is_told_is_no_lower_than_that_of_the_maps_found(tmp_
     """What is gathered part by part, under maps that were different, bounds the whole objective under the last ones."""
     anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     options = AlignConfig(heads="permutation", residual="rotation")
-    streams, told = {"residual": "rotation"}, list[float]()
-    found = match_model(anchor.architecture, anchor.state, donor.state, options)
-    maps = {"residual": found.transforms["residual"]}
-    pair = ModelPair(anchor.architecture, anchor.state, donor.state, options, found.folded)
-    walk, weights = Walk(pair, lambda *_: None, streams, in_threads), dict[str, float]()
+    result = match_model(anchor.architecture, anchor.state, donor.state, options)
+    maps = {"residual": result.transforms["residual"]}
+    visits = Visits(anchor.architecture, anchor.state, donor.state, options, result.folded)
+    blocks, weights, told = range(len(anchor.architecture.blocks)), dict[str, float](), list[float]()
     for _ in range(4):  # until weights and local spaces agree
-        blocks = [own for _, own in walk.each("", MatchingPass(maps, weights), range(len(anchor.architecture.blocks)))]
-        whole = StreamStatistics.of(anchor.architecture, blocks)
+        whole = StreamSums.of(visits.piece(Step(PASS, maps, weights), number) for number in blocks)
         weights = whole.weights
         told.append(whole.objective)
         assert whole.bound(maps) == pytest.approx(whole.objective, rel=1e-12)
-        assert whole.bound({"residual": found.transforms["residual"].still()}) > whole.objective
-    history = found.summary["objective"]
+        assert whole.bound({"residual": maps["residual"].still()}) > whole.objective
+    history = result.summary["objective"]
     assert isinstance(history, list)
     assert min(told) <= history[-1] <= min(told) * 1.02
 
@@ -52,16 +46,14 @@ def test_long_vocabularies_are_looked_at_in_slices(
 ) -> None:
     anchor, donor = (checkpoint(family, name, tmp_path / str(seed), seed=seed) for seed in range(2))
     options = AlignConfig(residual="rotation")
-    found, seen = [], list[int]()
-    monkeypatch.setattr(
-        model_pair, "measured", lambda info, a, b, *rest: seen.append(len(a)) or measured(info, a, b, *rest)
-    )
+    found, seen, measured = [], list[int](), StreamMeasurement.of
+    monkeypatch.setattr(StreamMeasurement, "of", lambda info, a, *rest: seen.append(len(a)) or measured(info, a, *rest))
     for most in (rows.LONG, 1000):
         monkeypatch.setattr(rows, "LONG", most)
         seen.clear()
         found.append(match_model(anchor.architecture, anchor.state, donor.state, options))
     assert len(seen) > 4
-    whole, sliced = (one.transforms["residual"].element.matrix for one in found)
+    whole, sliced = (one.transforms["residual"].elements["map"].matrices() for one in found)
     torch.testing.assert_close(whole, sliced, atol=1e-6, rtol=0)
     (first,), (second,) = ([row for _, rows in one.records for row in rows if row.kind == "stream"] for one in found)
     told = [[row.before, row.after, row.anchor] for row in (first, second)]
@@ -90,7 +82,7 @@ def test_deep_models_compare_starts_on_a_sample_of_layers(tmp_path: Path) -> Non
     assert seen["residual, from identity"] == 4
     assert seen["residual, pass 1"] == 10
     assert seen["matching"] == 10 + 2
-    after = moved_tensors(anchor.architecture, donor.state, found)
+    after = moved_tensors(anchor.architecture, donor.state, found.transforms, found.folded)
     expected = anchor.folded()
     assert max(float((after[n] - expected[n]).norm() / expected[n].norm()) for n in expected) <= 1e-4
 

@@ -1,46 +1,44 @@
-"""What a fit is made of: learned transforms, mixes of samples, layers that are run again; step by step."""
+"""What a fit is made of: learned transforms and mixes of samples, step by step."""
 
 from __future__ import annotations
 
-import pytest
-import tiny_models
 import torch
 from cli_support import CHECKPOINTS
-from rounding import assert_equal_up_to_rounding
 from safetensors import safe_open
-from test_fit import tiny_llama, token_batches
 from test_fit import vits as vits
 
-from rotation_merge import AlignConfig, FitConfig, fit
+from rotation_merge import AlignConfig
 from rotation_merge.architecture import resolve
-from rotation_merge.matching.engine import Path as ModelPath
-from rotation_merge.matching.engine import checkpointed, renamed
-from rotation_merge.matching.fit import LearnedTransforms, identities
+from rotation_merge.matching.between import renamed
 from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.learned import LearnedTransforms, identities
 from rotation_merge.matching.objective import mix
 from rotation_merge.model.biases import in_coordinates
 from rotation_merge.run.functions import architecture_of
-from rotation_merge.symmetry import Monomial, NeuronTransform
+from rotation_merge.symmetry.admitted import refuses
 
 
 def test_permutations_are_learned_only_when_asked(vits):
     architecture = architecture_of(vits[0])
     start = random_gauge(architecture, AlignConfig(), torch.Generator().manual_seed(0))
-    moved = []
     for permutations in (False, True):
         module = LearnedTransforms(architecture, start, permutations=permutations)
+        for name, transform in module.final_transforms().items():  # at zero steps the start itself
+            assert (
+                architecture.spaces()[name].kind == "stream" or refuses(architecture.spaces()[name], transform) is None
+            )
+            for part, element in transform.elements.items():
+                torch.testing.assert_close(element.matrices(), start[name].elements[part].matrices())
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 if name.endswith("scores"):
                     parameter.copy_(parameter.roll(1, 0))
-        orders = [
-            (t.element, module.start[n].element)  # type: ignore[attr-defined]
-            for n, t in module.final_transforms().items()
-            if isinstance(t, NeuronTransform)
+        neurons = [
+            (transform.elements["neurons"].index, start[name].elements["neurons"].index)
+            for name, transform in module.final_transforms().items()
+            if transform.kind == "ffn"
         ]
-        assert all(isinstance(a, Monomial) for a, _ in orders)
-        moved.append(any(not torch.equal(a.permutation.index, b.permutation.index) for a, b in orders))
-    assert moved == [False, True]
+        assert any(not torch.equal(a, b) for a, b in neurons) == permutations
 
 
 def test_soft_and_hardened_elements_agree(vits):
@@ -84,45 +82,3 @@ def test_mixes_are_convex_combinations():
     assert bool(((share > 0) & (share < 1)).all())
     assert torch.equal(mixed["x"][:, 0], mixed["x"][:, 1])
     torch.testing.assert_close(mixed["y"], (1 - share) * 5 + share * 2)
-
-
-FIRST = {case.family: case for case in reversed(tiny_models.ALL)}
-
-
-@pytest.mark.parametrize("family", FIRST)
-def test_checkpointing_drops_nothing(family: str):
-    """Every family, each of its dropouts at one half: a checkpointed copy computes what the model computes."""
-    case = FIRST[family]
-    model = tiny_models.make(case)
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.5)
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-            module.p = 0.5
-    if not model.supports_gradient_checkpointing:
-        return
-    copied = checkpointed(model)
-    assert any(getattr(m, "gradient_checkpointing", False) and m.training for m in copied.modules())
-    given = tiny_models.inputs(case, model)
-    assert_equal_up_to_rounding(tiny_models.outputs(copied, given), tiny_models.outputs(model, given))
-    assert any(m.training for m in copied.modules())
-    assert not any(m.training for m in model.modules())
-
-
-@pytest.mark.slow
-def test_gradients_under_checkpointing():
-    """Layers are run again as gradients flow back: with the weights of the path, not with the model's own."""
-    models, batch = [tiny_llama(i) for i in range(2)], token_batches(1)[0]
-    architecture = architecture_of(models[0], untie=True)
-    states = [dict(model.state_dict()) for model in models]
-    found = []
-    for model in (models[0], checkpointed(models[0])):
-        path = ModelPath.between(model, architecture, states[0], states[1:], (), torch.device("cpu"))
-        share = torch.tensor([0.3, 0.7], requires_grad=True)
-        weights = path.weights([{}], share)
-        with path.holding(weights):
-            path.outputs(weights, batch).logits.square().sum().backward()
-        found.append(share.grad)
-    torch.testing.assert_close(found[1], found[0])
-    fit(models[0], models[1], token_batches(), options=FitConfig(steps=2, checkpointing=True))

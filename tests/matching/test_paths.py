@@ -1,7 +1,7 @@
 """The law of every family on every path: what a donor computes survives `align` and recipes, from files to files.
 
 Matching itself is left out: transforms are drawn from the largest groups, so that nothing is cheap to move. Merges that
-match are tried over all families in laws/test_laws.py, the Python API in test_check_pair.py.
+match are tried over all families in laws/test_laws.py, the Python API in test_pair.py.
 """
 
 from __future__ import annotations

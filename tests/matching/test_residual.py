@@ -108,7 +108,7 @@ def test_what_all_logits_share_does_not_count(tmp_path: Path) -> None:
         state["lm_head.weight"] = head + 3 * head.std() * shift
     shifted = rm.align(*((state, anchor.config) for state in states), residual="rotation")
     assert plain.summary["passes"] == shifted.summary["passes"]
-    first, second = (x.transforms["residual"].element.matrix for x in (plain, shifted))
+    first, second = (x.transforms["residual"].elements["map"].matrices() for x in (plain, shifted))
     torch.testing.assert_close(first, second, atol=1e-4, rtol=0)
 
 
@@ -130,7 +130,7 @@ def test_objective_never_rises(tmp_path: Path) -> None:
 def test_layer_norm_rotations_fix_the_all_ones_vector(tmp_path: Path) -> None:
     anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
     other = checkpoint("vit", "classifier", tmp_path / "other", seed=1)
-    matrix = rm.align(anchor.path, other.path, residual="rotation").transforms["residual"].element.matrix[0]
+    matrix = rm.align(anchor.path, other.path, residual="rotation").transforms["residual"].elements["map"].matrices()[0]
     ones, eye = torch.ones(len(matrix), dtype=matrix.dtype), torch.eye(len(matrix), dtype=matrix.dtype)
     torch.testing.assert_close(matrix @ ones, ones)
     torch.testing.assert_close(matrix @ matrix.T, eye)

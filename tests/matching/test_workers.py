@@ -26,12 +26,12 @@ from rotation_merge import AlignConfig, workers
 from rotation_merge.architecture import table
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.errors import AlignmentError
-from rotation_merge.matching import model_pair
+from rotation_merge.matching import visit
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.model_pair import ModelPair
-from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import VaryingOptions
+from rotation_merge.matching.pair import open_pair
 from rotation_merge.matching.run import Run
+from rotation_merge.matching.visit import Visits
 from rotation_merge.mergekit_plugin import block_match
 from rotation_merge.workers import (
     BYTES_A_WEIGHT,
@@ -139,7 +139,7 @@ def test_merges_are_the_same_bytes_however_many_workers(
     donor = make("llama", tmp_path / "donor", seed=1)
     found = []
     for count in (1, 3):
-        for part in (block_match, model_pair):
+        for part in (block_match, visit):
             monkeypatch.setattr(part, "workers_for", lambda _, count=count: count)
         merged(recipe_for("linear", anchor, donor, **options), tmp_path / str(count))
         found.append((tmp_path / str(count) / "model.safetensors").read_bytes())
@@ -162,7 +162,7 @@ def test_multi_gpu_merges_match_blocks_on_every_device_to_the_same_bytes(
     alone = merged(recipe, tmp_path / "alone")
     two_devices(monkeypatch)
     used: set[tuple[str, str]] = set()
-    for part in (model_pair, block_match):
+    for part in (visit, block_match):
         stock = part.match_block
 
         def watched(*given: Any, stock: Any = stock, part: Any = part) -> Any:
@@ -172,7 +172,7 @@ def test_multi_gpu_merges_match_blocks_on_every_device_to_the_same_bytes(
         monkeypatch.setattr(part, "match_block", watched)
     together = merged(recipe, tmp_path / "together", "--multi-gpu")
     assert all(torch.equal(together[name], alone[name]) for name in alone)
-    matched = "model_pair" if options else "block_match"
+    matched = "visit" if options else "block_match"
     assert len({thread for part, thread in used if part == matched}) >= 2
 
 
@@ -326,7 +326,7 @@ def test_freed_memory_is_asked_to_be_kept_where_the_allocator_can(monkeypatch: p
 def test_work_on_any_family_travels_to_other_processes(family: str) -> None:
     """What a block of two models is matched by, and what is found, is the same after a journey."""
     architecture = table.sample(shipped()[family])
-    work = pickle.loads(cloudpickle.dumps(ModelPair(architecture, {}, {}, AlignConfig(), ("stream",), cached=True)))
+    work = pickle.loads(cloudpickle.dumps(Visits(architecture, {}, {}, AlignConfig(), ("stream",), cached=True)))
     assert (work.architecture, work.folded, work.cached) == (architecture, ("stream",), True)
     options = AlignConfig(heads="permutation", residual=(architecture.residual_groups or ["none"])[-1])
     sent = random_gauge(architecture, options, torch.Generator().manual_seed(0))
@@ -343,7 +343,7 @@ def test_options_that_differ_from_block_to_block_travel(pair: tuple[Path, Path])
     varying = VaryingOptions(AlignConfig(), lambda _, place: AlignConfig(heads="permutation" if place else "none"))
     opened = open_pair(*map(str, pair), varying)
     anchor, donor = opened.matched
-    work = ModelPair(opened.architecture, anchor, donor, varying)
+    work = Visits(opened.architecture, anchor, donor, varying)
     back = pickle.loads(cloudpickle.dumps(work))
     for block in opened.architecture.blocks:
         assert back.options.at(back.architecture, block) == varying.at(opened.architecture, block)

@@ -141,7 +141,8 @@ def test_square_experts_in_the_layout_of_their_version(square: tuple[Path, Path]
     spoil_config(peft_version="0.18.1")(tmp_path / "lora")
     expected, actual, plain = tensors(base, adapter), tensors(base, tmp_path / "lora"), state(base)
     assert any(not torch.equal(plain[name], expected[name]) for name in plain)
-    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+    for name, tensor in expected.items():  # products of the factors in two orders may differ in the last bit
+        assert float((actual[name] - tensor).abs().max()) <= 1e-6 * float(tensor.abs().max()), name
 
 
 @pytest.mark.parametrize("version", [None, "0.19.0"])

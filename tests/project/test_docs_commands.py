@@ -27,7 +27,7 @@ from recipe_models import FAMILIES, localised, stand_in
 from transformers import ViTConfig, ViTForImageClassification
 
 from rotation_merge import TransferConfig
-from rotation_merge.matching import passes
+from rotation_merge.matching import match
 
 torch.set_num_threads(1)
 
@@ -35,9 +35,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 RUN = {"rotation-merge": app, "mergekit-yaml": mergekit_yaml, "mergekit-multi": mergekit_multi}
-OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "torchrun ", "ray ", "lm_eval ", "hf ")
-"""Beginnings of lines in ```bash blocks that are not run here (`test_fit_together.py` runs what
-torchrun starts, `test_backends.py` what a cluster does)."""
+OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "ray ", "lm_eval ", "hf ")
+"""Beginnings of lines in ```bash blocks that are not run here (`test_backends.py` runs what a cluster does)."""
 
 PARSED_ONLY = ("demo", "polish", "doctor", "push")
 """Commands that take long, need the hub, or may rightly say of models with random weights that they are of no use."""
@@ -151,7 +150,7 @@ def run_recipe(block: Block, name: str, merge: bool, models: Path) -> None:
 @pytest.fixture(autouse=True)
 def in_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass over the residual stream; short texts where models write themselves and no option says how long."""
-    monkeypatch.setattr(passes, "MOST_PASSES", 1)
+    monkeypatch.setattr(match, "MOST_PASSES", 1)
     real = TransferConfig.reading
 
     def few(self: TransferConfig, *given: int) -> dict[str, Any]:

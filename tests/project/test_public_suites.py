@@ -52,10 +52,12 @@ UNITS = {
     ),
     "averaging/test_own_methods.py": ("averaging model", "methods that are told about models, tensor by tensor"),
     "averaging/test_refit.py": (
-        "architecture averaging linalg run",
+        "architecture averaging run",
         "the rule in double precision, map by map; merges solve and write in single",
     ),
-    "averaging/test_task_vector_rules.py": ("averaging linalg", "the rules of task vectors, on matrices"),
+    "averaging/test_sliced.py": ("averaging", "matrices in slices against whole ones"),
+    "averaging/test_softmax.py": ("averaging", "one function, against a hand computation"),
+    "averaging/test_task_vector_rules.py": ("averaging", "the rules of task vectors, on matrices"),
     "carrying/test_carry.py": (
         "architecture matching model run",
         "statistics in double precision, one by one; files hold them in single, and merges show their sum",
@@ -79,11 +81,10 @@ UNITS = {
     "files/test_going_on.py": ("files matching mergekit_plugin run", "the store for interrupted work, entry by entry"),
     "files/test_scratch.py": ("files", "folders for temporary files"),
     "files/test_unfinished.py": ("files matching", "the store's entries, torn and foreign ones among them"),
-    "linalg/test_assignment.py": ("linalg", "solvers and certificates, on matrices that no model gives"),
-    "linalg/test_linalg.py": ("linalg symmetry", "solvers, on matrices that no model gives"),
-    "linalg/test_sliced.py": ("linalg", "matrices in slices against whole ones"),
-    "linalg/test_softmax.py": ("linalg", "one function, against a hand computation"),
+    "linalg/test_assignment.py": ("linalg", "solvers, on matrices that no model gives"),
+    "linalg/test_linalg.py": ("linalg", "solvers, on matrices that no model gives"),
     "matching/test_activations.py": ("matching", "activations of other weights than those that are matched"),
+    "matching/test_between.py": ("matching", "what a step of learning holds in memory, and its gradients"),
     "matching/test_devices.py": (
         "architecture linalg matching run search symmetry",
         "that each step stays on its device, with a stand-in of a second one",
@@ -92,18 +93,16 @@ UNITS = {
         "matching",
         "losses of a fit, what is held out and its path, against a hand computation",
     ),
-    "matching/test_fit_sparing.py": ("matching", "what a step of learning holds in memory, operation by operation"),
-    "matching/test_gathering.py": ("matching model workers", "what matching of streams reads, part by part"),
+    "matching/test_gathering.py": ("matching model", "what matching of streams reads, part by part"),
     "matching/test_laws_of_matching.py": (
-        "architecture linalg matching model symmetry",
+        "architecture matching model",
         "single lines of matching, each on an input made for it",
     ),
     "matching/test_learned_maps.py": (
         "architecture matching model run symmetry",
-        "the parts of a fit: learned transforms, mixes, layers run again",
+        "the parts of a fit: learned transforms and mixes",
     ),
-    "matching/test_matching_attention.py": ("matching symmetry", "single steps of matching against exhaustive search"),
-    "matching/test_matching_convolution.py": (
+    "matching/test_matching_attention.py": (
         "architecture matching symmetry",
         "single steps of matching against exhaustive search",
     ),
@@ -111,7 +110,7 @@ UNITS = {
         "architecture linalg matching model symmetry",
         "single steps of matching against exhaustive search",
     ),
-    "matching/test_only_way_in.py": (
+    "matching/test_pair.py": (
         "architecture matching model",
         "that every path asks one function, which is replaced; tensors that only recipes admit",
     ),
@@ -172,16 +171,11 @@ UNITS = {
     "share/test_attack_push.py": ("share", "rules for places of files, one by one"),
     "share/test_published_cards.py": ("model report", "sections of cards, made by hand"),
     "share/test_share.py": ("share", "names in texts and headers, one by one"),
-    "symmetry/test_dual.py": (
-        "matching model run symmetry",
-        "how single statistics move; a model shows their sum only",
+    "symmetry/test_groups.py": ("symmetry", "groups element by element, those that no shipped model admits, too"),
+    "symmetry/test_transforms.py": (
+        "architecture matching model run symmetry",
+        "transforms by kind and role, against the axes of every shipped family",
     ),
-    "symmetry/test_group_laws.py": ("architecture matching symmetry", "the laws of every registered group"),
-    "symmetry/test_groups.py": (
-        "architecture symmetry",
-        "groups element by element, those that no shipped model admits too",
-    ),
-    "symmetry/test_saddle.py": ("linalg symmetry", "one solver and the group that calls it"),
 }
 """Tests of single parts, each with the rooms that it reaches and what of them cannot be reached from outside."""
 

@@ -14,7 +14,7 @@ from rotation_merge.report.files import read_report
 def row(layer: int | None, kind: str, before: float, after: float) -> SpaceRow:
     order = [1, 0, 2] if kind == "attention" else None
     return SpaceRow("donor", f"layers.{layer}", layer, f"layers.{layer}.{kind}", kind, "permutation",
-                    before, after, 2.0, {"qk": 0.5}, 0.1, None, order, [])  # fmt: skip
+                    before, after, 2.0, {"qk": 0.5}, 0.1, order, [])  # fmt: skip
 
 
 def report(*rows: SpaceRow, notes: list[str] | None = None) -> MergeReport:

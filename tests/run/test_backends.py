@@ -29,7 +29,7 @@ from rotation_merge import AlignConfig, RotationMergeError
 from rotation_merge import workers as module
 from rotation_merge.errors import WorkerError
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.open_pair import open_pair
+from rotation_merge.matching.pair import open_pair
 from rotation_merge.workers import on_backend
 
 BACKENDS = ("ray", "dask")

@@ -1,408 +1,428 @@
-"""The laws of every group, over the registries."""
+"""The laws of every group: of its elements, of the best one, of membership, of learning, and of files."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from rotation_merge import RotationMergeError
-from rotation_merge.architecture.model import ROLES, Space
-from rotation_merge.symmetry import (
-    KINDS,
-    TRANSFORMS,
-    DirectSum,
-    Exchange,
-    ExpertTransform,
-    GroupElement,
-    HeadTransform,
-    Monomial,
-    NeuronTransform,
-    Orthogonal,
-    Permutation,
-    Planar,
-    ScaledElement,
-    Scaling,
-    SpaceTransform,
-    StreamTransform,
-)
-from rotation_merge.symmetry.admitted import GroupOptions, latent
-from rotation_merge.symmetry.base import dump, load
-from rotation_merge.symmetry.convolution import ConvolutionGroup
-from rotation_merge.symmetry.latent import LatentGroup, LatentTransform
-from rotation_merge.symmetry.matrix import MatrixElement
-from rotation_merge.symmetry.mixer import MixerGroup
-from rotation_merge.symmetry.scaled import OrthogonalGroup
-from rotation_merge.symmetry.tangent import Freedom
-from rotation_merge.symmetry.translation import TranslationGroup
+from rotation_merge.errors import AlignmentError
+from rotation_merge.symmetry import Linear, Monomial, Stats, Transform
+from rotation_merge.symmetry.admitted import SpaceGroup
+from rotation_merge.symmetry.element import Element, Translation, element_of
+from rotation_merge.symmetry.group import Exchange, Fixed, Group, Permutations, Planar, Rotations, Signs
 
 torch.set_num_threads(1)
-BATCH, SIZE = 3, 6
+N, R, D, M = 3, 2, 6, 7
+"""Heads, of two query heads each, of six coordinates, read from seven."""
+
+HALVES, NEIGHBOURS, PARTS = ((0, 1, 2), (3, 4, 5)), ((0, 2, 4), (1, 3, 5)), ((0, 2), (1, 3))
+GROUPS: dict[str, Group] = {
+    "fixed": Fixed(),
+    "signs": Signs(),
+    "signs of pairs": Signs((0, 1, 2, 0, 1, 2)),
+    "sign of the head": Signs((0,) * D),
+    "exchange": Exchange(),
+    "exchange of pairs": Exchange((0, 0, 1, 1, 2, 3)),
+    "orders": Permutations(),
+    "orders behind": Permutations(first=2),
+    "orders, signs": Permutations(signed=True),
+    "orders, scales": Permutations(scaled=True),
+    "orders, scales, signs": Permutations(signed=True, scaled=True),
+    "orders, scales of degree 2": Permutations(scaled=True, degree=2),
+    "scales": Permutations(signed=True, scaled=True, permute=False),
+    "maps": Rotations(),
+    "maps, scale": Rotations(scaled=True),
+    "maps, then scale": Rotations(scaled=True, sequential=True),
+    "maps that fix ones": Rotations(fixes_ones=True),
+    "planar": Planar(HALVES),
+    "planar, scales": Planar(HALVES, scaled=True),
+    "planar, then scales": Planar(NEIGHBOURS, scaled=True, sequential=True),
+    "planar, neighbours, scales": Planar(NEIGHBOURS, scaled=True),
+    "planar, partial": Planar(PARTS, scaled=True, unturned=Rotations(scaled=True)),
+    "planar, partial, no scale": Planar(((0, 1), (2, 3)), unturned=Rotations()),
+}
+groups = pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS.keys())
 
 
-def generator(seed: int = 0) -> torch.Generator:
+def gen(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def signed(batch: int, size: int, seed: int) -> Scaling:
-    return Scaling.random(batch, size, generator(seed)).compose(Scaling.random_signs(batch, size, generator(seed)))
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=gen(seed), dtype=torch.float64)
 
 
-SPECIAL = {
-    "interleaved": lambda seed: Planar(*planar(seed), interleaved=True),
-    "signs": lambda seed: signed(BATCH, SIZE, seed),
-    "partial_rotary": lambda seed: DirectSum(
-        (Planar(*planar(seed, 1), interleaved=True), Orthogonal.random(BATCH, SIZE - 2, generator(seed)))
-    ),
-}
-ELEMENTS = {
-    **{kind: lambda seed, cls=cls: cls.random(BATCH, SIZE, generator(seed)) for kind, cls in KINDS.items()},
-    **SPECIAL,
-}
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-def planar(seed: int, pairs: int = SIZE // 2) -> tuple[Tensor, Tensor]:
-    element = Planar.random(BATCH, 2 * pairs, generator(seed))
-    return element.angle, element.scale
+def is_sequential(group: Group) -> bool:
+    return getattr(group, "sequential", False)
 
 
-elements = pytest.mark.parametrize("make", ELEMENTS.values(), ids=ELEMENTS.keys())
+def same(a: Element, b: Element, tolerance: float = 1e-9) -> None:
+    assert type(a) is type(b)
+    close(a.matrices(), b.matrices(), tolerance)
 
 
-def tensor(*shape: int, seed: int = 7, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=generator(seed), dtype=torch.float64).to(dtype)
+# --- elements
 
 
-def close(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-
-
-@elements
+@groups
 @pytest.mark.parametrize("dual", [False, True])
-def test_element_laws(make, dual):
-    g, h, x = make(1), make(2), tensor(BATCH, SIZE, 4)
-    close(g.inverse().act(g.act(x, 0, 1, dual), 0, 1, dual), x)
-    close(g.act(g.inverse().act(x, 0, 1, dual), 0, 1, dual), x)
-    close(g.compose(h).act(x, 0, 1, dual), g.act(h.act(x, 0, 1, dual), 0, 1, dual))
-    assert (g.act(x, 0, 1, dual) - x).abs().max() > 1e-3
-    assert (g.batch, g.size) == (BATCH, SIZE)
+def test_elements_are_a_group(group: Group, dual: bool) -> None:
+    check_elements(group, dual)
 
 
-@elements
-def test_element_keeps_pairings(make):
-    g, q, k = make(3), tensor(BATCH, 5, SIZE), tensor(BATCH, 4, SIZE, seed=8)
-    close(g.act(q, 0, 2, dual=True) @ g.act(k, 0, 2).mT, q @ k.mT)
+def check_elements(group: Group, dual: bool) -> None:
+    g, h = group.random(N, D, gen(1)), group.random(N, D, gen(2))
+    x, still = normal(N, D, 4), group.identity(N, D)
+
+    def act(element: Element, x: Tensor) -> Tensor:
+        return element.act(x, 0, 1, dual)
+
+    assert g.shape == (N, D)
+    assert still.is_identity()
+    assert torch.equal(act(still, x), x)
+    close(act(g.inverse(), act(g, x)), x)
+    close(act(g, act(g.inverse(), x)), x)
+    close(act(g.compose(h), x), act(g, act(h, x)))
+    matrices = torch.linalg.inv(g.matrices()).mT if dual else g.matrices()
+    close(act(g, x), matrices @ x)
+    index = torch.tensor([2, 0])
+    close(act(g.select(index), x[index]), act(g, x)[index])
+    if not isinstance(group, Fixed):
+        assert not g.is_identity()
+        assert sum(g.distances().values()) > 0
+        assert g.words
+    same(g.still(), still)
+    assert max(g.inverse().compose(g).distances().values()) < 1e-9
+    assert g.mixes() == isinstance(g, Linear)
+    assert not still.mixes()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_identity_moves_nothing(kind):
-    one, x = KINDS[kind].identity(BATCH, SIZE), tensor(BATCH, SIZE, 4)
-    assert one.is_identity()
-    assert torch.equal(one.act(x, 0, 1), x)
-    assert torch.equal(one.act(x, 0, 1, dual=True), x)
-    assert not KINDS[kind].random(BATCH, SIZE, generator()).is_identity()
+@groups
+@pytest.mark.parametrize(("shape", "batch_dim", "dim"), [((D, N), 1, 0), ((2, D, 5, N), 3, 1), ((N, 2, D), 0, -1)])
+def test_elements_act_along_any_dimension(group: Group, shape: tuple[int, ...], batch_dim: int, dim: int) -> None:
+    g, x = group.random(N, D, gen(1)), normal(*shape)
+    straight = g.act(x.movedim((batch_dim, dim), (0, 1)).contiguous(), 0, 1)
+    close(g.act(x, batch_dim, dim).movedim((batch_dim, dim), (0, 1)), straight)
 
 
-def test_a_latent_has_all_rotations_as_its_norm_is_an_rmsnorm():
-    group = latent(Space("latent", "latent", {"size": 6}), GroupOptions(residual="rotation"))
-    ones = torch.ones(1, 6, dtype=torch.float64)
-    assert not torch.allclose(group.random(generator()).element.act(ones, 0, 1), ones)
-
-
-def test_the_farthest_orthogonal_map_has_distance_one():
-    close(Orthogonal(-torch.eye(SIZE, dtype=torch.float64)[None]).distance(), torch.ones(1, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("rescale", [False, True])
-def test_what_can_be_learned_from_the_identity_is_what_can_be_learned(rescale: bool):
-    group = OrthogonalGroup(rescale=rescale)
-    steps = [g.tangent(Freedom()).keys() for g in (group.identity(2, 4), group.random(2, 4, generator()))]
-    assert steps[0] == steps[1]
-    assert len(steps[0]) == 1 + rescale
-
-
-@elements
-def test_distance_is_zero_only_at_the_identity(make):
-    g = make(4)
-    assert g.distance().shape == (BATCH,)
-    assert (g.distance() >= 0).all()
-    assert not g.is_identity()
-    close(g.compose(g.inverse()).distance(), torch.zeros(BATCH, dtype=torch.float64))
-
-
-@elements
-def test_select_picks_elements(make):
-    g, index = make(5), torch.tensor([2, 0])
-    x = tensor(BATCH, SIZE, 4)
-    close(g.select(index).act(x[index], 0, 1), g.act(x, 0, 1)[index])
-
-
-@elements
-@pytest.mark.parametrize("dual", [False, True])
-@pytest.mark.parametrize(("shape", "batch_dim", "dim"), [((3, 6), 0, 1), ((6, 3), 1, 0), ((2, 6, 5, 3), 3, 1)])
-def test_act_on_any_dimension(make, dual, shape, batch_dim, dim):
-    g, x = make(6), tensor(*shape)
-    moved = g.act(x, batch_dim, dim, dual)
-    straight = g.act(x.movedim((batch_dim, dim), (0, 1)).contiguous(), 0, 1, dual)
-    close(moved.movedim((batch_dim, dim), (0, 1)), straight)
-    assert moved.shape == x.shape
-
-
-@elements
+@groups
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_act_keeps_dtype_and_input(make, dtype):
-    g, base = make(6), tensor(4, SIZE, BATCH * 2, dtype=dtype)
+def test_dtype_and_input_are_kept(group: Group, dtype: torch.dtype) -> None:
+    g, base = group.random(N, D, gen(1)), normal(4, D, 2 * N).to(dtype)
     strided, before = base[:, :, ::2], base.clone()
     moved = g.act(strided, 2, 1)
-    assert (moved.dtype, moved.device) == (dtype, base.device)
+    assert (moved.dtype, moved.shape) == (dtype, strided.shape)
     assert torch.equal(base, before)
     exact = g.act(strided.double(), 2, 1)
     assert (moved.double() - exact).abs().max() <= 8 * torch.finfo(dtype).eps * exact.abs().max()
 
 
-@elements
-def test_dump_and_load(make):
-    g, x = make(7), tensor(BATCH, SIZE, 4)
-    again = load({name: t.clone() for name, t in dump(g).items()})
-    assert type(again) is type(g)
-    assert torch.equal(again.act(x, 0, 1), g.act(x, 0, 1))
-    assert torch.equal(g.to(torch.device("cpu")).act(x, 0, 1), g.act(x, 0, 1))
+@groups
+def test_elements_come_back_from_their_tensors(group: Group) -> None:
+    g, x = group.random(N, D, gen(1)), normal(N, D, 4)
+    for dual in (False, True):
+        assert torch.equal(element_of(g.tensors()).act(x, 0, 1, dual), g.act(x, 0, 1, dual))
+    with pytest.raises(AlignmentError, match="no group element"):
+        element_of({**g.tensors(), "more": x})
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("cls", [Orthogonal, ScaledElement])
-def test_rounded_maps_come_back_orthogonal(cls, dtype):
-    g = cls.random(BATCH, SIZE, generator())
-    again = cls.from_tensors({name: t.to(dtype) for name, t in g.tensors().items()})
-    eye = torch.eye(SIZE, dtype=torch.float64).expand(BATCH, -1, -1)
-    close(again.matrix @ again.matrix.mT, eye)
-    assert (again.matrix - g.matrix).abs().max() < 2 * torch.finfo(dtype).eps
-    q, k = tensor(BATCH, 5, SIZE), tensor(BATCH, 4, SIZE, seed=8)
-    close(again.act(q, 0, 2, dual=True) @ again.act(k, 0, 2).mT, q @ k.mT)
-
-
-def test_load_refuses_unknown_keys():
-    with pytest.raises(RotationMergeError, match="no group element"):
-        load({"nonsense:matrix": torch.eye(2)})
-
-
-def test_hand_computed():
-    turn = Planar(torch.tensor([[torch.pi / 2]], dtype=torch.float64), torch.tensor([[2.0]]).double())
+def test_by_hand() -> None:
+    turn = Linear(torch.tensor([[[0.0, -2.0], [2.0, 0.0]]]).double())
     close(turn.act(torch.tensor([[1.0, 0.0]]).double(), 0, 1), torch.tensor([[0.0, 2.0]]).double())
     close(turn.act(torch.tensor([[1.0, 0.0]]).double(), 0, 1, dual=True), torch.tensor([[0.0, 0.5]]).double())
-    swap = Monomial(Permutation(torch.tensor([[1, 0]])), Scaling(torch.tensor([[1.0, -2.0]]).double()))
+    swap = Monomial(torch.tensor([[1, 0]]), torch.tensor([[1.0, -2.0]]).double(), degree=2)
     close(swap.act(torch.tensor([[3.0, 5.0]]).double(), 0, 1), torch.tensor([[5.0, -6.0]]).double())
+    close(
+        swap.powered().act(torch.tensor([[3.0, 8.0]]).double(), 0, 1, dual=True), torch.tensor([[8.0, 0.75]]).double()
+    )
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.sampled_from(sorted(KINDS)), st.integers(1, 4), st.integers(1, 4), st.integers(0, 10**6))
-def test_inverse_of_composition(kind, batch, half, seed):
-    cls = KINDS[kind]
-    g, h = (cls.random(batch, 2 * half, generator(seed + s)) for s in (0, 1))
-    x = tensor(batch, 2 * half, 3, seed=seed)
-    close(g.compose(h).inverse().act(x, 0, 1), h.inverse().act(g.inverse().act(x, 0, 1), 0, 1))
+def test_what_is_being_learned_is_never_taken_for_the_identity() -> None:
+    for still in (Linear.identity(1, 3), Monomial.identity(1, 3)):
+        name = "matrix" if isinstance(still, Linear) else "factor"
+        assert not replace(still, **{name: getattr(still, name).clone().requires_grad_(True)}).is_identity()
 
 
-# --- transforms of spaces
-
-
-ATTENTION = Space("attn", "attention", {"groups": 3, "per_group": 2, "head_dim": 4, "value_dim": 5})
-SPACES = {
-    "attention": ATTENTION,
-    "ffn": Space("ffn", "ffn", {"size": 7}, gated=True),
-    "experts": Space("experts", "experts", {"count": 3, "size": 4}, gated=True),
-    "stream": Space("residual", "stream", {"size": 6}),
-    "latent": Space("latent", "latent", {"size": 6}),
-    "translation": Space("router", "translation", {"size": 6}),
-    "mixer": Space("mixer", "mixer", {"groups": 3, "per_group": 2, "shared": 4, "own": 5}),
-    "convolution": Space("channels", "convolution", {"size": 6}),
-}
-
-
-def random_transform(kind: str, seed: int, gains: int = 1) -> SpaceTransform:
-    g = generator(seed)
-    if kind == "attention":
-        queries = torch.stack([torch.randperm(2, generator=g) for _ in range(3)])
-        qk = DirectSum((Planar.random(3, 2, g), Orthogonal.random(3, 2, g)))
-        order, vo = torch.randperm(3, generator=g), ScaledElement.random(3, 5, g)
-        return HeadTransform(order, queries, qk, vo, Exchange.random(gains, 4, g))
-    if kind == "ffn":
-        return NeuronTransform(Monomial(Permutation.random(1, 7, g), signed(1, 7, seed)))
-    if kind == "experts":
-        return ExpertTransform(torch.randperm(3, generator=g), Monomial.random(3, 4, g), degree=2)
-    if kind == "mixer":
-        return MixerGroup(3, 2, 4, 5, order=True, channels=True).random(g)
-    if kind == "convolution":
-        return ConvolutionGroup(6, permute=True, rescale=True).random(g)
-    if kind == "translation":
-        return TranslationGroup(6).random(g)
-    if kind == "latent":
-        return LatentGroup("signed_permutation", 6, fixes_ones=False).random(g)
-    return StreamTransform(Monomial(Permutation.random(1, 6, g), Scaling.random_signs(1, 6, g)))
-
-
-def identity_transform(kind: str) -> SpaceTransform:
-    if kind == "attention":
-        return HeadTransform(
-            torch.arange(3), torch.arange(2).repeat(3, 1), Planar.identity(3, 4), Orthogonal.identity(3, 5)
-        )
-    if kind == "ffn":
-        return NeuronTransform(Monomial.identity(1, 7))
-    if kind == "experts":
-        return ExpertTransform(torch.arange(3), Monomial.identity(3, 4))
-    if kind == "mixer":
-        return MixerGroup(3, 2, 4, 5, order=True, channels=True).identity()
-    if kind == "convolution":
-        return ConvolutionGroup(6, permute=True, rescale=True).identity()
-    if kind == "translation":
-        return TranslationGroup(6).identity()
-    if kind == "latent":
-        return LatentTransform(Monomial.identity(1, 6))
-    return StreamTransform(Monomial.identity(1, 6))
-
-
-AXES = [(kind, role) for kind in TRANSFORMS for role in ROLES[kind]]
-
-
-def axis(kind: str, role: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, int]:
-    """A tensor with such an axis, and the dimension the axis starts at."""
-    factors = SPACES[kind].factors(role)
-    front = (3,) if kind == "experts" and role != "index" else (2,)
-    return tensor(*front, *factors, 3, dtype=dtype), 1
-
-
-def test_every_kind_is_covered():
-    assert set(SPACES) == set(TRANSFORMS) == set(ROLES) - {"fixed"}
-
-
-def act_after(t: SpaceTransform, x: Tensor, kind: str, role: str, dim: int) -> Tensor:
-    """An axis of experts' neurons moves with the experts that dimension 0 counts, as `transform_tensor` has it."""
-    if kind == "experts" and role != "index":
-        x = t.act(x, "index", 0)
-    return t.act(x, role, dim)
-
-
-@pytest.mark.parametrize(("kind", "role"), AXES)
-def test_transform_laws(kind, role):
-    g, h = random_transform(kind, 1), random_transform(kind, 2)
-    x, dim = axis(kind, role)
-    there = act_after(g, x, kind, role, dim)
-    close(act_after(g.inverse(), there, kind, role, dim), x)
-    close(act_after(g.compose(h), x, kind, role, dim), act_after(g, act_after(h, x, kind, role, dim), kind, role, dim))
-    assert torch.equal(identity_transform(kind).act(x, role, dim), x)
-    assert identity_transform(kind).is_identity()
-    assert not g.is_identity()
-
-
-@pytest.mark.parametrize(("kind", "role"), AXES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_transform_keeps_dtype_and_input(kind, role, dtype):
-    x, dim = axis(kind, role, dtype)
-    spread = torch.stack([x, x], -1)
-    before = spread.clone()
-    moved = random_transform(kind, 3).act(spread[..., 0], role, dim)
-    assert (moved.dtype, moved.shape) == (dtype, x.shape)
-    assert torch.equal(spread, before)
-
-
-@pytest.mark.parametrize("kind", TRANSFORMS)
-def test_transform_serialisation(kind):
-    g = random_transform(kind, 4)
-    again = TRANSFORMS[kind].from_tensors(g.tensors())
-    for role in ROLES[kind]:
-        x, dim = axis(kind, role)
-        assert torch.equal(again.act(x, role, dim), g.act(x, role, dim))
-    assert again.group() == g.group()
-    assert again.distances() == g.distances()
-    assert not g.to(torch.device("cpu")).is_identity()
-
-
-def test_translations():
-    """Laws of what is added to rows; a softmax over the rows' products does not see it; the means meet."""
-    g, h, group = random_transform("translation", 1), random_transform("translation", 2), TranslationGroup(6)
-    rows, x = tensor(5, 6), tensor(6, 9, seed=3)
+def test_translations() -> None:
+    """A softmax over the rows' products does not see them."""
+    g, h, rows, x = Translation(normal(D)), Translation(normal(D, seed=1)), normal(5, D, seed=2), normal(D, 4, seed=3)
     close(g.inverse().added(g.added(rows)), rows)
     close(g.compose(h).added(rows), g.added(h.added(rows)))
-    assert group.identity().is_identity()
-    assert not g.is_identity()
-    assert torch.equal(g.act(rows, "read", 1), rows)
     close((g.added(rows) @ x).softmax(0), (rows @ x).softmax(0))
-    anchor = tensor(5, 6, seed=4)
-    found = group.solve(anchor, rows)
-    close(found.added(rows).mean(0), anchor.mean(0))
-    best = (anchor - found.added(rows)).square().sum()
-    assert all((anchor - random_transform("translation", s).added(rows)).square().sum() > best for s in range(9))
-    close(group.solve(anchor, g.added(anchor)[torch.randperm(5, generator=generator())]).vector, g.inverse().vector)
-    assert group.solve(anchor, anchor).is_identity()
-    assert TranslationGroup(6, moves=False).random(generator()).is_identity()
-    assert "6 entries" in str(group.refuses(TranslationGroup(7).identity()))
-    assert group.refuses(random_transform("stream", 1)) == "it is not a translation"
+    assert g.still().is_identity()
+    assert not g.is_identity()
+    assert element_of(g.tensors()).added(rows.bfloat16()).dtype == torch.bfloat16
 
 
-def test_attention_function_is_kept():
-    """Scores and outputs of grouped heads, computed from transformed tensors, are the old ones in the new order."""
-    g = random_transform("attention", 5)
-    q, k, v, o = (tensor(*ATTENTION.factors(role), 8, seed=s) for s, role in enumerate("qkvo"))
-    moved = {role: g.act(x, role, 0) for role, x in zip("qkvo", (q, k, v, o), strict=True)}
-    scores = torch.einsum("grdm,gdn->grmn", q, k).flatten(0, 1)
-    after = torch.einsum("grdm,gdn->grmn", moved["q"], moved["k"]).flatten(0, 1)
-    close(after, scores[g.head_order()])
-    outputs = torch.einsum("grdm,gdn->grmn", o, v).flatten(0, 1)
-    after = torch.einsum("grdm,gdn->grmn", moved["o"], moved["v"]).flatten(0, 1)
-    close(after, outputs[g.head_order()])
+# --- the best element
 
 
-@pytest.mark.parametrize("role", ["q_gain", "k_gain"])
-def test_gains_of_norms_over_all_heads_follow_their_group(role):
-    """Each KV group exchanges its own: laws of an order of heads and the factors inside it."""
-    g, h, (x, dim) = random_transform("attention", 1, 3), random_transform("attention", 2, 3), axis("attention", role)
-    close(g.inverse().act(g.act(x, role, dim), role, dim), x)
-    close(g.compose(h).act(x, role, dim), g.act(h.act(x, role, dim), role, dim))
-    assert g.gains.batch == 3
+@dataclass(frozen=True)
+class Pair:
+    """Anchor and donor: keys (N, 1, D, M), queries (N, R, D, M), and what only follows the order."""
+
+    anchor: tuple[Tensor, ...]
+    donor: tuple[Tensor, ...]
+
+    @classmethod
+    def random(cls, seed: int = 0, follow: bool = False) -> Pair:
+        shapes = [(N, 1, D, M), (N, R, D, M), (N, R, D, M)][: 2 + follow]
+        draws = [
+            [(1 + s + k) * normal(*shape, seed=9 * seed + 3 * k + s) for s, shape in enumerate(shapes)] for k in (0, 1)
+        ]
+        return cls(tuple(draws[0]), tuple(draws[1]))
+
+    def twin(self, element: Element) -> Pair:
+        """The anchor and what an element brings back to it."""
+        return Pair(self.anchor, tuple(act(element.inverse(), x, place) for place, x in enumerate(self.anchor)))
+
+    @property
+    def stats(self) -> Stats:
+        products = [torch.einsum("nrdm,nrem->nde", a, b) for a, b in zip(self.anchor, self.donor, strict=True)]
+        anchor, donor = ([x.square().sum((1, 3)) for x in model] for model in (self.anchor, self.donor))
+        follow = {"follow": products[2], "follow_norms": donor[2]} if len(products) > 2 else {}
+        return Stats(products[0], products[1], (donor[0], donor[1]), (anchor[0], anchor[1]), **follow)  # type: ignore[arg-type]
+
+    @property
+    def norm(self) -> Tensor:
+        return sum(x.square().sum((1, 2, 3)) for x in self.anchor[:2])  # type: ignore[return-value]
+
+    def gain(self, element: Element) -> Tensor:
+        """What an element takes off the squared distance, but for a constant, by applying it."""
+        total = torch.zeros(N, dtype=torch.float64)
+        for place, (a, b) in enumerate(zip(self.anchor, self.donor, strict=True)):
+            distance = (a - act(element, b, place)).square().sum((1, 2, 3))
+            total += (a.square().sum((1, 2, 3)) if place < 2 else 0.0) - distance
+            total += a.square().sum((1, 2, 3)) if place == 2 else 0.0
+        return total
 
 
-def test_gains_keep_their_products():
-    """What the keys' gains win, the queries' lose, also where a norm spans all heads, these in another order."""
-    shared, own = random_transform("attention", 3), random_transform("attention", 3, 3)
-    q, k = tensor(4, seed=1), tensor(4, seed=2)
-    close(shared.act(q, "q_norm", 0) * shared.act(k, "k_norm", 0), q * k)
-    q, k = tensor(3, 2, 4, seed=1), tensor(3, 4, seed=2)
-    products = own.act(q, "q_gain", 0) * own.act(k, "k_gain", 0)[:, None]
-    close(products.flatten(0, 1), (q * k[:, None]).flatten(0, 1)[own.head_order()])
+def act(element: Element, x: Tensor, place: int) -> Tensor:
+    if place < 2:
+        return (element.powered() if isinstance(element, Monomial) and place else element).act(x, 0, 2, dual=place == 1)
+    return element.order().act(x, 0, 2) if isinstance(element, Monomial) else x
 
 
-@pytest.mark.parametrize("role", ["head", "kv_head"])
-def test_what_no_map_may_touch_follows_its_head(role):
-    g = random_transform("attention", 5)
-    x = tensor(*ATTENTION.factors(role), 8)
-    if role == "head":
-        close(g.act(x, role, 0).flatten(0, 1), x.flatten(0, 1)[g.head_order()])
+def perturbed(group: Group, element: Element, seed: int) -> Element:
+    """An element of the group nearby."""
+    if isinstance(element, Linear):
+        return group.project(Linear(element.matrix + 1e-3 * normal(*element.matrix.shape, seed=seed)))
+    return group.project(replace(element, factor=element.factor * (1e-3 * normal(*element.shape, seed=seed)).exp()))
+
+
+@groups
+@pytest.mark.parametrize("follow", [False, True])
+def test_no_element_is_better_than_the_best(group: Group, follow: bool) -> None:
+    check_best(group, follow)
+
+
+def check_best(group: Group, follow: bool = False) -> None:
+    for trial in range(3):
+        pair = Pair.random(trial, follow)
+        best = group.solve(pair.stats)
+        gain = pair.gain(best)
+        close(pair.stats.gain(best), gain)
+        close(pair.stats.gain(group.identity(N, D)), pair.gain(group.identity(N, D)))
+        assert (group.value(pair.stats) <= gain + 1e-9).all() or follow
+        if not is_sequential(group):
+            rivals = [group.identity(N, D), *(group.random(N, D, gen(seed)) for seed in range(30))]
+            rivals += [perturbed(group, best, seed) for seed in range(5)]
+            assert all((pair.gain(rival) <= gain + 1e-7).all() for rival in rivals)
+
+
+@groups
+def test_a_planted_element_is_found(group: Group) -> None:
+    check_planted(group)
+
+
+def check_planted(group: Group) -> None:
+    planted = group.random(N, D, gen(11))
+    pair = Pair.random().twin(planted)
+    best = group.solve(pair.stats)
+    if is_sequential(group):
+        assert (pair.gain(best) > 0.8 * pair.norm).all()
     else:
-        close(g.act(x, role, 0), x[g.groups])
+        same(best, planted, 1e-7)
+        close(pair.gain(best), pair.norm)
 
 
-def test_planar_commutes_with_rotary():
-    for interleaved in (False, True):
-        g = Planar(*planar(9), interleaved=interleaved)
-        rotary = Planar(
-            torch.rand(1, SIZE // 2).double().expand(BATCH, -1) * 6, torch.ones(BATCH, SIZE // 2), interleaved
+@groups
+def test_equal_models_and_ties_get_the_identity(group: Group) -> None:
+    """To the bit; also where coordinates are zero or equal, and where nothing is known."""
+    pair = Pair.random()
+    for x in pair.anchor:
+        x[:, :, 1] = x[:, :, 0]
+        x[1, :, 2:4] = 0
+        x[2] = 0
+    still = group.identity(N, D)
+    nothing = torch.zeros(N, D, dtype=torch.float64)
+    for stats in (
+        Pair(pair.anchor, pair.anchor).stats,
+        Stats(nothing[..., None] * nothing[:, None], torch.zeros(N, D, D).double(), (nothing,) * 2, (nothing,) * 2),
+        Pair.random().stats.of_equals(torch.ones(N, dtype=torch.bool)),
+    ):
+        best = group.solve(stats)
+        assert type(best) is type(still)
+        assert torch.equal(best.matrices(), still.matrices())
+
+
+def test_a_pair_of_equal_models_stays_beside_others() -> None:
+    pair = Pair.random()
+    for group in GROUPS.values():
+        best, free = (
+            group.solve(s).matrices() for s in (pair.stats.of_equals(torch.tensor([0, 1, 0]) > 0), pair.stats)
         )
-        x = tensor(BATCH, SIZE, 4)
-        close(g.act(rotary.act(x, 0, 1), 0, 1), rotary.act(g.act(x, 0, 1), 0, 1))
+        assert torch.equal(best[1], torch.eye(D, dtype=torch.float64))
+        close(best[[0, 2]], free[[0, 2]])
 
 
-def test_gated_neuron_function_is_kept():
-    g = random_transform("ffn", 6)
-    up, gate, down, x = tensor(7, 5), tensor(7, 5, seed=1), tensor(5, 7, seed=2), tensor(5, 9, seed=3)
+def test_signed_scaled_orders_against_brute_force() -> None:
+    """Every order, each coordinate with the best factor of a fine grid."""
+    pair, group = Pair.random(), Permutations(signed=True, scaled=True)
+    stats = pair.stats
+    grid = torch.linspace(-4, 4, 2001, dtype=torch.float64).exp()
+    grid = torch.cat([grid, -grid])[:, None, None, None]
+    (p, d), (m, w) = stats.donor, (stats.primal, stats.dual)
+    gain = (2 * grid * m - grid**2 * p[:, None] + 2 * w / grid - d[:, None] / grid**2).amax(0)
+    orders = torch.tensor(list(itertools.permutations(range(D))))
+    best = gain[:, torch.arange(D), orders].sum(-1).amax(1)
+    reached = pair.gain(group.solve(stats))
+    assert (reached >= best - 1e-9).all()
+    assert (reached <= best + 1e-4 * best.abs()).all()
 
-    def ffn(up: Tensor, gate: Tensor, down: Tensor) -> Tensor:
-        return down @ (torch.nn.functional.silu(gate @ x) * (up @ x))
 
-    close(ffn(g.act(up, "in", 0), g.act(gate, "gate", 0), g.act(down, "out", 1)), ffn(up, gate, down))
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_map_and_scale_in_turn_find_what_a_search_finds(spread: float) -> None:
+    """For O(2): all angles, both orientations, all scales."""
+    angle = torch.linspace(0, 2 * math.pi, 721, dtype=torch.float64)
+    c, s = angle.cos(), angle.sin()
+    turns = torch.stack([torch.stack([c, -s], -1), torch.stack([s, c], -1)], -2)
+    maps = torch.cat([turns, turns @ torch.diag(torch.tensor([1.0, -1.0]).double())])
+    scale = torch.linspace(-3, 3, 601, dtype=torch.float64).exp()
+    a, b = (
+        [
+            normal(40, 2, 5, seed=9 * k + side) * (spread * normal(40, 1, 1, seed=9 * k + side + 3)).exp()
+            for side in (0, 1)
+        ]
+        for k in (0, 1)
+    )
+    stats = Stats(a[0] @ b[0].mT, a[1] @ b[1].mT, *((x[0].square().sum(-1), x[1].square().sum(-1)) for x in (b, a)))  # type: ignore[misc]
+    p, q = (torch.einsum("kij,nij->nk", maps, m)[..., None] for m in (stats.primal, stats.dual))
+    norms = [x.sum(-1)[:, None, None] for x in stats.donor]
+    best = (2 * scale * p + 2 * q / scale - scale**2 * norms[0] - norms[1] / scale**2).flatten(1).amax(1)
+    reached = stats.gain(Rotations(scaled=True).solve(stats))
+    size = best.abs() + norms[0][:, 0, 0]
+    lost = (best - reached) / size
+    assert (lost > 1e-9).double().mean() <= 0.05
+    turned = stats.gain(Rotations().solve(stats))
+    later = stats.gain(Rotations(scaled=True, sequential=True).solve(stats))
+    assert (turned <= later + 1e-12 * size).all()
+    assert (later <= reached + 1e-9 * size).double().mean() >= 0.95
 
 
-def test_registry_holds_every_subclass():
-    found = {cls for base in (GroupElement, MatrixElement, Monomial) for cls in base.__subclasses__()}
-    found = {cls for cls in found if cls.__module__.startswith("rotation_merge.")}
-    assert set(KINDS.values()) == found - {MatrixElement}
-    assert all(cls.kind == kind for kind, cls in KINDS.items())
+@pytest.mark.parametrize("group", [Rotations(), Planar(HALVES)], ids=["maps", "planar"])
+def test_a_scale_after_the_map_leaves_the_map_alone(group: Rotations | Planar) -> None:
+    stats = Pair.random().stats
+    later = replace(group, scaled=True, sequential=True).solve(stats).matrix
+    close(later / later.square().sum(-1, keepdim=True).sqrt(), group.solve(stats).matrix)
+
+
+# --- membership and files
+
+
+def space_of(group: Group, batch: int = N) -> SpaceGroup:
+    return SpaceGroup("stream", {"map": (group, batch, D)})
+
+
+def member(element: Any) -> Transform:
+    return Transform("stream", {"map": element})
+
+
+@groups
+def test_a_group_admits_its_own_and_nothing_else(group: Group) -> None:
+    check_membership(group)
+
+
+def check_membership(group: Group) -> None:
+    space = space_of(group)
+    g = group.random(N, D, gen(3))
+    for element in (g, g.inverse(), g.compose(group.random(N, D, gen(4))), group.solve(Pair.random().stats)):
+        assert space.refuses(member(element)) is None
+        same(group.project(element), element)
+    off = Linear(g.matrices() @ (torch.eye(D, dtype=torch.float64) + 0.2 * normal(N, D, D, seed=4)))
+    for bad in (off, Linear(off.matrix[:2]), *broken(g)):
+        assert space.refuses(member(bad))
+    assert group.words
+    assert group.symbol
+
+
+def broken(element: Element) -> list[Element]:
+    if isinstance(element, Linear):
+        x = element.matrix
+        return [Linear(bad) for bad in (x * 0, x * math.nan, x / 0, x * 1e9, x[:, :-1, :-1], x.sum(-1, keepdim=True))]
+    index, f = element.index, element.factor
+    orders = [index[:, :1].expand(index.shape), index + 1, index[:, :-1]]
+    factors = [f * 0, f * math.nan, f * math.inf, f * 1e9, f[:, :-1]]
+    return (
+        [replace(element, index=bad) for bad in orders]
+        + [replace(element, factor=bad) for bad in factors]
+        + [replace(element, degree=element.degree + 1)]
+    )
+
+
+@groups
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_storage_has_rounded_comes_back_inside(group: Group, dtype: torch.dtype) -> None:
+    space, g = space_of(group), member(group.random(N, D, gen(3)))
+    stored = {name: x.to(dtype) if x.is_floating_point() else x for name, x in g.tensors().items()}
+    again = space.restored(Transform.from_tensors("stream", stored))
+    assert space.refuses(again) is None
+    close(again.elements["map"].matrices(), g.elements["map"].matrices(), 4 * torch.finfo(dtype).eps)
+    for bad in [Linear(normal(N, D, D)), *broken(g.elements["map"])]:
+        if isinstance(bad, Linear):
+            with pytest.raises(AlignmentError, match=r"not orthogonal|out of range|maps of size|not belong"):
+                space.restored(member(bad))
+
+
+# --- learning
+
+
+@groups
+@pytest.mark.parametrize("scales", [False, True])
+def test_learning_starts_at_the_element_and_stays_in_the_group(group: Group, scales: bool) -> None:
+    check_learning(group, scales)
+
+
+def check_learning(group: Group, scales: bool) -> None:
+    batch = 1 if isinstance(group, Permutations) else N
+    g, x = group.random(batch, D, gen(3)), normal(batch, D, 4)
+    steps = group.steps(g, scales, orders=True)
+    assert steps.keys() == group.steps(group.identity(batch, D), scales, orders=True).keys()
+    if not steps:
+        return
+    for exact in (False, True):
+        close(group.moved(g, steps, exact).act(x, 0, 1), g.act(x, 0, 1), 1e-12 if exact else 1e-5)
+    steps = {
+        name: step + 0.3 * torch.randn(step.shape, generator=gen(i)) for i, (name, step) in enumerate(steps.items())
+    }
+    for step in steps.values():
+        step.requires_grad_(True)
+    soft = group.moved(g, steps, exact=False)
+    assert not soft.is_identity()
+    (soft.act(x, 0, 1) * normal(batch, D, 4, seed=5)).sum().backward()
+    assert all(bool(step.grad.isfinite().all()) and bool(step.grad.any()) for step in steps.values())
+    with torch.no_grad():
+        hard = group.moved(g, steps, exact=True)
+    assert space_of(group, batch).refuses(member(hard)) is None
+    for dual in (False, True):
+        close(soft.act(x, 0, 1, dual).detach(), hard.act(x, 0, 1, dual), 1e-4)

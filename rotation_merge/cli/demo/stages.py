@@ -18,8 +18,8 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.aligned_output import write_aligned
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.matching.pair import open_pair
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE
@@ -64,8 +64,8 @@ def twin(place: Path) -> Result:
     """The headline, through the stock command: the twin computes the same, every space moved by a random element."""
     parent, rotated = data.CHECKPOINTS / "vit-0", place / "vit-0-twin"
     pair = open_pair(str(parent), str(parent), AlignConfig(heads="permutation", residual="rotation"))
-    moves = random_gauge(pair.architecture, pair.checked.options, torch.Generator().manual_seed(0))
-    write_aligned(pair, Alignment(moves, pair.checked.folded), str(rotated), StorageOptions(dtype="float32"))
+    moves = random_gauge(pair.architecture, pair.options, torch.Generator().manual_seed(0))
+    write_aligned(pair, Alignment(moves, pair.folded), str(rotated), StorageOptions(dtype="float32"))
     return _halves("ViT and its rotated twin", place / "twin", parent, rotated, _digits, {"whole": WHOLE}, stock=True)
 
 

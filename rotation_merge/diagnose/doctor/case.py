@@ -15,8 +15,8 @@ from rotation_merge.diagnose.donors import RecipeDonor, donors_of
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, nearest_path
 from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.open_pair import Pair
 from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.pair import Pair
 from rotation_merge.mergekit_plugin.document import METHOD, documents
 from rotation_merge.mergekit_plugin.rules import MULTI_KEYS, explain
 from rotation_merge.model.folder import absent_parts, folder_of
@@ -61,7 +61,7 @@ class Case:
 
     def match(self, pair: Pair, progress: Progress | None) -> tuple[Pair, Alignment, MergeReport]:
         """The alignment of a parent to the first one under a pair's options; computed once."""
-        key = (str(pair.donor.reference), pair.checked.options)
+        key = (str(pair.donor.reference), pair.options)
         if key not in self.matched:
             self.matched[key] = (pair, *match_pair(pair, progress))
         return self.matched[key]

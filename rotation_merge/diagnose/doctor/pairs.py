@@ -8,8 +8,8 @@ from rotation_merge.architecture.fields import differences
 from rotation_merge.diagnose.doctor.case import Case, is_small
 from rotation_merge.diagnose.doctor.cause import Cause
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.matching.open_pair import check_models, open_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.matching.pair import are_here, open_pair
 from rotation_merge.mergekit_plugin.document import METHOD
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.view import View
@@ -56,9 +56,11 @@ def _shape_mismatch(case: Case, name: str) -> Cause | None:
     """The two cannot be averaged at all."""
     known = case.donors.get(name)
     try:
-        if known is not None:
-            check_models(known.anchor, known.matched, known.options, known.untie, known.excluded)
-        check_models(case.parents[0], name, NOTHING, excluded=known.excluded if known is not None else lambda _: False)
+        if known is not None and are_here(known.anchor, known.matched):
+            open_pair(known.anchor, known.matched, known.options, known.untie, excluded=known.excluded, shapes=False)
+        if are_here(case.parents[0], name):
+            excluded = known.excluded if known is not None else lambda _: False
+            open_pair(case.parents[0], name, NOTHING, excluded=excluded, shapes=False)
     except RotationMergeError as error:
         return Cause("do not fit", 0.98, error.what, error.where or name, error.remedy or "merge models that fit")
     return None
@@ -139,7 +141,7 @@ def _coordinates(case: Case, anchor: View, donor: View, progress: Progress | Non
         before, after = report.relative_distances(name)
         moved = f"from {before:.2f} to {after:.2f}"
         if after > NEAR * before:
-            words += f"; alignment (residual: {pair.checked.options.residual}) hardly helps: the distance goes {moved}"
+            words += f"; alignment (residual: {pair.options.residual}) hardly helps: the distance goes {moved}"
             continue
         if options not in tried:
             remedy = f"use 'merge_method: {METHOD}' with 'preset: far', which lowers the distance {moved}"

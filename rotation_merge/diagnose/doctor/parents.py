@@ -19,9 +19,11 @@ from rotation_merge.diagnose.doctor.case import Case, is_small
 from rotation_merge.diagnose.donors import RecipeDonor
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.linalg.assignment import assign
-from rotation_merge.matching.alignment import Alignment, moved_tensors
-from rotation_merge.matching.open_pair import Pair, open_pair, read_alignment
+from rotation_merge.matching.aligned_output import read_alignment
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.options import NOTHING, WEIGHTS
+from rotation_merge.matching.pair import Pair, open_pair
 from rotation_merge.mergekit_plugin.document import METHOD
 from rotation_merge.model.apply import split_axis
 from rotation_merge.model.blocks import read_tensor
@@ -129,13 +131,13 @@ def _moved(case: Case, progress: Progress | None) -> ParentSpan:
         return ParentSpan([Parent(anchor.architecture, anchor)], complete)
     folded = next((alignment.folded for _, _, alignment in pairs if alignment.folded), ())
     layout = pairs[0][1].architecture
-    members = [Parent(layout, moved_tensors(layout, pairs[0][1].sources[0], Alignment({}, folded)))]
+    members = [Parent(layout, moved_tensors(layout, pairs[0][1].sources[0], {}, folded))]
     for donor, pair, alignment in pairs:
         sources = [pair.sources[1]]
         if donor.origin is not None:  # whose change was carried: the fine-tune moves as its base does
             sources.append(open_pair(donor.origin, donor.name, NOTHING, donor.untie, any_base=True).sources[1])
-        whole = Alignment(alignment.transforms, folded)
-        members += [Parent(pair.architecture, moved_tensors(pair.architecture, s, whole)) for s in sources]
+        moved = (moved_tensors(pair.architecture, source, alignment.transforms, folded) for source in sources)
+        members += [Parent(pair.architecture, tensors) for tensors in moved]
     return ParentSpan(members, complete)
 
 
@@ -232,7 +234,7 @@ def _of_heads(part: Part, name: str, merged: Tensor, parents: Tensor) -> Layout 
     if len(merged) < 2:
         return None
     alike = _cosines(merged.flatten(1), parents.flatten(1))
-    order = tuple(assign(alike).permutation.tolist())
+    order = tuple(assign(alike).tolist())
     moved = [i for i, j in enumerate(order) if i != j]
     if not moved:
         return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rotation_merge.linalg.ridge import BIAS
+from rotation_merge.averaging.ridge import BIAS
 
 ITERATIONS = 20
 """Of conjugate gradients, of which ten bring the loss of a byte model's head within a percent of the least."""

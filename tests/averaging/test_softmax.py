@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rotation_merge.linalg.softmax import softmax_change
+from rotation_merge.averaging.softmax import softmax_change
 
 RIDGE = 1e-3
 

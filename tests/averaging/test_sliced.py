@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rotation_merge.linalg.sliced import SlicedMatrix, beside, polar, weighted_sum
+from rotation_merge.averaging.sliced import SlicedMatrix, beside, polar, weighted_sum
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -1,0 +1,221 @@
+"""One model between an anchor and its donors, as a module whose weights are mixed when they are read.
+
+Every weight is parametrized (`torch.nn.utils.parametrize`) as ``c_0 anchor + sum_i c_i moved donor_i``. Of small models
+the mixed weights are kept for a step. Modules of larger ones run under `torch.utils.checkpoint`: their weights are
+dropped once they have run, and mixed again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+from rotation_merge.architecture import Architecture
+from rotation_merge.errors import CheckpointError
+from rotation_merge.matching.alignment import Transforms
+from rotation_merge.model.biases import in_coordinates
+from rotation_merge.model.blocks import with_tied
+from rotation_merge.model.fold import folded_tensors
+from rotation_merge.model.tensors import Names, Tensors, TensorSource, as_tensors
+from rotation_merge.symmetry import Transform
+
+LARGEST_KEPT = 1 << 28
+"""Bytes of a mixed model whose weights are kept for a step; of larger ones they are mixed again."""
+
+
+class Mixture:
+    """The tensors of a model between an anchor and its donors.
+
+    Args:
+        architecture: of all of them.
+        parents: their tensors, the anchor's first; on any devices.
+        folded: streams that are folded.
+        device: where tensors are mixed, in float32 at least.
+        keeps: whether folded and mixed tensors are kept in memory.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        parents: Sequence[TensorSource],
+        folded: Collection[str],
+        device: torch.device,
+        keeps: bool,
+    ) -> None:
+        def converted(_: str, tensor: Tensor) -> Tensor:
+            return tensor.to(device, torch.promote_types(tensor.dtype, torch.float32))
+
+        def prepared(parent: TensorSource) -> Tensors:
+            tensors = as_tensors(folded_tensors(architecture, with_tied(architecture, parent), folded)).map(converted)
+            return tensors.cached(2 * LARGEST_KEPT) if keeps else tensors  # twice: in float64
+
+        self.architecture, self.device, self.keeps = architecture, device, keeps
+        self.parents = [prepared(parent) for parent in parents]
+        self._moved: list[Tensors] = []
+        self._shares: list[float] = []
+        self._mixed: dict[tuple[Names, bool], Tensor] = {}
+
+    @contextmanager
+    def at(self, transforms: Sequence[Mapping[str, Transform]], coefficients: Tensor) -> Iterator[None]:
+        """Choose a model for the block, which has to contain its backward pass.
+
+        Args:
+            transforms: of each donor.
+            coefficients: (1 + donors,), the anchor's first; their sum is one.
+        """
+        anchor, *donors = self.parents
+        pairs = zip(donors, transforms, strict=True)
+        self._moved = [anchor, *(in_coordinates(self.architecture, donor, maps, anchor) for donor, maps in pairs)]
+        self._shares = coefficients.tolist()
+        try:
+            yield
+        finally:
+            self._moved, self._mixed = [], {}
+
+    def tensor(self, names: Names) -> Tensor:
+        """A tensor of the chosen model, differentiable in the transforms; of several names, stacked."""
+        key = names, torch.is_grad_enabled()
+        if key in self._mixed:
+            return self._mixed[key]
+        with torch.autocast(self.device.type, enabled=False):
+            parts = [(share, tensors) for share, tensors in zip(self._shares, self._moved, strict=True) if share]
+            mixed = parts[0][0] * parts[0][1].read(names)
+            for share, tensors in parts[1:]:
+                mixed = mixed.add_(tensors.read(names), alpha=share)
+        if self.keeps:
+            self._mixed[key] = mixed
+        return mixed
+
+
+class MixedWeight(nn.Module):
+    """Parametrization of a weight: the mixture's tensor takes its place.
+
+    Args:
+        names: of the tensor, or of the stack that it is a piece of.
+        piece: which piece.
+    """
+
+    def __init__(self, mixture: Mixture, names: Names, piece: int) -> None:
+        super().__init__()
+        self.mixture, self.names, self.piece = mixture, names, piece
+
+    def forward(self, _: Tensor) -> Tensor:
+        mixed = self.mixture.tensor(self.names)
+        return mixed if isinstance(self.names, str) else mixed[self.piece]
+
+
+def mixed_model(model: nn.Module, mixture: Mixture, checkpointing: bool = False) -> nn.Module:
+    """A copy of a model that computes what the mixture's model computes; holds no weights that are mixed.
+
+    Args:
+        checkpointing: store the inputs of layers only, and run them again in the backward pass.
+    """
+    model = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}).eval()
+    if checkpointing:
+        _disable_cache(model)
+        for layer in list(_layers(model)):
+            _recompute(layer)
+    leaves = [module for module in model.modules() if _is_leaf(module)]
+    parametrized = _parametrize(model, mixture)
+    for module in leaves:
+        if module in parametrized and not mixture.keeps:
+            _recompute(module)
+    return model
+
+
+def _parametrize(model: nn.Module, mixture: Mixture) -> set[nn.Module]:
+    """Parametrize weights and buffers of a model, tied ones under every name, and return the modules that hold them."""
+    stored: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    stored |= dict(model.named_buffers(remove_duplicate=False))
+    weights = {
+        name: MixedWeight(mixture, info.names if info.stacked else name, piece)
+        for info in mixture.architecture.tensors()
+        for piece, name in enumerate(info.names)
+        if name in stored
+    }
+    tied = {id(stored[name]): weight for name, weight in weights.items()}
+    modules = set()
+    for name, tensor in stored.items():
+        owner, _, leaf = name.rpartition(".")
+        module, weight = model.get_submodule(owner), weights.get(name, tied.get(id(tensor)))
+        if weight is None or parametrize.is_parametrized(module, leaf):
+            continue
+        _release(module, leaf, mixture.device)
+        parametrize.register_parametrization(module, leaf, weight, unsafe=True)
+        modules.add(module)
+    return modules
+
+
+def _release(module: nn.Module, leaf: str, device: torch.device) -> None:
+    """Replace a module's tensor by one of the mixed weight's shape, dtype and device, without memory of its own."""
+    tensor = getattr(module, leaf)
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    empty = torch.zeros((), dtype=dtype, device=device).expand(tensor.shape)
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
+    else:
+        module._buffers[leaf] = empty
+
+
+def _recompute(module: nn.Module) -> None:
+    """Let a module store its inputs only, and run again in the backward pass."""
+    forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+    cast(Any, module).forward = forward
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """Whether all parameters of a module are its own."""
+    return not any(next(child.parameters(), None) is not None for child in module.children())
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers of a model: the outermost lists of modules."""
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else _layers(child)
+
+
+def _disable_cache(model: nn.Module) -> None:
+    """Switch off caches of keys and values, which a second run of a layer would extend."""
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            cast(Any, module).config.use_cache = False
+
+
+def same_tensors(anchor: nn.Module, donor: nn.Module, names: tuple[str, str]) -> None:
+    """Refuse a donor with other tensors, or with other shapes, such as those of another vocabulary.
+
+    Args:
+        names: what the two are called.
+
+    Raises:
+        CheckpointError: names the first tensor that only one of the two has, or that has another shape.
+    """
+    first, second = anchor.state_dict(), donor.state_dict()
+    if odd := sorted(set(first) ^ set(second)):
+        raise CheckpointError(f"tensor '{odd[0]}' is only in one of the two models", remedy="fit models of one class")
+    for name, tensor in first.items():
+        if second[name].shape != tensor.shape:
+            problem = f"tensor '{name}' is {list(second[name].shape)}, in {names[0]} it is {list(tensor.shape)}"
+            remedy = "bring the models to one vocabulary and one size first"
+            raise CheckpointError(problem, where=names[1], remedy=remedy)
+
+
+def renamed(
+    transforms: Mapping[str, Transform], architecture_of_transforms: Architecture, target: Architecture
+) -> Transforms:
+    """Transforms under the space names of another spelling of the model: a checkpoint's instead of a module's."""
+    names = {name: name for name in architecture_of_transforms.streams}
+    blocks = {(b.module, b.place, b.index): b for b in architecture_of_transforms.blocks}
+    for block in target.blocks:
+        same = blocks.get((block.module, block.place, block.index))
+        if same is not None:
+            names.update({s.name: block.spaces[k].name for k, s in same.spaces.items() if k in block.spaces})
+    return {names[name]: transform for name, transform in transforms.items()}

@@ -1,0 +1,489 @@
+"""Matching one attention layer: the order of its heads and the maps inside them, jointly.
+
+The products of all heads with all say what every pair of KV groups gains under its best maps, so that the order of the
+groups is one assignment. Query heads that share keys and values are ordered in turn with the maps, from two starts.
+Bounds on the gains of other pairs come from the norms of the products: where they prove the heads to be at their
+places, as in a fine-tune, no other pair is solved for.
+
+`heads: spectral` pairs heads by the distance of their singular values, after TransFusion (Rinaldi and others, 2025),
+for comparison. TransFusion takes those of the query, key and value matrices without biases, which no permutation inside
+a head changes, and permutes the coordinates of each pair, with one permutation for all three. Here output matrix and
+biases take part, too, and queries and keys are permuted separately from values and outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architecture.model import Space
+from rotation_merge.linalg.assignment import assign
+from rotation_merge.linalg.polar import FLOAT32_RANK_TOLERANCE, RANK_TOLERANCE, nuclear_norm
+from rotation_merge.linalg.scaling import best_scale, cost
+from rotation_merge.matching.matrix_pairs import Side
+from rotation_merge.symmetry import Monomial, Stats, Transform
+from rotation_merge.symmetry.admitted import GroupOptions, SpaceGroup, heads
+from rotation_merge.symmetry.element import Element, in_order
+from rotation_merge.symmetry.group import Fixed, Group, Permutations
+from rotation_merge.symmetry.transform import PAIRED
+
+TURNS = 6
+"""Maps and the order of query heads take turns at most so often."""
+CLEARLY = 1.1
+"""An order that gains so many times what another does is the better one, without a closer look."""
+GAINED = 1e-12
+"""Share of a gain by which a turn has to raise it."""
+ENTRIES = 1 << 22
+"""Entries of statistics that are looked at together."""
+NOTE = "query heads inside KV groups: alternated from two starts (shared keys and values couple them)"
+SPECTRAL = "heads paired by their singular values, after TransFusion"
+
+Pairs = list[tuple[Tensor, Tensor]]
+"""(anchor, donor), (G, r, d, m) each, of any strides; r is 1 for keys and values."""
+
+
+def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> tuple[Transform, float, list[str]]:
+    """The best order of heads and maps inside them, within the options and the layer's groups.
+
+    Returns:
+        The transform, by how much it lowers the squared distance, and notes.
+    """
+    group = heads(space, options)
+    parts = [part for name in PAIRED if (part := _part(space, sides, group, name)) is not None]
+    orders, notes = _best_order(group, parts)
+    pairing = Pairing(torch.arange(len(orders[0])), *orders)
+    elements: dict[str, Element] = {name: entry[0].identity(entry[1], entry[2]) for name, entry in group.groups.items()}
+    gained = 0.0
+    for part in parts:
+        element, gain = part.solved(pairing)
+        gained += gain
+        if part.name in elements and elements[part.name].shape[0] == len(orders[0]):
+            elements[part.name] = element
+    shared = _shared_gains(space, sides, group)
+    if shared is not None:
+        elements["gains"], gain = shared.solved(Pairing.own(1, 1))
+        gained += gain
+    return group.made(elements, orders), gained, notes
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """N pairs of KV groups, with the order of the query heads inside each.
+
+    Attributes:
+        anchor, donor: numbers of groups, int64 (N,).
+        queries: int64 (N, r): head a of the anchor's group meets head queries[:, a] of the donor's.
+    """
+
+    anchor: Tensor
+    donor: Tensor
+    queries: Tensor
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether every group meets itself, in the same order of heads."""
+        return in_order(self.donor) and torch.equal(self.anchor, self.donor) and in_order(self.queries)
+
+    @classmethod
+    def own(cls, groups: int, per_group: int) -> Pairing:
+        """Every group with itself."""
+        rows = torch.arange(groups)
+        return cls(rows, rows, torch.arange(per_group).repeat(groups, 1))
+
+
+@dataclass(frozen=True, eq=False)
+class HeadPart:
+    """The coordinates of heads that one element moves, in both models.
+
+    Attributes:
+        name: of the element; None: numbers that only follow the order of the heads.
+        primal: keys or values, one head a group; `dual`: queries or outputs, r heads a group.
+        follow: what changes places with the coordinates and nothing more (rows of output gates), r heads a group.
+        shape: G, r and d.
+        device: of the sums.
+    """
+
+    name: str | None
+    group: Group
+    primal: Pairs
+    dual: Pairs
+    follow: Pairs
+    shape: tuple[int, int, int]
+    device: torch.device
+
+    @property
+    def rounding(self) -> float:
+        """Relative rounding of the products."""
+        pairs = (*self.primal, *self.dual, *self.follow)
+        double = all(torch.float64 in (a.dtype, b.dtype) for a, b in pairs)
+        return RANK_TOLERANCE if double else FLOAT32_RANK_TOLERANCE
+
+    @cached_property
+    def blocks(self) -> list[Tensor]:
+        """Coordinates of the blocks that maps stay inside, (k, s) for those of each size s."""
+        numbers = self.group.blocks(self.shape[2])
+        by_size: dict[int, list[Tensor]] = {}
+        for number in range(int(numbers.max()) + 1):
+            coordinates = (numbers == number).nonzero()[:, 0]
+            by_size.setdefault(len(coordinates), []).append(coordinates)
+        return [torch.stack(coordinates) for size, coordinates in by_size.items() if size]
+
+    @cached_property
+    def norms(self) -> tuple[Tensor, ...]:
+        """Squared norms (G, d) of primal and dual side, of the donor and then of the anchor."""
+        sums = [self._norms(pairs, which) for which in (1, 0) for pairs in (self.primal, self.dual)]
+        return tuple(sums)
+
+    @cached_property
+    def follow_norms(self) -> Tensor:
+        """Squared norms, (G, d), of what the donor's coordinates are followed by."""
+        return self._norms(self.follow, 1)
+
+    def _norms(self, pairs: Pairs, which: int) -> Tensor:
+        groups, _, size = self.shape
+        total = torch.zeros(groups, size, dtype=torch.float64, device=self.device)
+        for pair in pairs:
+            for g, x in enumerate(pair[which]):
+                total[g] += _wide(x, self.device).square().sum(-1).sum(0, dtype=torch.float64)
+        return total
+
+    def stats(self, pairing: Pairing) -> Stats:
+        """The statistics of pairs of groups, from the tables if there are any."""
+        i, j = pairing.anchor.to(self.device), pairing.donor.to(self.device)
+        donor, anchor = (self.norms[0][j], self.norms[1][j]), (self.norms[2][i], self.norms[3][i])
+        primal, dual = self._summed(self.primal, pairing), self._summed(self.dual, pairing)
+        stats = Stats(primal, dual, donor, anchor, rounding=self.rounding)
+        if not self.follow:
+            return stats
+        norms = self.follow_norms[pairing.donor.to(self.device)]
+        return replace(stats, follow=self._products(self.follow, pairing), follow_norms=norms)
+
+    def _products(self, pairs: Pairs, pairing: Pairing) -> Tensor:
+        """A B^T of the paired heads, summed over those of a group, (N, d, d)."""
+        size = self.shape[2]
+        total = torch.zeros(len(pairing.anchor), size, size, dtype=torch.float64, device=self.device)
+        for a, b in pairs:
+            for n, (i, j) in enumerate(zip(pairing.anchor.tolist(), pairing.donor.tolist(), strict=True)):
+                y = b[j] if b.shape[1] == 1 else b[j][pairing.queries[n].to(b.device)]
+                x, y = _wide(a[i], self.device), _wide(y, self.device)
+                total[n] += torch.bmm(*_alike(x, y)).sum(0, dtype=torch.float64)
+        return total
+
+    def tabulate(self) -> None:
+        """Form the products of all heads with all; before, those inside every group with itself are known."""
+        self.__dict__["tables"] = tuple(self._table(pairs, every=True) for pairs in (self.primal, self.dual))
+
+    @cached_property
+    def tables(self) -> tuple[list[Tensor], ...]:
+        """Products of heads with heads on either side, for the blocks of each size.
+
+        (G, r, r, k, s, s) inside the groups, or of all with all (G, r, G, r, k, s, s), in the inputs' precision.
+        """
+        return tuple(self._table(pairs, every=False) for pairs in (self.primal, self.dual))
+
+    def _table(self, pairs: Pairs, every: bool) -> list[Tensor]:
+        return [self._block_table(blocks, pairs, every) for blocks in self.blocks]
+
+    def _block_table(self, blocks: Tensor, pairs: Pairs, every: bool) -> Tensor:
+        groups, _, width = self.shape
+        per_group = pairs[0][0].shape[1] if pairs else 1
+        count, size = blocks.shape
+        batch, heads = (1, groups * per_group) if every else (groups, per_group)
+        index = (torch.arange(heads)[None, :, None] * width + blocks[:, None]).flatten(1).to(self.device)
+        total = torch.zeros(1, device=self.device)
+        for pair in pairs:
+            x, y = (self._rows(t.flatten(0, 2).to(self.device).unflatten(0, (batch, -1)), index) for t in pair)
+            total = total + torch.bmm(*_alike(x, y))
+        shape = (count, groups, per_group, size) if every else (groups, count, per_group, size)
+        total = total.expand(batch * count, heads * size, heads * size)
+        if every:
+            return total.reshape(*shape, *shape[1:]).permute(1, 2, 4, 5, 0, 3, 6)
+        return total.reshape(*shape, *shape[2:]).permute(0, 2, 4, 1, 3, 5)
+
+    @staticmethod
+    def _rows(x: Tensor, index: Tensor) -> Tensor:
+        """Some rows of (b, n, m), (b k, rows, m), widened; without a copy where these are all of them in order."""
+        whole = index.numel() == x.shape[1] and len(index) == 1
+        return _wide(x if whole else x[:, index].flatten(0, 1), x.device)
+
+    def _summed(self, pairs: Pairs, pairing: Pairing) -> Tensor:
+        """A B^T of pairs of groups, summed over their heads, (N, d, d), zero outside of blocks."""
+        i, j = pairing.anchor.to(self.device), pairing.donor.to(self.device)
+        size = self.shape[2]
+        result = torch.zeros(len(i), size, size, dtype=torch.float64, device=self.device)
+        for blocks, table in zip(self.blocks, self.tables[pairs is self.dual], strict=True):
+            rows = torch.arange(table.shape[1], device=self.device)
+            queries = pairing.queries.to(self.device) if len(rows) > 1 else torch.zeros_like(i)[:, None]
+            every = table.ndim == 7
+            picked = table[i[:, None], rows, j[:, None], queries] if every else table[i[:, None], rows, queries]
+            index = blocks.to(self.device)
+            result[:, index[:, :, None], index[:, None, :]] = picked.sum(1, dtype=torch.float64)
+        return result
+
+    def inner(self, i: Tensor, j: Tensor) -> list[Tensor]:
+        """Products of every query head with every other, of N pairs of groups, (N, r, r, k, s, s) for each size."""
+        i, j = i.to(self.device), j.to(self.device)
+        return [(table[i, :, j] if table.ndim == 7 else table[i]).double() for table in self.tables[1]]
+
+    @property
+    def compact(self) -> bool:
+        """Whether products of all heads with all are soon formed."""
+        return max(blocks.shape[1] for blocks in self.blocks) <= 2
+
+    def bounds(self) -> Tensor:
+        """Upper bounds on the gains of all pairs of groups, (G, G): |M|_* <= sqrt(s) |M|_F in each block.
+
+        Without a table of all heads, or where the coordinates of a block have scales of their own, the anchor's squared
+        norms: all that can be gained.
+        """
+        follow = self._norms(self.follow, 0).sum(1)[:, None]
+        if self.tables[0][0].ndim < 7 or (isinstance(self.group, Permutations) and self.group.scaled):
+            return ((self.norms[2] + self.norms[3]).sum(1)[:, None] + follow).expand(-1, self.shape[0]).cpu()
+        total = follow.repeat(1, self.shape[0])
+        for blocks, primal, dual in zip(self.blocks, *self.tables, strict=True):
+            root = blocks.shape[1] ** 0.5 * (1 + self.rounding)
+            p, q = (root * torch.linalg.matrix_norm(table).double().amax(3).sum(1) for table in (primal, dual))
+            first, second = (x[:, blocks.to(self.device)].sum(-1)[None] for x in self.norms[:2])
+            scale = torch.ones_like(p) if isinstance(self.group, Fixed) else best_scale(first, second, p, q)
+            total -= cost(scale, first, second, p, q).sum(-1)
+        return total.cpu()
+
+    def solved(self, pairing: Pairing) -> tuple[Element, float]:
+        """The best element of each pair, the identity where both models are equal, and by how much it gains."""
+        stats = self.stats(pairing)
+        element = self.group.solve(stats.of_equals(self._equal(pairing)))
+        groups, per_group, size = self.shape
+        before = stats if pairing.changes_nothing else self.stats(Pairing.own(groups, per_group))
+        gained = stats.gain(element) - before.gain(Monomial.identity(groups, size))
+        return element, float(gained.sum())
+
+    def _equal(self, pairing: Pairing) -> Tensor:
+        equal = torch.ones(len(pairing.anchor), dtype=torch.bool, device=self.device)
+        for a, b in (*self.primal, *self.dual, *self.follow):
+            for n, (i, j) in enumerate(zip(pairing.anchor.tolist(), pairing.donor.tolist(), strict=True)):
+                y = b[j] if b.shape[1] == 1 else b[j][pairing.queries[n].to(b.device)]
+                equal[n] &= torch.equal(a[i].to(self.device), y.to(self.device, a.dtype))
+        return equal
+
+    def chunks(self, count: int) -> Iterator[Tensor]:
+        """Numbers of N pairs, a few at a time."""
+        size = self.shape[2]
+        yield from torch.arange(count).split(max(1, ENTRIES // (size * size * self.shape[1])))
+
+
+def _wide(x: Tensor, device: torch.device) -> Tensor:
+    return x.to(device, torch.promote_types(x.dtype, torch.float32))
+
+
+def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """X and Y^T, in one dtype."""
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    return x.to(dtype), y.to(dtype).mT
+
+
+def _part(space: Space, sides: Sequence[Side], group: SpaceGroup, name: str | None) -> HeadPart | None:
+    """The part of an element's tensors; None if there are none. Without a group of their own they stay."""
+    roles, sizes = PAIRED[name], space.sizes
+    element_group = group.groups[name][0] if name in group.groups else Fixed()
+    size = {"vo": sizes["value_dim"], None: 1}.get(name, sizes["head_dim"])
+    shape = (sizes["groups"], sizes["per_group"], size)
+    primal, dual = (_pairs(sides, role, shape) for role in roles)
+    gates = _pairs(sides, "gate", shape) if name == "vo" else []
+    if not (primal or dual or gates):
+        return None
+    return HeadPart(name, element_group, primal, dual, gates, shape, sides[0].anchor.device)
+
+
+def _pairs(sides: Sequence[Side], role: str, shape: tuple[int, int, int]) -> Pairs:
+    groups, _, size = shape
+    return [
+        (s.anchor.reshape(groups, -1, size, s.anchor.shape[-1]), s.donor.reshape(groups, -1, size, s.donor.shape[-1]))
+        for s in sides
+        if s.role == role
+    ]
+
+
+def _shared_gains(space: Space, sides: Sequence[Side], group: SpaceGroup) -> HeadPart | None:
+    """Gains of norms that all heads of a layer share, as those of one head."""
+    shape = (1, 1, space.sizes["head_dim"])
+    primal, dual = (_pairs(sides, role, shape) for role in ("k_norm", "q_norm"))
+    if not (primal or dual) or "gains" not in group.groups:
+        return None
+    return HeadPart("gains", group.groups["gains"][0], primal, dual, [], shape, sides[0].anchor.device)
+
+
+def _best_order(group: SpaceGroup, parts: list[HeadPart]) -> tuple[tuple[Tensor, Tensor], list[str]]:
+    """The donor's head order and the query heads inside each group, with notes."""
+    rows, queries = group.orders
+    if group.order == "fixed" and queries.numel() > 1:
+        return (rows, queries), ["the order of the heads is fixed by the architecture"]
+    if not group.reorders or queries.numel() == 1 or not parts:
+        return (rows, queries), []
+    if group.order == "spectral":
+        return _spectral(group, parts), [SPECTRAL]
+    notes = [NOTE] if queries.shape[1] > 1 else []
+    gains, inner = _inner_orders(parts, rows, rows)
+    unmoved = Ordering(rows, queries, float(_gains(parts, Pairing.own(*queries.shape)).sum()))
+    orders = [unmoved, Ordering(rows, inner, float(gains.sum()))]
+    if not (group.inside or _at_home(parts, gains)):
+        count = len(rows)
+        gains, every = _inner_orders(parts, rows.repeat_interleave(count), rows.repeat(count))
+        values = gains.reshape(count, count)
+        order = assign(values)
+        inner = every.reshape(count, count, -1)[rows, order]
+        orders.append(Ordering(order, inner, float(values[rows, order].sum())))
+    best = _chosen(parts, orders)
+    return (best.groups, best.queries), notes
+
+
+def _at_home(parts: list[HeadPart], gains: Tensor) -> bool:
+    """Whether bounds on what other pairs gain prove that groups are at their places; if not, all products are known.
+
+    Args:
+        gains: of every group with itself, (G,).
+    """
+    rows = torch.arange(len(gains))
+    for compact in (True, False):
+        for part in parts:
+            if part.compact == compact:
+                part.tabulate()
+        values = torch.stack([part.bounds() for part in parts]).sum(0)
+        values[rows, rows] = gains
+        if torch.equal(assign(values), rows):
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """An order of KV groups and of the query heads inside them, and what it gains at least."""
+
+    groups: Tensor
+    queries: Tensor
+    gain: float
+
+
+def _chosen(parts: list[HeadPart], orders: list[Ordering]) -> Ordering:
+    """The first of the orders that gains most under the best maps, where their gains are close."""
+    best = orders[0]
+    for order in orders[1:]:
+        if torch.equal(order.groups, best.groups) and torch.equal(order.queries, best.queries):
+            continue
+        if order.gain < CLEARLY * max(best.gain, 0.0):
+            best, order = _exact(parts, best), _exact(parts, order)
+        best = order if order.gain > best.gain + GAINED * abs(best.gain) else best
+    return best
+
+
+def _exact(parts: list[HeadPart], order: Ordering) -> Ordering:
+    """The order with what it gains under the best maps."""
+    pairing = Pairing(torch.arange(len(order.groups)), order.groups, order.queries)
+    every = [part.stats(pairing) for part in parts]
+    gains = (float(stats.gain(part.group.solve(stats)).sum()) for part, stats in zip(parts, every, strict=True))
+    return replace(order, gain=sum(gains))
+
+
+def _inner_orders(parts: list[HeadPart], i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+    """What N pairs of groups gain, (N,), and the best orders of the query heads inside them, (N, r)."""
+    per_group = parts[0].shape[1]
+    orders = torch.arange(per_group).repeat(len(i), 1)
+    gains = _gains(parts, Pairing(i, j, orders))
+    if per_group == 1:
+        return gains, orders
+    for start in (orders, _assigned(_alone(parts, i, j))):
+        queries = start
+        for _ in range(TURNS):
+            reached = _gains(parts, Pairing(i, j, queries))
+            better = reached > gains + GAINED * gains.abs()
+            orders, gains = torch.where(better[:, None], queries, orders), torch.where(better, reached, gains)
+            following = _assigned(_agreement(parts, Pairing(i, j, queries)))
+            if torch.equal(following, queries):
+                break
+            queries = following
+    return gains, orders
+
+
+def _assigned(values: Tensor) -> Tensor:
+    return torch.stack([assign(m) for m in values])
+
+
+def _gains(parts: list[HeadPart], pairing: Pairing) -> Tensor:
+    """What N pairs gain under the best maps, or ones nearly the best, (N,), on the CPU."""
+    total = torch.zeros(len(pairing.anchor), dtype=torch.float64)
+    for part in parts:
+        for chunk in part.chunks(len(total)):
+            total[chunk] += part.group.value(replace(part.stats(_picked(pairing, chunk)), turns=1)).cpu()
+    return total
+
+
+def _picked(pairing: Pairing, chunk: Tensor) -> Pairing:
+    return Pairing(pairing.anchor[chunk], pairing.donor[chunk], pairing.queries[chunk])
+
+
+def _alone(parts: list[HeadPart], i: Tensor, j: Tensor) -> Tensor:
+    """What every pair of query heads would gain alone, (N, r, r)."""
+    total = torch.zeros(len(i), *[parts[0].shape[1]] * 2, dtype=torch.float64)
+    for part in parts:
+        for chunk in part.chunks(len(i)):
+            total[chunk] += sum(nuclear_norm(table).sum(-1).cpu() for table in part.inner(i[chunk], j[chunk]))
+    return total
+
+
+def _agreement(parts: list[HeadPart], pairing: Pairing) -> Tensor:
+    """<A, g^-T B> of every pair of query heads, under the best maps of each pair of groups, (N, r, r)."""
+    total = torch.zeros(len(pairing.anchor), *[parts[0].shape[1]] * 2, dtype=torch.float64)
+    for part in parts:
+        for chunk in part.chunks(len(total)):
+            pairs = _picked(pairing, chunk)
+            maps = _dual(part.group.solve(replace(part.stats(pairs), turns=1))).to(part.device)
+            for blocks, table in zip(part.blocks, part.inner(pairs.anchor, pairs.donor), strict=True):
+                index = blocks.to(part.device)
+                inside = maps[:, index[:, :, None], index[:, None, :]]
+                total[chunk] += torch.einsum("nkxy,nabkxy->nab", inside, table).cpu()
+    return total
+
+
+def _dual(element: Element) -> Tensor:
+    """The inverse transposes of an element's maps, (N, d, d)."""
+    if not isinstance(element, Monomial):
+        return element.dual
+    eye = torch.eye(element.shape[1], dtype=torch.float64).repeat(element.shape[0], 1, 1)
+    return element.act(eye, 0, 1, dual=True)
+
+
+def _spectral(group: SpaceGroup, parts: list[HeadPart]) -> tuple[Tensor, Tensor]:
+    """KV groups (unless they stay) and, inside them, query heads, assigned by the distance of their spectra."""
+    groups, per_group = group.orders[1].shape
+    shared = torch.zeros(groups, groups, dtype=torch.float64)
+    every = torch.zeros(groups, per_group, groups, per_group, dtype=torch.float64)
+    for part in parts:
+        if part.name is not None:
+            if part.primal:
+                shared += _spectral_distances(part.primal, (groups, 1))[:, 0, :, 0]
+            if part.dual:
+                every += _spectral_distances(part.dual, (groups, per_group))
+    inner = every.permute(0, 2, 1, 3)
+    queries = _assigned(-inner.flatten(0, 1)).reshape(groups, groups, per_group)
+    chosen = inner.gather(3, queries[..., None])[..., 0].sum(-1)
+    rows = torch.arange(groups)
+    order = rows if group.inside else assign(-(shared + chosen))
+    return order, queries[rows, order]
+
+
+def _spectral_distances(pairs: Pairs, shape: tuple[int, int]) -> Tensor:
+    """Distances between the singular values of the anchor's and of the donor's heads, (G, r, G, r), biases included."""
+    anchor, donor = (
+        torch.linalg.eigvalsh(sum(_gram(pair[which]) for pair in pairs)).clamp_min(0).sqrt().flatten(0, 1)
+        for which in (0, 1)
+    )
+    return torch.cdist(anchor, donor).reshape(*shape, *shape).cpu()
+
+
+def _gram(x: Tensor) -> Tensor:
+    """X X^T of each head, (G, r, d, d)."""
+    wide = x.double()
+    return wide @ wide.mT

@@ -1,0 +1,559 @@
+"""May these two models be aligned, or averaged? What decides is compared here, from configs, architectures and headers.
+
+The Python API, all commands and recipes ask `check_pair`. A silent change of outputs is refused; what makes a merge
+questionable is a warning. No weights are read before somebody asks a `Pair` for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+from mergekit.common import ModelReference
+from torch import Tensor
+
+from rotation_merge.architecture import resolve
+from rotation_merge.architecture.fields import differences
+from rotation_merge.architecture.model import Architecture, Block, Space, TensorInfo
+from rotation_merge.architecture.registry import find, shipped
+from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, short
+from rotation_merge.matching.basis import Basis, Identity, hidden_biases
+from rotation_merge.matching.block import wanted_spaces
+from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.matching.stream import residual_groups
+from rotation_merge.model.blocks import with_tied
+from rotation_merge.model.fingerprint import Fingerprint
+from rotation_merge.model.fold import Fold
+from rotation_merge.model.folder import absent_parts
+from rotation_merge.model.labels import LabelRows, in_class_order, label_rows, rows_note, watched
+from rotation_merge.model.language_half import within
+from rotation_merge.model.open import ModelLike, as_reference, check_names, check_present, open_model, parse_reference
+from rotation_merge.model.rows import vocabulary_subset
+from rotation_merge.model.tensors import Tensors
+from rotation_merge.model.view import View
+from rotation_merge.model.vocabulary import TOGETHER, matched_on, other_ids, row_pair
+from rotation_merge.symmetry import Transform
+from rotation_merge.symmetry.admitted import by_stream
+
+LITTLE = "a change carried from a base of another width or depth brings only -3 to 16% of its gain"
+UNLIKE = f"only models of equal sizes and symmetries can be averaged; {LITTLE}, so train on the new base instead"
+SLICES = f"choose layers with 'slices' in a recipe, without 'residual'; {LITTLE}"
+TOKENIZER = "add 'tokenizer: {source: base}' so that the vocabularies are brought together"
+EQUAL = "only equal shapes can be merged; name it under 'exclude' to copy it from base_model"
+OUTSIDE_RECIPES = (
+    "merge them with 'tokenizer', 'heads_of: each' or 'exclude' in a recipe; measure them with 'evaluate' or "
+    "'barrier --heads-of each'"
+)
+
+FLAGS = {
+    "attention_bias": ("attention",),
+    "qkv_bias": ("attention",),
+    "use_qkv_bias": ("attention",),
+    "mlp_bias": ("ffn",),
+    "use_bias": ("attention", "ffn", "mixer"),
+    "bias": ("attention", "ffn"),
+}
+"""Config entries that give linear maps a bias, and the kinds of spaces that those maps have an axis of."""
+
+NEW_BIASES = "transformers makes new ones (set it to false in config.json if the model has none)"
+
+WORDS = {
+    "groups": "KV heads",
+    "per_group": "query heads for each KV head",
+    "head_dim": "dimensions of a head",
+    "rotary": "rotary dimensions",
+    "interleaved": "neighbours as rotary pairs",
+    "rotary_parts": "parts that rotary embedding turns apart",
+    "norm": "norm of queries and keys",
+    "degree": "degree of the activation",
+    "free_order": "heads that may change places",
+    "free_groups": "KV heads that may change places",
+    "span": "keys and values of",
+}
+"""Facts on a space as messages call them."""
+
+Layers = Mapping[str, Sequence[tuple[int, int]]]
+"""By module, which layer of the anchor meets which layer of the donor."""
+
+Excluded = Callable[[str], bool]
+"""Says of a tensor, by name, that it is copied from the anchor."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decides the groups of one part of a model: a stream, a local space, a norm.
+
+    Attributes:
+        name: of the part, in messages.
+        values: by word; those of two models have to agree.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+
+    @staticmethod
+    def of_sizes(space: Space) -> Facts:
+        """The sizes of a space alone."""
+        return Facts(space.name, {WORDS.get(name, name): size for name, size in space.sizes.items()})
+
+    @staticmethod
+    def of_space(space: Space) -> Facts:
+        """All properties of a space."""
+        properties = {f.name: getattr(space, f.name) for f in fields(space) if f.name not in ("name", "sizes")}
+        values = {**space.sizes, **properties}
+        return Facts(space.name, {WORDS.get(name, name): value for name, value in values.items()})
+
+    @staticmethod
+    def of_block(block: Block) -> dict[str, Facts]:
+        """The facts on a block's spaces and norms, by key."""
+        facts = {local: Facts.of_space(space) for local, space in block.spaces.items()}
+        for norm in block.norms:
+            kind = "layer" if norm.layer else "rms"
+            values = {"kind": kind, "offset of the gain": norm.offset, "readers": norm.reads}
+            facts[f"norm {norm.gain}"] = Facts(f"{block.name}, norm {norm.gain}", values)
+        return facts
+
+    @staticmethod
+    def of_model(architecture: Architecture) -> dict[str, Facts]:
+        """The sizes of all streams, and of the first local space of each name."""
+        spaces = dict(architecture.streams)
+        for block in architecture.blocks:
+            for local, space in block.spaces.items():
+                spaces.setdefault(f"{block.module}.{local}", space)
+        return {key: Facts.of_sizes(space) for key, space in spaces.items()}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models of one architecture that may be matched, read lazily.
+
+    Attributes:
+        architecture: the anchor's, with heads of their own where they are untied.
+        options: with the groups of streams that both models admit.
+        streams: the residual group of each stream that is moved.
+        folded: the streams among them whose norm gains are folded into their readers first.
+        warnings: what makes a merge of the two questionable, one line each.
+        notes: for the report beside them, such as on tensors that stay as they are because nothing is known of them.
+        rows: what puts the donor's classes into the anchor's order; whoever reads the donor has to apply it.
+        untie: whether heads that share an embedding's tensor are given one of their own.
+        device: where their tensors are put as they are read.
+        watched: whether every tensor that is read counts for their fingerprints, which a report or a file will hold.
+        marks: what is known of the fingerprints.
+    """
+
+    anchor: View
+    donor: View
+    architecture: Architecture
+    options: AlignConfig
+    streams: Mapping[str, str]
+    folded: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    rows: LabelRows = field(default_factory=dict)
+    untie: bool = False
+    device: str = "cpu"
+    watched: bool = True
+    marks: tuple[Fingerprint, Fingerprint] = field(default_factory=lambda: (Fingerprint(), Fingerprint()))
+
+    @property
+    def sources(self) -> tuple[Tensors, Tensors]:
+        """The tensors of both models by the anchor's names; what is read counts for the fingerprints."""
+        return self._source(self.anchor, self.marks[0]), self._source(self.donor, self.marks[1])
+
+    def _source(self, model: View, mark: Fingerprint) -> Tensors:
+        tensors = with_tied(self.architecture, watched(model, mark.add) if self.watched else model.tensors)
+        return tensors if self.device == "cpu" else tensors.to(self.device)
+
+    @cached_property
+    def shared(self) -> tuple[Tensor, Tensor] | None:
+        """Rows of the shared tokens for matching streams, the anchor's first.
+
+        None if all tokens are the same, or no stream is matched.
+        """
+        return None if self.options.residual == "none" else row_pair(self.anchor, self.donor)
+
+    @property
+    def matched(self) -> tuple[Tensors, Tensors]:
+        """The tensors of both models to compare: rows of shared tokens in embeddings and heads."""
+        anchor, donor = self.sources
+        if self.shared is None:
+            return anchor, donor
+        subsets = zip((anchor, donor), self.shared, strict=True)
+        first, second = (vocabulary_subset(self.architecture, source, rows) for source, rows in subsets)
+        return first, second
+
+    @property
+    def described(self) -> View:
+        """The anchor as it was compared: with heads of their own where they are untied."""
+        return replace(self.anchor, architecture=self.architecture)
+
+    def token_notes(self) -> list[str]:
+        """A note on the tokens that streams are matched on, where they are not all."""
+        return [] if self.shared is None else [matched_on(self.anchor, self.donor, len(self.shared[0]))]
+
+    def fingerprints(self) -> tuple[str, str]:
+        """Fingerprints of anchor and donor; reads only tensors not read yet."""
+        for model, mark in zip((self.anchor, self.donor), self.marks, strict=True):
+            mark.complete(model.architecture.named(), model.as_filed.tensors)
+        anchor, donor = self.anchor.as_filed, self.donor.as_filed
+        return self.marks[0].hexdigest(anchor.config), self.marks[1].hexdigest(donor.config)
+
+    def basis(self, streams: Sequence[str]) -> Basis:
+        """Return the facts on both models that an alignment stores. Biases of folded streams are folded."""
+        if self.watched:
+            marks = zip((self.anchor, self.donor), self.fingerprints(), self.marks, strict=True)
+            anchor, donor = (Identity(model.name, mark, known.sums()) for model, mark, known in marks)
+        else:
+            anchor, donor = Identity.of(self.anchor), Identity.of(self.donor)
+        biases, donor_biases = (hidden_biases(self.architecture, source, streams) for source in self.sources)
+        return Basis(self.anchor.config, self.anchor.shapes, self.untie, anchor, donor, biases, self.rows, donor_biases)
+
+
+def check_pair(
+    anchor: View,
+    donor: View,
+    options: AlignConfig,
+    *,
+    untie: bool = False,
+    layers: Layers | None = None,
+    excluded: Excluded = lambda _: False,
+    averaged: bool = False,
+) -> Pair:
+    """Check that the donor can be moved to the anchor under these options with unchanged outputs.
+
+    Args:
+        untie: heads that share an embedding's tensor are given one of their own.
+        layers: which layers meet, where a recipe's slices say so; None: each meets the one at its own place.
+        excluded: says of a tensor that it is copied from the anchor.
+        averaged: refuse models whose forward passes differ for equal weights, too: the class of their average would not
+            compute what the donor's weights were trained for.
+
+    Raises:
+        RotationMergeError: it cannot; says what stands against it, with both models' values.
+    """
+    family, donor_family = anchor.architecture.family, donor.architecture.family
+    if family != donor_family:
+        problem = f"architecture is {donor_family}, that of {anchor.name} is {family}"
+        raise ArchitectureError(problem, where=donor.name, remedy="only models of one architecture can be aligned")
+    _check_facts(anchor, donor, Facts.of_model(anchor.architecture), Facts.of_model(donor.architecture))
+    warnings = tuple(_config_warnings(anchor, donor, averaged))
+    rows = label_rows(anchor, donor, excluded)
+    options.check_layers(anchor.architecture)
+    streams = _streams(anchor, donor, options.residual, untie)
+    if streams or layers is None:
+        check_depth(anchor, donor)
+    blocks = paired_blocks(anchor.architecture, donor.architecture, None if streams else layers)
+    for anchor_block, donor_block in blocks:
+        _check_facts(anchor, donor, Facts.of_block(anchor_block), Facts.of_block(donor_block))
+    folded = anchor.architecture.folds(streams)
+    for member in (anchor, donor):
+        _check_head(member, folded, options.shift_head, untie)
+    pair = Pair(anchor, donor, anchor.architecture, options, streams, folded, warnings, rows=rows, untie=untie)
+    _check_missing(pair, blocks, excluded)
+    notes = [
+        *_remarks(anchor),
+        *_remarks(donor),
+        *rows_note(anchor.name, donor.name, rows),
+        *_unaligned(pair, excluded),
+    ]
+    if options.residual != "none":
+        options = options.with_residual(_as_option(streams, anchor.architecture.streams))
+    return replace(pair, options=options, notes=tuple(dict.fromkeys(notes)))
+
+
+def _check_facts(anchor: View, donor: View, anchor_facts: Mapping[str, Facts], facts: Mapping[str, Facts]) -> None:
+    """Refuse parts of both models whose facts differ."""
+    for key in (key for key in facts if key in anchor_facts):
+        ours = anchor_facts[key].values
+        differing = {word: value for word, value in facts[key].values.items() if value != ours.get(word)}
+        if differing:
+            words = ", ".join(f"{word} {value}, against {ours.get(word)}" for word, value in differing.items())
+            raise CheckpointError(f"'{facts[key].name}' has {words} in {anchor.name}", where=donor.name, remedy=UNLIKE)
+
+
+def check_depth(anchor: View, donor: View, remedy: str = SLICES) -> None:
+    """Refuse models with different numbers of layers.
+
+    Raises:
+        CheckpointError: a module of the donor has other layers than the anchor's; says both numbers.
+    """
+    for module in anchor.architecture.layers_key:
+        layers, anchor_layers = (len(member.architecture.layers(module)) for member in (donor, anchor))
+        if layers != anchor_layers:
+            problem = f"has {layers} layers, {anchor.name} has {anchor_layers}"
+            raise CheckpointError(problem, where=donor.name, remedy=remedy)
+
+
+def paired_blocks(anchor: Architecture, donor: Architecture, layers: Layers | None) -> list[tuple[Block, Block]]:
+    """The pairs of anchor and donor blocks that meet."""
+
+    def key(block: Block, index: int | None) -> tuple[object, ...]:
+        return block.module, block.place, index, block.name if block.index is None else ""
+
+    donor_blocks = {key(block, block.index): block for block in donor.blocks}
+    pairs = []
+    for block in anchor.blocks:
+        met = [block.index]
+        if block.index is not None and layers is not None:
+            met = [index for anchor_index, index in layers.get(block.module, ()) if anchor_index == block.index]
+        keys = [key(block, index) for index in met]
+        pairs += [(block, donor_blocks[donor_key]) for donor_key in keys if donor_key in donor_blocks]
+    return pairs
+
+
+def _streams(anchor: View, donor: View, residual: str, untie: bool) -> dict[str, str]:
+    """The residual group of each moving stream; both models admit it.
+
+    `largest` excludes rotations if a head is tied to an embedding, because folding cannot serve both.
+    """
+    groups = residual_groups(anchor.architecture, residual, anchor.name)
+    donor_groups = residual_groups(donor.architecture, residual, donor.name)
+    choices = by_stream(residual) or dict.fromkeys(groups, residual)
+    for name, group in groups.items():
+        if choices.get(name) == "largest":
+            admitted = donor.architecture.stream_groups[name]
+            tied = not untie and any(member.tied and member.tied[1] == name for member in (anchor, donor))
+            admitted = tuple(g for g in admitted if not (tied and g == "rotation"))
+            groups[name] = [g for g in anchor.architecture.stream_groups[name] if g in admitted][-1]
+        elif donor_groups.get(name) != group:
+            raise RecipeError(f"'residual: {residual}': there is no stream '{name}'", where=donor.name)
+    return {name: group for name, group in groups.items() if group != "none"}
+
+
+def _as_option(groups: Mapping[str, str], streams: Collection[str] = ()) -> str:
+    """Groups by stream as one value of `residual`.
+
+    Args:
+        streams: all there are; one group of all of them is named alone.
+    """
+    if len(set(groups.values())) == 1 and set(groups) == set(streams):
+        return next(iter(groups.values()))
+    return ",".join(f"{name}={group}" for name, group in groups.items()) or "none"
+
+
+def residual_of(transforms: Mapping[str, Transform], folded: Collection[str]) -> str:
+    """The groups of an alignment's streams, as a value of `residual`."""
+    streams = [name for name, transform in transforms.items() if transform.kind == "stream"]
+    return _as_option({name: "rotation" if name in folded else "permutation" for name in streams})
+
+
+def _check_head(member: View, folded: Sequence[str], shifted: bool, untie: bool) -> None:
+    """Refuse to fold a stream that a tied head reads, and to shift a head's rows that is tied or not there."""
+    head, stream = ("", "") if untie or member.tied is None else member.tied
+    if stream in folded:
+        smaller = [group for group in member.architecture.stream_groups[stream] if group != "rotation"]
+        raise RecipeError(
+            f"'residual: rotation' needs an untied head, '{head}' is tied to the embedding",
+            where=member.name,
+            remedy=f"set 'untie: true' (the output then stores its head), or use 'residual: {smaller[-1]}'",
+        )
+    if shifted and head:
+        problem = f"'shift_head: true' needs a head of its own, '{head}' is tied to the embedding"
+        raise RecipeError(problem, where=member.name, remedy="set 'untie: true'")
+    if shifted and not any(info.common is not None and info.common.head for info in member.architecture.tensors()):
+        problem = "'shift_head: true' needs a head whose logits go through a softmax only; this model has none"
+        raise RecipeError(problem, where=member.name, remedy="leave it out")
+
+
+def _check_missing(pair: Pair, blocks: Iterable[tuple[Block, Block]], excluded: Excluded) -> None:
+    """Refuse tensors that one model lacks, where a space of theirs moves or folding needs them."""
+    anchor, donor, fold = pair.anchor, pair.donor, Fold(pair.architecture, pair.folded)
+    copies = {anchor.tied[0]} if anchor.tied and donor.tied and anchor.tied[0] == donor.tied[0] else set()
+    for anchor_block, donor_block in blocks:
+        spaces = wanted_spaces(anchor_block, pair.options.at(pair.architecture, anchor_block))
+        matched = {space.name for space in spaces}
+        counterparts = (donor_block.spaces.get(k) for k, space in anchor_block.spaces.items() if space.name in matched)
+        moved = {space.name for space in counterparts if space is not None} | set(pair.streams)
+        for info in donor_block.tensors:
+            if anchor_block.tensor(info.key) is None and info.name not in copies and not excluded(info.name):
+                _check_still(info, donor, anchor, moved.intersection(space.name for space in info.spaces()))
+        for info in anchor_block.tensors:
+            if donor_block.tensor(info.key) is None and info.name not in copies and not excluded(info.name):
+                moving = matched.intersection(space.name for space in info.spaces())
+                needed = fold.streams if fold.touches(anchor_block, info) else ()
+                _check_still(info, anchor, donor, moving.union(needed))
+
+
+def _check_still(info: TensorInfo, holder: View, lacking: View, moving: Collection[str]) -> None:
+    """Refuse a tensor that one model lacks, if spaces of it move."""
+    if moving:
+        remedy = "set 'untie: true'" if info.tied else "align models with the same biases and heads"
+        raise CheckpointError(
+            f"tensor '{info.name}' is missing, {holder.name} has it: '{min(moving)}' would move without it",
+            where=lacking.name,
+            remedy=f"{remedy}, or name the tensor under 'exclude' of a recipe",
+        )
+
+
+def _config_warnings(anchor: View, donor: View, averaged: bool) -> list[str]:
+    """Warnings for differing config entries that make a merge questionable.
+
+    Raises:
+        CheckpointError: an entry differs that decides a symmetry; or, of models that are averaged, of different kinds,
+            one by which the forward pass computes otherwise.
+    """
+    known = anchor.architecture.family in shipped()
+    differing = list(differences(anchor.config, donor.config, not known))
+    for difference in differing:
+        if difference.field.verdict == "refused":
+            problem = f"{short(difference)} in {anchor.name}: {difference.field.why}"
+            raise CheckpointError(problem, where=donor.name, remedy="only models that agree in it can be aligned")
+    if forward := [d for d in differing if averaged and known and d.kinds and d.field.forward]:
+        words = "; ".join(f"{short(d)} in {anchor.name} ({d.field.why})" for d in forward[:3])
+        more = f", and {len(forward) - 3} entries more" if len(forward) > 3 else ""
+        remedy = "merge models that agree in this; if they do, correct the config"
+        raise CheckpointError(f"{words}{more}", where=donor.name, remedy=remedy)
+    return [f"{donor.name}: {short(d)} in {anchor.name}; {d.field.why}." for d in differing]
+
+
+def _unaligned(pair: Pair, excluded: Excluded) -> list[str]:
+    """A note on tensors that the architecture does not describe; they are copied unchanged.
+
+    Raises:
+        CheckpointError: one has an axis of the size of a stream that moves.
+    """
+    unknown: dict[str, None] = {}
+    for member in (pair.anchor, pair.donor):
+        family, streams = member.architecture.family, member.architecture.streams
+        sizes = {streams[name].sizes["size"]: name for name in pair.streams}
+        strange = [block for block in member.architecture.blocks if "unknown" in (block.name, family)]
+        for name in (info.name for block in strange for info in block.tensors if not excluded(info.name)):
+            unknown[name] = None
+            if stream := next((sizes[size] for size in member.shapes.get(name, ()) if size in sizes), None):
+                raise CheckpointError(
+                    f"tensor '{name}' is not part of the {family} architecture and would not move with '{stream}'",
+                    where=member.name,
+                    remedy="use 'residual: none', or name it under 'exclude' to copy it from base_model",
+                )
+    names = ", ".join(list(unknown)[:6]) + (", ..." if len(unknown) > 6 else "")
+    words = f"Not aligned, because the architecture does not list them: {len(unknown)} tensors ({names})."
+    return [words] if unknown else []
+
+
+def _remarks(view: View) -> list[str]:
+    """Notes on a model for the report: what opening it found, and biases that its config has and its files lack."""
+    spec, notes = find(view.config), list(view.remarks)
+    biases = [name for name in view.shapes if name.endswith(".bias")]
+    for module, definition in {} if spec is None else spec.modules.items():
+        settings = (view.config.get(definition.config) or {}) if definition.config else view.config
+        blocks = [block for block in view.architecture.blocks if block.module == module and block.index is not None]
+        for flag in (flag for flag in FLAGS if settings.get(flag) is True):
+            if lacking := next((block.name for block in blocks if not _biased(block, FLAGS[flag], biases)), None):
+                entry = f"{definition.config}.{flag}" if definition.config else flag
+                words = f"'{entry}' is true, but no such bias is stored for {lacking}"
+                notes.append(f"`{view.name}`: {words}; {NEW_BIASES}.")
+    return notes
+
+
+def _biased(block: Block, kinds: Collection[str], biases: Sequence[str]) -> bool:
+    """Whether biases are stored beside all linear maps of a block that have an axis in some kinds of spaces."""
+    maps = (info for info in block.tensors if info.name.endswith(".weight") and len(info.axes) == 2)
+    names = [info.name for info in maps if any(space.kind in kinds for space in info.spaces())]
+    modules = {name.rsplit(".", 2)[0] + "." for name in names}
+    return all(any(bias.startswith(module) for bias in biases) for module in modules)
+
+
+def shape_faults(
+    anchor: View, donor: View, excluded: Excluded = lambda _: False, resized: bool = False, remedy: str = ""
+) -> Iterator[CheckpointError]:
+    """Tensors of two models that differ in shape, as errors.
+
+    Args:
+        excluded: says of a tensor that it need not fit.
+        resized: whether vocabularies may differ in size, because they are brought together, or not merged.
+        remedy: of each; empty: what a recipe can do.
+    """
+    for anchor_block, donor_block in paired_blocks(anchor.architecture, donor.architecture, None):
+        for info in donor_block.tensors:
+            same = anchor_block.tensor(info.key)
+            shape, anchor_shape = donor.shapes.get(info.name), anchor.shapes.get(same.name) if same else None
+            if shape is None or anchor_shape is None or shape == anchor_shape or excluded(info.name):
+                continue
+            sizes = enumerate(itertools.zip_longest(shape, anchor_shape))
+            words = [dim for dim, (size, anchor_size) in sizes if size != anchor_size] == [info.vocabulary_axis]
+            if not (words and resized):
+                problem = f"tensor '{info.name}' is {list(shape)}, in {anchor.name} it is {list(anchor_shape)}"
+                yield CheckpointError(problem, where=donor.name, remedy=remedy or (TOKENIZER if words else EQUAL))
+
+
+def check_shapes(
+    anchor: View, donor: View, excluded: Excluded = lambda _: False, resized: bool = False, remedy: str = ""
+) -> None:
+    """Refuse models whose tensors differ in shape; arguments and error as of `shape_faults`."""
+    for fault in shape_faults(anchor, donor, excluded, resized, remedy):
+        raise fault
+
+
+def as_donor(anchor: View, donor: View, averaged: bool = False) -> View:
+    """A model checked against its anchor; a text-only one as the language half of the anchor's class.
+
+    The meaning of its head is checked elsewhere, when it is known whether that is merged.
+
+    Args:
+        averaged: as of `check_pair`.
+
+    Raises:
+        CheckpointError, ArchitectureError: name the model and what differs.
+    """
+    donor = _in_class_of(anchor, donor)
+    check_pair(anchor, donor, NOTHING, layers={}, excluded=lambda _: True, averaged=averaged)
+    return donor
+
+
+def _in_class_of(anchor: View, donor: View) -> View:
+    """A text-only model as the language half of the anchor's class; any other as it is."""
+    return (find(donor.config) and within(donor, anchor, complete=True)) or donor
+
+
+def open_pair(
+    anchor: ModelLike,
+    donor: ModelLike,
+    options: AlignConfig,
+    untie: bool = False,
+    device: str = "cpu",
+    words: bool = True,
+    unsupported: str = "error",
+    excluded: Excluded = lambda _: False,
+    any_base: bool = False,
+    watched: bool = True,
+    shapes: bool = True,
+    averaged: bool = False,
+) -> Pair:
+    """Open two models and check that they fit together under these options; both must be there before any is read.
+
+    Args:
+        words: whether their vocabularies must be of one size, too, and a warning tells of tokens at other ids.
+        unsupported: as in a recipe: `error` refuses unknown tensors, `merge` keeps them.
+        excluded: says of a tensor that it need not fit.
+        any_base: take adapters of other bases: the caller has checked them, or was told to.
+        watched: take fingerprints while tensors are read; they are read again where they are needed later.
+        shapes: whether tensors must be of equal shapes; False: a recipe may still bring vocabularies together.
+        averaged: as of `check_pair`.
+
+    Raises:
+        RotationMergeError: one is missing, damaged or not supported, or they do not fit together.
+    """
+    models = [as_reference(model) for model in (anchor, donor)]
+    for reference in (model for model in models if isinstance(model, ModelReference)):
+        check_present(reference)
+    first, second = (open_model(model, unsupported=unsupported, any_base=any_base) for model in models)
+    second = _in_class_of(first, second)
+    architecture = resolve(dict(first.config), first.names, first.name, untie=True) if untie else first.architecture
+    described = replace(first, architecture=architecture)
+    pair = check_pair(described, second, options, untie=untie, excluded=excluded, averaged=averaged)
+    if words and (moved := other_ids(first, second)):
+        warning = f"{second.reference}: {moved}; a merge needs '{TOGETHER}'."
+        pair = replace(pair, warnings=(*pair.warnings, warning))
+    if shapes:
+        check_shapes(described, second, excluded, not words, OUTSIDE_RECIPES)
+    if first.files is None and second.files is None:
+        check_names(first, second)
+    return replace(pair, anchor=first, donor=in_class_order(second, pair.rows), device=device, watched=watched)
+
+
+def are_here(*names: str) -> bool:
+    """Whether models, as users name them, are stored here, none of them on the hub only."""
+    return not any(absent_parts(parse_reference(name)) for name in names)

@@ -1,0 +1,269 @@
+"""Visiting the blocks of two models; each block of both is one piece of work, for a thread, a device or a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.matching.block import BlockMatch, check_finite, match_block, squared_distances, wanted_spaces
+from rotation_merge.matching.matrix_pairs import Tensors
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.stream import StreamMeasurement, StreamSums, Transforms, compared
+from rotation_merge.model.apply import at_least_float32, transform_tensor
+from rotation_merge.model.biases import without_hidden_biases
+from rotation_merge.model.blocks import read_block, read_tensor
+from rotation_merge.model.fold import folded_tensors
+from rotation_merge.model.rows import stored_tensors, vocabulary_axes, vocabulary_slices, with_rows
+from rotation_merge.model.tensors import TensorSource, as_tensors
+from rotation_merge.workers import BYTES_A_WEIGHT, workers_for
+
+BYTES_FOLDED = 20
+"""As `BYTES_A_WEIGHT`, of models that are folded: both are widened. With freed memory in between, pass after pass, a
+layer of 8B shape takes 28 at its peak (`report/estimate.py` counts it): workers then have 0.7 of what is free."""
+
+MEASURE, PASS, FINAL = "measure", "pass", "final"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is done with every block.
+
+    Attributes:
+        kind: `measure`: what its tensors say of the streams (`StreamMeasurement`s); `pass`: its local spaces are
+            matched under the streams' maps, weighted, and the sums taken (`StreamSums`); `final`: they are matched
+            without weights (`FinalMatch`; None if there is nothing to match).
+        streams: transforms of the streams.
+        weights: of tensors by name, for the local spaces; one not named counts as it stands.
+        precise: for models that nearly agree already.
+    """
+
+    kind: str
+    streams: Transforms
+    weights: Mapping[str, float] = field(default_factory=dict)
+    precise: bool = False
+
+
+@dataclass(frozen=True)
+class FinalMatch:
+    """A block's match, with squared distances before and after and the anchor's squared norm if streams move."""
+
+    match: BlockMatch
+    before: float = 0.0
+    after: float = 0.0
+    norm: float = 0.0
+
+    def to(self, device: torch.device) -> FinalMatch:
+        return replace(self, match=self.match.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class Visits:
+    """Two models, read block by block.
+
+    Attributes:
+        architecture: of the anchor; both sources go by its tensor names.
+        anchor, donor: as they are stored.
+        options: which groups to use.
+        folded: streams whose norms are folded as blocks are read.
+        cached: whether what fits in memory is kept, as the models are read more than once.
+        device: where blocks are brought; None: they stay where they are read.
+        home: where results are brought.
+    """
+
+    architecture: Architecture
+    anchor: TensorSource
+    donor: TensorSource
+    options: AlignConfig
+    folded: tuple[str, ...] = ()
+    cached: bool = False
+    device: str | None = None
+    home: str | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = self.options.resolved(self.architecture)
+        arguments = (self.architecture, self.anchor, self.donor, options, self.folded, self.cached)
+        return Visits, (*arguments, self.device, self.home)
+
+    @cached_property
+    def _reading(self) -> Lock:
+        return Lock()
+
+    @cached_property
+    def _sources(self) -> tuple[TensorSource, TensorSource]:
+        return self._source(self.anchor), self._source(self.donor)
+
+    def _source(self, source: TensorSource) -> TensorSource:
+        if self.device is not None:
+            source = as_tensors(source).to(self.device)
+        if self.folded:
+            source = folded_tensors(self.architecture, source, self.folded)
+        return as_tensors(source).cached() if self.cached else source
+
+    @cached_property
+    def _ready(self) -> dict[str, dict[str, Tensor]]:
+        """The anchor's block that was read for its size, kept for its turn."""
+        inner = [block for block in self.architecture.blocks if block.index is not None]
+        return {block.name: read_block(block, self._sources[0]) for block in inner[:1]}
+
+    @cached_property
+    def _weights(self) -> tuple[int, bool]:
+        """The number of weights in a block, and whether they are on an accelerator."""
+        tensors = [tensor for block in self._ready.values() for tensor in block.values()]
+        return sum(t.numel() for t in tensors), any(t.device.type != "cpu" for t in tensors)
+
+    def is_plain(self, block: Block) -> bool:
+        """Whether a block gives the same measurements in every pass.
+
+        Such a block is outside of layers, has no matched space, and no tensor between two streams.
+        """
+        if block.index is not None or wanted_spaces(block, self.options.at(self.architecture, block)):
+            return False
+        sides = (sum(any(p.space.kind == "stream" for p in axis.parts) for axis in i.axes) for i in block.tensors)
+        return max(sides, default=0) <= 1
+
+    @property
+    def at_once(self) -> int:
+        """The number of blocks matched at once; 0 on an accelerator, which one block keeps busy."""
+        return 0 if self._weights[1] else workers_for(max(self.size // BYTES_A_WEIGHT, 1))
+
+    @property
+    def size(self) -> int:
+        return (BYTES_FOLDED if self.folded else BYTES_A_WEIGHT) * self._weights[0]
+
+    def on(self, device: str, home: str) -> Visits:
+        return replace(self, device=device, home=home)
+
+    def piece(self, step: Step, item: int) -> Any:
+        """A step on the block of a number."""
+        block = self.architecture.blocks[item]
+        result = self._plain(step, block) if self.is_plain(block) else self._visited(step, block)
+        if self.home is None or result is None:
+            return result
+        home = torch.device(self.home)
+        return tuple(tensor.to(home) for tensor in result) if isinstance(result, tuple) else result.to(home)
+
+    def _visited(self, step: Step, block: Block) -> Any:
+        options = self.options.at(self.architecture, block)
+        matched = {space.name for space in wanted_spaces(block, options)}
+        if step.kind == FINAL and not step.streams and not matched:
+            return None
+        with self._reading:
+            anchor = self._ready.pop(block.name, None) or read_block(block, self._sources[0])
+            donor = read_block(block, self._sources[1])
+        check_finite(block, anchor, "anchor")
+        check_finite(block, donor, "donor")
+        anchor, donor = (dict(without_hidden_biases(block, tensors, matched)) for tensors in (anchor, donor))
+        if step.kind == MEASURE:
+            return _measured(block, [(anchor, donor)], step)
+        if step.kind == PASS:
+            return self._passed(step, block, anchor, donor, options)
+        return _final(step, block, anchor, donor, options)
+
+    def _passed(
+        self, step: Step, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], options: AlignConfig
+    ) -> StreamSums:
+        """Match all local spaces under the streams' transforms, and sum what the block says of the streams."""
+        maps, sums = dict(step.streams), StreamSums()
+        if wanted_spaces(block, options):
+            exact = [_weigh(block, tensors, step.weights) for tensors in (anchor, donor)]
+            maps |= match_block(block, anchor, donor, options, step.streams).transforms
+            anchor.update(exact[0])
+            donor.update(exact[1])
+        sums.add(block, anchor, donor, maps, step.precise)
+        if maps.keys() != step.streams.keys():
+            weighted = {info.name for info in block.tensors if not info.offset}
+            sums.weights = {n: w * (step.weights.get(n, 1.0) if n in weighted else 1) for n, w in sums.weights.items()}
+        return sums
+
+    def _plain(self, step: Step, block: Block) -> Any:
+        """A step on a block outside of layers without matched local spaces, long vocabularies in slices."""
+        if step.kind == MEASURE:
+            return _measured(block, self._slices(block), step)
+        if step.kind == PASS:
+            sums = StreamSums()
+            for tensor in _measured(block, self._slices(block), step):
+                sums.count(tensor, step.streams)
+            return sums
+        if not step.streams:
+            return None
+        before = after = norm = 0.0
+        for anchor, donor in self._slices(block):
+            apart, square = squared_distances(block, None, anchor, donor, {})
+            before, norm = before + apart, norm + square
+            after += squared_distances(block, None, anchor, donor, step.streams)[0]
+        return FinalMatch(BlockMatch({}, []), before, after, norm)
+
+    def _slices(self, block: Block) -> Iterator[tuple[Tensors, Tensors]]:
+        """The tensors of a plain block."""
+        with self._reading:
+            stored = [self._stored(block, source) for source in (self.anchor, self.donor)]
+        long = {info.key: sliced for info in block.tensors if (sliced := _long(info, stored))}
+        short = [info for info in block.tensors if info.key not in long]
+        axes = vocabulary_axes(block.tensors)
+        for infos, rows in [(short, None), *(([i], rows) for i in block.tensors for rows in long.get(i.key, ()))]:
+            part = replace(block, tensors=tuple(infos))
+            sources: list[TensorSource] = [*stored]
+            if rows is not None:
+                sources = [with_rows(source, axes, rows) for source in stored]
+            if self.folded:
+                sources = [folded_tensors(self.architecture, source, self.folded) for source in sources]
+            anchor, donor = (read_block(part, source) for source in sources)
+            check_finite(part, anchor, "anchor")
+            check_finite(part, donor, "donor")
+            yield anchor, donor
+
+    def _stored(self, block: Block, source: TensorSource) -> dict[str, Tensor]:
+        """A block's stored tensors by name."""
+        return stored_tensors(block, source if self.device is None else as_tensors(source).to(self.device))
+
+
+def _long(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> list[slice]:
+    """The vocabulary slices of a large tensor."""
+    known = [tensor for tensors in stored if (tensor := read_tensor(info, tensors)) is not None]
+    return vocabulary_slices(info, known) if len(known) == 2 else []
+
+
+def _measured(block: Block, parts: Iterable[tuple[Tensors, Tensors]], step: Step) -> tuple[StreamMeasurement, ...]:
+    """What the tensors of a block say of the streams; long vocabularies come in slices."""
+    tensors: dict[str, StreamMeasurement] = {}
+    for anchor, donor in parts:
+        for info, a, b in compared(block, anchor, donor):
+            measurement = StreamMeasurement.of(info, a, b, step.streams, step.precise)
+            tensors[info.key] = tensors[info.key].plus(measurement) if info.key in tensors else measurement
+    return tuple(tensor.centred() for tensor in tensors.values())
+
+
+def _weigh(block: Block, tensors: dict[str, Tensor], weights: Mapping[str, float]) -> dict[str, Tensor]:
+    """Multiply a model's tensors by the roots of their weights, in place, for weighted distances.
+
+    Returns the tensors whose measurements are not invariant under scale, without weights.
+    """
+    unweighted = {}
+    for info in block.tensors:
+        if info.name in weights and info.key in tensors:
+            stored = tensors[info.key]
+            unweighted.update({info.key: stored} if info.offset else {})
+            tensors[info.key] = at_least_float32(stored) * weights[info.name] ** 0.5
+    return unweighted
+
+
+def _final(
+    step: Step, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], options: AlignConfig
+) -> FinalMatch:
+    """Match the local spaces without weights under the streams' transforms."""
+    if not step.streams:
+        return FinalMatch(match_block(block, anchor, donor, options))
+    before, norm = squared_distances(block, None, anchor, donor, {})
+    for info in block.tensors:  # turned once, not for every look at it
+        if info.key in donor:
+            donor[info.key] = transform_tensor(donor[info.key], info, step.streams)
+    match = match_block(block, anchor, donor, options)
+    after = squared_distances(block, None, anchor, donor, match.transforms)[0]
+    return FinalMatch(match, before, after, norm)

@@ -1,0 +1,324 @@
+"""What pairs of models are refused for and warned of, over all families; every path into matching asks `check_pair`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from cli_support import COMMANDS, run
+from plugin_support import mergekit_yaml, recipe_for
+from tiny_models import ALL, Case, Planted, planted, save
+from variants import FIRST, ONE, try_make
+
+import rotation_merge as rm
+from rotation_merge.architecture import resolve
+from rotation_merge.matching.options import NOTHING
+from rotation_merge.matching.pair import check_pair
+from rotation_merge.model.view import described
+
+UNKNOWN = "Not aligned, because the architecture does not list them: 1 tensors (surplus.weight)."
+STILL: dict[str, Any] = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
+SOME = [case for case in ALL if case in FIRST or "tie_word_embeddings" in case.config]
+by_case = pytest.mark.parametrize("case", SOME, ids=lambda case: f"{case.family}-{case.name}")
+
+
+def itself(model: Any, untie: bool = False, **options: Any) -> rm.Alignment:
+    """What a model may do that meets itself."""
+    return rm.Alignment.random(model, untie=untie, **options)
+
+
+def told(model: Planted, **changes: Any) -> list[str]:
+    """What is said of a model against one whose config differs."""
+    report = rm.align(model.pair, (model.state, {**model.config, **changes}), **STILL).report
+    return [note for note in report.notes if "against" in note]
+
+
+# --- tied heads
+
+
+@pytest.mark.slow
+@by_case
+def test_laws_of_pairs(case: Case) -> None:
+    """What is true of every model met by another that lacks a tensor, or ties its head."""
+    a_tied_head_forbids_rotations(case)
+    what_one_lacks_may_not_stay_behind(case)
+
+
+def a_tied_head_forbids_rotations(case: Case) -> None:
+    """Stored or not, what the config ties is one parameter: folding cannot serve it as a head and as an embedding."""
+    model = planted(case)
+    head, stream = model.tied or ("", "")
+    if stream not in model.rotatable:
+        return
+    own = model.untied
+    for state in (model.state, own.state):
+        one = state, model.config
+        alone = len(model.architecture.streams) > len(model.rotatable)
+        for asked in [f"{stream}=rotation", *([] if alone else ["rotation"])]:
+            with pytest.raises(
+                rm.RotationMergeError, match=rf"'{head}' is tied .*untie: true.*residual: \w*permutation"
+            ):
+                itself(one, residual=asked)
+        assert stream not in itself(one, residual="largest", **STILL).folded
+        freed = itself(one, untie=True, residual="largest", **STILL).folded
+        assert freed[: len(model.rotatable)] == model.rotatable
+    assert itself(own.pair, residual="largest", **STILL).folded[: len(model.rotatable)] == model.rotatable
+
+
+# --- stored extras
+
+
+def what_one_lacks_may_not_stay_behind(case: Case) -> None:
+    """Every tensor with an axis in a local space, left out of either model, is refused, or the model is incomplete."""
+    model = planted(case)
+    local = {
+        info.name: info
+        for info in model.architecture.tensors()
+        if info.optional and any(part.space.kind != "stream" for axis in info.axes for part in axis.parts)
+    }
+    for name in list(local)[:3]:
+        other = {key: tensor for key, tensor in model.state.items() if key not in local[name].names}, model.config
+        if incomplete(other):
+            continue
+        for first, second in ((model.pair, other), (other, model.pair)):
+            with pytest.raises(rm.RotationMergeError, match=r"is missing, (anchor|donor) has it"):
+                rm.align(first, second, heads="permutation", residual="largest")
+
+
+def incomplete(model: Any) -> bool:
+    """Whether a model is refused by itself."""
+    try:
+        rm.average([model])
+    except rm.RotationMergeError:
+        return True
+    return False
+
+
+# --- configs that differ
+
+
+QUESTIONABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "rope_parameters.rope_theta": ("llama", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}),
+    "rms_norm_eps": ("llama", {"rms_norm_eps": 1e-3}),
+    "max_position_embeddings": ("llama", {"max_position_embeddings": 4096}),
+    "hidden_act": ("bert", {"hidden_act": "gelu_new"}),
+    "tie_word_embeddings": ("t5", {"tie_word_embeddings": False}),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONABLE)
+def test_what_makes_a_merge_questionable_is_a_warning(name: str) -> None:
+    family, change = QUESTIONABLE[name]
+    model = planted(next(case for case in ALL if case.family == family))
+    assert not told(model)
+    assert any(f"'{name}' is " in line for line in told(model, **change)), told(model, **change)
+
+
+def test_a_module_that_transformers_read_from_gguf_is_of_floats(tmp_path: Path) -> None:
+    """Its config names the file's codes, its weights are none, and it is written without; codes that it kept are
+    refused as any others."""
+    model = planted(next(case for case in ALL if case.family == "llama"))
+    config = {**model.config, "quantization_config": {"quant_method": "gguf", "gguf_file": "model.Q4_1.gguf"}}
+    donor = model.twin(), config
+    moved = rm.align((model.state, config), donor).apply(donor)
+    assert all(torch.allclose(moved[name], tensor) for name, tensor in model.state.items())
+    moved.save_pretrained(tmp_path / "out")
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    kept = {**model.state, "model.layers.0.mlp.up_proj.weight": torch.zeros(48, 36, dtype=torch.uint8)}
+    with pytest.raises(rm.RotationMergeError, match=r"quantised \(uint8"):
+        rm.align((kept, config), donor)
+
+
+# --- residual by stream
+
+
+def test_residual_by_stream_and_the_largest() -> None:
+    case = next(case for case in ALL if case.class_name == "Qwen2_5_VLForConditionalGeneration")
+    model = planted(case)
+    first, second = admitted = model.architecture.stream_groups
+    assert [admitted[name][-1] for name in (first, second)] == ["rotation"] * 2
+    for asked, wanted in (("largest", "rotation"), (f"{first}=permutation", f"{first}=permutation")):
+        report = rm.align(model.pair, model.pair, residual=asked, **STILL).report
+        assert yaml.safe_load(report.recipe)["residual"] == wanted
+    with pytest.raises(rm.RotationMergeError, match=r"no stream 'nosuch'; "):
+        itself(model.pair, residual="nosuch=permutation")
+    with pytest.raises(rm.RotationMergeError, match="option 'residual'"):
+        rm.AlignConfig(residual=f"{first}=turning")
+
+
+@by_case
+def test_the_largest_groups_leave_outputs_alone(case: Case) -> None:
+    """Through the Python API: a twin is moved back under `largest`, each stream by its own group, outputs kept."""
+    model = planted(case)
+    if case.images or len(model.architecture.stream_groups) < 2:
+        return
+    other = {name: tensor + 0.3 * torch.randn_like(tensor) for name, tensor in model.state.items()}
+    anchor, donor = (other, model.config), (model.state, model.config)
+    alignment = rm.align(anchor, donor, residual="largest", heads="permutation")
+    assert model.differs(alignment.apply(donor).state_dict()) <= 1e-9
+
+
+# --- every path asks
+
+
+@pytest.mark.parametrize("case", ONE, ids=lambda case: case.family)
+def test_the_unknown_may_not_stay_while_the_stream_moves(case: Case) -> None:
+    """What an architecture file does not name, which recipes alone admit."""
+    model = planted(case)
+    size = next(iter(model.architecture.streams.values())).sizes["size"]
+    groups = model.architecture.stream_groups.values()
+    for shape, refused in (((size, 3), True), ((size + 1,), False)):
+        state = {**model.state, "surplus.weight": torch.zeros(shape)}
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        architecture = resolve(model.config, list(state), "model", keep_unknown=True)
+        one = described("model", model.config, architecture, shapes)
+        assert check_pair(one, one, rm.AlignConfig()).notes == (UNKNOWN,)
+        if all("permutation" in admitted for admitted in groups):
+            moving = rm.AlignConfig(residual="permutation")
+            if refused:
+                with pytest.raises(rm.RotationMergeError, match=r"surplus\.weight.*would not move with"):
+                    check_pair(one, one, moving)
+            assert bool(check_pair(one, one, moving, excluded=lambda name: "surplus" in name)) or refused
+
+
+class Asked(rm.RotationMergeError):
+    """check_pair was asked."""
+
+
+PATHS: dict[str, Callable[[Path, Path, Path], Any]] = {
+    "api": lambda a, b, out: rm.align(a, b),
+    "align": lambda a, b, out: run("align", a, b, out),
+    "align --alignment": lambda a, b, out: run("align", a, b, "--alignment", out),
+    "compare": lambda a, b, out: run("compare", a, b),
+    "barrier": lambda a, b, out: run("barrier", a, b, "--data", "self"),
+    "fit": lambda a, b, out: run(
+        "fit", a, b, "--data", "self", "--limit", "8", "--batch-size", "4", "--alignment", out / "file"
+    ),
+    "inspect": lambda a, b, out: run("inspect", _recipe(a, b, out)),
+    "inspect model": lambda a, b, out: run("inspect", a),
+    "check": lambda a, b, out: run("check", _recipe(a, b, out)),
+    "recipe": lambda a, b, out: mergekit_yaml(_recipe(a, b, out).read_text(), out / "merged"),
+    "recipe, residual": lambda a, b, out: mergekit_yaml(
+        _recipe(a, b, out, residual="permutation").read_text(), out / "merged"
+    ),
+    "recipe, mean": lambda a, b, out: mergekit_yaml(_recipe(a, b, out, anchor="mean").read_text(), out / "merged"),
+    "recipe, alignment": lambda a, b, out: _merge(a, b, out, alignment=str(a.parent / "map")),
+    "recipe, finetuned_from": lambda a, b, out: _merge(a, a.parent / "tuned", out, finetuned_from=str(b)),
+    "recipe, finetuned_from, alignment": lambda a, b, out: _merge(
+        *(a, a.parent / "tuned", out), finetuned_from=str(b), alignment=str(a.parent / "map")
+    ),
+    "merge": lambda a, b, out: run("merge", a, b, out, *SMALL, "--data", "self", "--budget", "1m"),
+    "carry": lambda a, b, out: _carry(a, b, out),
+    "carry --alignment": lambda a, b, out: _carry(a, b, out, "--alignment", a.parent / "map"),
+    "carry --carry refit": lambda a, b, out: _carry(a, b, out, "--carry", "refit", "--samples", "32"),
+    "doctor": lambda a, b, out: run("doctor", a, a, b),
+    "doctor RECIPE": lambda a, b, out: run("doctor", _recipe(a, b, out)),
+}
+
+SMALL = ("--samples", "8", "--length", "8", "--batch-size", "4")
+
+APART = {
+    "verify": "compares outputs",
+    "polish": "trains a merge",
+    "evaluate": "runs models",
+    "measure": "runs one model",
+    "lora": "merges adapters, without their base",
+    "push": "uploads a file",
+    "pull": "downloads a file",
+    "demo": "runs a recipe",
+}
+"""Commands that match nothing themselves, and what they do."""
+
+
+def test_every_command_is_a_path_or_matches_nothing() -> None:
+    assert {path.split()[0].strip(",") for path in PATHS} - {"api", "recipe"} == COMMANDS.keys() - APART.keys()
+
+
+def _merge(a: Path, b: Path, folder: Path, **given: Any) -> Any:
+    """Merge with something said of the donor; transforms that have not been asked for are not applied."""
+    document = yaml.safe_load(_recipe(a, b, folder, delegate="task_arithmetic").read_text())
+    document["models"][-1]["parameters"] = {"weight": 1.0, **given}
+    if "alignment" in given:  # options of matching have no effect
+        document["parameters"] = {"delegate": "task_arithmetic"}
+    return mergekit_yaml(document, folder / "merged")
+
+
+def _carry(a: Path, b: Path, folder: Path, *options: object) -> Any:
+    return run("carry", a.parent / "tuned", folder, "--from", b, "--to", a, *options)
+
+
+def _recipe(a: Path, b: Path, folder: Path, **settings: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    text = recipe_for("linear", a, b)
+    document = yaml.safe_load(text) if isinstance(text, str) else dict(text)
+    document["parameters"] = {**document.get("parameters", {}), **settings}
+    (folder / "recipe.yml").write_text(yaml.safe_dump(document))
+    return folder / "recipe.yml"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    case = next(case for case in ALL if case.family == "llama")
+    for seed, name in enumerate("ab"):
+        model = try_make(case)
+        assert model is not None
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(seed * torch.randn_like(parameter))
+        save(model.float(), folder / name)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.5)
+    save(model, folder / "tuned")
+    assert run("align", folder / "a", folder / "b", "--alignment", folder / "map").exit_code == 0
+    return folder / "a", folder / "b"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_into_matching_asks(
+    path: str, two: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a `check_pair` that refuses everything, nothing is matched, and its one line is what the user sees.
+
+    Nor with one that lets two models meet, and refuses to match any of their spaces.
+    """
+    matches = "alignment" not in path.replace("align --alignment", "")
+    for whatever in (True, False) if matches else (True,):
+
+        def refuse(*given: Any, whatever: bool = whatever, **named: Any) -> Any:
+            options = given[2] if len(given) > 2 else named["options"]
+            if whatever or options != NOTHING:
+                raise Asked("refused by the test")
+            return check_pair(*given, **named)
+
+        def never(*_: Any, **__: Any) -> Any:
+            raise AssertionError(f"{path} matches without asking")
+
+        with monkeypatch.context() as patch:
+            for module in MODULES:
+                for name, other in (("check_pair", refuse), *((name, never) for name in MATCHING)):
+                    if name in vars(module):
+                        patch.setattr(module, name, other)
+            out = tmp_path / f"out-{whatever}"
+            try:
+                result = PATHS[path](*two, out)
+            except Asked:
+                result = None
+            else:
+                assert "refused by the test" in result.output, result.output
+                assert result.exit_code != 0, result.output
+        assert not (out / "merged").exists()
+        assert not (out / "model.safetensors").exists()
+
+
+MODULES = [importlib.import_module(info.name) for info in pkgutil.walk_packages(rm.__path__, "rotation_merge.")]
+"""All of them, imported before any of their functions is replaced."""
+
+MATCHING = ("match_model", "match_block", "match_to_mean")

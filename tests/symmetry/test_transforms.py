@@ -1,0 +1,403 @@
+"""Transforms of spaces: the laws of every kind and role, the functions that they keep, and which space admits which."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_groups import broken, close, gen, normal
+from tiny_models import ALL, make
+from torch import Tensor
+
+from rotation_merge import AlignConfig, RotationMergeError
+from rotation_merge.architecture import families, table
+from rotation_merge.architecture.model import Space
+from rotation_merge.architecture.schema import ArchitectureSpec
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.model.apply import transform_axis
+from rotation_merge.run.functions import architecture_of
+from rotation_merge.symmetry import ROLES, Linear, Monomial, Stats, Transform
+from rotation_merge.symmetry.admitted import (
+    QUERIES,
+    STREAM_GROUPS,
+    VALUES,
+    WIDEST,
+    GroupOptions,
+    SpaceGroup,
+    admitted,
+    refuses,
+    stream_group,
+)
+from rotation_merge.symmetry.group import Exchange, Fixed, Group, Permutations, Planar, Rotations, Signs
+
+ORDERED = GroupOptions(heads="permutation")
+
+
+def attention(groups: int = 3, per_group: int = 2, **facts: Any) -> Space:
+    sizes = {"groups": groups, "per_group": per_group, "head_dim": 4, "value_dim": 6}
+    return Space("layers.0.attn", "attention", sizes, **facts)
+
+
+SPACES = {
+    "attention": attention(),
+    "one group": attention(1, 3, rotary=4),
+    "one head each": attention(3, 1, rotary=2),
+    "norms of heads": attention(rotary=4, norm="rms_head"),
+    "norm of all heads": attention(rotary=2, norm="rms_all"),
+    "gated values": attention(values="gated"),
+    "queries alone": attention(free_groups=False),
+    "ffn": Space("ffn", "ffn", {"size": 7}, gated=True, degree=1),
+    "relu squared": Space("ffn", "ffn", {"size": 7}, degree=2),
+    "experts": Space("experts", "experts", {"count": 3, "size": 4}, gated=True, degree=1),
+    "routed experts": Space("experts", "experts", {"count": 4, "groups": 2, "size": 3}),
+    "latent": Space("latent", "latent", {"size": 6}),
+    "translation": Space("router", "translation", {"size": 6}),
+}
+GROUPS: dict[str, SpaceGroup] = {name: admitted(space, ORDERED) for name, space in SPACES.items()}
+GROUPS |= {f"stream, {kind}": stream_group(kind, 6, fixes_ones=True) for kind in STREAM_GROUPS if kind != "none"}
+spaces = pytest.mark.parametrize("name", GROUPS)
+
+
+def axes(name: str, dtype: torch.dtype = torch.float64) -> dict[str, tuple[Tensor, int]]:
+    """A tensor with an axis of each role of a space's kind, and the dimension the axis starts at."""
+    space = SPACES.get(name, Space("residual", "stream", {"size": 6}))
+    result = {}
+    for role in ROLES[space.kind]:
+        if role in ("k_gain", "q_gain") and GROUPS[name].groups.get("gains", (0, 0))[1] not in (
+            0,
+            space.sizes["groups"],
+        ):
+            continue
+        if role in ("k_norm", "q_norm") and GROUPS[name].groups.get("gains", (0, 1))[1] != 1:
+            continue
+        front = space.sizes["count"] if space.kind == "experts" and role != "index" else 2
+        result[role] = (normal(front, *space.factors(role), 3).to(dtype), 1)
+    return result
+
+
+def act(t: Transform, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
+    """Experts' neurons move after the experts, which dimension 0 counts, as `transform_tensor` has it."""
+    stacked = t.kind == "experts" and role != "index"
+    return t.act(t.act(x, "index", 0) if stacked else x, role, dim, dual)
+
+
+@spaces
+def test_transforms_are_a_group(name: str) -> None:
+    group = GROUPS[name]
+    g, h, still = group.random(gen(1)), group.random(gen(2)), group.identity()
+    assert still.is_identity()
+    assert not g.is_identity()
+    assert g.words != "identity"
+    for t in (g, g.inverse(), g.compose(h), still, g.still()):
+        assert group.refuses(t) is None
+    for role, (x, dim) in axes(name).items():
+        assert torch.equal(still.act(x, role, dim), x)
+        for dual in (False, True):
+            close(act(g.inverse(), act(g, x, role, dim, dual), role, dim, dual), x)
+            close(act(g.compose(h), x, role, dim, dual), act(g, act(h, x, role, dim, dual), role, dim, dual))
+        assert g.moves(role) == (not torch.equal(act(g, x, role, dim), x)) or g.kind == "experts"
+        assert not still.moves(role)
+    assert max(g.inverse().compose(g).distances().values()) < 1e-9
+    assert sum(g.distances().values()) > 0
+
+
+@spaces
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtype_and_input_are_kept(name: str, dtype: torch.dtype) -> None:
+    g = GROUPS[name].random(gen(3))
+    for role, (x, dim) in axes(name, dtype).items():
+        spread = torch.stack([x, x], -1)
+        before = spread.clone()
+        moved = g.act(spread[..., 0], role, dim)
+        assert (moved.dtype, moved.shape) == (dtype, x.shape)
+        assert torch.equal(spread, before)
+
+
+@spaces
+def test_transforms_come_back_from_their_tensors(name: str) -> None:
+    g = GROUPS[name].random(gen(4))
+    for again in (
+        Transform.from_tensors(g.kind, dict(reversed(g.tensors().items()))),
+        g.to(torch.device("cpu")),
+        pickle.loads(pickle.dumps(g)),
+    ):
+        assert again.distances() == g.distances()
+        for role, (x, dim) in axes(name).items():
+            assert torch.equal(again.act(x, role, dim), g.act(x, role, dim))
+
+
+@spaces
+def test_what_is_not_in_the_group_is_refused(name: str) -> None:
+    group = GROUPS[name]
+    g = group.random(gen(5))
+    bad = [replace(g, kind="mixer"), replace(g, elements={})]
+    for level, order in enumerate(g.orders):
+        torn = [order + 1, order[:-1], order[..., :1].expand(order.shape)]
+        torn = torn if order.shape[-1] > 1 else torn[:2]
+        bad += [replace(g, orders=(*g.orders[:level], x, *g.orders[level + 1 :])) for x in torn]
+    for part, element in g.elements.items():
+        if not isinstance(element, Linear | Monomial):
+            vectors = (element.vector[:-1], element.vector / 0, element.vector.repeat(2))
+            bad += [replace(g, elements={part: type(element)(x)}) for x in vectors]
+        else:
+            bad += [replace(g, elements={**g.elements, part: x}) for x in broken(element)]
+    assert all(group.refuses(transform) for transform in bad)
+
+
+def test_orders_that_are_not_free_are_refused() -> None:
+    free, held = admitted(attention(), ORDERED), admitted(attention(free_groups=False), ORDERED)
+    g = replace(free.identity(), orders=(torch.tensor([1, 0, 2]), torch.arange(2).repeat(3, 1)))
+    assert free.refuses(g) is None
+    assert "KV heads" in str(held.refuses(g))
+    assert "keep their places" in str(admitted(attention(free_order=False), ORDERED).refuses(g))
+    assert held.random(gen()).orders[0].tolist() == [0, 1, 2]
+    routed = GROUPS["routed experts"]
+    for order, fits in (([3, 2, 0, 1], True), ([0, 2, 1, 3], False)):
+        assert (routed.refuses(replace(routed.identity(), orders=(torch.tensor(order),))) is None) == fits
+
+
+# --- functions that are kept
+
+
+@pytest.mark.parametrize("name", ["attention", "one group", "one head each", "norm of all heads", "gated values"])
+def test_attention_is_kept(name: str) -> None:
+    """Scores and outputs of grouped heads are the old ones in the new order; so are products of gains, and gates."""
+    space, g = SPACES[name], GROUPS[name].random(gen(5))
+    order = g.head_order()
+
+    def moved(role: str, seed: int) -> tuple[Tensor, Tensor]:
+        x = normal(*space.factors(role), 8, seed=seed)
+        return x, g.act(x, role, 0)
+
+    for query, key, product in (
+        ("q", "k", "grdm,gdn->grmn"),
+        ("o", "v", "grdm,gdn->grmn"),
+        ("q_gain", "k_gain", "grdm,gdm->grdm"),
+    ):
+        if "gain" not in query or g.elements.get("gains", Linear.identity(0, 4)).shape[0] == space.sizes["groups"]:
+            before, after = (
+                torch.einsum(product, a, b).flatten(0, 1) for a, b in zip(moved(query, 1), moved(key, 2), strict=True)
+            )
+            close(after, before[order])
+    heads, after = moved("head", 3)
+    close(after.flatten(0, 1), heads.flatten(0, 1)[order])
+    if name == "gated values":
+        (values, v), (outputs, o), (gates, gate) = moved("v", 1), moved("o", 2), moved("gate", 3)
+        gated = [
+            torch.einsum("gdm,grdm,grdn->grmn", *x).flatten(0, 1) for x in ((values, gates, outputs), (v, gate, o))
+        ]
+        close(gated[1], gated[0][order])
+
+
+def test_shared_gains_keep_their_products() -> None:
+    g, q, k = GROUPS["norms of heads"].random(gen(3)), normal(4, seed=1), normal(4, seed=2)
+    close(g.act(q, "q_norm", 0) * g.act(k, "k_norm", 0), q * k)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary", [8, 4])
+def test_maps_commute_with_rotary_embedding(rotary: int, interleaved: bool, parts: int) -> None:
+    sizes = {"groups": 1, "per_group": 1, "head_dim": 8, "value_dim": 8}
+    space = Space("attn", "attention", sizes, rotary=rotary, interleaved=interleaved, rotary_parts=parts)
+    g, x = admitted(space).random(gen(1)), normal(1, 8, 3)
+    turned = torch.eye(8, dtype=torch.float64)
+    width = rotary // parts
+    for part, pair in [(part, pair) for part in range(parts) for pair in range(width // 2)]:
+        i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + width // 2)
+        at, angle = [part * width + i, part * width + j], torch.tensor(0.3 + part + pair)
+        turned[at[0], at], turned[at[1], at] = (
+            torch.stack([angle.cos(), -angle.sin()]).double(),
+            torch.stack([angle.sin(), angle.cos()]).double(),
+        )
+    close(g.act(turned @ x, "k", 0), turned @ g.act(x, "k", 0))
+    assert not torch.equal(g.act(x, "k", 0), x)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_neurons_of_any_degree_keep_their_function(degree: int) -> None:
+    g = admitted(Space("ffn", "ffn", {"size": 5}, degree=degree)).random(gen(2))
+    up, down, x = normal(5, 4, seed=1), normal(3, 5, seed=2), normal(4, 7, seed=3)
+    after = g.act(down, "out", 1) @ (g.act(up, "in", 0) @ x).relu() ** degree
+    close(after, down @ (up @ x).relu() ** degree)
+
+
+def test_gated_neurons_keep_their_function() -> None:
+    g = GROUPS["ffn"].random(gen(6))
+    up, gate, down, x = normal(7, 5), normal(7, 5, seed=1), normal(5, 7, seed=2), normal(5, 9, seed=3)
+    silu = torch.nn.functional.silu
+    after = g.act(down, "out", 1) @ (silu(g.act(gate, "gate", 0) @ x) * (g.act(up, "in", 0) @ x))
+    close(after, down @ (silu(gate @ x) * (up @ x)))
+
+
+def test_experts_keep_their_functions() -> None:
+    """In their new order; each has neurons of its own."""
+    g = GROUPS["experts"].random(gen(6))
+    up, gate, down, x = normal(3, 4, 5), normal(3, 4, 5, seed=1), normal(3, 5, 4, seed=2), normal(5, 9, seed=3)
+
+    def outputs(up: Tensor, gate: Tensor, down: Tensor) -> Tensor:
+        return down @ (torch.nn.functional.silu(gate @ x) * (up @ x))
+
+    moved = outputs(act(g, up, "in", 1), act(g, gate, "gate", 1), act(g, down, "out", 2))
+    close(moved, outputs(up, gate, down)[g.orders[0]])
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "gpt_neox", "mixtral", "phi3", "qwen3"])
+def test_pairings_are_kept_along_every_axis(family: str) -> None:
+    """<w, x>, w moved as weights are and x as what they are paired with: activations, gradients."""
+    architecture = architecture_of(make(next(case for case in ALL if case.family == family)))
+    gauge = random_gauge(architecture, AlignConfig(heads="permutation", residual="permutation"), gen())
+    for info in architecture.tensors():
+        shape = tuple(axis.size or 3 for axis in info.axes)
+        if any(part.role == "gain" for axis in info.axes for part in axis.parts):
+            continue  # a gain multiplies, it is paired with nothing
+        w, x = normal(*shape), normal(*shape, seed=1)
+        before = (w * x).sum()
+        for dim, axis in [(d, a) for d, a in enumerate(info.axes) if a.parts]:
+            w, x = transform_axis(w, dim, axis, gauge), transform_axis(x, dim, axis, gauge, dual=True)
+        close((w * x).sum(), before)
+
+
+def test_only_what_adds_coordinates_up_mixes() -> None:
+    g = GROUPS["norms of heads"].random(gen())
+    assert [role for role in ROLES["attention"] if g.mixes(role)] == ["v", "o"]
+    assert not GROUPS["ffn"].random(gen()).mixes("in")
+
+
+# --- which space admits which
+
+HALVES, QUARTERS = ((0, 1), (2, 3)), ((0,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "qk", "vo"),
+    [
+        ({}, {}, Rotations(True), Rotations(True)),
+        ({}, {"scaling": False}, Rotations(), Rotations()),
+        ({}, {"scaling": "sequential"}, Rotations(True, True), Rotations(True, True)),
+        ({}, {"attention": "none"}, Fixed(), Fixed()),
+        ({"rotary": 4}, {}, Planar(HALVES, True), Rotations(True)),
+        ({"rotary": 2, "interleaved": True}, {}, Planar(QUARTERS, True, unturned=Rotations(True)), Rotations(True)),
+        ({"rotary": 4, "interleaved": True}, {}, Planar(((0, 2), (1, 3)), True), Rotations(True)),
+        ({"rotary": 4, "rotary_parts": 2}, {}, Planar(((0, 2), (1, 3)), True), Rotations(True)),
+        ({"rotary": 4, "norm": "rms_head"}, {}, Signs((0, 1, 0, 1)), Rotations(True)),
+        ({"rotary": 2, "norm": "rms_all"}, {}, Signs((0, 0, 1, 2)), Rotations(True)),
+        ({"norm": "rms_head"}, {}, Signs(), Rotations(True)),
+        ({"norm": "l2_head"}, {}, Rotations(), Rotations(True)),
+        ({"norm": "l2_head", "rotary": 4}, {}, Planar(HALVES), Rotations(True)),
+        ({"norm": "layer_head", "rotary": 4}, {}, Signs((0, 0, 0, 0)), Rotations(True)),
+        ({"norm": "affine_head"}, {}, Fixed(), Rotations(True)),
+        ({"norm": "shared"}, {}, Fixed(), Rotations(True)),
+        ({"values": "gated"}, {}, Rotations(True), Permutations(signed=True, scaled=True)),
+        ({"values": "fixed"}, {}, Rotations(True), Fixed()),
+        ({"values": "normed"}, {}, Rotations(True), Rotations()),
+        ({}, {"attention": "permutation"}, Permutations(learnable=False), Permutations(learnable=False)),
+        ({"rotary": 4, "values": "gated"}, {"attention": "permutation"}, Fixed(), Permutations(learnable=False)),
+        ({"rotary": 2}, {"heads": "spectral"}, Permutations(first=2, learnable=False), Permutations(learnable=False)),
+    ],
+)  # fmt: skip
+def test_what_heads_admit(facts: dict[str, Any], options: dict[str, Any], qk: Group, vo: Group) -> None:
+    group = admitted(attention(**facts), GroupOptions(**options))
+    assert (group.groups["qk"], group.groups["vo"]) == ((qk, 3, 4), (vo, 3, 6))
+
+
+@pytest.mark.parametrize(
+    ("norm", "batch", "gains"),
+    [("rms_head", 1, Exchange((0, 1, 0, 1))), ("rms_all", 3, Exchange((0, 1, 0, 1))), ("rms_turned", 1, Exchange())],
+)
+def test_what_gains_admit(norm: str, batch: int, gains: Group) -> None:
+    assert admitted(attention(rotary=4, norm=norm)).groups["gains"] == (gains, batch, 4)
+    assert admitted(attention(rotary=4, norm=norm), GroupOptions(scaling=False)).groups["gains"][0] == Fixed()
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "words"),
+    [
+        ({"gated": True, "degree": 1}, {}, "permutation, signed rescaling"),
+        ({"degree": 2}, {}, "permutation, positive rescaling"),
+        ({"degree": 1}, {"ffn": "none"}, "positive rescaling"),
+        ({"degree": 1}, {"scaling": False}, "permutation"),
+        ({}, {"ffn": "none"}, "none"),
+    ],
+)
+def test_what_neurons_admit(facts: dict[str, Any], options: dict[str, Any], words: str) -> None:
+    assert admitted(Space("ffn", "ffn", {"size": 5}, **facts), GroupOptions(**options)).words == words
+    group = admitted(Space("moe", "experts", {"size": 5, "count": 3}, **facts), GroupOptions(**options))
+    assert group.words == ("order of experts, " if words.startswith("permutation") else "") + words
+    factor = group.random(gen(2)).elements["neurons"].factor  # type: ignore[union-attr]
+    assert (bool((factor < 0).any()), bool((factor != 1).any())) == ("signed" in words, "rescaling" in words)
+
+
+@pytest.mark.parametrize(
+    ("space", "word"),
+    [
+        (attention(norm="cosine"), "norm 'cosine'"),
+        (attention(values="mixed"), "values 'mixed'"),
+        (Space("layers.0.mixer", "recurrence", {}), "kind 'recurrence'"),
+    ],
+)
+def test_what_is_unknown_is_named(space: Space, word: str) -> None:
+    with pytest.raises(RotationMergeError, match=word):
+        admitted(space)
+    with pytest.raises(RotationMergeError, match="'rotate'"):
+        stream_group("rotate", 6, False)
+
+
+def test_an_architecture_file_with_an_unknown_word_is_refused() -> None:
+    """It would otherwise pass for no norm at all, and be turned."""
+    spec = families()["qwen3"].model_dump()
+    spec["modules"]["default"]["layer"]["spaces"]["attn"]["norm"] = "rms_haed"
+    with pytest.raises(RotationMergeError, match=r"'rms_haed' is not a known word.*'rms_head'"):
+        table.sample(ArchitectureSpec.model_validate(spec))
+
+
+@pytest.mark.parametrize(
+    "options", [GroupOptions(), GroupOptions(scaling=False), GroupOptions(heads="spectral"), WIDEST]
+)
+def test_files_may_hold_what_any_recipe_gives(options: GroupOptions) -> None:
+    table = [attention(norm=norm, rotary=rotary) for norm in QUERIES for rotary in (0, 2, 4)]
+    table += [attention(values=values, free_groups=free) for values in VALUES for free in (True, False)]
+    for space in [*table, *SPACES.values()]:
+        group = admitted(space, options)
+        for transform in (group.identity(), group.random(gen(1))):
+            assert group.refuses(transform) is None
+            assert refuses(space, transform) is None
+        assert group.words
+
+
+# --- residual streams
+
+
+@pytest.mark.parametrize("kind", STREAM_GROUPS)
+@pytest.mark.parametrize("ones", [False, True])
+def test_streams(kind: str, ones: bool) -> None:
+    """The best element is no worse than any other, follows the gains, is found again, and fixes ones where it must."""
+    space_group = stream_group(kind, 6, ones)
+    group = space_group.groups["map"][0]
+    products, gains = normal(1, 6, 6, seed=1), normal(1, 6, 6, seed=2)
+    best = group.solve(Stats.of_products(products, gains))
+
+    def overlap(element: Any) -> float:
+        ordered = element.order().matrices() if isinstance(element, Monomial) else torch.eye(6)[None]
+        return float((element.matrices() * products).sum() + (ordered * gains).sum())
+
+    assert all(overlap(group.random(1, 6, gen(seed))) <= overlap(best) + 1e-9 for seed in range(30))
+    x, planted = normal(1, 6, 9, seed=4), group.random(1, 6, gen(7))
+    vector = torch.ones(1, 6, 1, dtype=torch.float64)
+    if kind == "rotation":
+        for element in (best, planted):
+            assert torch.allclose(element.act(vector, 0, 1), vector) == ones
+        x = x - x.mean(1, keepdim=True) * ones
+    solved = group.solve(Stats.of_products(x @ planted.inverse().act(x, 0, 1).mT, torch.zeros(1, 6, 6).double()))
+    close(solved.act(x, 0, 1), planted.act(x, 0, 1))
+    assert group.solve(Stats.of_products(x @ x.mT, torch.zeros(1, 6, 6).double())).is_identity()
+
+
+def test_a_latent_has_all_rotations_as_its_norm_is_an_rmsnorm() -> None:
+    group = admitted(SPACES["latent"], GroupOptions(residual="rotation"))
+    ones = torch.ones(6, dtype=torch.float64)
+    assert not torch.allclose(group.random(gen()).act(ones, "read", 0), ones)
+    assert refuses(SPACES["latent"], group.random(gen())) is None
