@@ -26,7 +26,7 @@ from rotation_merge.workers import BYTES_A_WEIGHT, workers_for
 
 BYTES_FOLDED = 20
 """As `BYTES_A_WEIGHT`, of models that are folded: both are widened. With freed memory in between, pass after pass, a
-layer of 8B shape takes 28 at its peak (`report/estimate.py` counts it): workers then have 0.7 of what is free."""
+layer of 8B shape takes 28 at its peak: workers then have 0.7 of what is free."""
 
 MEASURE, PASS, FINAL = "measure", "pass", "final"
 

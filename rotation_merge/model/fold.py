@@ -94,7 +94,7 @@ class Fold:
         centres.
 
         Args:
-            info: which tensor; of a factor (see `factors.py`), with the axes that it has.
+            info: which tensor; of a low-rank factor, with the axes that it has.
             change: of the folded model.
             get: gives the stored model's tensors by key.
             weight: of a bias: the change of the weight beside it, as it is to be stored.
