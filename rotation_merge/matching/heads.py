@@ -152,7 +152,7 @@ class HeadPart:
         return total
 
     def stats(self, pairing: Pairing) -> Stats:
-        """The statistics of pairs of groups, from the tables if there are any."""
+        """The statistics of pairs of groups."""
         i, j = pairing.anchor.to(self.device), pairing.donor.to(self.device)
         donor, anchor = (self.norms[0][j], self.norms[1][j]), (self.norms[2][i], self.norms[3][i])
         primal, dual = self._summed(self.primal, pairing), self._summed(self.dual, pairing)
@@ -185,6 +185,17 @@ class HeadPart:
         """
         return tuple(self._table(pairs, every=False) for pairs in (self.primal, self.dual))
 
+    def _tables_of(self, i: Tensor, j: Tensor) -> tuple[list[Tensor], ...]:
+        """The tables, with the products of groups `i` with groups `j`."""
+        if not (self.every or torch.equal(i, j)):
+            self.tabulate()
+        return self.tables
+
+    @property
+    def every(self) -> bool:
+        """Whether the products of all heads with all are known."""
+        return self.tables[0][0].ndim == 7
+
     def _table(self, pairs: Pairs, every: bool) -> list[Tensor]:
         return [self._block_table(blocks, pairs, every) for blocks in self.blocks]
 
@@ -215,11 +226,10 @@ class HeadPart:
         i, j = pairing.anchor.to(self.device), pairing.donor.to(self.device)
         size = self.shape[2]
         result = torch.zeros(len(i), size, size, dtype=torch.float64, device=self.device)
-        for blocks, table in zip(self.blocks, self.tables[pairs is self.dual], strict=True):
+        for blocks, table in zip(self.blocks, self._tables_of(i, j)[pairs is self.dual], strict=True):
             rows = torch.arange(table.shape[1], device=self.device)
             queries = pairing.queries.to(self.device) if len(rows) > 1 else torch.zeros_like(i)[:, None]
-            every = table.ndim == 7
-            picked = table[i[:, None], rows, j[:, None], queries] if every else table[i[:, None], rows, queries]
+            picked = table[i[:, None], rows, j[:, None], queries] if self.every else table[i[:, None], rows, queries]
             index = blocks.to(self.device)
             result[:, index[:, :, None], index[:, None, :]] = picked.sum(1, dtype=torch.float64)
         return result
@@ -227,7 +237,7 @@ class HeadPart:
     def inner(self, i: Tensor, j: Tensor) -> list[Tensor]:
         """Products of every query head with every other, of N pairs of groups, (N, r, r, k, s, s) for each size."""
         i, j = i.to(self.device), j.to(self.device)
-        return [(table[i, :, j] if table.ndim == 7 else table[i]).double() for table in self.tables[1]]
+        return [(table[i, :, j] if self.every else table[i]).double() for table in self._tables_of(i, j)[1]]
 
     @property
     def compact(self) -> bool:
@@ -241,7 +251,7 @@ class HeadPart:
         norms: all that can be gained.
         """
         follow = self._norms(self.follow, 0).sum(1)[:, None]
-        if self.tables[0][0].ndim < 7 or (isinstance(self.group, Permutations) and self.group.scaled):
+        if not self.every or (isinstance(self.group, Permutations) and self.group.scaled):
             return ((self.norms[2] + self.norms[3]).sum(1)[:, None] + follow).expand(-1, self.shape[0]).cpu()
         total = follow.repeat(1, self.shape[0])
         for blocks, primal, dual in zip(self.blocks, *self.tables, strict=True):

@@ -126,8 +126,9 @@ def test_bounds_are_never_below_what_a_pair_gains(
         part = _part(space, sides_of(anchor, donor), group, name)
         if part is None:
             continue
+        untabulated = part.bounds().flatten()
         products = part.stats(Pairing(i, j, torch.arange(shape[1]).repeat(count**2, 1)))
-        bounds = part.bounds().flatten()
+        bounds = torch.minimum(part.bounds().flatten(), untabulated)
         for order in itertools.permutations(range(shape[1])):
             stats = part.stats(Pairing(i, j, torch.tensor(order).repeat(count**2, 1)))
             best = stats.gain(part.group.solve(stats))
