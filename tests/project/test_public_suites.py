@@ -70,6 +70,7 @@ UNITS = {
         "architecture averaging carrying matching model run",
         "single parts: ridges and ranks that no option names, the judge, slices",
     ),
+    "carrying/test_carry_refit.py": ("run", "how often state is written, so that short work has any to continue"),
     "carrying/test_transport.py": ("carrying", "the value of a change against what a recipe adds"),
     "cli/test_cli.py": ("cli diagnose model", "what each command declares of itself"),
     "cli/test_config_options.py": ("cli config matching mergekit_plugin", "that options are made from the configs"),
