@@ -262,8 +262,12 @@ def nearest_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
 def _nearest(anchor: Tensor, donor: Tensor, rows: Tensor) -> Tensor:
     """The donor's rows that lie nearest to some of the anchor's."""
     squares = donor.square().sum(1) / 2
-    parts = rows.split(max(1, ROWS // len(donor)))
-    return torch.cat([(anchor[part] @ donor.T - squares).argmax(1) for part in parts])
+    products = anchor.new_empty(min(len(rows), max(1, ROWS // len(donor))), len(donor))  # freed ones pile up
+    result = torch.empty_like(rows)
+    for part in torch.arange(len(rows)).split(len(products)):
+        near = torch.mm(anchor[rows[part]], donor.T, out=products[: len(part)])
+        result[part] = near.sub_(squares).argmax(1)
+    return result
 
 
 def _all_apart(sketches: list[Tensor], halves: Tensor, rows: Tensor) -> bool:
