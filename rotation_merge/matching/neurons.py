@@ -254,8 +254,8 @@ def nearest_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
     halves = (moved.distances / 2).to(anchor)
     for width in WIDTHS:
         sketches = [_folded(anchor, width), _folded(donor[order], width)]
-        if _all_apart(sketches, halves, probe):
-            return (order.cpu(), moved) if _all_apart(sketches, halves, every) else None
+        if _all_apart(sketches, halves, probe) and _all_apart(sketches, halves, every):
+            return order.cpu(), moved
     return None
 
 
