@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from rotation_merge import symmetry
-from rotation_merge.symmetry.admitted import STREAM_GROUPS, SpaceGroup, stream_group
+from rotation_merge.symmetry.admitted import STREAM_GROUPS, SpaceGroup, stream_group, widest
 
 
 @dataclass(frozen=True)
@@ -268,6 +268,12 @@ class Architecture:
     def stream_group(self, stream: str, kind: str) -> SpaceGroup:
         """The group of a residual stream that is called `kind` in recipes."""
         return stream_group(kind, self.streams[stream].sizes["size"], self.layer_normed(stream))
+
+    def widest_group(self, space: Space, transform: symmetry.Transform) -> SpaceGroup:
+        """The widest group of a stream or a local space that a transform may be of."""
+        if space.kind != "stream":
+            return widest(space, transform)
+        return self.stream_group(space.name, "rotation" if transform.turns_stream else "signed_permutation")
 
     def admitting(self, kind: str) -> list[str]:
         """The streams that admit a residual group."""

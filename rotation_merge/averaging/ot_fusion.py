@@ -374,7 +374,7 @@ def _parts(x: Tensor, dim: int, axis: Axis, space: Space, roles: tuple[str, ...]
 
 def _grouped(rows: Tensor, space: Space) -> Tensor:
     """(groups, size, features): the query heads of a group become features of their keys."""
-    if space.kind in ("ffn", "convolution"):
+    if space.kind == "ffn":
         return rows[None]
     if space.kind == "attention" and rows.ndim == 4:
         return rows.permute(0, 2, 1, 3).flatten(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rotation_merge.architecture.model import Architecture, Space
+from rotation_merge.architecture.model import Architecture
 from rotation_merge.errors import AlignmentError, RotationMergeError, short
 from rotation_merge.files import replacing
 from rotation_merge.linalg.finite import all_finite
@@ -23,7 +23,7 @@ from rotation_merge.matching.stream import Transforms
 from rotation_merge.model.biases import holders
 from rotation_merge.run.statistics import has_format
 from rotation_merge.symmetry import Transform
-from rotation_merge.symmetry.admitted import WIDEST, SpaceGroup, admitted, refuses
+from rotation_merge.symmetry.admitted import refuses
 
 FORMAT = "rotation_merge.alignment.6"
 BIASES = "bias of the anchor|", "bias of the donor|"
@@ -199,15 +199,8 @@ def _transforms(tensors: Mapping[str, Tensor], header: _Header, architecture: Ar
     small = (key for key, x in tensors.items() if x.is_floating_point() and x.dtype != torch.float64)
     known = architecture.spaces()
     for name in {key.partition("|")[0] for key in small} & known.keys():
-        transforms[name] = _group(known[name], transforms[name], architecture).restored(transforms[name])
+        transforms[name] = architecture.widest_group(known[name], transforms[name]).restored(transforms[name])
     return transforms
-
-
-def _group(space: Space, transform: Transform, architecture: Architecture) -> SpaceGroup:
-    """The widest group that a stored transform may be of."""
-    if space.kind == "stream":
-        return architecture.stream_group(space.name, "rotation" if transform.turns_stream else "signed_permutation")
-    return admitted(space, replace(WIDEST, residual="rotation") if transform.turns_stream else WIDEST)
 
 
 def _check_spaces(transforms: Transforms, header: _Header, architecture: Architecture) -> None:

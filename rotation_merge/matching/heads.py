@@ -241,7 +241,7 @@ class HeadPart:
 
     @property
     def compact(self) -> bool:
-        """Whether products of all heads with all are soon formed."""
+        """Whether the table of all heads with all is small: maps stay inside blocks of one or two coordinates."""
         return max(blocks.shape[1] for blocks in self.blocks) <= 2
 
     def bounds(self) -> Tensor:

@@ -13,10 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from rotation_merge.architecture.model import Architecture, Space
+from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.alignment import Transforms
 from rotation_merge.symmetry import Transform
-from rotation_merge.symmetry.admitted import LARGEST, SpaceGroup, admitted
 from rotation_merge.symmetry.element import Element
 
 
@@ -40,7 +39,7 @@ class LearnedTransforms(nn.Module):
         super().__init__()
         self.start = dict(start)
         spaces = architecture.spaces()
-        self.groups = {name: _group(architecture, spaces[name], transform) for name, transform in start.items()}
+        self.groups = {name: architecture.widest_group(spaces[name], transform) for name, transform in start.items()}
         self.steps = nn.ModuleDict()
         for name, part, element in self._elements():
             group = self.groups[name].groups[part][0]
@@ -75,13 +74,6 @@ class LearnedTransforms(nn.Module):
         transforms = self.forward(exact=True)
         self.to(device)
         return {name: transform.to(torch.device("cpu")) for name, transform in transforms.items()}
-
-
-def _group(architecture: Architecture, space: Space, transform: Transform) -> SpaceGroup:
-    """The group that a transform is learned in."""
-    if space.kind == "stream":
-        return architecture.stream_group(space.name, "rotation" if transform.turns_stream else "signed_permutation")
-    return admitted(space, replace(LARGEST, residual="rotation") if transform.turns_stream else LARGEST)
 
 
 def _key(space: str, part: str) -> str:

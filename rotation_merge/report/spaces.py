@@ -118,8 +118,6 @@ def _sizes(space: Space) -> str:
         return f"{s['groups'] * s['per_group']} heads, {s['groups']} KV, of {s['head_dim']}{values}"
     if space.kind == "experts":
         return f"{s['count']} experts of {s['size']}"
-    if space.kind == "mixer":
-        return f"{s['groups'] * s['per_group']} heads in {s['groups']} groups, channels {s['own']} and {s['shared']}"
     return str(s["size"])
 
 

@@ -8,7 +8,7 @@ row of the norm (or of the values) that leaves it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
@@ -492,15 +492,14 @@ def admitted(space: SpaceFacts, options: GroupOptions = LARGEST) -> SpaceGroup:
     return _KINDS[space.kind](space, options)
 
 
-def refuses(space: SpaceFacts, transform: Transform) -> str | None:
-    """The reason why no recipe may ask for a transform of a local space, in words; None if one may.
+def widest(space: SpaceFacts, transform: Transform) -> SpaceGroup:
+    """The widest group of a local space that a transform may be of: gains of latents are folded if it turns them."""
+    return admitted(space, replace(WIDEST, residual="rotation") if transform.turns_stream else WIDEST)
 
-    Gains of latents may be folded or not; the alignment records that.
-    """
-    if space.kind == "latent" and transform.kind == "latent":
-        kind = "rotation" if transform.turns_stream else "signed_permutation"
-        return stream_group(kind, space.sizes["size"], fixes_ones=False, name="latent").refuses(transform)
-    return admitted(space, WIDEST).refuses(transform)
+
+def refuses(space: SpaceFacts, transform: Transform) -> str | None:
+    """The reason why no recipe may ask for a transform of a local space, in words; None if one may."""
+    return widest(space, transform).refuses(transform)
 
 
 def asks(space: SpaceFacts, options: GroupOptions) -> bool:

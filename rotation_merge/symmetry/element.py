@@ -326,8 +326,5 @@ class LearnedOrder(Monomial):
     def reorders(self) -> bool:
         return True
 
-    def order(self) -> LearnedOrder:
-        return replace(self, factor=torch.ones_like(self.factor))
-
     def _reordered(self, x: Tensor, batch_dim: int, dim: int) -> Tensor:
         return act_by_matrices(self.matrix[None], x, batch_dim, dim)

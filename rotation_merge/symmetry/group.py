@@ -93,6 +93,10 @@ class _Factors:
         """One factor for each that is shared, (N, k), as one for each coordinate, (N, d)."""
         return x if self._ties is None else x[:, self._ties.to(x.device)]
 
+    def _count(self, size: int) -> int:
+        """How many factors there are of `size` coordinates."""
+        return len(set(self.ties or range(size)))
+
     def _mean(self, factor: Tensor) -> Tensor:
         """The mean factor of those that have to be equal, (N, d)."""
         return factor if self._ties is None else self._spread(self._shared(factor) / torch.bincount(self._ties))
@@ -159,20 +163,17 @@ class Signs(_Factors):
             return text.format("coordinate")
         return text.format("RoPE pair" if max(self.ties) else "head")
 
-    def _signs(self, x: Tensor) -> Tensor:
-        return torch.where(x < 0, -1.0, 1.0).double()
-
     def random(self, batch: int, size: int, generator: torch.Generator) -> Monomial:
-        count = len(set(self.ties or range(size)))
-        return replace(self.identity(batch, size), factor=self._spread(random_signs(batch, count, generator)))
+        factor = random_signs(batch, self._count(size), generator)
+        return replace(self.identity(batch, size), factor=self._spread(factor))
 
     def solve(self, stats: Stats) -> Monomial:
         agreement = self._shared((stats.primal + stats.dual).diagonal(dim1=1, dim2=2))
-        return replace(self.identity(*stats.donor[0].shape), factor=self._spread(self._signs(agreement)).cpu())
+        return replace(self.identity(*stats.donor[0].shape), factor=self._spread(signs(agreement)).cpu())
 
     def project(self, element: Element) -> Monomial:
         assert isinstance(element, Monomial)
-        return replace(self.identity(*element.shape), factor=self._signs(self._mean(element.factor)))
+        return replace(self.identity(*element.shape), factor=signs(self._mean(element.factor)))
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class Exchange(_Factors):
     symbol = "gain exchange"
 
     def random(self, batch: int, size: int, generator: torch.Generator) -> Monomial:
-        count = len(set(self.ties or range(size)))
+        count = self._count(size)
         factor = random_factors(batch, count, generator) * random_signs(batch, count, generator)
         return replace(self.identity(batch, size), factor=self._spread(factor))
 
@@ -205,8 +206,8 @@ class Exchange(_Factors):
         return replace(self.identity(*element.shape), factor=within(self._mean(element.factor)))
 
     def steps(self, element: Element, scales: bool, orders: bool) -> dict[str, Tensor]:
-        count = len(set(self.ties or range(element.shape[1])))
-        return {"log_scale": torch.zeros(element.shape[0], count)} if scales else {}
+        batch, size = element.shape
+        return {"log_scale": torch.zeros(batch, self._count(size))} if scales else {}
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ class Permutations(_Factors):
             factor = best_scale(*norms, stats.primal, stats.dual, self.signed, self.degree)
             gain = -cost(factor, *norms, stats.primal, stats.dual, self.degree)
         else:
-            factor = torch.where(agreement < 0, -1.0, 1.0).to(agreement) if self.signed else factor
+            factor = signs(agreement) if self.signed else factor
             gain = 2 * agreement * factor
         index = torch.stack([self._best(m) for m in (gain if stats.follow is None else gain + 2 * stats.follow)])
         picked = factor.gather(2, index.to(factor.device)[..., None])[..., 0]
@@ -273,7 +274,7 @@ class Permutations(_Factors):
         assert isinstance(element, Monomial)
         index = element.index if self.permute else torch.arange(element.shape[1]).expand(element.shape)
         index = torch.cat([torch.arange(self.first).expand(len(index), -1), index[:, self.first :]], 1)
-        factor = within(element.factor) if self.scaled else torch.where(element.factor < 0, -1.0, 1.0).double()
+        factor = within(element.factor) if self.scaled else signs(element.factor)
         return Monomial(index, factor if self.signed else factor.abs(), self.degree)
 
     def blocks(self, size: int) -> Tensor:
@@ -471,7 +472,7 @@ class Planar:
             if self.sequential or bool(((scale / before).log().abs() < SETTLED).all()):
                 break
         unturned = self.unturned.solve(stats.part(slice(self.at, None))).matrix if self.unturned else None
-        return Linear(self._whole((scale * turn).cpu(), size, unturned).matrix)
+        return self._whole((scale * turn).cpu(), size, unturned)
 
     def value(self, stats: Stats) -> Tensor:
         return stats.gain(self.solve(stats))
@@ -521,10 +522,14 @@ def row_scale(matrix: Tensor) -> Tensor:
     return matrix.square().sum(-1).mean(-1).sqrt()
 
 
+def signs(x: Tensor) -> Tensor:
+    """-1 where x is below zero, else 1; float64."""
+    return torch.where(x < 0, -1.0, 1.0).double()
+
+
 def within(factor: Tensor) -> Tensor:
     """Factors of either sign, neither zero nor infinite."""
-    sign = torch.where(factor < 0, -1.0, 1.0).double()
-    return sign * factor.abs().nan_to_num(1.0).clamp(1 / LARGEST_ENTRY, LARGEST_ENTRY)
+    return signs(factor) * factor.abs().nan_to_num(1.0).clamp(1 / LARGEST_ENTRY, LARGEST_ENTRY)
 
 
 def like(start: Tensor, step: Tensor, exact: bool) -> Tensor:
