@@ -166,11 +166,9 @@ class HeadPart:
         """A B^T of the paired heads, summed over those of a group, (N, d, d)."""
         size = self.shape[2]
         total = torch.zeros(len(pairing.anchor), size, size, dtype=torch.float64, device=self.device)
-        for a, b in pairs:
-            for n, (i, j) in enumerate(zip(pairing.anchor.tolist(), pairing.donor.tolist(), strict=True)):
-                y = b[j] if b.shape[1] == 1 else b[j][pairing.queries[n].to(b.device)]
-                x, y = _wide(a[i], self.device), _wide(y, self.device)
-                total[n] += torch.bmm(*_alike(x, y)).sum(0, dtype=torch.float64)
+        for n, x, y in _met(pairs, pairing):
+            x, y = _wide(x, self.device), _wide(y, self.device)
+            total[n] += torch.bmm(*_alike(x, y)).sum(0, dtype=torch.float64)
         return total
 
     def tabulate(self) -> None:
@@ -273,16 +271,21 @@ class HeadPart:
 
     def _equal(self, pairing: Pairing) -> Tensor:
         equal = torch.ones(len(pairing.anchor), dtype=torch.bool, device=self.device)
-        for a, b in (*self.primal, *self.dual, *self.follow):
-            for n, (i, j) in enumerate(zip(pairing.anchor.tolist(), pairing.donor.tolist(), strict=True)):
-                y = b[j] if b.shape[1] == 1 else b[j][pairing.queries[n].to(b.device)]
-                equal[n] &= torch.equal(a[i].to(self.device), y.to(self.device, a.dtype))
+        for n, x, y in _met([*self.primal, *self.dual, *self.follow], pairing):
+            equal[n] &= torch.equal(x.to(self.device), y.to(self.device, x.dtype))
         return equal
 
     def chunks(self, count: int) -> Iterator[Tensor]:
         """Numbers of N pairs, a few at a time."""
         size = self.shape[2]
         yield from torch.arange(count).split(max(1, ENTRIES // (size * size * self.shape[1])))
+
+
+def _met(pairs: Pairs, pairing: Pairing) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The number of a pair of groups with the heads of both that meet, (r, d, m), for all tensors."""
+    for a, b in pairs:
+        for n, (i, j) in enumerate(zip(pairing.anchor.tolist(), pairing.donor.tolist(), strict=True)):
+            yield n, a[i], b[j] if b.shape[1] == 1 else b[j][pairing.queries[n].to(b.device)]
 
 
 def _wide(x: Tensor, device: torch.device) -> Tensor:
