@@ -232,6 +232,7 @@ def test_regmean_is_the_least_squares_optimum(tmp_path: Path):
     torch.testing.assert_close(result[name].double(), best, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_storage_does_not_matter(twins: dict[str, tuple[Path, ...]], tmp_path: Path):
     """bfloat16 output, and a donor in shards."""
     anchor, moved, _ = twins["llama"]

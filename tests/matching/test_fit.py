@@ -195,6 +195,7 @@ def test_a_fit_that_finds_nothing_stops_early():
     assert steps[-1] == 8
 
 
+@pytest.mark.slow
 def test_the_groups_are_the_largest_if_none_are_named(learned):
     assert "rotation" in learned.match.residual
 

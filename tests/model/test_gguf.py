@@ -141,6 +141,7 @@ def test_a_file_is_decoded_once_until_it_changes(tmp_path: Path, gguf_home: str)
     assert [path for path in Path(gguf_home).rglob("once-*") if path.is_dir()] == [again]
 
 
+@pytest.mark.slow
 def test_processes_decode_a_file_once(tmp_path: Path, gguf_home: str) -> None:
     file = shutil.copyfile(_path("mixtral"), tmp_path / "both.gguf")
     code = f"from rotation_merge.model.gguf import decoded; print(decoded({str(file)!r}))"
