@@ -97,6 +97,8 @@ class Pair:
         kind = MEASURED.get(parameters["delegate"])
         if parameters.pop("data", None):
             parameters["data"] = str(self.data)
+        if parameters["delegate"] == "ot_fusion" and parameters.get("heads_of") == "each":
+            parameters["stream"] = "identity"  # which heads that stay would not follow
         if parameters["delegate"] == "refit":
             parameters["samples"] = sum(len(next(iter(batch.values()))) for batch in self.batches)
         out = self.scratch / "merged"
