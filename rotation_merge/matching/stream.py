@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -199,21 +198,6 @@ class StreamSums:
             for name in ("apart", "logs", "overlap", "entries"):
                 setattr(total, name, getattr(total, name) + getattr(part, name))
         return total
-
-    def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The sums as tensors, and facts for JSON."""
-        tensors = {f"products|{name}": x for name, x in self.products.items()}
-        tensors |= {f"gains|{name}": x for name, x in self.gains.items()}
-        return tensors, asdict(replace(self, products={}, gains={}))
-
-    @classmethod
-    def unpacked(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> StreamSums:
-        """The sums again."""
-        sums = cls(**facts)
-        for key, tensor in tensors.items():
-            part, _, stream = key.partition("|")
-            getattr(sums, part)[stream] = tensor
-        return sums
 
     def to(self, device: torch.device) -> StreamSums:
         """The same, its products on a device."""
