@@ -12,18 +12,15 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import BaseFileLock, FileLock, Timeout
-from safetensors import SafetensorError, safe_open
 
 from rotation_merge.errors import RotationMergeError, SpaceError, no_space, short
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LOG = logging.getLogger(__name__)
 
@@ -333,18 +330,10 @@ class TemporaryFolder:
 UNFINISHED, MATCHING = ".unfinished", ".matching"
 """Suffixes of an output's name for the folder of unfinished work, and for that of unfinished matching."""
 MATCHING_UNFINISHED = f"{MATCHING}{UNFINISHED}"
-KEY, ENTRY = "run.txt", ".safetensors"
+KEY, PART = "run.txt", ".pt"
 """In such a folder, the file that says which run it belongs to, and the ending of the others."""
-STATE = f"state{ENTRY}"
+STATE = f"state{PART}"
 """The file with the state of training."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A finished part of a run: tensors, and facts that JSON can hold."""
-
-    facts: dict[str, Any]
-    tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Store:
@@ -415,51 +404,52 @@ class Store:
         """The place of a file in the folder."""
         return self.path / name
 
-    def put(self, name: str, entry: Entry) -> None:
-        """Keep a part; one of the same name is replaced."""
-        write_entry(self._file(name), entry)
+    def put(self, name: str, part: Any) -> None:
+        """Keep a part (see `write_part`); one of the same name is replaced."""
+        write_part(self._file(name), part)
 
-    def get(self, name: str, device: str = "cpu") -> Entry | None:
+    def get(self, name: str, device: str = "cpu") -> Any:
         """A part that is kept; None if there is none, or it is damaged."""
         path = self._file(name)
         try:
-            return read_entry(path, device) if path.exists() else None
+            return read_part(path, device) if path.exists() else None
         except UNREADABLE as error:
             LOG.warning("%s is damaged (%s); its content is computed again", path, short(error))
             return None
 
     def _file(self, name: str) -> Path:
         words = re.sub(r"[^\w.]+", "-", name)[-80:]
-        return self.file(f"{words}-{zlib.crc32(name.encode()):08x}{ENTRY}")
+        return self.file(f"{words}-{zlib.crc32(name.encode()):08x}{PART}")
 
 
-UNREADABLE = (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
-"""Exceptions of a damaged entry."""
+UNREADABLE = (OSError, EOFError, UnpicklingError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
+"""Exceptions of a damaged part."""
 
 
-def write_entry(path: Path, entry: Entry) -> None:
-    """Write an entry to a file, atomically."""
-    from safetensors.torch import save_file
+def write_part(path: Path, part: Any) -> None:
+    """Write a part of a run to a file, atomically: dictionaries and lists of numbers, words and tensors.
 
-    turned = [key for key, x in entry.tensors.items() if x.ndim > 1 and not x.is_contiguous() and x.mT.is_contiguous()]
-    stored: dict[str, Tensor] = {}
-    memory: set[int] = set()
-    for key, x in entry.tensors.items():
-        tensor = (x.mT if key in turned else x).detach().cpu().contiguous()  # read again, sums are added in one order
-        shared = tensor.untyped_storage().data_ptr() in memory  # tied weights, which the format does not store
-        memory.add(tensor.untyped_storage().data_ptr())
-        stored[key] = tensor.clone() if shared else tensor
+    Raises:
+        OSError: it cannot be written.
+    """
+    import torch
+
     with replacing(path) as temporary:
-        save_file(stored, temporary, metadata={"facts": json.dumps(entry.facts), "turned": json.dumps(turned)})
+        try:
+            torch.save(part, temporary)
+        except RuntimeError as error:  # how torch's writer says that the disk is full
+            raise OSError(str(error)) from error
 
 
-def read_entry(path: Path, device: str = "cpu") -> Entry:
-    """Read an entry from its file.
+def read_part(path: Path, device: str = "cpu", mapped: bool = False) -> Any:
+    """Read a part from its file.
+
+    Args:
+        mapped: tensors are read from the file when they are used.
 
     Raises:
         UNREADABLE: the file is damaged.
     """
-    with safe_open(str(path), framework="pt") as file:
-        facts, turned = (json.loads(file.metadata()[part]) for part in ("facts", "turned"))
-        tensors = {key: file.get_tensor(key).to(device) for key in file.keys()}  # noqa: SIM118
-    return Entry(facts, {key: x.mT if key in turned else x for key, x in tensors.items()})
+    import torch
+
+    return torch.load(path, device, weights_only=True, mmap=mapped)

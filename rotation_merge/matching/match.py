@@ -17,14 +17,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from rotation_merge.architecture.model import Architecture, Block
-from rotation_merge.files import Entry
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.serialisation import entry_of, match_of, packed, unpacked
+from rotation_merge.matching.serialisation import match_of, packed, part_of, unpacked
 from rotation_merge.matching.stream import FLOOR, StreamMeasurement, StreamSums, Transforms, residual_groups
 from rotation_merge.matching.visit import FINAL, MEASURE, PASS, FinalMatch, Step, Visits
 from rotation_merge.model.tensors import TensorSource
@@ -178,11 +175,12 @@ class ModelMatching:
         Returns:
             The streams' maps, and a summary, with a bound of the objective after every pass, never rising.
         """
-        entry = self.ledger.get(KEPT)
-        if entry is not None and "summary" in entry.facts:
-            return unpacked(entry.tensors, entry.facts["kinds"]), entry.facts["summary"]
-        if entry is not None:
-            return self._alternated(Passes.unpacked(entry, self))
+        part = self.ledger.get(KEPT)
+        if part is not None and "summary" in part:
+            return unpacked(*part["maps"]), part["summary"]
+        if part is not None:
+            self.precise = part["precise"]
+            return self._alternated(Passes.unpacked(part))
         still = {s: self.visits.architecture.stream_group(s, g).identity() for s, g in self.streams.items()}
         objectives = dict[str, float]()
         if starts is None:
@@ -203,8 +201,7 @@ class ModelMatching:
 
     def _kept(self, transforms: Transforms, summary: dict[str, Any]) -> tuple[Transforms, dict[str, Any]]:
         """Keep and return the result."""
-        tensors, kinds = packed(transforms)
-        self.ledger.keep(KEPT, lambda: Entry({"kinds": kinds, "summary": summary}, tensors))
+        self.ledger.keep(KEPT, lambda: {"maps": packed(transforms), "summary": summary})
         return dict(transforms), summary
 
     def _measured(self, transforms: Transforms, equal: bool = False) -> StreamSums:
@@ -247,7 +244,7 @@ class ModelMatching:
                 break
             if now - FLOOR < FLOOR and not self.precise:
                 self.precise, self._plain = True, None  # nearly equal models: sum in float64 from now on
-            self.ledger.keep(KEPT, lambda: passes.packed(self.precise), large=True)
+            self.ledger.keep(KEPT, lambda: {**passes.packed(), "precise": self.precise}, large=True)
         summary = {"start": passes.start, "passes": len(history), "objective": history, "starts": passes.objectives}
         return self._kept(best, summary)
 
@@ -306,14 +303,12 @@ class ModelMatching:
 
     def _keep(self, block: Block, match: FinalMatch | None) -> None:
         if match is not None:
-            facts = {"before": match.before, "after": match.after, "norm": match.norm}
-            self.ledger.keep(block.name, lambda: entry_of(match.match, **facts))
+            distances = match.before, match.after, match.norm
+            self.ledger.keep(block.name, lambda: {"match": part_of(match.match), "distances": distances})
 
     def _known(self, block: Block) -> FinalMatch | None:
-        entry = self.ledger.get(block.name)
-        if entry is None:
-            return None
-        return FinalMatch(match_of(entry), *(entry.facts[name] for name in ("before", "after", "norm")))
+        part = self.ledger.get(block.name)
+        return None if part is None else FinalMatch(match_of(part["match"]), *part["distances"])
 
 
 @dataclass
@@ -343,27 +338,17 @@ class Passes:
         """Weights of tensors, by name."""
         return {name: weight for part in self.sums.values() for name, weight in part.weights.items()}
 
-    def packed(self, precise: bool) -> Entry:
+    def packed(self) -> dict[str, Any]:
         """The state without the sums of plain blocks, which every part computes anew."""
-        tensors, kinds = packed(self.transforms)
-        tensors, parts = {f"map/{key}": x for key, x in tensors.items()}, dict[int, Any]()
-        for number, sums in self.sums.items():
-            sum_tensors, parts[number] = sums.packed()
-            tensors |= {f"{number}/{key}": x for key, x in sum_tensors.items()}
-        facts = {"kinds": kinds, "parts": parts, "precise": precise, "history": self.history}
-        return Entry({**facts, "start": self.start, "objectives": self.objectives}, tensors)
+        sums = {number: vars(part) for number, part in self.sums.items()}
+        kept = {"start": self.start, "objectives": self.objectives, "history": self.history}
+        return {**kept, "maps": packed(self.transforms), "sums": sums}
 
     @classmethod
-    def unpacked(cls, entry: Entry, matching: ModelMatching) -> Passes:
-        """The state again; the precision of sums is passed on to the matching."""
-        facts, by_part = entry.facts, dict[str, dict[str, Tensor]]()
-        for key, tensor in entry.tensors.items():
-            part, _, name = key.partition("/")
-            by_part.setdefault(part, {})[name] = tensor
-        matching.precise = facts["precise"]
-        sums = {int(n): StreamSums.unpacked(by_part.get(n, {}), part) for n, part in facts["parts"].items()}
-        transforms = unpacked(by_part["map"], facts["kinds"])
-        return cls(transforms, facts["start"], facts["objectives"], sums, history=facts["history"])
+    def unpacked(cls, part: Mapping[str, Any]) -> Passes:
+        """The state again."""
+        sums = {number: StreamSums(**kept) for number, kept in part["sums"].items()}
+        return cls(unpacked(*part["maps"]), part["start"], part["objectives"], sums, history=part["history"])
 
 
 def _expected(history: list[float]) -> float:

@@ -29,7 +29,7 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, AlignConfig
 from rotation_merge.matching.report_rows import recorded
-from rotation_merge.matching.stream import StreamSums, residual_groups
+from rotation_merge.matching.stream import StreamSums, measured, piece, residual_groups
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.open import open_model
@@ -227,7 +227,8 @@ def _start(
             info for info in activation_infos if any(part.space.kind == "stream" for part in info.axes[1].parts)
         ]
         a, b = ({info.key: source[info.name] for info in stream_infos} for source in (anchor, donor))
-        sums.add(replace(block, tensors=tuple(stream_infos)), a, b, still)
+        for tensor in measured([piece(replace(block, tensors=tuple(stream_infos)), a, b)], still):
+            sums.count(tensor, still)
     return sums.solve(architecture, streams, still)
 
 

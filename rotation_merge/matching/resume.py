@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rotation_merge.errors import AlignmentError, RotationMergeError, no_space, short
-from rotation_merge.files import UNREADABLE, Entry, Output, check_output, read_entry, write_entry
+from rotation_merge.files import UNREADABLE, Output, check_output, read_part, write_part
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.fingerprint import Fingerprint
@@ -69,8 +68,8 @@ class TrainingState:
         """
         if path is not None:
             check_output(Output(str(path), "state", wrote=lambda _: True))
-        self.path, self.learned, self.optimiser, self.mark = path, learned, optimiser, mark
-        self.schedule, self.generator, self._written = schedule, generator, time.monotonic()
+        self.path, self.mark, self.generator, self._written = path, mark, generator, time.monotonic()
+        self.parts: dict[str, Any] = {"learned": learned, "optimiser": optimiser, "schedule": schedule}
 
     def restore(self, report: Any) -> tuple[int, dict[str, Tensor]]:
         """Restore the number of steps and the best parameters from the file, or zero and the start.
@@ -78,26 +77,21 @@ class TrainingState:
         Raises:
             AlignmentError: the file is damaged or of another fit.
         """
-        start = {name: tensor.detach().clone() for name, tensor in self.learned.state_dict().items()}
         if self.path is None or not self.path.exists():
-            return 0, start
+            return 0, {name: tensor.detach().clone() for name, tensor in self.parts["learned"].state_dict().items()}
         try:
-            stored = read_entry(self.path)
-            facts, parts = stored.facts, _grouped(stored.tensors)
-            if facts["mark"] != self.mark:
+            state = read_part(self.path)
+            if state["mark"] != self.mark:
                 raise AlignmentError(
                     "holds the state of another fit (other models, data or options)",
                     where=str(self.path),
                     remedy="delete it to start again, or continue that fit with its own options",
                 )
-            moments = {i: parts.get(f"optimiser {i}", {}) for i in facts["trained"]}
-            self.learned.load_state_dict(parts.get("learned", {}))
-            self.optimiser.load_state_dict({"state": moments, "param_groups": facts["groups"]})
-            self.schedule.load_state_dict(facts["schedule"])
-            self.generator.set_state(parts["random"]["generator"])
-            for name, value in facts["report"].items():
-                setattr(report, name, [tuple(row) for row in value] if name == "history" else value)
-            return facts["step"], parts.get("best", {})
+            for name, part in self.parts.items():
+                part.load_state_dict(state[name])
+            self.generator.set_state(state["random"])
+            vars(report).update(state["report"])
+            return state["step"], state["best"]
         except UNREADABLE as error:
             raise AlignmentError(
                 "the state of an earlier fit cannot be used here",
@@ -113,25 +107,11 @@ class TrainingState:
         """
         if self.path is None or time.monotonic() - self._written < ledger.SECONDS:
             return
-        optimiser = self.optimiser.state_dict()
-        parts: dict[str, Mapping[str, Tensor]] = {
-            "learned": self.learned.state_dict(),
-            "best": best,
-            "random": {"generator": self.generator.get_state()},
-            **{f"optimiser {i}": moments for i, moments in optimiser["state"].items()},
-        }
-        facts = {
-            "mark": self.mark,
-            "step": step,
-            "trained": list(optimiser["state"]),
-            "groups": optimiser["param_groups"],
-            "schedule": self.schedule.state_dict(),
-            "report": asdict(report),
-        }
-        tensors = {f"{part}/{name}": tensor for part, values in parts.items() for name, tensor in values.items()}
+        state = {"mark": self.mark, "step": step, "best": best, "report": asdict(report)}
+        state |= {name: part.state_dict() for name, part in self.parts.items()}
         try:
-            write_entry(self.path, Entry(facts, tensors))
-        except (OSError, SafetensorError) as error:
+            write_part(self.path, {**state, "random": self.generator.get_state()})
+        except OSError as error:
             why = "no space left on device" if no_space(error) else short(error)
             problem = f"the state of the run cannot be written ({why})"
             raise RotationMergeError(problem, where=str(self.path), remedy="free some space and run again") from error
@@ -141,12 +121,3 @@ class TrainingState:
         """Remove the state of a finished fit."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
-
-
-def _grouped(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Tensors named `part/name`, by part and name."""
-    parts = dict[str, dict[str, Tensor]]()
-    for key, tensor in tensors.items():
-        part, _, name = key.partition("/")
-        parts.setdefault(part, {})[name] = tensor
-    return parts

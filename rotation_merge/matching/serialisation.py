@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from rotation_merge.files import Entry
 from rotation_merge.matching.block import BlockMatch, SpaceMatch
 from rotation_merge.run.ledger import Ledger
 from rotation_merge.symmetry import Transform
@@ -35,23 +34,21 @@ def unpacked(tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[st
     return {space: Transform.from_tensors(kind, spaces[space]) for space, kind in kinds.items()}
 
 
-def entry_of(match: BlockMatch, **facts: Any) -> Entry:
-    """The stored result of matching a block."""
-    tensors, kinds = packed(match.transforms)
-    return Entry({"kinds": kinds, "records": [asdict(record) for record in match.records], **facts}, tensors)
+def part_of(match: BlockMatch) -> dict[str, Any]:
+    """The result of matching a block, to be kept (`files.write_part`)."""
+    return {"maps": packed(match.transforms), "records": [asdict(record) for record in match.records]}
 
 
-def match_of(entry: Entry) -> BlockMatch:
+def match_of(part: Mapping[str, Any]) -> BlockMatch:
     """Restore the result of matching a block."""
-    records = [SpaceMatch(**record) for record in entry.facts["records"]]
-    return BlockMatch(unpacked(entry.tensors, entry.facts["kinds"]), records)
+    return BlockMatch(unpacked(*part["maps"]), [SpaceMatch(**record) for record in part["records"]])
 
 
 def match_once(ledger: Ledger, name: str, match: Callable[[], BlockMatch]) -> BlockMatch:
     """The match of a block, from an earlier run or computed now."""
-    entry = ledger.get(name)
-    if entry is not None:
-        return match_of(entry)
+    part = ledger.get(name)
+    if part is not None:
+        return match_of(part)
     matched = match()
-    ledger.keep(name, lambda: entry_of(matched))
+    ledger.keep(name, lambda: part_of(matched))
     return matched

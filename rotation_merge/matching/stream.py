@@ -16,9 +16,9 @@ trained models that one direction has most of the head's norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -47,27 +47,12 @@ class Product:
     Attributes:
         stream, role, dim: the axis.
         matrix: A B^T over all other dimensions, (d, d), float64.
-        sums: of a head that gives logits, the sums of the columns of A and of B, (d,) each.
-        columns: of A.
     """
 
     stream: str
     role: str
     dim: int
     matrix: Tensor
-    sums: tuple[Tensor, Tensor] | None
-    columns: int
-
-    def plus(self, other: Product) -> Product:
-        """The product of the columns of both."""
-        columns = self.columns + other.columns
-        return replace(self, matrix=self.matrix + other.matrix, sums=_added(self.sums, other.sums), columns=columns)
-
-    def centred(self) -> Product:
-        """The product of the columns less their mean."""
-        if self.sums is None:
-            return self
-        return replace(self, matrix=self.matrix - torch.outer(*self.sums) / self.columns, sums=None)
 
 
 @dataclass(frozen=True)
@@ -80,8 +65,6 @@ class StreamMeasurement:
         norm, donor_norm: squared norms of the anchor's and of the donor's.
         apart: their squared distance where no axis lives in a stream that moves; else 0.
         products: of the axes in streams that move.
-        sums: of a head that gives logits, what its entries sum to over the vocabulary, in both models.
-        rows: of the vocabulary.
     """
 
     name: str
@@ -90,8 +73,6 @@ class StreamMeasurement:
     donor_norm: float
     apart: float
     products: tuple[Product, ...]
-    sums: tuple[Tensor, Tensor] | None = None
-    rows: int = 0
 
     @classmethod
     def of(
@@ -103,53 +84,34 @@ class StreamMeasurement:
             transforms: of local spaces, and of the streams that move; an axis in one of these is held still.
             precise: sum products in float64, for tensors that nearly agree.
         """
-        logits, products, donor_norm = _logits_axis(info), list[Product](), 0.0
-        sums = None if logits is None else (_along(a, logits), _along(b, logits))
+        products, donor_norm = list[Product](), 0.0
         for dim, axis in enumerate(info.axes):
             if not axis.parts or any(p.space.kind != "stream" or p.space.name not in transforms for p in axis.parts):
                 continue
             moved = transform_tensor(b, _without(info, dim), transforms)
             donor_norm = _square(moved)
-            sums = sums if logits is None else (_along(a, logits), _along(moved, logits))
             for part, start, x, y in axis_views(a, moved, dim, axis):
                 x, y = (t.movedim(start, 0).flatten(1) if t.ndim > 1 else t[:, None] for t in (x, y))
-                shared = None if logits is None else (_sums(x), _sums(y).to(x.device))
-                matrix = cross_product(x, y, precise)
-                products.append(Product(part.space.name, part.role, dim, matrix, shared, x.shape[1]))
+                products.append(Product(part.space.name, part.role, dim, cross_product(x, y, precise)))
         apart = 0.0 if products else _square(a - transform_tensor(b, info, transforms))
-        rows = 0 if logits is None else a.shape[logits]
-        return cls(info.name, a.numel(), _square(a), donor_norm, apart, tuple(products), sums, rows)
+        return cls(info.name, a.numel(), _square(a), donor_norm, apart, tuple(products))
 
     def plus(self, other: StreamMeasurement) -> StreamMeasurement:
         """That of both slices."""
+        pairs = zip(self.products, other.products, strict=True)
         return replace(
             self,
             entries=self.entries + other.entries,
             norm=self.norm + other.norm,
             donor_norm=self.donor_norm + other.donor_norm,
             apart=self.apart + other.apart,
-            products=tuple(a.plus(b) for a, b in zip(self.products, other.products, strict=True)),
-            sums=_added(self.sums, other.sums),
-            rows=self.rows + other.rows,
-        )
-
-    def centred(self) -> StreamMeasurement:
-        """That of the logits less their mean over the vocabulary, which softmax ignores."""
-        if self.sums is None:
-            return self
-        shared = [float(x.square().sum()) / self.rows for x in self.sums]
-        return replace(
-            self,
-            norm=max(self.norm - shared[0], 0.0),
-            donor_norm=max(self.donor_norm - shared[1], 0.0) if self.products else self.donor_norm,
-            products=tuple(product.centred() for product in self.products),
-            sums=None,
+            products=tuple(replace(one, matrix=one.matrix + two.matrix) for one, two in pairs),
         )
 
     def to(self, device: torch.device) -> StreamMeasurement:
         """The same, its products on a device."""
-        products = tuple(replace(product, matrix=product.matrix.to(device)) for product in self.centred().products)
-        return replace(self.centred(), products=products)
+        products = tuple(replace(product, matrix=product.matrix.to(device)) for product in self.products)
+        return replace(self, products=products)
 
 
 @dataclass
@@ -200,41 +162,10 @@ class StreamSums:
                 setattr(total, name, getattr(total, name) + getattr(part, name))
         return total
 
-    def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The sums as tensors, and facts for JSON."""
-        tensors = {f"products|{name}": x for name, x in self.products.items()}
-        tensors |= {f"gains|{name}": x for name, x in self.gains.items()}
-        return tensors, asdict(replace(self, products={}, gains={}))
-
-    @classmethod
-    def unpacked(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> StreamSums:
-        """The sums again."""
-        sums = cls(**facts)
-        for key, tensor in tensors.items():
-            part, _, stream = key.partition("|")
-            getattr(sums, part)[stream] = tensor
-        return sums
-
     def to(self, device: torch.device) -> StreamSums:
         """The same, its products on a device."""
         products, gains = ({name: x.to(device) for name, x in sums.items()} for sums in (self.products, self.gains))
         return replace(self, products=products, gains=gains)
-
-    def add(
-        self,
-        block: Block,
-        anchor: Tensors,
-        donor: Tensors,
-        transforms: Mapping[str, Transform],
-        precise: bool = False,
-    ) -> None:
-        """Add one block, the donor's axes moved by `transforms`, which name the streams that are matched.
-
-        Args:
-            precise: sum products in float64, for tensors that nearly agree; else in float32, inside blocks of columns.
-        """
-        for info, a, b in compared(block, anchor, donor):
-            self.count(StreamMeasurement.of(info, a, b, transforms, precise).centred(), transforms)
 
     def count(self, tensor: StreamMeasurement, transforms: Mapping[str, Transform]) -> None:
         """Add one tensor under the streams' transforms.
@@ -303,16 +234,53 @@ def overlap(transform: Transform, product: Tensor, role: str) -> float:
     return float((picked if role == "gain" else picked * element.factor[0].to(picked)).sum())
 
 
-def compared(block: Block, anchor: Tensors, donor: Tensors) -> Iterator[tuple[TensorInfo, Tensor, Tensor]]:
+Piece = tuple[Block, Callable[[], tuple[Tensors, Tensors]]]
+"""Tensors of a block, or rows of one, and what reads those of both models."""
+
+
+def piece(block: Block, anchor: Tensors, donor: Tensors) -> Piece:
+    """Tensors that are in memory."""
+    return block, lambda: (anchor, donor)
+
+
+def measured(
+    pieces: Sequence[Piece], transforms: Mapping[str, Transform], precise: bool = False
+) -> list[StreamMeasurement]:
+    """What tensors say of the streams, rows of heads and routers centred; arguments as of `StreamMeasurement.of`."""
+    means, found = _mean_logits(pieces), dict[str, StreamMeasurement]()
+    for part, read in pieces:
+        for info, a, b in _compared(part, *read()):
+            if info.key in means:
+                a, b = (at_least_float32(x) - mean for x, mean in zip((a, b), means[info.key], strict=True))
+            measurement = StreamMeasurement.of(info, a, b, transforms, precise)
+            found[info.key] = found[info.key].plus(measurement) if info.key in found else measurement
+    return list(found.values())
+
+
+def _mean_logits(pieces: Sequence[Piece]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The mean row of each head and router, of both models, by key."""
+    rows, sums = Counter[str](), dict[str, tuple[Tensor, Tensor]]()
+    for part, read in pieces:
+        axes = {info.key: axis for info in part.tensors if (axis := _logits_axis(info)) is not None}
+        for info, a, b in _compared(part, *read()) if axes else ():
+            if (axis := axes.get(info.key)) is not None:
+                rows[info.key] += a.shape[axis]
+                added = _summed(a, axis), _summed(b, axis)
+                known = sums.get(info.key)
+                sums[info.key] = added if known is None else (added[0] + known[0], added[1] + known[1])
+    return {key: (a / rows[key], b / rows[key]) for key, (a, b) in sums.items()}
+
+
+def _summed(x: Tensor, axis: int) -> Tensor:
+    return x.sum(axis, keepdim=True, dtype=torch.float64).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _compared(block: Block, anchor: Tensors, donor: Tensors) -> Iterator[tuple[TensorInfo, Tensor, Tensor]]:
     """The tensors with one shape in both models."""
     for info in block.tensors:
         a, b = anchor.get(info.key), donor.get(info.key)
         if a is not None and b is not None and a.is_floating_point() and a.shape == b.shape:
             yield info, a, b
-
-
-def _added(first: tuple[Tensor, Tensor] | None, second: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-    return None if first is None or second is None else (first[0] + second[0], first[1] + second[1])
 
 
 def _without(info: TensorInfo, dim: int) -> TensorInfo:
@@ -340,19 +308,6 @@ def cross_product(a: Tensor, b: Tensor, precise: bool) -> Tensor:
     for x, y in zip(_chunks(a), _chunks(b), strict=True):
         dtype = torch.float64 if precise else torch.promote_types(x.dtype, y.dtype)
         total += x.to(dtype) @ y.to(a.device, dtype).T
-    return total
-
-
-def _along(x: Tensor, dim: int) -> Tensor:
-    """Sums over all dimensions but one, float64, flat."""
-    return _sums(x.movedim(dim, -1).reshape(-1, x.shape[dim]))
-
-
-def _sums(x: Tensor) -> Tensor:
-    """Sum of a matrix's columns, float64."""
-    total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    for piece in _chunks(x, CHUNK >> 3):
-        total += piece.sum(1, dtype=torch.float64)
     return total
 
 

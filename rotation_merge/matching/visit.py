@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock
 from typing import Any
 
@@ -15,7 +15,7 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.matching.block import BlockMatch, check_finite, match_block, squared_distances, wanted_spaces
 from rotation_merge.matching.matrix_pairs import Tensors
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.stream import StreamMeasurement, StreamSums, Transforms, compared
+from rotation_merge.matching.stream import Piece, StreamSums, Transforms, measured, piece
 from rotation_merge.model.apply import at_least_float32, transform_tensor
 from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.model.blocks import read_block, read_tensor
@@ -161,7 +161,7 @@ class Visits:
         check_finite(block, donor, "donor")
         anchor, donor = (dict(without_hidden_biases(block, tensors, matched)) for tensors in (anchor, donor))
         if step.kind == MEASURE:
-            return _measured(block, [(anchor, donor)], step)
+            return tuple(measured([piece(block, anchor, donor)], step.streams, step.precise))
         if step.kind == PASS:
             return self._passed(step, block, anchor, donor, options)
         return _final(step, block, anchor, donor, options)
@@ -176,7 +176,8 @@ class Visits:
             maps |= match_block(block, anchor, donor, options, step.streams).transforms
             anchor.update(exact[0])
             donor.update(exact[1])
-        sums.add(block, anchor, donor, maps, step.precise)
+        for tensor in measured([piece(block, anchor, donor)], maps, step.precise):
+            sums.count(tensor, maps)
         if maps.keys() != step.streams.keys():
             weighted = {info.name for info in block.tensors if not info.offset}
             sums.weights = {n: w * (step.weights.get(n, 1.0) if n in weighted else 1) for n, w in sums.weights.items()}
@@ -185,39 +186,42 @@ class Visits:
     def _plain(self, step: Step, block: Block) -> Any:
         """A step on a block outside of layers without matched local spaces, long vocabularies in slices."""
         if step.kind == MEASURE:
-            return _measured(block, self._slices(block), step)
+            return tuple(measured(self._pieces(block), step.streams, step.precise))
         if step.kind == PASS:
             sums = StreamSums()
-            for tensor in _measured(block, self._slices(block), step):
+            for tensor in measured(self._pieces(block), step.streams, step.precise):
                 sums.count(tensor, step.streams)
             return sums
         if not step.streams:
             return None
         before = after = norm = 0.0
-        for anchor, donor in self._slices(block):
-            apart, square = squared_distances(block, None, anchor, donor, {})
+        for part, read in self._pieces(block):
+            pair = read()
+            apart, square = squared_distances(part, None, *pair, {})
             before, norm = before + apart, norm + square
-            after += squared_distances(block, None, anchor, donor, step.streams)[0]
+            after += squared_distances(part, None, *pair, step.streams)[0]
         return FinalMatch(BlockMatch({}, []), before, after, norm)
 
-    def _slices(self, block: Block) -> Iterator[tuple[Tensors, Tensors]]:
-        """The tensors of a plain block."""
+    def _pieces(self, block: Block) -> list[Piece]:
+        """The tensors of a plain block: short ones together, long vocabularies in slices."""
         with self._reading:
             stored = [self._stored(block, source) for source in (self.anchor, self.donor)]
         long = {info.key: sliced for info in block.tensors if (sliced := _long(info, stored))}
-        short = [info for info in block.tensors if info.key not in long]
+        short = replace(block, tensors=tuple(info for info in block.tensors if info.key not in long))
+        slices = [(replace(block, tensors=(i,)), rows) for i in block.tensors for rows in long.get(i.key, ())]
         axes = vocabulary_axes(block.tensors)
-        for infos, rows in [(short, None), *(([i], rows) for i in block.tensors for rows in long.get(i.key, ()))]:
-            part = replace(block, tensors=tuple(infos))
-            sources: list[TensorSource] = [*stored]
-            if rows is not None:
-                sources = [with_rows(source, axes, rows) for source in stored]
-            if self.folded:
-                sources = [folded_tensors(self.architecture, source, self.folded) for source in sources]
-            anchor, donor = (read_block(part, source) for source in sources)
-            check_finite(part, anchor, "anchor")
-            check_finite(part, donor, "donor")
-            yield anchor, donor
+        return [(part, partial(self._read, part, stored, axes, rows)) for part, rows in ((short, None), *slices)]
+
+    def _read(
+        self, part: Block, stored: Sequence[TensorSource], axes: Mapping[str, int], rows: slice | None
+    ) -> tuple[Tensors, Tensors]:
+        """Tensors of a plain block, or rows of them, of both models; folded, and finite."""
+        pair = []
+        for source, model in zip(stored, ("anchor", "donor"), strict=True):
+            source = source if rows is None else with_rows(source, axes, rows)
+            pair.append(read_block(part, folded_tensors(self.architecture, source, self.folded)))
+            check_finite(part, pair[-1], model)
+        return pair[0], pair[1]
 
     def _stored(self, block: Block, source: TensorSource) -> dict[str, Tensor]:
         """A block's stored tensors by name."""
@@ -228,16 +232,6 @@ def _long(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> list[slic
     """The vocabulary slices of a large tensor."""
     known = [tensor for tensors in stored if (tensor := read_tensor(info, tensors)) is not None]
     return vocabulary_slices(info, known) if len(known) == 2 else []
-
-
-def _measured(block: Block, parts: Iterable[tuple[Tensors, Tensors]], step: Step) -> tuple[StreamMeasurement, ...]:
-    """What the tensors of a block say of the streams; long vocabularies come in slices."""
-    tensors: dict[str, StreamMeasurement] = {}
-    for anchor, donor in parts:
-        for info, a, b in compared(block, anchor, donor):
-            measurement = StreamMeasurement.of(info, a, b, step.streams, step.precise)
-            tensors[info.key] = tensors[info.key].plus(measurement) if info.key in tensors else measurement
-    return tuple(tensor.centred() for tensor in tensors.values())
 
 
 def _weigh(block: Block, tensors: dict[str, Tensor], weights: Mapping[str, float]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Annotated, Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rotation_merge.config import option
 from rotation_merge.errors import DataError, RotationMergeError
-from rotation_merge.files import Entry, write_text
+from rotation_merge.files import write_text
 from rotation_merge.model.card import MEASURED, kept_figures
 from rotation_merge.model.open import open_model
 from rotation_merge.record import versions
@@ -224,8 +224,7 @@ def path(
         ledger: store of intermediate results, to resume from.
     """
     ts = [i / (points - 1) for i in range(points)]
-    entry = ledger.get(PATH)
-    points_done: list[tuple[float, float]] = [] if entry is None else entry.facts["found"]
+    points_done: list[tuple[float, float]] = ledger.get(PATH) or []
     for done in range(len(points_done) + 1):
         tick(f"{PATH}{name}", done, points)
     models = StraightPath(a, b, data, head, head_tensors)
@@ -233,7 +232,7 @@ def path(
         loss, accuracy = models.evaluate(t)
         LOG.info("%s, at %.2f: loss %.4f", name, t, loss)
         points_done.append((loss, accuracy))
-        ledger.keep(PATH, partial(Entry, {"found": [*points_done]}))
+        ledger.keep(PATH, points_done.copy)
         tick(f"{PATH}{name}", len(points_done), points)
     return Curve(name, ts, *(list(column) for column in zip(*points_done, strict=True)))
 

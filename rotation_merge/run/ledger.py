@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from rotation_merge.errors import short
-from rotation_merge.files import MATCHING_UNFINISHED, Entry, Store
+from rotation_merge.files import MATCHING_UNFINISHED, Store
 
 LOG = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ SECONDS = 60.0
 
 
 class DelayedStore:
-    """A store that is written at most once in `SECONDS`; entries wait in memory meanwhile.
+    """A store that is written at most once in `SECONDS`; parts wait in memory meanwhile.
 
     Args:
         out: the output that the store lies beside.
@@ -33,12 +33,12 @@ class DelayedStore:
     def __init__(self, out: str, key: Callable[[], str], device: str = "cpu") -> None:
         self.store, self.device = Store(out, MATCHING_UNFINISHED), device
         self._key, self._known_key = key, ""
-        self._pending: dict[str, Callable[[], Entry]] = {}
+        self._pending: dict[str, Callable[[], Any]] = {}
         self._written, self._broken = time.monotonic(), False
         self._lock = threading.RLock()
 
-    def get(self, name: str) -> Entry | None:
-        """An entry of an earlier run; None if there is none, or it is damaged."""
+    def get(self, name: str) -> Any:
+        """A part of an earlier run; None if there is none, or it is damaged."""
         with self._lock:
             if not self._known_key:
                 self._known_key = self._key()
@@ -46,22 +46,22 @@ class DelayedStore:
                     self.store.begin(self._known_key)
         return self.store.get(name, self.device)
 
-    def keep(self, name: str, make_entry: Callable[[], Entry], large: bool) -> None:
-        """Store an entry; one of the same name is replaced.
+    def keep(self, name: str, make_part: Callable[[], Any], large: bool) -> None:
+        """Store a part; one of the same name is replaced.
 
         Args:
-            make_entry: makes it, when it is written.
+            make_part: makes it, when it is written.
             large: too large to wait in memory: it is written now or, where it is not yet time, not at all.
         """
         with self._lock:
             due = time.monotonic() - self._written >= SECONDS
             if due or not large:
-                self._pending[name] = make_entry
+                self._pending[name] = make_part
             if due:
                 self.write()
 
     def write(self) -> None:
-        """Write pending entries. On a full disk, warn once and store nothing more."""
+        """Write pending parts. On a full disk, warn once and store nothing more."""
         with self._lock:
             pending, self._pending = self._pending, {}
             if self._broken or not pending:
@@ -69,9 +69,9 @@ class DelayedStore:
             try:
                 self._known_key = self._known_key or self._key()
                 self.store.begin(self._known_key)
-                for name, make_entry in pending.items():
-                    self.store.put(name, make_entry())
-            except (OSError, SafetensorError) as error:
+                for name, make_part in pending.items():
+                    self.store.put(name, make_part())
+            except OSError as error:
                 self._broken = True
                 problem = "%s cannot be written (%s); after an interruption the run starts again"
                 LOG.warning(problem, self.store.path, short(error))
@@ -89,7 +89,7 @@ class DelayedStore:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The entries of one part of the work, by name; without a store nothing is kept."""
+    """What is kept of one job, by name; without a store nothing is kept."""
 
     store: DelayedStore | None = None
     prefix: str = ""
@@ -98,14 +98,14 @@ class Ledger:
         """The scope of one part of the work."""
         return Ledger(self.store, f"{self.prefix}{name}/")
 
-    def get(self, name: str) -> Entry | None:
+    def get(self, name: str) -> Any:
         """See `DelayedStore.get`."""
         return None if self.store is None else self.store.get(self.prefix + name)
 
-    def keep(self, name: str, make_entry: Callable[[], Entry], large: bool = False) -> None:
+    def keep(self, name: str, make_part: Callable[[], Any], large: bool = False) -> None:
         """See `DelayedStore.keep`."""
         if self.store is not None:
-            self.store.keep(self.prefix + name, make_entry, large)
+            self.store.keep(self.prefix + name, make_part, large)
 
 
 NOWHERE = Ledger()

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from rotation_merge.errors import StatisticsError
-from rotation_merge.files import Entry, Store, read_entry
+from rotation_merge.files import Store, read_part
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.model.tensors import Tensors, as_tensors, by_name
 from rotation_merge.run.ledger import SECONDS
@@ -73,29 +72,29 @@ class UnfinishedMeasurement(Store):
 
     def result(self, pass_: StatisticsPass) -> Tensors | None:
         """The results of a finished pass, read when they are asked for; None if it is not finished."""
-        entry = self.get(pass_.key)
-        return None if entry is None else self._stored(pass_, entry.tensors)
+        tensors = self.get(pass_.key)
+        return None if tensors is None else self._stored(pass_, tensors)
 
     def begun(self, pass_: StatisticsPass) -> tuple[int, Sums]:
         """Steps that an interrupted run has done in a pass, and their sums."""
-        entry = self.get(_running(pass_))
-        return (0, {}) if entry is None else (int(entry.facts["done"]), entry.tensors)
+        state: tuple[int, Sums] | None = self.get(_running(pass_))
+        return state or (0, {})
 
     def keep(self, pass_: StatisticsPass, done: int, sums: Sums) -> None:
         """Write the state of a pass."""
         with self._writing(sums):
-            self.put(_running(pass_), Entry({"done": done}, sums))
+            self.put(_running(pass_), (done, dict(sums)))
 
     def done(self, pass_: StatisticsPass, tensors: dict[str, Tensor]) -> Tensors:
         """Write the results of a pass, and give them as `result` does."""
         with self._writing(tensors):
-            self.put(pass_.key, Entry({}, tensors))
+            self.put(pass_.key, tensors)
         self._file(_running(pass_)).unlink(missing_ok=True)
         return self._stored(pass_, tensors)
 
     def _stored(self, pass_: StatisticsPass, tensors: dict[str, Tensor]) -> Tensors:
         described, path = as_tensors(tensors), self._file(pass_.key)
-        return Tensors(described.shapes, described.dtypes, by_name(lambda key: read_entry(path).tensors[key]))
+        return Tensors(described.shapes, described.dtypes, by_name(lambda key: read_part(path, mapped=True)[key]))
 
     @contextmanager
     def _writing(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
@@ -110,7 +109,7 @@ class UnfinishedMeasurement(Store):
                 raise StatisticsError(problem, where=str(self.out), remedy=remedy)
         try:
             yield
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise write_error(self.out, error) from error
 
 

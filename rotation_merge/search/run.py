@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.files import Entry, Store, write_text
+from rotation_merge.files import Store, write_text
 from rotation_merge.mergekit_plugin.console import OneLineError, line
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.card import class_of, updated_card
@@ -330,14 +330,14 @@ class Search:
 
     def _keep_record(self, name: str, facts: dict[str, Any]) -> None:
         """Store what an interrupted search continues with."""
-        self.work.put(name, Entry(facts))
+        self.work.put(name, facts)
 
     def _record(self, name: str, key: str | None = None) -> dict[str, Any] | None:
         """The facts that a search with the same options stored; None if there are none, or those of another key."""
-        entry = self.work.get(name)
-        if entry is None or entry.facts.get("key") != key:
+        facts = self.work.get(name)
+        if facts is None or facts.get("key") != key:
             return None
-        return {name: value for name, value in entry.facts.items() if name != "key"}
+        return {name: value for name, value in facts.items() if name != "key"}
 
     def _key(self, *of: str) -> str:
         return hashlib.blake2b(json.dumps([self.mark, *of]).encode(), digest_size=16).hexdigest()

@@ -11,7 +11,7 @@ import torch
 from cli_support import hasten
 
 from rotation_merge.errors import RotationMergeError, SpaceError
-from rotation_merge.files import KEY, Entry, Store, read_entry, write_entry
+from rotation_merge.files import KEY, Store, read_part, write_part
 from rotation_merge.matching.resume import TrainingState
 
 
@@ -40,11 +40,10 @@ def training(path: Path, mark: str = "mark") -> tuple[TrainingState, torch.nn.Mo
     return TrainingState(path, module, optimiser, schedule, torch.Generator().manual_seed(5), mark), module, optimiser
 
 
-def test_a_training_state_is_an_entry_and_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_a_training_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     state, module, optimiser = training(tmp_path / "state")
     best = {"weight": module.weight.detach().mT.contiguous().mT}
     state.save(2, best, Report(1 / 3))
-    assert read_entry(tmp_path / "state").facts["step"] == 2
     fresh, other, other_optimiser = training(tmp_path / "state")
     with torch.no_grad():
         other.weight.zero_()
@@ -60,14 +59,14 @@ def test_a_training_state_is_an_entry_and_comes_back_bit_for_bit(tmp_path: Path)
     for number, moments in before["state"].items():
         assert all(torch.equal(x, after["state"][number][name]) for name, x in moments.items())
     assert [group["lr"] for group in before["param_groups"]] == [group["lr"] for group in after["param_groups"]]
-    assert {**fresh.schedule.state_dict()} == {**state.schedule.state_dict()}
+    assert fresh.parts["schedule"].state_dict() == state.parts["schedule"].state_dict()
 
 
-def test_tensors_that_share_memory_come_back_apart(tmp_path: Path) -> None:
+def test_tensors_come_back_as_they_lay(tmp_path: Path) -> None:
     weight = torch.randn(64, 64, dtype=torch.float64)
     tensors = {"head": weight, "embedding": weight, "part": weight[:2], "turned": weight.mT}
-    write_entry(tmp_path / "tied", Entry({}, tensors))
-    stored = read_entry(tmp_path / "tied").tensors
+    write_part(tmp_path / "tied", tensors)
+    stored = read_part(tmp_path / "tied")
     assert stored.keys() == tensors.keys()
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in stored.items())
     assert stored["turned"].stride() == weight.mT.stride()
@@ -101,12 +100,12 @@ def test_what_another_run_left_goes_with_its_folders(tmp_path: Path) -> None:
     killed.begin("one")
     killed.file("merge").mkdir()
     (killed.file("merge") / "model.safetensors").write_text("x")
-    killed.put("record", Entry({"x": 1}))
+    killed.put("record", {"x": 1})
     with Store(str(tmp_path / "out")) as work:
         work.begin("one")
         stored = work.get("record")
         assert stored is not None
-        assert stored.facts == {"x": 1}
+        assert stored == {"x": 1}
         work.begin("other")
         assert work.is_empty()
         assert work.get("record") is None
@@ -130,7 +129,7 @@ def test_what_is_of_use_stays_after_an_interruption(
     def fail() -> None:
         work.begin("key")
         if parts:
-            work.put("part", Entry({}))
+            work.put("part", {})
         raise error
 
     with pytest.raises(type(error)), work:

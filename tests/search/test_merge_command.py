@@ -20,7 +20,7 @@ from plugin_support import mergekit_yaml, state
 from safetensors.torch import load_file
 
 from rotation_merge.errors import DataError
-from rotation_merge.files import read_entry
+from rotation_merge.files import read_part
 from rotation_merge.model.open import open_model
 from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.evaluate import evaluate
@@ -245,8 +245,8 @@ def test_an_interrupted_search_goes_on_and_a_failing_candidate_is_left_out(
     monkeypatch.setattr(search, "merge_recipe", merging)
     arguments = (ENGLISH, C, tmp_path / "out", "--data", "demo:python", *TINY, "--anyway", "--json")
     assert run(*arguments).exit_code == 130
-    (record,) = (tmp_path / "out.unfinished").glob("plain-*.judged-*.safetensors")
-    assert read_entry(record).facts["name"] == "plain"
+    (record,) = (tmp_path / "out.unfinished").glob("plain-*.judged-*.pt")
+    assert read_part(record)["name"] == "plain"
     plain = made[0]
     again = run(*arguments, "--budget", "1s")
     assert again.exit_code == 0, again.output
