@@ -7,8 +7,9 @@ asks computes with the threads that are left, at least one: more would only wait
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.pool import AsyncResult, ThreadPool
 from threading import Lock
@@ -16,13 +17,13 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block
+from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import BlockMatch, match_block, named
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
 from rotation_merge.matching.serialisation import match_once
-from rotation_merge.mergekit_plugin.wholes import Whole
-from rotation_merge.model.blocks import read_tensor
+from rotation_merge.mergekit_plugin.output import OutputBlock
+from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.symmetry import Transform
@@ -35,48 +36,44 @@ class BlockMatching:
 
     Attributes:
         key: in the ledger of interrupted work.
-        label: sorts blocks in the order in which mergekit asks for them.
-        block: the anchor's.
-        keys: of the tensors that are compared.
-        anchor, donor: the models' tensors, by the names of the anchor's block.
+        anchor, donor: the models' tensors, by the names of the output.
+        names: of both models.
         whole: gives the alignment of the donor's streams, in which local spaces are matched.
-        weights: number of weights in the block.
     """
 
     key: str
-    label: str
-    block: Block
-    keys: tuple[str, ...]
+    out: OutputBlock
     anchor: Tensors = field(repr=False)
     donor: Tensors = field(repr=False)
-    anchor_name: str
-    donor_name: str
+    names: tuple[str, str]
     options: AlignConfig
     run: Run = field(repr=False)
     fold: Fold | None = None
-    whole: Whole | None = None
-    weights: int = 1
+    whole: Callable[[], Alignment] | None = None
+
+    @property
+    def weights(self) -> int:
+        """Number of weights in the block."""
+        return sum(math.prod(shape) for shape in self.anchor.shapes.values())
 
     def matched(self, device: torch.device | None = None) -> BlockMatch:
         """Reads both blocks, and matches them, unless an earlier run has."""
         return match_once(self.run.ledger, self.key, lambda: self._match(device))
 
     def _match(self, device: torch.device | None) -> BlockMatch:
-        anchor, donor = (self._read(source, device) for source in (self.anchor, self.donor))
-        streams = {} if self.whole is None else self.whole().transforms
-        if device is not None:
-            streams = {name: transform.to(device) for name, transform in streams.items()}
-        with named(self.anchor_name, self.donor_name):
-            return match_block(self.block, anchor, donor, self.options, streams)
+        anchor, donor = self._read(self.anchor), self._read(self.donor)
+        streams = {} if self.whole is None else on_device(self.whole().transforms, device)
+        with named(*self.names):
+            return match_block(self.out.anchor, anchor, donor, self.options, streams)
 
-    def _read(self, source: Tensors, device: torch.device | None) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for key in self.keys:
-            info = self.block.tensor(key)
-            tensor = None if info is None else read_tensor(info, source)
-            if tensor is not None:
-                tensors[key] = tensor if device is None else tensor.to(device)
-        return tensors if self.fold is None else self.fold.block(self.block, tensors)
+    def _read(self, source: Tensors) -> dict[str, Tensor]:
+        tensors = read_block(self.out.block, source)
+        return tensors if self.fold is None else self.fold.block(self.out.anchor, tensors)
+
+
+def on_device(transforms: Mapping[str, Transform], device: torch.device | None) -> Mapping[str, Transform]:
+    """Transforms on a device; None: where they are."""
+    return transforms if device is None else {name: transform.to(device) for name, transform in transforms.items()}
 
 
 class BlockMatches:
@@ -112,19 +109,18 @@ class BlockMatches:
         with self._locks[job.key]:
             if job.key not in self._found:
                 match = self._result(job) if self.pooled else job.matched(device)
-                job.run.record(job.donor_name, job.block, match.records)
-                job.run.keep(job.donor_name, match.transforms)
+                job.run.record(job.names[1], job.out.anchor, match.records)
+                job.run.keep(job.names[1], match.transforms)
                 self._found[job.key] = match.transforms
-            found = self._found[job.key]
-        return found if device is None else {name: transform.to(device) for name, transform in found.items()}
+            return on_device(self._found[job.key], device)
 
     def _result(self, job: BlockMatching) -> BlockMatch:
         pool = self._pool or self._begun()
-        if job.key in self._waiting:
-            self._begin(job, pool)
-        following = [*self._waiting.values()][: self._count + 1 - len(self._running)]
-        for queued in following:
-            self._begin(queued, pool)
+        for queued in [job, *self._waiting.values()]:
+            if queued.key in self._waiting and (queued is job or len(self._running) <= self._count):
+                del self._waiting[queued.key]
+                call = torch.is_grad_enabled(), queued.matched
+                self._running[queued.key] = pool.apply_async(on_one_thread, call)
         try:
             match = self._running.pop(job.key).get()
         except BaseException:
@@ -139,7 +135,7 @@ class BlockMatches:
         self._count, self._threads = 1 if self.single else workers_for(weights), torch.get_num_threads()
         self._pool = ThreadPool(self._count)
         torch.set_num_threads(max(1, self._threads - self._count))
-        self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].label))
+        self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].out.label))
         return self._pool
 
     def end(self) -> None:
@@ -147,7 +143,3 @@ class BlockMatches:
         if self._pool is not None:
             self._pool.terminate()
             torch.set_num_threads(self._threads)
-
-    def _begin(self, job: BlockMatching, pool: ThreadPool) -> None:
-        self._waiting.pop(job.key, None)
-        self._running[job.key] = pool.apply_async(on_one_thread, (torch.is_grad_enabled(), job.matched))

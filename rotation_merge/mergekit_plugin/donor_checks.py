@@ -51,11 +51,7 @@ def check_pool(donors: Donors) -> None:
     for model in donors.found:
         why = "delegate ot_fusion compares activations on the same tokens"
         _one_vocabulary(donors, model, why, "leave 'data' out: plans then come from weights")
-        if any(
-            anchor_layer != donor_layer
-            for pairs in donors.layers.get(model, {}).values()
-            for anchor_layer, donor_layer in pairs
-        ):
+        if donors.shifted(model):
             problem = "delegate ot_fusion compares activations of whole models, but the slices pair layers differently"
             raise RecipeError(problem, where=str(model), remedy="leave 'data' out: plans then come from weights")
 

@@ -37,7 +37,6 @@ from rotation_merge.mergekit_plugin.parts import tokenizer_source
 from rotation_merge.mergekit_plugin.recipe import Recipe, check_alignment_name, entries, recipe_inputs, recipe_outputs
 from rotation_merge.mergekit_plugin.saved_alignments import keep_alignments
 from rotation_merge.mergekit_plugin.session import Session
-from rotation_merge.mergekit_plugin.wholes import devices_of
 from rotation_merge.model.card import add_section
 from rotation_merge.model.folder import fetched, folder_of
 from rotation_merge.model.heads import with_moved_head, write_heads
@@ -94,7 +93,7 @@ def _run(
         apart = SentenceModuleTensors(
             base.modules, written=lambda count: tell("writing tensors", count, max(count, tensors))
         )
-        ledger = kept_beside(out_path, lambda: _mark(session, options), devices_of(options)[0])
+        ledger = kept_beside(out_path, lambda: _mark(session, options), session.devices[0])
         with ledger as done.ledger, staged(out_path) as staging, _as_it_is_here(apart, recipe):
             with unchanged(session.models[model] for model in _read(config)):
                 result = compiled(session)
