@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from multiprocessing.pool import AsyncResult, ThreadPool
 from threading import Lock
 
 import torch
@@ -27,7 +26,7 @@ from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.symmetry import Transform
-from rotation_merge.workers import on_one_thread, workers_for
+from rotation_merge.workers import in_order, workers_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +34,11 @@ class BlockMatching:
     """One donor's block that is to be matched to the anchor's.
 
     Attributes:
-        key: in the ledger of interrupted work.
         anchor, donor: the models' tensors, by the names of the output.
         names: of both models.
         whole: gives the alignment of the donor's streams, in which local spaces are matched.
     """
 
-    key: str
     out: OutputBlock
     anchor: Tensors = field(repr=False)
     donor: Tensors = field(repr=False)
@@ -50,6 +47,11 @@ class BlockMatching:
     run: Run = field(repr=False)
     fold: Fold | None = None
     whole: Callable[[], Alignment] | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name in the ledger of interrupted work."""
+        return f"{self.out.label}:{self.names[1]}"
 
     @property
     def weights(self) -> int:
@@ -86,60 +88,41 @@ class BlockMatches:
 
     def __init__(self, single: bool, pooled: bool) -> None:
         self.single, self.pooled = single, pooled
-        self._waiting: dict[str, BlockMatching] = {}
-        self._running: dict[str, AsyncResult[BlockMatch]] = {}
+        self.jobs: list[BlockMatching] = []
+        self._ahead = self._matched_ahead()
         self._found: dict[str, Mapping[str, Transform]] = {}
-        self._pool: ThreadPool | None = None
-        self._count, self._threads = 0, torch.get_num_threads()
         self._locks: dict[str, Lock] = defaultdict(Lock)
-
-    def add(self, job: BlockMatching) -> None:
-        """A block that will be asked for."""
-        self._waiting[job.key] = job
 
     def of(self, job: BlockMatching, device: torch.device | None) -> Mapping[str, Transform]:
         """The transforms of a block's local spaces, waited for; the following blocks are started.
 
         Args:
+            job: one of the jobs.
             device: that they are matched and given on; None: the CPU.
 
         Raises:
             AlignmentError: as matching does.
         """
-        with self._locks[job.key]:
-            if job.key not in self._found:
-                match = self._result(job) if self.pooled else job.matched(device)
-                job.run.record(job.names[1], job.out.anchor, match.records)
-                job.run.keep(job.names[1], match.transforms)
-                self._found[job.key] = match.transforms
-            return on_device(self._found[job.key], device)
+        with self._locks["" if self.pooled else job.key]:
+            while job.key not in self._found:
+                found, match = next(self._ahead) if self.pooled else (job, job.matched(device))
+                found.run.record(found.names[1], found.out.anchor, match.records)
+                found.run.keep(found.names[1], match.transforms)
+                self._found[found.key] = match.transforms
+            if len(self._found) == len(self.jobs):
+                self.end()
+        return on_device(self._found[job.key], device)
 
-    def _result(self, job: BlockMatching) -> BlockMatch:
-        pool = self._pool or self._begun()
-        for queued in [job, *self._waiting.values()]:
-            if queued.key in self._waiting and (queued is job or len(self._running) <= self._count):
-                del self._waiting[queued.key]
-                call = torch.is_grad_enabled(), queued.matched
-                self._running[queued.key] = pool.apply_async(on_one_thread, call)
-        try:
-            match = self._running.pop(job.key).get()
-        except BaseException:
-            self.end()
-            raise
-        if not self._waiting and not self._running:
-            self.end()
-        return match
-
-    def _begun(self) -> ThreadPool:
-        weights = max((job.weights for job in self._waiting.values()), default=1)
-        self._count, self._threads = 1 if self.single else workers_for(weights), torch.get_num_threads()
-        self._pool = ThreadPool(self._count)
-        torch.set_num_threads(max(1, self._threads - self._count))
-        self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].out.label))
-        return self._pool
+    def _matched_ahead(self) -> Generator[tuple[BlockMatching, BlockMatch], None, None]:
+        """All matches, in the order in which the merge will ask for them."""
+        jobs, threads = sorted(self.jobs, key=lambda job: job.out.label), torch.get_num_threads()
+        count = 1 if self.single else workers_for(max(job.weights for job in jobs))
+        matches = in_order([lambda job: job.matched()] * count, jobs)  # which ends with this generator
+        for job in jobs:
+            match = next(matches)
+            torch.set_num_threads(max(1, threads - count))
+            yield job, match
 
     def end(self) -> None:
         """Drop all waiting work; running blocks end by themselves, and no process waits for them."""
-        if self._pool is not None:
-            self._pool.terminate()
-            torch.set_num_threads(self._threads)
+        self._ahead.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from threading import Lock
 
 import torch
@@ -13,15 +13,12 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.averaging.average import check_finite
-from rotation_merge.carrying.carrier import Carrier, RowPair
-from rotation_merge.carrying.delta import Delta, Record
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.moving import Mover
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.fold import Fold, folded_tensors
-from rotation_merge.model.rows import padded_as, vocabulary_axes
 from rotation_merge.model.tensors import Tensors, by_name
-from rotation_merge.model.view import TensorOf, View
+from rotation_merge.model.view import TensorOf
 from rotation_merge.symmetry import Transform
 
 Transforms = Mapping[str, Transform]
@@ -40,24 +37,6 @@ def named_as(tensors: Tensors, stored: Block, named: Block) -> Tensors:
     return tensors.renamed(present).only(present)
 
 
-@dataclass(frozen=True)
-class Origin:
-    """What a fine-tune's change is carried by: the anchor + scale * moved(tuned - origin).
-
-    Attributes:
-        tensors: of the model that it was tuned from, by the output's names.
-        base: the anchor.
-        rows: where ids or sizes differ, the anchor's and the origin's rows of the same tokens.
-        record: takes the squared norms of change and origin.
-    """
-
-    tensors: Tensors = field(repr=False)
-    base: View
-    rows: RowPair | None
-    scale: float
-    record: Record
-
-
 @dataclass(frozen=True, eq=False)
 class MovedBlock:
     """One model's tensors of one output block, in the anchor's coordinates.
@@ -69,7 +48,7 @@ class MovedBlock:
         maps: gives the transforms of the block's spaces and of the streams; None: it does not move.
         fold: folds streams in every model of the merge, for the least precise type that results are rounded to.
         computed: whether tensors come unrounded from an adapter.
-        origin: of a fine-tune whose change is carried.
+        carried: of a fine-tune whose change is carried, gives the anchor with that change under an alignment.
     """
 
     architecture: Architecture
@@ -80,7 +59,7 @@ class MovedBlock:
     maps: Callable[[], Transforms] | None = None
     fold: Fold | None = None
     computed: bool = False
-    origin: Origin | None = None
+    carried: Callable[[Alignment], TensorOf] | None = None
 
     @property
     def block(self) -> Block:
@@ -100,7 +79,7 @@ class MovedBlock:
         """
         kind = self.tensors.dtypes.get(info.name)
         folds = self.fold is not None and self.fold.touches(self.block, info)
-        changes = self.maps is not None or self.origin is not None or self.computed or folds
+        changes = self.maps is not None or self.carried is not None or self.computed or folds
         if kind is None or not kind.is_floating_point or not changes:
             return read_tensor(info, self.tensors)
         tensor = self._move(self.block, info, self.dtype(info))
@@ -113,15 +92,11 @@ class MovedBlock:
 
     @cached_property
     def _move(self) -> TensorOf:
+        if self.carried is not None:
+            return self.carried(self.alignment)
+        biases = folded_tensors(self.architecture, self.anchor, self.folded)
         least = None if self.fold is None else self.fold.dtype
-        if self.origin is None:
-            biases = folded_tensors(self.architecture, self.anchor, self.folded)
-            transforms = self.alignment.transforms
-            return Mover(self.architecture, self.tensors, transforms, self.folded, biases, least).tensor
-        origin = self.origin
-        carrier = Carrier(self.architecture, origin.tensors, self.anchor, self.alignment, origin.rows, least)
-        tuned = padded_as(self.tensors, origin.tensors, vocabulary_axes(self.block.tensors))
-        return partial(Delta(carrier, tuned, origin.base, origin.scale).tensor, record=origin.record)
+        return Mover(self.architecture, self.tensors, self.alignment.transforms, self.folded, biases, least).tensor
 
 
 def output_tensors(parts: Sequence[MovedBlock]) -> Tensors:

@@ -115,7 +115,7 @@ class OutputStatistics:
 
 def _moved(part: MovedBlock, own_names: Mapping[str, str], stored: Statistics, rows: LabelRows) -> Statistics:
     """The statistics of one block, moved as the model's part is."""
-    matched = part.origin is None and part.maps is not None
+    matched = part.carried is None and part.maps is not None
     sources = (part.anchor, part.tensors)
     anchor, donor = (hidden_biases(part.architecture, x, part.folded) if matched else {} for x in sources)
     rows = {new: rows[old] for new, old in own_names.items() if old in rows}

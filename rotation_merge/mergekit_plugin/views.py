@@ -11,16 +11,20 @@ from mergekit.common import ModelReference
 from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.carrying.carrier import Carrier
+from rotation_merge.carrying.delta import Delta
+from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.mergekit_plugin.block_match import BlockMatches, BlockMatching
 from rotation_merge.mergekit_plugin.donors import Donor, Donors
-from rotation_merge.mergekit_plugin.moved import MovedBlock, Origin, Transforms, named_as, output_tensors
+from rotation_merge.mergekit_plugin.moved import MovedBlock, Transforms, named_as, output_tensors
 from rotation_merge.mergekit_plugin.output import OutputBlock, same_block
 from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.fold import Fold
+from rotation_merge.model.rows import padded_as, vocabulary_axes
 from rotation_merge.model.tensors import Tensors
-from rotation_merge.model.view import View, stored_dtype
+from rotation_merge.model.view import TensorOf, View, stored_dtype
 
 
 class RecipeViews:
@@ -42,9 +46,9 @@ class RecipeViews:
         self.matches = BlockMatches(session.options.low_cpu_memory, pooled=session.on_cpu)
         session.run.endings.append(self.matches.end)
         models = dict.fromkeys([base, *(model for out in blocks for model in out.sources)])
-        self.parts = {m: [self._part(n, m) for n, out in enumerate(blocks) if m in out.sources] for m in models}
+        self.parts = {m: [self._part(out, m) for out in blocks if m in out.sources] for m in models}
         self.tensors = {model: output_tensors(parts) for model, parts in self.parts.items()}
-        self.anchor = output_tensors([self._part(number, base) for number in range(len(blocks))])
+        self.anchor = output_tensors([self._part(out, base) for out in blocks])
 
     def view(self, model: ModelReference) -> View:
         """A model in the anchor's coordinates, as a model of the output's architecture."""
@@ -93,9 +97,9 @@ class RecipeViews:
 
         return {model: tensors.map(here) for model, tensors in watched.items()}
 
-    def _part(self, number: int, model: ModelReference) -> MovedBlock:
+    def _part(self, out: OutputBlock, model: ModelReference) -> MovedBlock:
         """A model's part in a block; where all models are aligned to a mean the anchor does not move either."""
-        out, base, models = self.blocks[number], self.recipe.base, self.session.models
+        base, models = self.recipe.base, self.session.models
         donor = self.donors.found.get(model, Donor())
         block = out.anchor if model == base else out.sources[model]
         anchor, source, stored = named_as(self._sources[base], out.anchor, out.block), model, self._sources[model]
@@ -117,28 +121,33 @@ class RecipeViews:
         if model == base or source is not model:
             return part
         if donor.origin is None:
-            return replace(part, maps=self._maps(number, model, anchor, part.tensors))
+            return replace(part, maps=self._maps(out, model, anchor, part.tensors))
         origin = named_as(self._sources[donor.origin], same_block(models[donor.origin], block), out.block)
-        record = partial(self.session.run.transport, str(model))
-        change = Origin(origin, self.base, donor.rows, donor.carried.scale, record)
-        return replace(part, maps=self._maps(number, model, anchor, origin), origin=change)
+        tuned = padded_as(part.tensors, origin, vocabulary_axes(out.block.tensors))
+
+        def carried_by(alignment: Alignment) -> TensorOf:
+            carrier = Carrier(part.architecture, origin, anchor, alignment, donor.rows, self.donors.dtype)
+            change = Delta(carrier, tuned, self.base, donor.carried.scale)
+            return partial(change.tensor, record=partial(self.session.run.transport, str(model)))
+
+        return replace(part, maps=self._maps(out, model, anchor, origin), carried=carried_by)
 
     def _maps(
-        self, number: int, model: ModelReference, anchor: Tensors, matched: Tensors
+        self, out: OutputBlock, model: ModelReference, anchor: Tensors, matched: Tensors
     ) -> Callable[[], Transforms] | None:
         """Gives the transforms of one donor's block: of the whole model, or matched block by block.
 
         Args:
             matched: tensors that are compared with the anchor's.
         """
-        out, donor, session = self.blocks[number], self.donors.found[model], self.session
+        donor, session = self.donors.found[model], self.session
         whole, options = donor.whole, self.recipe.options(out.reader, out.anchor.name, model)
         straight = whole is not None and out.sources[model].index == out.anchor.index
         if straight or not wanted_spaces(out.anchor, options):
             return None if whole is None else lambda: whole().transforms
-        names, key = (str(self.recipe.base), title(model, donor.origin)), f"{number}:{model}"
-        job = BlockMatching(key, out, anchor, matched, names, options, session.run, self.fold, whole)
-        self.matches.add(job)
+        names = str(self.recipe.base), title(model, donor.origin)
+        job = BlockMatching(out, anchor, matched, names, options, session.run, self.fold, whole)
+        self.matches.jobs.append(job)
 
         def maps() -> Transforms:
             streams = {} if whole is None else whole().transforms
