@@ -36,7 +36,7 @@ from rotation_merge.mergekit_plugin.definitions import describe, open_models
 from rotation_merge.mergekit_plugin.donor_checks import check_meaning
 from rotation_merge.mergekit_plugin.donors import Donors
 from rotation_merge.mergekit_plugin.loader import PlacedModel, ViewLoader
-from rotation_merge.mergekit_plugin.output import OutputBlock, output_blocks
+from rotation_merge.mergekit_plugin.output import OutputBlock, check_tensors, output_blocks
 from rotation_merge.mergekit_plugin.own_methods import told
 from rotation_merge.mergekit_plugin.refit import refitted_view
 from rotation_merge.mergekit_plugin.saved_alignments import check_keepable
@@ -133,12 +133,14 @@ def compiled(session: Session) -> Compiled:
     _register(session, registry._METHODS, name, method)
     architecture = describe(anchor.architecture, anchor.config)
     config = normalised(session, recipe.config, architecture, name)
-    donors = session.donors = Donors(session, config)
-    check_meaning(config, donors)
+    blocks = output_blocks(config, recipe, session.models)
+    donors = session.donors = Donors(session, blocks)
+    check_meaning(donors)
     run.folded = donors.folded
     if left_out := anchor.ignored:
         run.note(not_written(left_out))
-    blocks = output_blocks(config, recipe, session.models)
+    for out in blocks:
+        check_tensors(recipe, session.models, out)
     check_keepable(session, blocks)
     _check_tokens(session, donors, blocks)
     views = RecipeViews(session, donors, blocks)
@@ -146,7 +148,7 @@ def compiled(session: Session) -> Compiled:
     served = {model: views.served(model) for model in views.parts}
     prepare: Callable[[], object] = donors.match_wholes
     if whole:
-        served[recipe.base], prepare = refitted_view(views, config)
+        served[recipe.base], prepare = refitted_view(views)
         base, others = InputModelDefinition(model=recipe.base), dict.fromkeys(("slices", "modules", "parameters"))
         alone = recipe.config.model_copy(update={**others, "models": [base]})
         config = normalised(session, alone, architecture, name)

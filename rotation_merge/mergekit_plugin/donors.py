@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import torch
 from mergekit.common import ModelReference, dtype_from_name
-from mergekit.config import ConfigReader, MergeConfiguration
+from mergekit.config import ConfigReader
 
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.carrying.carrier import RowPair
@@ -24,6 +24,7 @@ from rotation_merge.matching.report_rows import figures_in
 from rotation_merge.matching.run import AppliedAlignment
 from rotation_merge.mergekit_plugin.carried import CarryPlan, added_as_it_is, carried, check_adapter
 from rotation_merge.mergekit_plugin.keys import UNMOVED
+from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.mergekit_plugin.presets import settle_presets
 from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.mergekit_plugin.session import Session
@@ -33,39 +34,10 @@ from rotation_merge.model.heads import compared
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import in_class_order, label_rows, rows_note
 from rotation_merge.model.rows import vocabulary_subset
-from rotation_merge.model.tensors import Tensors, TensorSource
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.vocabulary import check_token_ids, matched_on, row_pair, shared_rows
 
 LOG = logging.getLogger(__name__)
-
-
-def model_readers(config: MergeConfiguration) -> dict[ModelReference, ConfigReader]:
-    """The lookup of each model's parameters, in the first slice that it is in.
-
-    Args:
-        config: normalised (modules with slices).
-    """
-    readers: dict[ModelReference, ConfigReader] = {}
-    for module in (config.modules or {}).values():
-        for piece in module.slices or []:
-            reader = ConfigReader(config=config, t=0, module=module, slice_out=piece)
-            for source in piece.sources:
-                readers.setdefault(source.model, reader)
-    return readers
-
-
-def meeting_layers(
-    config: MergeConfiguration, base: ModelReference
-) -> dict[ModelReference, dict[str, list[tuple[int, int]]]]:
-    """Of each donor, by module, which of the anchor's layers meets which of its own; `config` is normalised."""
-    layers: dict[ModelReference, dict[str, list[tuple[int, int]]]] = {}
-    for name, module in (config.modules or {}).items():
-        for piece in module.slices or []:
-            anchor = next((source for source in piece.sources if source.model == base), piece.sources[0])
-            for source in piece.sources:
-                meeting = zip(range(*anchor.layer_range), range(*source.layer_range), strict=False)
-                layers.setdefault(source.model, {}).setdefault(name, []).extend(meeting)
-    return layers
 
 
 @dataclass(frozen=True)
@@ -91,30 +63,37 @@ class Donors:
     """The donors of one merge.
 
     Args:
-        config: normalised (modules with slices).
+        blocks: of the output.
 
     Attributes:
         found: by model; the base is not among them.
         folded: streams that are folded in every model of the merge, because some donor's rotation needs it.
-        layers: see `meeting_layers`.
+        readers: the lookup of each model's parameters, the base's too, in the first block that it goes into.
+        layers: of each model, by module, which of the anchor's layers meets which of its own.
 
     Raises:
         RotationMergeError: a model or an alignment file does not fit, a group is not admitted.
     """
 
-    def __init__(self, session: Session, config: MergeConfiguration) -> None:
+    def __init__(self, session: Session, blocks: Sequence[OutputBlock]) -> None:
         self.session, self.recipe, self.models = session, session.recipe, session.models
         self.options, self.run = session.options, session.run
         self.base = self.models[self.recipe.base]
         self.folded: tuple[str, ...] = ()
-        self.layers = meeting_layers(config, self.recipe.base)
-        readers = {model: reader for model, reader in model_readers(config).items() if model != self.recipe.base}
+        self.readers: dict[ModelReference, ConfigReader] = {}
+        self.layers: dict[ModelReference, dict[str, list[tuple[int, int]]]] = {}
+        for out in blocks:
+            for model, block in out.sources.items():
+                self.readers.setdefault(model, out.reader.with_t(0))
+                if out.anchor.index is not None and block.index is not None:
+                    met = self.layers.setdefault(model, {}).setdefault(block.module, [])
+                    met.append((out.anchor.index, block.index))
+        readers = {model: reader for model, reader in self.readers.items() if model != self.recipe.base}
         settle_presets(self.recipe, self.models, readers, self.run)
         check_adapter(self.base)
+        self.found = {model: self._settled(model, reader) for model, reader in readers.items()}
         if self.recipe.mean:
-            self.found = self._mean(readers)
-        else:
-            self.found = {model: self._settled(model, reader) for model, reader in readers.items()}
+            self._align_to_mean()
         for model, donor in self.found.items():
             how = "block by block" if donor.whole is None else "as a whole"
             shown = "with all others" if donor.checked is None else donor.checked.options
@@ -141,26 +120,31 @@ class Donors:
 
     def _settled(self, model: ModelReference, reader: ConfigReader) -> Donor:
         origin, path = self._origin(model, reader), self.recipe.of_model("alignment", reader, model)
-        matched, words = origin or model, ""
+        matched, words, mean = origin or model, "", self.recipe.mean
+        match = match_model if path is not None else self._match(model, origin, reader)
+        if mean and (origin is not None or path is not None):
+            problem = "'anchor: mean' aligns whole models and does not work with 'finetuned_from' or 'alignment'"
+            raise RecipeError(problem, where=str(model), remedy="use 'anchor: base'")
         check_adapter(self.models[model], self.models[origin] if origin is not None else None)
         if origin is not None and path is None:
             unmoved, words = added_as_it_is(reader, model, self.base, self.models[origin])
             if unmoved:
                 self.recipe.relations[model] = UNMOVED
         options = self.recipe.varying(reader, model) if path is None else NOTHING
-        checked = self._checked(matched, model, options, averaged=origin is None)
+        checked = self._checked(matched, model, options, whole=mean, averaged=origin is None)
         if words:
             self.run.note(words)
             checked = replace(checked, warnings=(*checked.warnings, words))
+        if mean:
+            return Donor(checked=checked)
         streams = checked.options.residual != "none"
         rows = self._rows(matched, carried=origin is not None) if origin is not None or streams else None
         if path is not None:
             whole: Callable[[], Alignment] | None = self._of_file(path, model, origin)
         else:
-            whole = self._matched(model, origin, checked, rows, self._match(model, origin, reader))
-        plan = carried(
-            self.recipe, reader, self.options, self.run, model, origin, checked.options, shares_vocabulary=rows is None
-        )
+            whole = self._matched(model, origin, checked, rows, match)
+        shares_vocabulary = rows is None
+        plan = carried(self.recipe, reader, self.options, self.run, model, origin, checked.options, shares_vocabulary)
         return Donor(origin, whole, rows, checked, plan)
 
     def _matched(
@@ -191,6 +175,9 @@ class Donors:
         how, data, count = (self.recipe.of_model(name, reader, model) for name in ("match_on", "data", "samples"))
         if how in (None, WEIGHTS):
             return match_model
+        if self.recipe.mean:
+            problem = "'anchor: mean' aligns all models together, on weights"
+            raise RecipeError(problem, where=str(model), remedy="leave out 'match_on', or 'anchor: mean'")
         if self.shifted(model):
             problem = f"'match_on: {how}' matches whole models, but the slices pair this one's layers differently"
             raise RecipeError(problem, where=str(model), remedy="leave it out")
@@ -217,46 +204,30 @@ class Donors:
         self.run.note(matched_on(self.base, self.models[donor], len(rows[0])))
         return rows
 
-    def _mean(self, readers: dict[ModelReference, ConfigReader]) -> dict[ModelReference, Donor]:
-        """All donors, aligned with the base to their mean."""
-        settled = {model: self._checked_for_mean(model, reader) for model, reader in readers.items()}
-        if not settled:
-            return {}
-        options = [checked.options for checked in settled.values()]
-        architecture = self.base.architecture
-        by_block = [[o.at(architecture, block) for block in architecture.blocks] for o in options]
-        others = zip(settled, by_block, strict=True)
-        if different := next((model for model, of_model in others if of_model != by_block[0]), None):
-            raise RecipeError(
-                "'anchor: mean' needs the same options for all donors",
-                where=str(different),
-                remedy="set them once, under the recipe's parameters",
-            )
-        sources: dict[str, TensorSource] = {str(self.recipe.base): self.base.tensors}
-        sources |= {str(model): self._source(model) for model in readers}
-        rows = (
-            shared_rows([self.base, *map(self.models.__getitem__, readers)]) if options[-1].residual != "none" else None
-        )
-        if rows is not None:
+    def _align_to_mean(self) -> None:
+        """Align all donors with the base to their mean.
+
+        Raises:
+            RecipeError: their options differ.
+        """
+        architecture, options, sources = self.base.architecture, NOTHING, {str(self.recipe.base): self.base.tensors}
+        by_block: list[AlignConfig] = []
+        for model, donor in self.found.items():
+            assert donor.checked is not None
+            options, known = donor.checked.options, by_block
+            by_block = [options.at(architecture, block) for block in architecture.blocks]
+            if known and by_block != known:
+                problem, remedy = "'anchor: mean' needs the same options for all donors", "set them once, under the"
+                raise RecipeError(problem, where=str(model), remedy=f"{remedy} recipe's parameters")
+            self._fold(donor.checked.folded)
+            sources[str(model)] = self._source(model)
+        views = [self.base, *map(self.models.__getitem__, self.found)]
+        if options.residual != "none" and (rows := shared_rows(views)) is not None:
             names = zip(sources, rows, strict=True)
             sources = {name: vocabulary_subset(architecture, sources[name], row) for name, row in names}
-        found = cache(partial(match_mean, self.session, self._compared(*readers), sources, options[-1]))
-        return {
-            model: Donor(whole=lambda name=str(model): found()[name], checked=checked)  # type: ignore[misc]
-            for model, checked in settled.items()
-        }
-
-    def _checked_for_mean(self, model: ModelReference, reader: ConfigReader) -> Pair:
-        if self.recipe.of_model("match_on", reader, model) not in (None, WEIGHTS):
-            problem = "'anchor: mean' aligns all models together, on weights"
-            raise RecipeError(problem, where=str(model), remedy="leave out 'match_on', or 'anchor: mean'")
-        if self._origin(model, reader) or self.recipe.of_model("alignment", reader, model):
-            problem = "'anchor: mean' aligns whole models and does not work with 'finetuned_from' or 'alignment'"
-            raise RecipeError(problem, where=str(model), remedy="use 'anchor: base'")
-        check_adapter(self.models[model])
-        checked = self._checked(model, model, self.recipe.varying(reader, model), whole=True, averaged=True)
-        self._fold(checked.folded)
-        return checked
+        found = cache(partial(match_mean, self.session, self._compared(*self.found), sources, options))
+        for model, donor in self.found.items():
+            self.found[model] = replace(donor, whole=partial(_of_mean, found, str(model)))
 
     def _origin(self, model: ModelReference, reader: ConfigReader) -> ModelReference | None:
         """The base that a donor was fine-tuned from, checked with both models."""
@@ -326,3 +297,7 @@ class Donors:
         remedy = "whole models can only be aligned layer by layer; use 'residual: none' with slices"
         check_depth(self.base, donor, remedy)
         return translated(donor.tensors, donor.architecture, self.base.architecture)
+
+
+def _of_mean(found: Callable[[], Mapping[str, Alignment]], name: str) -> Alignment:
+    return found()[name]

@@ -48,9 +48,9 @@ def output_blocks(config: MergeConfiguration, recipe: Recipe, models: Models) ->
         config: normalised: modules with slices.
 
     Raises:
-        RotationMergeError: a layer or a tensor is missing in a model.
+        RotationMergeError: a layer is missing in a model.
     """
-    return [_block(recipe, models, *met) for met in _meeting(config, models)]
+    return [_block(models[recipe.base], recipe.base, *met) for met in _meeting(config, models)]
 
 
 def same_block(model: View, block: Block) -> Block:
@@ -101,20 +101,21 @@ def _layer(models: Models, source: InputSliceDefinition, module: str, offset: in
     return layers[number]
 
 
-def _block(recipe: Recipe, models: Models, index: int | None, sources: Sources, reader: ConfigReader) -> OutputBlock:
-    base = models[recipe.base]
-    anchor = sources.get(recipe.base) or same_block(base, next(iter(sources.values())))
-    _check_tensors(recipe, models, anchor, sources)
+def _block(
+    base: View, reference: ModelReference, index: int | None, sources: Sources, reader: ConfigReader
+) -> OutputBlock:
+    anchor = sources.get(reference) or same_block(base, next(iter(sources.values())))
     infos = (replace(info, names=base.architecture.names(info, index)) for info in anchor.tensors)
     return OutputBlock(replace(anchor, index=index, tensors=tuple(infos)), anchor, sources, reader)
 
 
-def _check_tensors(recipe: Recipe, models: Models, anchor: Block, sources: Sources) -> None:
+def check_tensors(recipe: Recipe, models: Models, out: OutputBlock) -> None:
     """Check that every model has the tensors of a block, but for those that are left to the anchor.
 
     Raises:
         CheckpointError: some models have a tensor that others lack.
     """
+    anchor, sources = out.anchor, out.sources
     for info in {info.key: info for block in (*sources.values(), anchor) for info in block.tensors}.values():
         holders = [model for model, block in sources.items() if block.tensor(info.key) is not None]
         tied = [model for model in sources if any(name in models[model] for name in info.tied)]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from mergekit.common import ModelReference
-from mergekit.parameter_resolver import resolve_parameters
 
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.averaging.models import MergedModels, MergeLog, ModelStatistics
 from rotation_merge.errors import RecipeError
-from rotation_merge.mergekit_plugin.average import check_heads
+from rotation_merge.mergekit_plugin.average import check_parameters, resolved
 from rotation_merge.mergekit_plugin.donor_checks import check_pool
 from rotation_merge.mergekit_plugin.loader import PlacedModel
 from rotation_merge.mergekit_plugin.output import OutputBlock
@@ -51,9 +51,9 @@ def told(method: OwnMethod, views: RecipeViews, placed: Placed, dtype: torch.dty
     )
     method = method.on(models)
     for out in views.blocks:
-        for name, values, weights in _resolved(method, views, out):
-            check_heads(views.recipe.value("heads_of"), values)
-            method.participants(name, {placed[model]: weight for model, weight in weights.items()}, values)
+        for name, values, weights in _resolved(views, out):
+            by_id = {placed[model]: weight for model, weight in weights.items()}
+            check_parameters(views.recipe, method, name, values, by_id)
     known = tuple(log.lines)
     for line in known:
         run.note(line)
@@ -62,20 +62,14 @@ def told(method: OwnMethod, views: RecipeViews, placed: Placed, dtype: torch.dty
 
 
 def _resolved(
-    method: OwnMethod, views: RecipeViews, out: OutputBlock
-) -> Iterator[tuple[str, dict[str, object], dict[ModelReference, float]]]:
+    views: RecipeViews, out: OutputBlock
+) -> Iterator[tuple[str, dict[str, Any], dict[ModelReference, float]]]:
     """Parameters and weights of a block's tensors, by their names."""
     own_names = {model: names_of(model, out) for model in out.sources}
     for name in (name for info in out.block.tensors for name in info.names):
         if not views.recipe.excluded(name):
-            shared, by_model = resolve_parameters(
-                method.spec,
-                tensor_name=name,
-                inputs={model: names[name] for model, names in own_names.items()},
-                sources=out.reader.parameter_sources,
-                base_model=None if views.recipe.plain else views.recipe.base,
-                t=out.reader.t,
-            )
+            inputs = {model: names[name] for model, names in own_names.items()}
+            shared, by_model = resolved(views.recipe, out.reader, name, inputs)
             yield name, shared, {model: float(values["weight"]) for model, values in by_model.items()}
 
 
@@ -84,7 +78,7 @@ def _statistics(method: OwnMethod, views: RecipeViews, placed: Placed) -> dict[H
     counting = {
         model: out.reader
         for out in reversed(views.blocks)
-        for _, _, weights in _resolved(method, views, out)
+        for _, _, weights in _resolved(views, out)
         for model, weight in weights.items()
         if weight != 0
     }

@@ -8,33 +8,29 @@ from functools import cache
 from typing import Any
 
 from mergekit.common import ModelReference
-from mergekit.config import ConfigReader, MergeConfiguration
+from mergekit.config import ConfigReader
 from torch import Tensor
 
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.refit_models import refitted
 from rotation_merge.averaging.teachers import Teacher, read_teachers, shares_of, usual_source
 from rotation_merge.errors import RecipeError
-from rotation_merge.mergekit_plugin.donors import model_readers
 from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.mergekit_plugin.wholes import progress_bar
 from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.model.view import View
 
 
-def refitted_view(views: RecipeViews, config: MergeConfiguration) -> tuple[View, Callable[[], View]]:
+def refitted_view(views: RecipeViews) -> tuple[View, Callable[[], View]]:
     """The merge of a recipe's models, refitted to them, and a function that aligns the models and refits it.
 
     Samples are read at once. The merge is there until the run ends; the run has its record. What is excluded is the
     anchor's.
 
-    Args:
-        config: normalised (modules with slices).
-
     Raises:
         RotationMergeError: models or data that nothing can be refitted to.
     """
-    recipe, run, options, readers = views.recipe, views.session.run, views.session.options, model_readers(config)
+    recipe, run, options, readers = views.recipe, views.session.run, views.session.options, views.donors.readers
     values: dict[str, Any] = {name: recipe.value(name) for name in ("targets", "start", "spill")}
     first = next(iter(readers.values()))
     values["ridge"] = _number("ridge", first, None, RefitConfig.ridge)
