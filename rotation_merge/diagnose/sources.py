@@ -255,7 +255,8 @@ def _plan(document: Document, session: Session) -> None:
     try:
         result = compiled(session)
         result.planner(session.options).plan_to_disk(out_path="unused")
-        _warn(document, result.donors)
+        assert session.donors is not None
+        _warn(document, session.donors)
     except RotationMergeError as error:
         if document.first is None:  # else it is that fault
             document.raised(_place(document, error), error)

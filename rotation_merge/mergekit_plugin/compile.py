@@ -107,7 +107,6 @@ class Compiled:
     """
 
     stock: CompiledRecipe
-    donors: Donors
     prepare: Callable[[], object]
 
     def planner(self, options: MergeOptions) -> MergePlanner:
@@ -135,7 +134,7 @@ def compiled(session: Session) -> Compiled:
     config = normalised(session, recipe.config, architecture, name)
     blocks = output_blocks(config, recipe, session.models)
     donors = session.donors = Donors(session, blocks)
-    check_meaning(donors)
+    check_meaning(config, donors)
     run.folded = donors.folded
     if left_out := anchor.ignored:
         run.note(not_written(left_out))
@@ -143,7 +142,7 @@ def compiled(session: Session) -> Compiled:
         check_tensors(recipe, session.models, out)
     check_keepable(session, blocks)
     _check_tokens(session, donors, blocks)
-    views = RecipeViews(session, donors, blocks)
+    views = RecipeViews(donors)
     placed = {model: PlacedModel.of(model, number) for model in views.parts}
     served = {model: views.served(model) for model in views.parts}
     prepare: Callable[[], object] = donors.match_wholes
@@ -160,7 +159,7 @@ def compiled(session: Session) -> Compiled:
     stock._architecture = describe(views.architecture, anchor.config, own_names)
     for model, reference in placed.items():
         _register(session, LoaderCache.loaders, reference, ViewLoader(served[model], views.own_names.get(model)))
-    return Compiled(stock, donors, prepare)
+    return Compiled(stock, prepare)
 
 
 def _register(session: Session, registered: MutableMapping[Any, Any], name: object, value: object) -> None:

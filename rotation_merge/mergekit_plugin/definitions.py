@@ -13,7 +13,7 @@ from rotation_merge.architecture import Architecture, find
 from rotation_merge.matching.pair import check_depth, check_shapes
 from rotation_merge.mergekit_plugin.recipe import carried_donors
 from rotation_merge.mergekit_plugin.rules import check_filters, check_words
-from rotation_merge.mergekit_plugin.session import Session
+from rotation_merge.mergekit_plugin.session import Session, settle_heads
 from rotation_merge.model.view import View
 
 Names = Mapping[ModelReference, Mapping[str, str]]
@@ -79,7 +79,7 @@ def open_models(session: Session) -> View:
     recipe, models = session.recipe, session.models
     config, references = recipe.config, recipe.config.referenced_models()
     models.together(recipe.base, references)
-    session.settle_heads(references)
+    settle_heads(session, references)
     anchor = models[recipe.base]
     check_filters(recipe.document, (block.name for block in anchor.architecture.blocks))
     names = (name for model in references for name in models[model].names)

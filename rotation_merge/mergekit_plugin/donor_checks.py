@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.donors import Donors
@@ -11,13 +12,13 @@ from rotation_merge.model.vocabulary import shared_rows
 CARRY_FIRST = "carry the donor first ('rotation-merge carry') and {} the output, or use delegate task_arithmetic"
 
 
-def check_meaning(donors: Donors) -> None:
+def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
     """
     Raises:
         RecipeError: no maps are known, a donor's statistics say nothing of the tensors that are averaged, or its
             coordinates are the anchor's and there is nothing to transport.
     """
-    recipe, config, method = donors.recipe, donors.recipe.config, donors.recipe.own_method
+    recipe, method = donors.recipe, donors.recipe.own_method
     if method is None:
         return
     name = f"delegate {method.spec.name}"
@@ -28,7 +29,7 @@ def check_meaning(donors: Donors) -> None:
     by_row = bool(method.statistics) and not method.maps_only and not all(map(recipe.excluded, words))
     rearranged = config.tokenizer or config.tokenizer_source or donors.options.unsafe_truncate_embeddings
     if method.whole_models:
-        _check_layers(donors)
+        _check_layers(config, donors)
     for model, donor in donors.found.items():
         if method.whole_models and donor.origin is None:
             _one_vocabulary(donors, model, f"{name} runs all models on one set of token ids", "use another delegate")
@@ -50,7 +51,11 @@ def check_pool(donors: Donors) -> None:
     for model in donors.found:
         why = "delegate ot_fusion compares activations on the same tokens"
         _one_vocabulary(donors, model, why, "leave 'data' out: plans then come from weights")
-        if donors.shifted(model):
+        if any(
+            anchor_layer != donor_layer
+            for pairs in donors.layers.get(model, {}).values()
+            for anchor_layer, donor_layer in pairs
+        ):
             problem = "delegate ot_fusion compares activations of whole models, but the slices pair layers differently"
             raise RecipeError(problem, where=str(model), remedy="leave 'data' out: plans then come from weights")
 
@@ -61,13 +66,17 @@ def _one_vocabulary(donors: Donors, model: ModelReference, why: str, remedy: str
         raise RecipeError(f"{why}, but its tokens are not those of {base.reference}", where=str(model), remedy=remedy)
 
 
-def _check_layers(donors: Donors) -> None:
+def _check_layers(config: MergeConfiguration, donors: Donors) -> None:
     """Check that every model gives all of its layers in their order."""
-    architecture = donors.models[donors.recipe.base].architecture
-    for model, modules in donors.layers.items():
-        for name, pairs in modules.items():
-            layers, count = [layer for _, layer in pairs], len(architecture.layers(name))
-            if layers != list(range(count)):
+    base = donors.models[donors.recipe.base]
+    for name, module in (config.modules or {}).items():
+        count = len(base.architecture.layers(name))
+        layers_of: dict[ModelReference, list[int]] = {}
+        for piece in module.slices or []:
+            for source in piece.sources:
+                layers_of.setdefault(source.model, []).extend(range(*source.layer_range))
+        for model, layers in layers_of.items():
+            if count and layers != list(range(count)):
                 raise RecipeError(
                     f"delegate refit runs whole models, but the slices take layers {layers} of {count}",
                     where=str(model),

@@ -76,7 +76,8 @@ class Donors:
     """
 
     def __init__(self, session: Session, blocks: Sequence[OutputBlock]) -> None:
-        self.session, self.recipe, self.models = session, session.recipe, session.models
+        self.session, self.blocks = session, blocks
+        self.recipe, self.models = session.recipe, session.models
         self.options, self.run = session.options, session.run
         self.base = self.models[self.recipe.base]
         self.folded: tuple[str, ...] = ()

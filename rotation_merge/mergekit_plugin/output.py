@@ -40,6 +40,11 @@ class OutputBlock:
         """Sorts blocks in the order in which mergekit asks for their tensors."""
         return min((name for info in self.block.tensors for name in info.names), default="")
 
+    def names_in(self, model: ModelReference) -> dict[str, str]:
+        """By the output's names of its tensors those in one model."""
+        pairs = ((info, self.sources[model].tensor(info.key) or info) for info in self.block.tensors)
+        return {new: old for info, own in pairs for new, old in zip(info.names, own.names, strict=True)}
+
 
 def output_blocks(config: MergeConfiguration, recipe: Recipe, models: Models) -> list[OutputBlock]:
     """All blocks of a recipe's output.

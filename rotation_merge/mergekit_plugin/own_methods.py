@@ -16,7 +16,7 @@ from rotation_merge.mergekit_plugin.donor_checks import check_pool
 from rotation_merge.mergekit_plugin.loader import PlacedModel
 from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.mergekit_plugin.statistics import OutputStatistics, opened_statistics
-from rotation_merge.mergekit_plugin.views import RecipeViews, names_of
+from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.run.data import read_batches, unpadded
 from rotation_merge.run.functions import Batch, load, local_path
 
@@ -65,7 +65,7 @@ def _resolved(
     views: RecipeViews, out: OutputBlock
 ) -> Iterator[tuple[str, dict[str, Any], dict[ModelReference, float]]]:
     """Parameters and weights of a block's tensors, by their names."""
-    own_names = {model: names_of(model, out) for model in out.sources}
+    own_names = {model: out.names_in(model) for model in out.sources}
     for name in (name for info in out.block.tensors for name in info.names):
         if not views.recipe.excluded(name):
             inputs = {model: names[name] for model, names in own_names.items()}
@@ -84,7 +84,7 @@ def _statistics(method: OwnMethod, views: RecipeViews, placed: Placed) -> dict[H
     }
     moved = dict[Hashable, ModelStatistics]()
     for model, stored in opened_statistics(views.session, method, counting).items():
-        names = [names_of(model, out) for out in views.blocks if model in out.sources]
+        names = [out.names_in(model) for out in views.blocks if model in out.sources]
         parts = list(zip(views.parts[model], names, strict=True))
         moved[placed[model]] = OutputStatistics(parts, stored, views.session.models[model].rows)
     return moved

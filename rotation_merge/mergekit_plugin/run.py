@@ -27,7 +27,7 @@ from rotation_merge.errors import AlignmentError
 from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked
 from rotation_merge.mergekit_plugin.compile import compiled
 from rotation_merge.mergekit_plugin.delegates import OWN
-from rotation_merge.mergekit_plugin.output_check import complete, say, vocabulary_note
+from rotation_merge.mergekit_plugin.output_check import complete, say
 from rotation_merge.mergekit_plugin.parts import tokenizer_source
 from rotation_merge.mergekit_plugin.recipe import (
     Recipe,
@@ -106,13 +106,9 @@ def _completed(session: Session, staging: str, config_source: str) -> tuple[Merg
     recipe, done, config, options = session.recipe, session.run, session.recipe.config, session.options
     marks, delegate = fingerprints(session), recipe.delegate.spec.name
     keep_alignments(session, staging)
-    copied, defects = complete(config, staging, options)
-    if vocabulary := vocabulary_note(config, staging, options):
-        done.note(vocabulary)
-    if copied:
-        done.note(f"Copied from a parent: {', '.join(copied)}.")
-    for defect in defects:
-        done.note(f"Check of the output: {defect.line}.")
+    notes, defects = complete(config, staging, options)
+    for note in notes:
+        done.note(note)
     models = origins(map(ModelReference.model_validate, marks), options.transformers_cache)
     report = done.report(recipe.base, delegate, config_source, marks, models, own_method=delegate in OWN)
     report.write(os.path.join(staging, REPORT_FILE))

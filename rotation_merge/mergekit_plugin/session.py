@@ -70,20 +70,18 @@ class Session:
             return torch.empty(0).device
         return None if self.on_cpu else torch.device(self.options.device)
 
-    def settle_heads(self, models: Iterable[ModelReference]) -> None:
-        """Find the tensors of heads that models keep (`heads_of: each`); the models must exist.
 
-        Raises:
-            RecipeError: the vocabulary changes, which the donors' configurations would not know.
-        """
-        recipe = self.recipe
-        if recipe.value("heads_of") != "each":
-            return
-        if recipe.config.tokenizer or recipe.config.tokenizer_source:
-            raise RecipeError(
-                "'heads_of: each' writes donors' checkpoints, whose vocabularies 'tokenizer' would change",
-                where="parameters",
-                remedy="leave out one of the two",
-            )
-        for model in models:
-            recipe.own_heads.update(head_names(self.models[model].architecture))
+def settle_heads(session: Session, models: Iterable[ModelReference]) -> None:
+    """Find the tensors of heads that models keep (`heads_of: each`); the models must exist.
+
+    Raises:
+        RecipeError: the vocabulary changes, which the donors' configurations would not know.
+    """
+    recipe = session.recipe
+    if recipe.value("heads_of") != "each":
+        return
+    if recipe.config.tokenizer or recipe.config.tokenizer_source:
+        problem = "'heads_of: each' writes donors' checkpoints, whose vocabularies 'tokenizer' would change"
+        raise RecipeError(problem, where="parameters", remedy="leave out one of the two")
+    for model in models:
+        recipe.own_heads.update(head_names(session.models[model].architecture))

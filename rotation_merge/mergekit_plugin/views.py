@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -20,7 +20,6 @@ from rotation_merge.mergekit_plugin.donors import Donor, Donors
 from rotation_merge.mergekit_plugin.moved import MovedBlock, Transforms, named_as, output_tensors
 from rotation_merge.mergekit_plugin.output import OutputBlock, same_block
 from rotation_merge.mergekit_plugin.recipe import title
-from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.rows import padded_as, vocabulary_axes
 from rotation_merge.model.tensors import Tensors
@@ -37,10 +36,10 @@ class RecipeViews:
         tensors: by model, all of its tensors.
     """
 
-    def __init__(self, session: Session, donors: Donors, blocks: Sequence[OutputBlock]) -> None:
-        self.session, self.donors, self.blocks = session, donors, blocks
-        self.recipe, base = session.recipe, session.recipe.base
-        self.base = session.models[base]
+    def __init__(self, donors: Donors) -> None:
+        session, blocks, base = donors.session, donors.blocks, donors.recipe.base
+        self.donors, self.session, self.blocks = donors, session, blocks
+        self.recipe, self.base = donors.recipe, donors.base
         self.architecture = replace(self.base.architecture, blocks=tuple(out.block for out in blocks))
         self.fold = Fold(self.base.architecture, donors.folded, donors.dtype) if donors.folded else None
         self.matches = BlockMatches(session.options.low_cpu_memory, pooled=session.on_cpu)
@@ -73,7 +72,7 @@ class RecipeViews:
         names: dict[ModelReference, dict[str, str]] = {}
         for out in (out for out in self.blocks if out.block.index is not None):
             for model in out.sources:
-                names.setdefault(model, {}).update(names_of(model, out))
+                names.setdefault(model, {}).update(out.names_in(model))
         return {model: known for model, known in names.items() if any(new != old for new, old in known.items())}
 
     def storage(self, model: ModelReference, info: TensorInfo) -> torch.dtype | None:
@@ -161,9 +160,3 @@ class RecipeViews:
         if self.recipe.own_method is None:
             return storage
         return torch.promote_types(storage or torch.float32, torch.float32)
-
-
-def names_of(model: ModelReference, out: OutputBlock) -> dict[str, str]:
-    """By the output's names of a block's tensors those in one model."""
-    pairs = ((info, out.sources[model].tensor(info.key) or info) for info in out.block.tensors)
-    return {new: old for info, own in pairs for new, old in zip(info.names, own.names, strict=True)}
