@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -48,14 +48,29 @@ _runs = itertools.count(1)
 
 
 class CompiledRecipe(MergeConfiguration):
-    """A stock recipe that takes the architecture of its output along through mergekit's own functions."""
+    """A stock recipe that takes the architecture of its output along through mergekit's own functions.
+
+    Attributes:
+        _prepare: finds the alignments of whole models, and whatever else is known before single tensors are merged.
+    """
 
     _architecture: ModelArchitecture = PrivateAttr()
+    _prepare: Callable[[], object] = PrivateAttr()
 
     def referenced_models(self) -> list[ModelReference]:
         """Every model once, the base first."""
         models = [source.model for m in (self.modules or {}).values() for p in m.slices or [] for source in p.sources]
         return list(dict.fromkeys([self.base_model, *models]))
+
+    def prepare(self) -> None:
+        """Do what comes before single tensors are merged."""
+        self._prepare()
+
+    def planner(self, options: MergeOptions) -> MergePlanner:
+        """mergekit's planner of it."""
+        assert self.base_model is not None
+        config = self.base_model.config(options.trust_remote_code)
+        return MergePlanner(self, self._architecture, options, config)
 
 
 class Delegated(MergeMethod):
@@ -97,26 +112,7 @@ class Delegated(MergeMethod):
         raise NotImplementedError("groups are executed once they are resolved")
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A compiled recipe.
-
-    Attributes:
-        stock: what mergekit runs.
-        prepare: finds the alignments of whole models, and whatever else is known before single tensors are merged.
-    """
-
-    stock: CompiledRecipe
-    prepare: Callable[[], object]
-
-    def planner(self, options: MergeOptions) -> MergePlanner:
-        """mergekit's planner of it."""
-        assert self.stock.base_model is not None
-        config = self.stock.base_model.config(options.trust_remote_code)
-        return MergePlanner(self.stock, self.stock._architecture, options, config)
-
-
-def compiled(session: Session) -> Compiled:
+def compiled(session: Session) -> CompiledRecipe:
     """Settle a recipe's models, register them and the delegate for this run, and write its stock recipe.
 
     No weight is read. When the session's run ends, mergekit's registries are as they were.
@@ -156,10 +152,10 @@ def compiled(session: Session) -> Compiled:
         stock = stock.model_copy(update={"dtype": None, "out_dtype": stock.out_dtype or stock.dtype})
         method.inner = told(own_method, views, placed, dtype_from_name(stock.out_dtype))
     own_names = {placed[model]: names for model, names in views.own_names.items()}
-    stock._architecture = describe(views.architecture, anchor.config, own_names)
+    stock._architecture, stock._prepare = describe(views.architecture, anchor.config, own_names), prepare
     for model, reference in placed.items():
         _register(session, LoaderCache.loaders, reference, ViewLoader(served[model], views.own_names.get(model)))
-    return Compiled(stock, prepare)
+    return stock
 
 
 def _register(session: Session, registered: MutableMapping[Any, Any], name: object, value: object) -> None:

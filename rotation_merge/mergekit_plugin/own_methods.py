@@ -9,16 +9,17 @@ import torch
 from mergekit.common import ModelReference
 
 from rotation_merge.averaging.methods import OwnMethod
-from rotation_merge.averaging.models import MergedModels, MergeLog, ModelStatistics
+from rotation_merge.averaging.models import MergedModels, MergeLog
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.average import check_parameters, resolved
 from rotation_merge.mergekit_plugin.donor_checks import check_pool
 from rotation_merge.mergekit_plugin.loader import PlacedModel
 from rotation_merge.mergekit_plugin.output import OutputBlock
-from rotation_merge.mergekit_plugin.statistics import OutputStatistics, opened_statistics
+from rotation_merge.mergekit_plugin.statistics import opened_statistics, output_statistics
 from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.run.data import read_batches, unpadded
 from rotation_merge.run.functions import Batch, load, local_path
+from rotation_merge.run.statistics import Statistics
 
 SAMPLES = 200
 """Samples that activations are taken on."""
@@ -73,7 +74,7 @@ def _resolved(
             yield name, shared, {model: float(values["weight"]) for model, values in by_model.items()}
 
 
-def _statistics(method: OwnMethod, views: RecipeViews, placed: Placed) -> dict[Hashable, ModelStatistics]:
+def _statistics(method: OwnMethod, views: RecipeViews, placed: Placed) -> dict[Hashable, Statistics]:
     """The statistics of all models that count, moved with them."""
     counting = {
         model: out.reader
@@ -82,11 +83,11 @@ def _statistics(method: OwnMethod, views: RecipeViews, placed: Placed) -> dict[H
         for model, weight in weights.items()
         if weight != 0
     }
-    moved = dict[Hashable, ModelStatistics]()
+    moved = dict[Hashable, Statistics]()
     for model, stored in opened_statistics(views.session, method, counting).items():
         names = [out.names_in(model) for out in views.blocks if model in out.sources]
         parts = list(zip(views.parts[model], names, strict=True))
-        moved[placed[model]] = OutputStatistics(parts, stored, views.session.models[model].rows)
+        moved[placed[model]] = output_statistics(parts, stored, views.session.models[model].rows)
     return moved
 
 

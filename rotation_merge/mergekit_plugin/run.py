@@ -91,7 +91,7 @@ def _run(stock: Callable[..., None], session: Session, out_path: str, config_sou
         with unchanged(session.models[model] for model in _read(recipe.config)):
             result = compiled(session)
             result.prepare()
-            stock(result.stock, staging, _quiet_about_tokenizers(recipe.config, options), config_source)
+            stock(result, staging, _quiet_about_tokenizers(recipe.config, options), config_source)
         if base.modules:
             write_modules(base.folder, staging, apart)
         if recipe.value("prove"):

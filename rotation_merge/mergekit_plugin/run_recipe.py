@@ -32,7 +32,7 @@ def merged_state(text: str) -> dict[str, Tensor]:
     try:
         result = compiled(session)
         result.prepare()
-        plan, dtype = result.planner(session.options), result.stock.out_dtype
+        plan, dtype = result.planner(session.options), result.out_dtype
         plan._plan()  # mergekit 0.1.5's own method of a merge in memory fails at its own types
         tasks = [ReturnTensor.model_construct(weight_info=w, tensor_task=t, dtype=dtype) for w, t in plan._tensors]
         return {task.weight_info.name: tensor.clone() for task, tensor in Executor(tasks).run(quiet=True)}

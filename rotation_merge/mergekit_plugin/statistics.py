@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from mergekit.common import ModelReference
@@ -20,8 +19,9 @@ from rotation_merge.mergekit_plugin.moved import MovedBlock
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.hub import HubFile, local_file
 from rotation_merge.model.labels import LabelRows
+from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.model.view import View
-from rotation_merge.run.statistics import NAME, Gram, Statistics
+from rotation_merge.run.statistics import NAME, Statistics
 
 
 def opened_statistics(
@@ -75,42 +75,36 @@ def _open(model: View, setting: str | None, method: OwnMethod) -> Statistics:
     return statistics
 
 
-class OutputStatistics:
+def output_statistics(
+    parts: Sequence[tuple[MovedBlock, Mapping[str, str]]], stored: Statistics, rows: LabelRows
+) -> Statistics:
     """The statistics of one model by the names of the output; each block's are moved when they are asked for.
 
     Args:
         parts: the model's part in each block, and by the output's names of its tensors the model's.
         stored: of the whole model, as measured.
         rows: what puts the model's classes into the anchor's order, by its own names.
-
-    Attributes:
-        metadata: of the file; its `buffers` by the names of the output.
-        path: of the file.
-        uncalled: maps that never ran on the samples.
     """
+    moved = cache(lambda number: _moved(*parts[number], stored, rows))
+    places, split = dict[str, tuple[int, str]](), set[str]()
+    shapes, dtypes, axes = dict[str, tuple[int, ...]](), dict[str, torch.dtype](), dict[str, str]()
+    for number, (_, own_names) in enumerate(parts):
+        known = stored.renamed(own_names)
+        axes |= {name: f"{number}:{axis}" for name, axis in known.axes.items()}  # a layer may stand in several places
+        split |= {f"{number}:{axis}" for axis in known.split}
+        for key, shape in known.tensors.shapes.items():
+            name = key if key.endswith(".fisher") else f"{number}:{key}"
+            places[name], shapes[name], dtypes[name] = (number, key), shape, known.tensors.dtypes[key]
 
-    def __init__(
-        self, parts: Sequence[tuple[MovedBlock, Mapping[str, str]]], stored: Statistics, rows: LabelRows
-    ) -> None:
-        buffers = stored.metadata.get("buffers", ())
-        names = {new: old for _, own_names in parts for new, old in own_names.items()}
-        buffers = [new for new, old in names.items() if old in buffers]
-        self.metadata: dict[str, Any] = {**stored.metadata, "buffers": buffers}
-        self.uncalled = frozenset(new for new, old in names.items() if old in stored.uncalled)
-        self.path = stored.path
-        self._number = {name: number for number, (_, own_names) in enumerate(parts) for name in own_names}
-        self._moved = cache(lambda number: _moved(*parts[number], stored, rows))
+    def read(key: str) -> Tensor:
+        number, name = places[key]
+        return moved(number)[name]
 
-    def gram(self, name: str) -> Gram | None:
-        """The Gram of a map's inputs."""
-        return self._moved(self._number[name]).gram(name)
-
-    def __contains__(self, key: object) -> bool:
-        number = self._number.get(str(key).rpartition(".")[0])
-        return number is not None and key in self._moved(number)
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self._moved(self._number[key.rpartition(".")[0]])[key]
+    names = {new: old for _, own_names in parts for new, old in own_names.items()}
+    buffers = [new for new, old in names.items() if old in stored.metadata.get("buffers", ())]
+    uncalled = frozenset(new for new, old in names.items() if old in stored.uncalled)
+    metadata = {**stored.metadata, "buffers": buffers}
+    return Statistics(Tensors(shapes, dtypes, by_name(read)), axes, frozenset(split), uncalled, metadata, stored.path)
 
 
 def _moved(part: MovedBlock, own_names: Mapping[str, str], stored: Statistics, rows: LabelRows) -> Statistics:
