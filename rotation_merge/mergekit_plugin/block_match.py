@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 
 import torch
@@ -69,8 +69,11 @@ class BlockMatching:
             return match_block(self.out.anchor, anchor, donor, self.options, streams)
 
     def _read(self, source: Tensors) -> dict[str, Tensor]:
-        tensors = read_block(self.out.block, source)
-        return tensors if self.fold is None else self.fold.block(self.out.anchor, tensors)
+        if self.fold is not None:
+            return self.fold.block(self.out.anchor, read_block(self.out.block, source))
+        local = {space.name for space in self.out.block.spaces.values()}
+        compared = [i for i in self.out.block.tensors if any(space.name in local for space in i.spaces())]
+        return read_block(replace(self.out.block, tensors=tuple(compared)), source)
 
 
 def on_device(transforms: Mapping[str, Transform], device: torch.device | None) -> Mapping[str, Transform]:

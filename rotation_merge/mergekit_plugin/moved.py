@@ -42,7 +42,8 @@ class MovedBlock:
     """One model's tensors of one output block, in the anchor's coordinates.
 
     Attributes:
-        architecture: the anchor's with this block alone, under the output's names.
+        architecture: of the output.
+        block: the block of the output.
         tensors, anchor: of the model and of the anchor, as they are stored.
         dtype: gives the type that a tensor is rounded to, once; None: that in which it is read.
         maps: gives the transforms of the block's spaces and of the streams; None: it does not move.
@@ -52,6 +53,7 @@ class MovedBlock:
     """
 
     architecture: Architecture
+    block: Block
     tensors: Tensors = field(repr=False)
     anchor: Tensors = field(repr=False)
     name: str
@@ -60,11 +62,6 @@ class MovedBlock:
     fold: Fold | None = None
     computed: bool = False
     carried: Callable[[Alignment], TensorOf] | None = None
-
-    @property
-    def block(self) -> Block:
-        """The block of the output."""
-        return self.architecture.blocks[0]
 
     @property
     def folded(self) -> tuple[str, ...]:

@@ -235,7 +235,10 @@ def _as_it_is_here(session: Session, apart: dict[str, Tensor]) -> Iterator[None]
         "_get_donor_model": base_folder,
         "MultiGPUExecutor": _with_all_results,
     }
-    of_card: Replacements = {"is_hf": _on_hub, "maybe_link_hf": _linked}
+    of_card: Replacements = {
+        "is_hf": lambda real, path: not os.path.exists(path) and real(path),
+        "maybe_link_hf": lambda real, path: real(path) if ON_HUB.fullmatch(path) else plain(path),
+    }
     with replaced((merge, of_merge), (card, of_card), (TensorWriter, {"save_tensor": save_tensor})):
         yield
 
@@ -265,14 +268,6 @@ def _with_all_results(real: Callable[..., Any], *args: Any, **options: Any) -> A
     return executor
 
 
-def _on_hub(real: Callable[[str], bool], path: str) -> bool:
-    return not os.path.exists(path) and real(path)
-
-
-def _linked(real: Callable[[str], str], path: str) -> str:
-    return real(path) if re.fullmatch(r"[\w.-]+/[\w.-]+", path) else plain(path)
-
-
 def _fenced(text: str, recipe: str) -> str:
     """A card of mergekit's, the recipe between more backticks than it holds itself."""
     fence = "```"
@@ -280,6 +275,9 @@ def _fenced(text: str, recipe: str) -> str:
         fence += "`"
     return text.replace(f"```yaml\n{recipe}\n```", f"{fence}yaml\n{recipe}\n{fence}", 1)
 
+
+ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+"""Names of models on the hub."""
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
 """Prefixes of names of tokenizer files."""

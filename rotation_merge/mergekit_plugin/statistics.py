@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -110,8 +111,8 @@ def output_statistics(
 def _moved(part: MovedBlock, own_names: Mapping[str, str], stored: Statistics, rows: LabelRows) -> Statistics:
     """The statistics of one block, moved as the model's part is."""
     matched = part.carried is None and part.maps is not None
-    sources = (part.anchor, part.tensors)
-    anchor, donor = (hidden_biases(part.architecture, x, part.folded) if matched else {} for x in sources)
+    sources, block = (part.anchor, part.tensors), replace(part.architecture, blocks=(part.block,))
+    anchor, donor = (hidden_biases(block, source, part.folded) if matched else {} for source in sources)
     rows = {new: rows[old] for new, old in own_names.items() if old in rows}
-    mover = StatisticsMover(part.architecture, part.alignment.transforms, part.folded, anchor, donor, rows)
+    mover = StatisticsMover(block, part.alignment.transforms, part.folded, anchor, donor, rows)
     return mover.moved(stored.renamed(own_names), torch.float64)

@@ -109,7 +109,8 @@ class RecipeViews:
 
             source, block, stored = base, same_block(models[base], block), self._sources[base].map(changed)
         part = MovedBlock(
-            replace(self.architecture, blocks=(out.block,)),
+            self.architecture,
+            out.block,
             named_as(stored, block, out.block),
             anchor,
             str(source) if source is model else "the carried change",
