@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.model.view import View
 from rotation_merge.run.functions import Batch
-from rotation_merge.run.statistics import Gram
+from rotation_merge.run.statistics import Statistics
 
 Place = tuple[Block, TensorInfo, int]
 """A tensor's block, its description, and which piece of a stacked tensor it is."""
@@ -43,29 +42,6 @@ class MergeLog:
             self.lines.append(text)
 
 
-class ModelStatistics(Protocol):
-    """What statistics of one model tell, such as `run.statistics.Statistics`."""
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Where they come from."""
-
-    @property
-    def path(self) -> str:
-        """Of their file, or the model's name."""
-
-    @property
-    def uncalled(self) -> frozenset[str]:
-        """Maps that never ran on the samples."""
-
-    def gram(self, name: str) -> Gram | None:
-        """The Gram of a map's inputs, by the name of its tensor."""
-
-    def __contains__(self, key: object) -> bool: ...
-
-    def __getitem__(self, key: str) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class MergedModels:
     """The models of one merge, all in the anchor's coordinates.
@@ -88,7 +64,7 @@ class MergedModels:
     places: Mapping[str, Place]
     tied_head: str | None = None
     views: Mapping[Hashable, View] = field(default_factory=dict)
-    statistics: Mapping[Hashable, ModelStatistics] = field(default_factory=dict)
+    statistics: Mapping[Hashable, Statistics] = field(default_factory=dict)
     source_name: Callable[[Hashable, str], str] = lambda _, name: name
     storage: Callable[[str], torch.dtype | None] = lambda _: None
     samples: Callable[[], Sequence[Batch]] | None = None

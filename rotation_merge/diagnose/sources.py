@@ -250,12 +250,13 @@ def _residual(document: Document, anchor: View) -> None:
 
 def _plan(document: Document, session: Session) -> None:
     """Compile the recipe and plan the whole merge as mergekit will, without reading weights."""
-    from rotation_merge.mergekit_plugin.compile import compiled, planner
+    from rotation_merge.mergekit_plugin.compile import compiled
 
     try:
         result = compiled(session)
-        planner(result, session.options).plan_to_disk(out_path="unused")
-        _warn(document, result.donors)
+        result.planner(session.options).plan_to_disk(out_path="unused")
+        assert session.donors is not None
+        _warn(document, session.donors)
     except RotationMergeError as error:
         if document.first is None:  # else it is that fault
             document.raised(_place(document, error), error)

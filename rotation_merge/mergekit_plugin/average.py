@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import torch
+from mergekit.common import ModelReference
+from mergekit.config import ConfigReader, OutputSliceDefinition
 from mergekit.merge_methods.base import MergeMethod, ParameterScope
 from mergekit.parameter_resolver import resolve_parameters
 from torch import Tensor
@@ -18,10 +19,11 @@ from torch import Tensor
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.averaging.average import averaged
 from rotation_merge.averaging.methods import OwnMethod
-from rotation_merge.averaging.models import MergedModels, MergeLog, Place
+from rotation_merge.averaging.models import MergedModels, MergeLog
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest, not_written, short
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import as_donor, check_pair, check_shapes
+from rotation_merge.matching.statistics import StatisticsMover
 from rotation_merge.mergekit_plugin import delegates
 from rotation_merge.mergekit_plugin.document import METHOD, Document
 from rotation_merge.mergekit_plugin.keys import BY_NAME, MERGING, OPTIONS, RELATIONS, UNMOVED
@@ -29,7 +31,7 @@ from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.rules import check_words
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.heads import head_names
-from rotation_merge.model.labels import LabelRows, in_class_order, in_order
+from rotation_merge.model.labels import LabelRows, in_class_order
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids
 from rotation_merge.run.data import unpadded
@@ -123,49 +125,61 @@ def python_places() -> Iterator[None]:
         raise type(error)(error.what, where=place, remedy=error.remedy) from None
 
 
-@dataclass(frozen=True)
-class TensorParameters:
-    """The parameters of a delegate for each output tensor: filters and per-layer lists, resolved by mergekit."""
+def resolved(
+    recipe: Recipe, reader: ConfigReader, name: str, inputs: Mapping[ModelReference, str]
+) -> tuple[dict[str, Any], dict[ModelReference, dict[str, Any]]]:
+    """The delegate's parameters for an output tensor, by mergekit: those of all models, and those of each.
 
-    recipe: Recipe
-    anchor: View
-    count: int
+    Args:
+        inputs: its name in each model.
 
-    def __call__(self, name: str) -> dict[str, Any]:
-        """By name; of those with a value for each model a mapping by the models' numbers.
+    Raises:
+        RecipeError: a required parameter has no value for the tensor.
+    """
+    base = None if recipe.plain else recipe.base
+    spec, sources, t = recipe.delegate.spec, reader.parameter_sources, reader.t
+    try:
+        return resolve_parameters(spec, tensor_name=name, inputs=inputs, sources=sources, base_model=base, t=t)
+    except RuntimeError as error:
+        raise RecipeError(short(error), remedy="give it a value for every tensor") from error
 
-        Raises:
-            RecipeError: a required parameter has no value for the tensor.
-        """
-        config, models = self.recipe.config, range(self.count)
-        model_parameters = [entry.parameters for entry in config.models or ()]
-        try:
-            shared, each = resolve_parameters(
-                self.recipe.delegate.spec,
-                tensor_name=name,
-                inputs=dict.fromkeys(models, name),
-                sources=lambda model: (
-                    [config.parameters] if model is None else [model_parameters[model], config.parameters]
-                ),
-                base_model=None if self.recipe.plain else 0,
-                t=self._depth(name),
-            )
-        except RuntimeError as error:
-            raise RecipeError(short(error), remedy="give it a value for every tensor") from error
+
+def check_parameters(
+    recipe: Recipe, method: OwnMethod, name: str, shared: Mapping[str, Any], weights: Mapping[Any, float]
+) -> None:
+    """Find what is wrong with a method's parameters for an output tensor.
+
+    Args:
+        weights: of the models, as the method knows them.
+
+    Raises:
+        RotationMergeError: weights are of no use, or every model keeps its head, and the method transports streams.
+    """
+    if recipe.value("heads_of") == "each" and shared.get("stream") == "transport":
+        problem = "'heads_of: each' puts the body under every donor's head, but plans of the stream do not move heads"
+        raise RecipeError(problem, where="parameters", remedy="add 'stream: identity'")
+    method.participants(name, weights, shared)
+
+
+def _tensor_parameters(recipe: Recipe, anchor: View, method: MergeMethod) -> Callable[[str], dict[str, Any]]:
+    """Gives the parameters of an output tensor; of those with a value for each model a mapping by their numbers."""
+    places, listed = anchor.architecture.places(), recipe.config.models or []
+    inputs = OutputSliceDefinition.model_construct(sources=listed, base_model=None, parameters=None)
+
+    def parameters(name: str) -> dict[str, Any]:
+        block = places[name][0]
+        last = len(anchor.architecture.layers(block.module)) - 1
+        t = 0.0 if block.index is None else block.index / last if last else 1.0
+        reader = ConfigReader.model_construct(config=recipe.config, t=t, slice_out=inputs, module=None)
+        shared, each = resolved(recipe, reader, name, {entry.model: name for entry in listed})
+        by_number = {number: each[entry.model] for number, entry in enumerate(listed)}
         names = {key for values in each.values() for key in values}
-        return {**shared, **{key: {m: each[m][key] for m in models if key in each[m]} for key in names}}
+        of_models = {key: {m: values[key] for m, values in by_number.items() if key in values} for key in names}
+        if isinstance(method, OwnMethod):
+            check_parameters(recipe, method, name, shared, of_models["weight"])
+        return {**shared, **of_models}
 
-    def _depth(self, name: str) -> float:
-        """A layer's place among those of its module, from 0 to 1; 0 outside of the layers, as mergekit has it."""
-        block, _, _ = self._places[name]
-        if block.index is None:
-            return 0.0
-        last = len(self.anchor.architecture.layers(block.module)) - 1
-        return block.index / last if last else 1.0
-
-    @cached_property
-    def _places(self) -> Mapping[str, Place]:
-        return self.anchor.architecture.places()
+    return parameters
 
 
 def _brought_together(views: Sequence[View], recipe: Recipe) -> tuple[list[View], list[LabelRows], list[str]]:
@@ -195,44 +209,6 @@ def _brought_together(views: Sequence[View], recipe: Recipe) -> tuple[list[View]
     return together, rows, notes
 
 
-def _ordered(statistics: Statistics, rows: LabelRows) -> Statistics:
-    """A model's statistics with its classes in the anchor's order."""
-    if not rows:
-        return statistics
-
-    def ordered(key: str, tensor: Tensor) -> Tensor:
-        name, _, kind = key.rpartition(".")
-        return in_order(tensor, rows.get(name) if kind == "fisher" else None)
-
-    return replace(statistics, tensors=statistics.tensors.map(ordered))
-
-
-def _check_tensors(method: MergeMethod, parameters: TensorParameters) -> None:
-    """Find what is wrong for any output tensor, before one is asked for.
-
-    Raises:
-        RotationMergeError: parameters or weights mean nothing for a tensor.
-    """
-    recipe, anchor = parameters.recipe, parameters.anchor
-    for name in (name for name in anchor.architecture.named() if name in anchor and not recipe.excluded(name)):
-        values = parameters(name)
-        if isinstance(method, OwnMethod):
-            shared = {key: value for key, value in values.items() if key != "weight"}
-            check_heads(recipe.value("heads_of"), shared)
-            method.participants(name, {model: float(weight) for model, weight in values["weight"].items()}, shared)
-
-
-def check_heads(heads_of: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse to transport a stream under heads that stay where they are.
-
-    Raises:
-        RecipeError: every model keeps its head, and the method transports streams.
-    """
-    if heads_of == "each" and parameters.get("stream") == "transport":
-        problem = "'heads_of: each' puts the body under every donor's head, but plans of the stream do not move heads"
-        raise RecipeError(problem, where="parameters", remedy="add 'stream: identity'")
-
-
 def average_views(
     views: Sequence[View],
     recipe: Recipe,
@@ -256,14 +232,15 @@ def average_views(
     together, rows, notes = _brought_together(views, recipe)
     first, method, log = together[0], recipe.delegate, MergeLog()
     if isinstance(method, OwnMethod):
-        measured = [_ordered(part, order) for part, order in zip(statistics, rows, strict=False)]
+        movers = [StatisticsMover(first.architecture, {}, rows=order) for order in rows]
+        measured = [mover.moved(part) if mover.rows else part for mover, part in zip(movers, statistics, strict=False)]
         pool = (lambda: unpadded(samples, "samples")) if samples else None
         models = MergedModels.of(together, statistics=dict(enumerate(measured)), samples=pool)
         method, log = method.on(models), models.log
     notes += [*log.lines, *([not_written(first.ignored)] if first.ignored else [])]
-    parameters = TensorParameters(recipe, first, len(together))
-    _check_tensors(method, parameters)
-    based = not recipe.plain
+    parameters, based = _tensor_parameters(recipe, first, method), not recipe.plain
+    for name in (name for name in first.architecture.named() if name in first and not recipe.excluded(name)):
+        parameters(name)  # finds what is wrong for any tensor, before one is asked for
     merged = averaged(together, method, parameters, seed=seed, excluded=recipe.excluded, based=based)
 
     def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:

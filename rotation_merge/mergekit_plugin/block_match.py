@@ -7,26 +7,26 @@ asks computes with the threads that are left, at least one: more would only wait
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from multiprocessing.pool import AsyncResult, ThreadPool
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field, replace
 from threading import Lock
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block
+from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import BlockMatch, match_block, named
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
 from rotation_merge.matching.serialisation import match_once
-from rotation_merge.mergekit_plugin.wholes import Whole
-from rotation_merge.model.blocks import read_tensor
+from rotation_merge.mergekit_plugin.output import OutputBlock
+from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.symmetry import Transform
-from rotation_merge.workers import on_one_thread, workers_for
+from rotation_merge.workers import in_order, workers_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,49 +34,51 @@ class BlockMatching:
     """One donor's block that is to be matched to the anchor's.
 
     Attributes:
-        key: in the ledger of interrupted work.
-        label: sorts blocks in the order in which mergekit asks for them.
-        block: the anchor's.
-        keys: of the tensors that are compared.
-        anchor, donor: the models' tensors, by the names of the anchor's block.
+        anchor, donor: the models' tensors, by the names of the output.
+        names: of both models.
         whole: gives the alignment of the donor's streams, in which local spaces are matched.
-        weights: number of weights in the block.
     """
 
-    key: str
-    label: str
-    block: Block
-    keys: tuple[str, ...]
+    out: OutputBlock
     anchor: Tensors = field(repr=False)
     donor: Tensors = field(repr=False)
-    anchor_name: str
-    donor_name: str
+    names: tuple[str, str]
     options: AlignConfig
     run: Run = field(repr=False)
     fold: Fold | None = None
-    whole: Whole | None = None
-    weights: int = 1
+    whole: Callable[[], Alignment] | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name in the ledger of interrupted work."""
+        return f"{self.out.label}:{self.names[1]}"
+
+    @property
+    def weights(self) -> int:
+        """Number of weights in the block."""
+        return sum(math.prod(shape) for shape in self.anchor.shapes.values())
 
     def matched(self, device: torch.device | None = None) -> BlockMatch:
         """Reads both blocks, and matches them, unless an earlier run has."""
         return match_once(self.run.ledger, self.key, lambda: self._match(device))
 
     def _match(self, device: torch.device | None) -> BlockMatch:
-        anchor, donor = (self._read(source, device) for source in (self.anchor, self.donor))
-        streams = {} if self.whole is None else self.whole().transforms
-        if device is not None:
-            streams = {name: transform.to(device) for name, transform in streams.items()}
-        with named(self.anchor_name, self.donor_name):
-            return match_block(self.block, anchor, donor, self.options, streams)
+        anchor, donor = self._read(self.anchor), self._read(self.donor)
+        streams = {} if self.whole is None else on_device(self.whole().transforms, device)
+        with named(*self.names):
+            return match_block(self.out.anchor, anchor, donor, self.options, streams)
 
-    def _read(self, source: Tensors, device: torch.device | None) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for key in self.keys:
-            info = self.block.tensor(key)
-            tensor = None if info is None else read_tensor(info, source)
-            if tensor is not None:
-                tensors[key] = tensor if device is None else tensor.to(device)
-        return tensors if self.fold is None else self.fold.block(self.block, tensors)
+    def _read(self, source: Tensors) -> dict[str, Tensor]:
+        if self.fold is not None:
+            return self.fold.block(self.out.anchor, read_block(self.out.block, source))
+        local = {space.name for space in self.out.block.spaces.values()}
+        compared = [i for i in self.out.block.tensors if any(space.name in local for space in i.spaces())]
+        return read_block(replace(self.out.block, tensors=tuple(compared)), source)
+
+
+def on_device(transforms: Mapping[str, Transform], device: torch.device | None) -> Mapping[str, Transform]:
+    """Transforms on a device; None: where they are."""
+    return transforms if device is None else {name: transform.to(device) for name, transform in transforms.items()}
 
 
 class BlockMatches:
@@ -89,65 +91,41 @@ class BlockMatches:
 
     def __init__(self, single: bool, pooled: bool) -> None:
         self.single, self.pooled = single, pooled
-        self._waiting: dict[str, BlockMatching] = {}
-        self._running: dict[str, AsyncResult[BlockMatch]] = {}
+        self.jobs: list[BlockMatching] = []
+        self._ahead = self._matched_ahead()
         self._found: dict[str, Mapping[str, Transform]] = {}
-        self._pool: ThreadPool | None = None
-        self._count, self._threads = 0, torch.get_num_threads()
         self._locks: dict[str, Lock] = defaultdict(Lock)
-
-    def add(self, job: BlockMatching) -> None:
-        """A block that will be asked for."""
-        self._waiting[job.key] = job
 
     def of(self, job: BlockMatching, device: torch.device | None) -> Mapping[str, Transform]:
         """The transforms of a block's local spaces, waited for; the following blocks are started.
 
         Args:
+            job: one of the jobs.
             device: that they are matched and given on; None: the CPU.
 
         Raises:
             AlignmentError: as matching does.
         """
-        with self._locks[job.key]:
-            if job.key not in self._found:
-                match = self._result(job) if self.pooled else job.matched(device)
-                job.run.record(job.donor_name, job.block, match.records)
-                job.run.keep(job.donor_name, match.transforms)
-                self._found[job.key] = match.transforms
-            found = self._found[job.key]
-        return found if device is None else {name: transform.to(device) for name, transform in found.items()}
+        with self._locks["" if self.pooled else job.key]:
+            while job.key not in self._found:
+                found, match = next(self._ahead) if self.pooled else (job, job.matched(device))
+                found.run.record(found.names[1], found.out.anchor, match.records)
+                found.run.keep(found.names[1], match.transforms)
+                self._found[found.key] = match.transforms
+            if len(self._found) == len(self.jobs):
+                self.end()
+        return on_device(self._found[job.key], device)
 
-    def _result(self, job: BlockMatching) -> BlockMatch:
-        pool = self._pool or self._begun()
-        if job.key in self._waiting:
-            self._begin(job, pool)
-        following = [*self._waiting.values()][: self._count + 1 - len(self._running)]
-        for queued in following:
-            self._begin(queued, pool)
-        try:
-            match = self._running.pop(job.key).get()
-        except BaseException:
-            self.end()
-            raise
-        if not self._waiting and not self._running:
-            self.end()
-        return match
-
-    def _begun(self) -> ThreadPool:
-        weights = max((job.weights for job in self._waiting.values()), default=1)
-        self._count, self._threads = 1 if self.single else workers_for(weights), torch.get_num_threads()
-        self._pool = ThreadPool(self._count)
-        torch.set_num_threads(max(1, self._threads - self._count))
-        self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].label))
-        return self._pool
+    def _matched_ahead(self) -> Generator[tuple[BlockMatching, BlockMatch], None, None]:
+        """All matches, in the order in which the merge will ask for them."""
+        jobs, threads = sorted(self.jobs, key=lambda job: job.out.label), torch.get_num_threads()
+        count = 1 if self.single else workers_for(max(job.weights for job in jobs))
+        matches = in_order([lambda job: job.matched()] * count, jobs)  # which ends with this generator
+        for job in jobs:
+            match = next(matches)
+            torch.set_num_threads(max(1, threads - count))
+            yield job, match
 
     def end(self) -> None:
         """Drop all waiting work; running blocks end by themselves, and no process waits for them."""
-        if self._pool is not None:
-            self._pool.terminate()
-            torch.set_num_threads(self._threads)
-
-    def _begin(self, job: BlockMatching, pool: ThreadPool) -> None:
-        self._waiting.pop(job.key, None)
-        self._running[job.key] = pool.apply_async(on_one_thread, (torch.is_grad_enabled(), job.matched))
+        self._ahead.close()

@@ -7,16 +7,16 @@ from the anchor. Config, tokenizer and small files are the anchor's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference, dtype_from_name
-from mergekit.config import InputSliceDefinition, MergeConfiguration
-from mergekit.io.tasks import LoaderCache, ReturnTensor
+from mergekit.config import InputModelDefinition, InputSliceDefinition, MergeConfiguration
+from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods import registry
 from mergekit.merge_methods.base import (
     BasePolicy,
@@ -36,9 +36,9 @@ from rotation_merge.mergekit_plugin.definitions import describe, open_models
 from rotation_merge.mergekit_plugin.donor_checks import check_meaning
 from rotation_merge.mergekit_plugin.donors import Donors
 from rotation_merge.mergekit_plugin.loader import PlacedModel, ViewLoader
-from rotation_merge.mergekit_plugin.output import MergeOutput
-from rotation_merge.mergekit_plugin.own_methods import ToldMethod
-from rotation_merge.mergekit_plugin.refit import RefittedModels
+from rotation_merge.mergekit_plugin.output import OutputBlock, check_tensors, output_blocks
+from rotation_merge.mergekit_plugin.own_methods import told
+from rotation_merge.mergekit_plugin.refit import refitted_view
 from rotation_merge.mergekit_plugin.saved_alignments import check_keepable
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.views import RecipeViews
@@ -48,14 +48,29 @@ _runs = itertools.count(1)
 
 
 class CompiledRecipe(MergeConfiguration):
-    """A stock recipe that takes the architecture of its output along through mergekit's own functions."""
+    """A stock recipe that takes the architecture of its output along through mergekit's own functions.
 
-    _architecture: ModelArchitecture | None = PrivateAttr(default=None)
+    Attributes:
+        _prepare: finds the alignments of whole models, and whatever else is known before single tensors are merged.
+    """
+
+    _architecture: ModelArchitecture = PrivateAttr()
+    _prepare: Callable[[], object] = PrivateAttr()
 
     def referenced_models(self) -> list[ModelReference]:
         """Every model once, the base first."""
         models = [source.model for m in (self.modules or {}).values() for p in m.slices or [] for source in p.sources]
-        return list(dict.fromkeys([self.base_model, *models] if self.base_model else models))
+        return list(dict.fromkeys([self.base_model, *models]))
+
+    def prepare(self) -> None:
+        """Do what comes before single tensors are merged."""
+        self._prepare()
+
+    def planner(self, options: MergeOptions) -> MergePlanner:
+        """mergekit's planner of it."""
+        assert self.base_model is not None
+        config = self.base_model.config(options.trust_remote_code)
+        return MergePlanner(self, self._architecture, options, config)
 
 
 class Delegated(MergeMethod):
@@ -87,35 +102,17 @@ class Delegated(MergeMethod):
         for group, values in zip(groups, parameters, strict=True):
             if self.copied(str(group.metadata.name)):
                 results.append(group.entries[0].tensor)
-            else:
-                told = self._without_base(group) if self.plain else group
-                results += self.inner._execute_resolved((told,), [values], **options)
+                continue
+            if self.plain:
+                group = replace(group, entries=tuple(replace(entry, is_base=False) for entry in group.entries))
+            results += self.inner._execute_resolved((group,), [values], **options)
         return tuple(results)
-
-    def _without_base(self, group: TensorGroup) -> TensorGroup:
-        return replace(group, entries=tuple(replace(entry, is_base=False) for entry in group.entries))
 
     def _execute(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         raise NotImplementedError("groups are executed once they are resolved")
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A compiled recipe.
-
-    Attributes:
-        stock: what mergekit runs.
-        architecture: of the output.
-        prepare: finds the alignments of whole models, and whatever else is known before single tensors are merged.
-    """
-
-    stock: CompiledRecipe
-    architecture: ModelArchitecture
-    donors: Donors
-    prepare: Callable[[], object]
-
-
-def compiled(session: Session) -> Compiled:
+def compiled(session: Session) -> CompiledRecipe:
     """Settle a recipe's models, register them and the delegate for this run, and write its stock recipe.
 
     No weight is read. When the session's run ends, mergekit's registries are as they were.
@@ -123,77 +120,55 @@ def compiled(session: Session) -> Compiled:
     Raises:
         RotationMergeError: the recipe or a model is at fault.
     """
-    recipe, models, run = session.recipe, session.models, session.run
+    recipe, run, own_method = session.recipe, session.run, session.recipe.own_method
     anchor, number = open_models(session), next(_runs)
-    name, own_method = f"rotation_merge:{recipe.delegate.spec.name}:{number}", recipe.own_method
-    whole = own_method is not None and own_method.whole_models
+    name, whole = f"rotation_merge:{recipe.delegate.spec.name}:{number}", recipe.on_whole_models
     inner = passthrough_merge_method if whole else recipe.delegate
     method = Delegated(name, inner, recipe.plain or whole, recipe.excluded)
-    _register(session, name, method)
-    config = normalised(session, name, describe(anchor.architecture, anchor.config))
-    donors = session.donors = Donors.read(config, recipe, models, session.options, run)
+    _register(session, registry._METHODS, name, method)
+    architecture = describe(anchor.architecture, anchor.config)
+    config = normalised(session, recipe.config, architecture, name)
+    blocks = output_blocks(config, recipe, session.models)
+    donors = session.donors = Donors(session, blocks)
     check_meaning(config, donors)
     run.folded = donors.folded
     if left_out := anchor.ignored:
         run.note(not_written(left_out))
-    output = MergeOutput(config, recipe, models)
-    check_keepable(session, output)
-    _check_tokens(session, output)
-    parts = RecipeViews(session, donors, output)
-    placed = {model: PlacedModel.of(model, number) for model in parts.models}
-    stock = stock_recipe(config, name, placed, recipe.base)
-    served = parts.served
+    for out in blocks:
+        check_tensors(recipe, session.models, out)
+    check_keepable(session, blocks)
+    _check_tokens(session, donors, blocks)
+    views = RecipeViews(donors)
+    placed = {model: PlacedModel.of(model, number) for model in views.parts}
+    served = {model: views.served(model) for model in views.parts}
     prepare: Callable[[], object] = donors.match_wholes
     if whole:
-        refitted = RefittedModels(session, config, donors, parts)
-        served, prepare = refitted.served, refitted.prepare
-        stock = of_one_model(stock, placed[recipe.base])
-    elif own_method is not None:
+        served[recipe.base], prepare = refitted_view(views)
+        base, others = InputModelDefinition(model=recipe.base), dict.fromkeys(("slices", "modules", "parameters"))
+        alone = recipe.config.model_copy(update={**others, "models": [base]})
+        config = normalised(session, alone, architecture, name)
+    stock = stock_recipe(config, name, placed, recipe.base)
+    if own_method is not None and not whole:
         stock = stock.model_copy(update={"dtype": None, "out_dtype": stock.out_dtype or stock.dtype})
-        method.inner = ToldMethod(session, donors, output, parts, placed, dtype_from_name(stock.out_dtype)).told()
-    names = {placed[model]: own_names for model, own_names in parts.own_names.items()}
-    stock._architecture = describe(output.architecture, anchor.config, names)
+        method.inner = told(own_method, views, placed, dtype_from_name(stock.out_dtype))
+    own_names = {placed[model]: names for model, names in views.own_names.items()}
+    stock._architecture, stock._prepare = describe(views.architecture, anchor.config, own_names), prepare
     for model, reference in placed.items():
-        LoaderCache.loaders[reference] = ViewLoader(served(model))
-        run.endings.append(partial(LoaderCache.loaders.pop, reference, None))
-    return Compiled(stock, stock._architecture, donors, prepare)
+        _register(session, LoaderCache.loaders, reference, ViewLoader(served[model], views.own_names.get(model)))
+    return stock
 
 
-def of_one_model(stock: CompiledRecipe, model: PlacedModel) -> CompiledRecipe:
-    """The same recipe of one model alone, and no parameters."""
-    modules = {}
-    for name, module in (stock.modules or {}).items():
-        pieces = []
-        for piece in module.slices or []:
-            source = piece.sources[0].model_copy(update={"model": model, "parameters": None})
-            pieces.append(piece.model_copy(update={"sources": [source], "parameters": None}))
-        modules[name] = module.model_copy(update={"slices": pieces, "parameters": None})
-    return stock.model_copy(update={"modules": modules, "parameters": None})
+def _register(session: Session, registered: MutableMapping[Any, Any], name: object, value: object) -> None:
+    """Make something known to mergekit until the session ends."""
+    registered[name] = value
+    session.run.endings.append(partial(registered.pop, name, None))
 
 
-def planner(result: Compiled, options: MergeOptions) -> MergePlanner:
-    """mergekit's planner of a compiled recipe."""
-    assert result.stock.base_model is not None
-    config = result.stock.base_model.config(options.trust_remote_code)
-    return MergePlanner(result.stock, result.architecture, options, config)
-
-
-def tensor_tasks(result: Compiled, options: MergeOptions) -> list[ReturnTensor]:
-    """The tasks of a merge in memory (mergekit 0.1.5's own method fails at its own types)."""
-    plan, out_dtype = planner(result, options), result.stock.out_dtype
-    plan._plan()
-    return [ReturnTensor.model_construct(weight_info=w, tensor_task=t, dtype=out_dtype) for w, t in plan._tensors]
-
-
-def _register(session: Session, name: str, method: MergeMethod) -> None:
-    """Make a method known to mergekit until the session ends."""
-    registry._METHODS[name] = method
-    session.run.endings.append(partial(registry._METHODS.pop, name, None))
-
-
-def normalised(session: Session, name: str, architecture: ModelArchitecture) -> MergeConfiguration:
-    """The recipe as modules with slices, by mergekit; a delegate that merges models only without a base adds none."""
-    config: MergeConfiguration = session.recipe.config.model_copy(deep=True)
+def normalised(
+    session: Session, config: MergeConfiguration, architecture: ModelArchitecture, name: str
+) -> MergeConfiguration:
+    """A recipe as modules with slices, by mergekit; a delegate that merges models only without a base adds none."""
+    config = config.model_copy(deep=True)
     config.merge_method, config.base_model = name, None if session.recipe.plain else session.recipe.base
     MergePlanner(config, architecture, session.options, SimpleNamespace()).normalize_config()
     config.base_model = session.recipe.base
@@ -208,37 +183,35 @@ def stock_recipe(
     for module, definition in (config.modules or {}).items():
         pieces, first = [], 0
         for piece in definition.slices or []:
-            count = len(range(*piece.sources[0].layer_range))
+            last = first + len(range(*piece.sources[0].layer_range))
             sources = [
                 InputSliceDefinition.model_construct(
-                    model=placed[source.model], layer_range=(first, first + count), parameters=source.parameters
+                    model=placed[source.model], layer_range=(first, last), parameters=source.parameters
                 )
                 for source in piece.sources
             ]
             pieces.append(piece.model_copy(update={"sources": sources, "base_model": None}))
-            first += count
+            first = last
         modules[module] = definition.model_copy(update={"slices": pieces, "models": None})
     values = {**dict(config), "modules": modules, "models": None, "slices": None}
     return CompiledRecipe.model_construct(**{**values, "merge_method": name, "base_model": placed[base]})
 
 
-def _check_tokens(session: Session, output: MergeOutput) -> None:
+def _check_tokens(session: Session, donors: Donors, blocks: Sequence[OutputBlock]) -> None:
     """Check that models whose rows are averaged by token id have the base's ids.
 
     Raises:
         CheckpointError: names the one that has not.
     """
-    recipe, models, donors = session.recipe, session.models, session.donors
+    recipe, models = session.recipe, session.models
     if recipe.config.tokenizer or recipe.config.tokenizer_source:
         return
-    checked = {recipe.base}
-    for out in output.blocks:
-        for info in out.block.tensors:
-            if info.vocabulary_axis is None or all(map(recipe.excluded, info.names)):
-                continue
-            for model in out.sources:
-                donor = donors.found.get(model) if donors is not None else None
-                carried = donor is not None and donor.origin is not None  # whose change goes by tokens
-                if model not in checked and not carried:
-                    check_token_ids(models[recipe.base], models[model])
-                    checked.add(model)
+    by_id = [
+        out
+        for out in blocks
+        for info in out.block.tensors
+        if info.vocabulary_axis is not None and not all(map(recipe.excluded, info.names))
+    ]
+    for model in dict.fromkeys(model for out in by_id for model in out.sources):
+        if model != recipe.base and donors.found[model].origin is None:  # whose change goes by tokens
+            check_token_ids(models[recipe.base], models[model])

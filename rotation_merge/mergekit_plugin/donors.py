@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from mergekit.common import ModelReference, dtype_from_name
-from mergekit.config import ConfigReader, MergeConfiguration
-from mergekit.options import MergeOptions
-from torch import Tensor
+from mergekit.config import ConfigReader
 
 from rotation_merge.architecture.model import Architecture
+from rotation_merge.carrying.carrier import RowPair
 from rotation_merge.carrying.vocabulary import check_no_added_tokens, check_same_set
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.alignment import Alignment
@@ -22,38 +21,23 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.pair import Pair, check_depth, check_pair, residual_of
 from rotation_merge.matching.report_rows import figures_in
-from rotation_merge.matching.run import AppliedAlignment, Run
+from rotation_merge.matching.run import AppliedAlignment
 from rotation_merge.mergekit_plugin.carried import CarryPlan, added_as_it_is, carried, check_adapter
 from rotation_merge.mergekit_plugin.keys import UNMOVED
-from rotation_merge.mergekit_plugin.models import Models
+from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.mergekit_plugin.presets import settle_presets
-from rotation_merge.mergekit_plugin.recipe import Recipe, title
-from rotation_merge.mergekit_plugin.wholes import MeanMatch, Whole, WholeMatch, devices_of
+from rotation_merge.mergekit_plugin.recipe import title
+from rotation_merge.mergekit_plugin.session import Session
+from rotation_merge.mergekit_plugin.wholes import match_mean, match_whole
 from rotation_merge.model.forms import translated
 from rotation_merge.model.heads import compared
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import in_class_order, label_rows, rows_note
 from rotation_merge.model.rows import vocabulary_subset
-from rotation_merge.model.tensors import TensorSource
-from rotation_merge.model.view import View
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.vocabulary import check_token_ids, matched_on, row_pair, shared_rows
 
 LOG = logging.getLogger(__name__)
-
-
-def model_readers(config: MergeConfiguration) -> dict[ModelReference, ConfigReader]:
-    """The lookup of each model's parameters, in the first slice that it is in.
-
-    Args:
-        config: normalised (modules with slices).
-    """
-    readers: dict[ModelReference, ConfigReader] = {}
-    for module in (config.modules or {}).values():
-        for piece in module.slices or []:
-            for source in piece.sources:
-                if source.model not in readers:
-                    readers[source.model] = ConfigReader(config=config, t=0, module=module, slice_out=piece)
-    return readers
 
 
 @dataclass(frozen=True)
@@ -62,74 +46,59 @@ class Donor:
 
     Attributes:
         origin: the model it was fine-tuned from, if its task vector is to be carried over.
-        whole: gives its alignment across the whole model; None: each block is matched by itself.
+        whole: gives its alignment across the whole model, found once; None: each block is matched by itself.
         rows: where its vocabulary is not the anchor's, the anchor's and the donor's rows of the tokens they share.
         checked: the checked pair of it (or its origin) and the anchor.
         carried: plan of carrying its task vector.
     """
 
     origin: ModelReference | None = None
-    whole: Whole | None = None
-    rows: tuple[Tensor, Tensor] | None = None
+    whole: Callable[[], Alignment] | None = None
+    rows: RowPair | None = None
     checked: Pair | None = None
     carried: CarryPlan = field(default_factory=CarryPlan)
 
 
-@dataclass
 class Donors:
     """The donors of one merge.
+
+    Args:
+        blocks: of the output.
 
     Attributes:
         found: by model; the base is not among them.
         folded: streams that are folded in every model of the merge, because some donor's rotation needs it.
-        layers: of each donor, by module, which of the anchor's layers meets which of its own.
+        readers: the lookup of each model's parameters, the base's too, in the first block that it goes into.
+        layers: of each model, by module, which of the anchor's layers meets which of its own.
+
+    Raises:
+        RotationMergeError: a model or an alignment file does not fit, a group is not admitted.
     """
 
-    recipe: Recipe
-    models: Models
-    options: MergeOptions
-    run: Run
-    found: dict[ModelReference, Donor] = field(default_factory=dict)
-    folded: tuple[str, ...] = ()
-    layers: dict[ModelReference, dict[str, list[tuple[int, int]]]] = field(default_factory=dict)
-
-    @classmethod
-    def read(
-        cls, config: MergeConfiguration, recipe: Recipe, models: Models, options: MergeOptions, run: Run
-    ) -> Donors:
-        """Settle every donor of a normalised configuration (modules with slices).
-
-        Raises:
-            RotationMergeError: a model or an alignment file does not fit, a group is not admitted.
-        """
-        self = cls(recipe, models, options, run)
-        readers = self._readers(config)
-        settle_presets(recipe, models, readers, run)
-        check_adapter(self._base)
-        if recipe.mean:
-            self._settle_mean(readers)
-        else:
-            for model, reader in readers.items():
-                donor = self._settle(model, reader)
-                match = AlignConfig() if donor.checked is None else donor.checked.options
-                carrying = carried(recipe, reader, options, run, model, donor.origin, match, donor.rows is None)
-                self.found[model] = replace(donor, carried=carrying)
+    def __init__(self, session: Session, blocks: Sequence[OutputBlock]) -> None:
+        self.session, self.blocks = session, blocks
+        self.recipe, self.models = session.recipe, session.models
+        self.options, self.run = session.options, session.run
+        self.base = self.models[self.recipe.base]
+        self.folded: tuple[str, ...] = ()
+        self.readers: dict[ModelReference, ConfigReader] = {}
+        self.layers: dict[ModelReference, dict[str, list[tuple[int, int]]]] = {}
+        for out in blocks:
+            for model, block in out.sources.items():
+                self.readers.setdefault(model, out.reader.with_t(0))
+                if out.anchor.index is not None and block.index is not None:
+                    met = self.layers.setdefault(model, {}).setdefault(block.module, [])
+                    met.append((out.anchor.index, block.index))
+        readers = {model: reader for model, reader in self.readers.items() if model != self.recipe.base}
+        settle_presets(self.recipe, self.models, readers, self.run)
+        check_adapter(self.base)
+        self.found = {model: self._settled(model, reader) for model, reader in readers.items()}
+        if self.recipe.mean:
+            self._align_to_mean()
         for model, donor in self.found.items():
             how = "block by block" if donor.whole is None else "as a whole"
             shown = "with all others" if donor.checked is None else donor.checked.options
             LOG.info("%s is aligned %s: %s", title(model, donor.origin), how, shown)
-        return self
-
-    def _readers(self, config: MergeConfiguration) -> dict[ModelReference, ConfigReader]:
-        """The lookup of each donor's parameters; also notes which layers meet."""
-        for name, module in (config.modules or {}).items():
-            for piece in module.slices or []:
-                anchor = next((s for s in piece.sources if s.model == self.recipe.base), piece.sources[0])
-                for source in piece.sources:
-                    if source.model != self.recipe.base:
-                        meeting = zip(range(*anchor.layer_range), range(*source.layer_range), strict=False)
-                        self.layers.setdefault(source.model, {}).setdefault(name, []).extend(meeting)
-        return {model: reader for model, reader in model_readers(config).items() if model != self.recipe.base}
 
     def match_wholes(self) -> None:
         """Find all alignments of whole models, and carry what needs samples."""
@@ -140,81 +109,63 @@ class Donors:
                 donor.carried.view()
 
     @property
-    def device(self) -> Callable[[], torch.device | None]:
-        """Gives the accelerator on which a thread of the merge computes; None: the CPU."""
-        if self.options.multi_gpu:
-            return lambda: torch.empty(0).device
-        device = torch.device(self.options.device or "cpu")
-        return lambda: None if device.type == "cpu" else device
-
-    @property
     def dtype(self) -> torch.dtype | None:
         """The least precise dtype that the recipe rounds to; None: all tensors keep theirs."""
         named = (self.recipe.config.dtype, self.recipe.config.out_dtype)
         dtypes = [dtype for name in named if (dtype := dtype_from_name(name)) is not None]
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
-    @property
-    def tied_head(self) -> str | None:
-        """Name of a head of the base that stays its embedding's tensor."""
-        return None if self.recipe.untie else self._base.tied_head
+    def shifted(self, model: ModelReference) -> bool:
+        """Whether slices pair a donor's layers with others than those of their number."""
+        return any(mine != its for pairs in self.layers.get(model, {}).values() for mine, its in pairs)
 
-    @property
-    def _base(self) -> View:
-        return self.models[self.recipe.base]
-
-    @property
-    def _architecture(self) -> Architecture:
-        return self._base.architecture
-
-    def _compared(self, *models: ModelReference) -> Architecture:
-        return compared(self._base, map(self.models.__getitem__, models), self.recipe.own_heads, self.recipe.excluded)
-
-    def _settle(self, model: ModelReference, reader: ConfigReader) -> Donor:
-        origin = self._origin(model, reader)
-        path = self.recipe.of_model("alignment", reader, model)
-        unmoved, words = False, ""
+    def _settled(self, model: ModelReference, reader: ConfigReader) -> Donor:
+        origin, path = self._origin(model, reader), self.recipe.of_model("alignment", reader, model)
+        matched, words, mean = origin or model, "", self.recipe.mean
+        match = match_model if path is not None else self._match(model, origin, reader)
+        if mean and (origin is not None or path is not None):
+            problem = "'anchor: mean' aligns whole models and does not work with 'finetuned_from' or 'alignment'"
+            raise RecipeError(problem, where=str(model), remedy="use 'anchor: base'")
         check_adapter(self.models[model], self.models[origin] if origin is not None else None)
-        if origin is not None:
-            unmoved, words = added_as_it_is(reader, model, self._base, self.models[origin])
-        if unmoved and path is None:
-            self.recipe.relations[model] = UNMOVED
-        varying = self.recipe.varying(reader, model) if path is None else NOTHING
-        checked = self._check(origin or model, model, varying, averaged=origin is None)
-        if words and path is None:
+        if origin is not None and path is None:
+            unmoved, words = added_as_it_is(reader, model, self.base, self.models[origin])
+            if unmoved:
+                self.recipe.relations[model] = UNMOVED
+        options = self.recipe.varying(reader, model) if path is None else NOTHING
+        checked = self._checked(matched, model, options, whole=mean, averaged=origin is None)
+        if words:
             self.run.note(words)
             checked = replace(checked, warnings=(*checked.warnings, words))
-        options = checked.options
-        rows = self._rows(origin or model, carried=origin is not None) if origin or options.residual != "none" else None
+        if mean:
+            return Donor(checked=checked)
+        streams = checked.options.residual != "none"
+        rows = self._rows(matched, carried=origin is not None) if origin is not None or streams else None
         if path is not None:
-            known = self._known_alignment(path, origin or model, title(model, origin), str(model))
-            return Donor(origin, known, rows, checked)
-        match = self._match(model, origin, reader)
-        if options.residual == "none" and match is match_model and not self._whole_models:
-            return Donor(origin, None, rows, checked)
-        self._fold(checked.folded)
-        sources: list[TensorSource] = [self._base.tensors, self.source(origin or model)]
-        if rows is not None:
-            sources = [vocabulary_subset(self._architecture, s, r) for s, r in zip(sources, rows, strict=True)]
-        whole = WholeMatch(
-            architecture=self._compared(origin or model),
-            anchor=sources[0],
-            donor=sources[1],
-            anchor_name=str(self.recipe.base),
-            donor_name=title(model, origin),
-            options=options,
-            run=self.run,
-            devices=devices_of(self.options),
-            quiet=self.options.quiet,
-            match=match,
-        )
-        return Donor(origin, lambda: whole.alignment, rows, checked)
+            whole: Callable[[], Alignment] | None = self._of_file(path, model, origin)
+        else:
+            whole = self._matched(model, origin, checked, rows, match)
+        shares_vocabulary = rows is None
+        plan = carried(self.recipe, reader, self.options, self.run, model, origin, checked.options, shares_vocabulary)
+        return Donor(origin, whole, rows, checked, plan)
 
-    @property
-    def _whole_models(self) -> bool:
-        """Whether the delegate works on whole models."""
-        method = self.recipe.own_method
-        return method is not None and method.whole_models
+    def _matched(
+        self, model: ModelReference, origin: ModelReference | None, checked: Pair, rows: RowPair | None, match: Match
+    ) -> Callable[[], Alignment] | None:
+        """Gives the alignment of the whole model; None where each block is matched by itself."""
+        if checked.options.residual == "none" and match is match_model and not self.recipe.on_whole_models:
+            return None
+        self._fold(checked.folded)
+        matched, architecture = origin or model, self.base.architecture
+        anchor, donor = self.base.tensors, self._source(matched)
+        if rows is not None:
+            anchor, donor = (vocabulary_subset(architecture, *pair) for pair in zip((anchor, donor), rows, strict=True))
+        names, name = self._compared(matched), title(model, origin)
+        return cache(partial(match_whole, self.session, names, anchor, donor, name, checked.options, match))
+
+    def _compared(self, *models: ModelReference) -> Architecture:
+        """The anchor's architecture without what is not compared with other models."""
+        views = map(self.models.__getitem__, models)
+        return compared(self.base, views, self.recipe.own_heads, self.recipe.excluded)
 
     def _match(self, model: ModelReference, origin: ModelReference | None, reader: ConfigReader) -> Match:
         """The function that matches a donor: on weights, or on activations ('match_on').
@@ -225,124 +176,95 @@ class Donors:
         how, data, count = (self.recipe.of_model(name, reader, model) for name in ("match_on", "data", "samples"))
         if how in (None, WEIGHTS):
             return match_model
-        if any(
-            anchor_layer != donor_layer
-            for pairs in self.layers.get(model, {}).values()
-            for anchor_layer, donor_layer in pairs
-        ):
+        if self.recipe.mean:
+            problem = "'anchor: mean' aligns all models together, on weights"
+            raise RecipeError(problem, where=str(model), remedy="leave out 'match_on', or 'anchor: mean'")
+        if self.shifted(model):
             problem = f"'match_on: {how}' matches whole models, but the slices pair this one's layers differently"
             raise RecipeError(problem, where=str(model), remedy="leave it out")
         from rotation_merge.matching.match_on import SampleMatcher
 
         names, seed = (str(self.recipe.base), str(origin or model)), self.options.random_seed or 0
-        return SampleMatcher(how, *names, data or "self", count, seed, devices_of(self.options)[0])
+        return SampleMatcher(how, *names, data or "self", count, seed, self.session.devices[0])
 
-    def _rows(self, donor: ModelReference, carried: bool) -> tuple[Tensor, Tensor] | None:
+    def _rows(self, donor: ModelReference, carried: bool) -> RowPair | None:
         """Rows of shared tokens if the donor has another vocabulary than the anchor, or its base other ids.
 
         Raises:
             RecipeError: a task vector would be carried to the anchor's token ids, and these changed afterwards.
         """
-        rows = row_pair(self._base, self.models[donor])
+        rows, config = row_pair(self.base, self.models[donor]), self.recipe.config
         if rows is None:
             return None
-        config = self.recipe.config
         if carried and (config.tokenizer or config.tokenizer_source):
             raise RecipeError(
                 f"the task vector is carried to the token ids of {self.recipe.base}, which differ from its own",
                 where=str(donor),
                 remedy="leave out 'tokenizer' and 'tokenizer_source'",
             )
-        self.run.note(matched_on(self._base, self.models[donor], len(rows[0])))
+        self.run.note(matched_on(self.base, self.models[donor], len(rows[0])))
         return rows
 
-    def _settle_mean(self, readers: dict[ModelReference, ConfigReader]) -> None:
-        options: AlignConfig | None = None
-        settled: dict[ModelReference, Pair] = {}
-        for model, reader in readers.items():
-            if self.recipe.of_model("match_on", reader, model) not in (None, WEIGHTS):
-                problem = "'anchor: mean' aligns all models together, on weights"
-                raise RecipeError(problem, where=str(model), remedy="leave out 'match_on', or 'anchor: mean'")
-            if self._origin(model, reader) or self.recipe.of_model("alignment", reader, model):
-                raise RecipeError(
-                    "'anchor: mean' aligns whole models and does not work with 'finetuned_from' or 'alignment'",
-                    where=str(model),
-                    remedy="use 'anchor: base'",
-                )
-            check_adapter(self.models[model])
-            checked = self._check(model, model, self.recipe.varying(reader, model), whole=True, averaged=True)
-            settled[model], model_options = checked, checked.options
-            if options is not None and self._by_block(model_options) != self._by_block(options):
-                raise RecipeError(
-                    "'anchor: mean' needs the same options for all donors",
-                    where=str(model),
-                    remedy="set them once, under the recipe's parameters",
-                )
-            options = model_options
-            self._fold(checked.folded)
-        if options is None:
-            return
-        sources: dict[str, TensorSource] = {str(self.recipe.base): self._base.tensors}
-        sources.update({str(model): self.source(model) for model in readers})
-        rows = (
-            shared_rows([self._base, *(self.models[model] for model in readers)])
-            if options.residual != "none"
-            else None
-        )
-        if rows is not None:
-            names = zip(sources, rows, strict=True)
-            sources = {name: vocabulary_subset(self._architecture, sources[name], row) for name, row in names}
-        everything = MeanMatch(
-            architecture=self._compared(*readers),
-            sources=sources,
-            base=str(self.recipe.base),
-            options=options,
-            run=self.run,
-            devices=devices_of(self.options),
-            quiet=self.options.quiet,
-        )
-        self.found = {
-            model: Donor(None, partial(everything.alignment, str(model)), None, checked)
-            for model, checked in settled.items()
-        }
+    def _align_to_mean(self) -> None:
+        """Align all donors with the base to their mean.
 
-    def _by_block(self, options: AlignConfig) -> list[AlignConfig]:
-        return [options.at(self._architecture, block) for block in self._architecture.blocks]
+        Raises:
+            RecipeError: their options differ.
+        """
+        architecture, options, sources = self.base.architecture, NOTHING, {str(self.recipe.base): self.base.tensors}
+        by_block: list[AlignConfig] = []
+        for model, donor in self.found.items():
+            assert donor.checked is not None
+            options, known = donor.checked.options, by_block
+            by_block = [options.at(architecture, block) for block in architecture.blocks]
+            if known and by_block != known:
+                problem, remedy = "'anchor: mean' needs the same options for all donors", "set them once, under the"
+                raise RecipeError(problem, where=str(model), remedy=f"{remedy} recipe's parameters")
+            self._fold(donor.checked.folded)
+            sources[str(model)] = self._source(model)
+        views = [self.base, *map(self.models.__getitem__, self.found)]
+        if options.residual != "none" and (rows := shared_rows(views)) is not None:
+            names = zip(sources, rows, strict=True)
+            sources = {name: vocabulary_subset(architecture, sources[name], row) for name, row in names}
+        found = cache(partial(match_mean, self.session, self._compared(*self.found), sources, options))
+        for model, donor in self.found.items():
+            self.found[model] = replace(donor, whole=partial(_of_mean, found, str(model)))
 
     def _origin(self, model: ModelReference, reader: ConfigReader) -> ModelReference | None:
+        """The base that a donor was fine-tuned from, checked with both models."""
         path = self.recipe.of_model("finetuned_from", reader, model)
         if path is None:
             return None
         origin = ModelReference.model_validate(path)
         self.models.together(self.recipe.base, [origin])
-        check_same_set(self._base, self.models[origin])
+        check_same_set(self.base, self.models[origin])
         check_no_added_tokens(self.models[origin], self.models[model])
         check_token_ids(self.models[origin], self.models[model], tuned=True)
         check_adapter(self.models[origin])
         return origin
 
-    def _known_alignment(self, path: str, donor: ModelReference, name: str, model: str) -> Whole:
-        file = load_file(local_file(path, self.options.transformers_cache), self._architecture)
-        marks = self._base.fingerprint, self.models[donor].fingerprint
+    def _of_file(self, path: str, model: ModelReference, origin: ModelReference | None) -> Callable[[], Alignment]:
+        """Gives the alignment of a file under 'alignment'."""
+        donor, name = origin or model, title(model, origin)
+        file = load_file(local_file(path, self.options.transformers_cache), self.base.architecture)
+        marks = self.base.fingerprint, self.models[donor].fingerprint
         check_fingerprints(file, path, *marks, (str(self.recipe.base), str(donor)))
         residual = residual_of(file.transforms, file.folded)
-        self._check(donor, donor, NOTHING.with_residual(residual), whole=residual != "none")
+        self._checked(donor, donor, NOTHING.with_residual(residual), whole=residual != "none")
         self._fold(file.folded)
         self.run.moved_by(name, AppliedAlignment(path, str(donor), file.metadata))
         figures_in(file.metadata, path)
-        if isinstance(file.metadata.get("data"), str):
-            self.run.used(
-                f"learning how {donor} is aligned", file.metadata["data"], int(file.metadata.get("samples") or 0)
-            )
-        learned = file.metadata.get("learned")
+        data, learned = file.metadata.get("data"), file.metadata.get("learned")
+        if isinstance(data, str):
+            self.run.used(f"learning how {donor} is aligned", data, int(file.metadata.get("samples") or 0))
         words = f" It was learned: {learned['verdict']}." if isinstance(learned, dict) and "verdict" in learned else ""
         self.run.note(f"`{donor}` was aligned by the file {path}; nothing was matched.{words}")
         alignment = Alignment.of(file)
-        self.run.transforms[model] = alignment.transforms
+        self.run.transforms[str(model)] = alignment.transforms
         self.run.keep(name, alignment.transforms)
         return lambda: alignment
 
-    def _check(
+    def _checked(
         self,
         matched: ModelReference,
         model: ModelReference,
@@ -352,7 +274,7 @@ class Donors:
     ) -> Pair:
         """Check that the model can be moved under these options; doubts become notes."""
         checked = check_pair(
-            self._base,
+            self.base,
             self.models[matched].as_filed,
             options,
             untie=self.recipe.untie,
@@ -360,7 +282,7 @@ class Donors:
             excluded=self.recipe.excluded,
             averaged=averaged,
         )
-        rows = label_rows(self._base, self.models[model].as_filed, self.recipe.excluded)
+        rows = label_rows(self.base, self.models[model].as_filed, self.recipe.excluded)
         self.models[matched] = in_class_order(self.models[matched].as_filed, checked.rows)
         self.models[model] = in_class_order(self.models[model].as_filed, rows)
         for note in (*checked.warnings, *checked.notes, *rows_note(str(self.recipe.base), str(model), rows)):
@@ -370,13 +292,13 @@ class Donors:
     def _fold(self, streams: tuple[str, ...]) -> None:
         self.folded = tuple(dict.fromkeys((*self.folded, *streams)))
 
-    def source(self, model: ModelReference, read: TensorSource | None = None) -> TensorSource:
-        """A model under the anchor's tensor names.
-
-        Args:
-            read: where its tensors are taken from; None: the model itself.
-        """
+    def _source(self, model: ModelReference) -> Tensors:
+        """A model's tensors under the anchor's names."""
         donor = self.models[model]
         remedy = "whole models can only be aligned layer by layer; use 'residual: none' with slices"
-        check_depth(self._base, donor, remedy)
-        return translated(read or donor.tensors, donor.architecture, self._architecture)
+        check_depth(self.base, donor, remedy)
+        return translated(donor.tensors, donor.architecture, self.base.architecture)
+
+
+def _of_mean(found: Callable[[], Mapping[str, Alignment]], name: str) -> Alignment:
+    return found()[name]

@@ -17,7 +17,7 @@ BUILT_ON: dict[str, tuple[str, ...]] = {
     "mergekit.common:ModelReference": ("config", "local_path", "lazy_loader", "merged"),
     "mergekit.tokenizer.build": ("build_tokenizer",),
     "mergekit.merge": (
-        *("run_merge", "_model_out_config", "_get_donor_model", "_set_chat_template", "generate_card"),
+        *("run_merge", "_model_out_config", "_get_donor_model", "generate_card"),
         *("MergePlanner", "MultiGPUExecutor"),
     ),
     "mergekit.card": ("is_hf", "generate_card"),

@@ -28,55 +28,48 @@ def complete(config: MergeConfiguration, folder: str, options: MergeOptions) -> 
     """Copy the base's small files that mergekit does not copy, and check the written folder.
 
     Returns:
-        The copied files, and the remaining defects of the folder. An error of the check itself becomes such a line, so
-        that no merge is lost.
+        Notes for the report, and the remaining defects of the folder. An error of the check itself becomes such a line,
+        so that no merge is lost.
     """
-    parents = parent_folders(config, options)
-    without = (
-        () if options.copy_tokenizer or tokenizer_source(config.model_dump(exclude_none=True))[1] else OF_TOKENIZER
-    )
+    parents, copied = parent_folders(config, options), list[str]()
+    with_tokenizer = options.copy_tokenizer or tokenizer_source(config.model_dump(exclude_none=True))[1]
+    without = () if with_tokenizer else OF_TOKENIZER
     try:
         copied = copy_companions(folder, parents, without)
-        return copied, [defect for defect in check_folder(folder, parents) if defect.kind not in without]
+        defects = [defect for defect in check_folder(folder, parents) if defect.kind not in without]
     except Exception as error:  # of readers and of transformers, of every kind
-        problem = f"could not be checked ({short(error)})"
-        return [], [
-            Defect("not checked", problem, os.path.basename(folder), "run 'rotation-merge doctor'", fatal=False)
-        ]
+        problem, remedy = f"could not be checked ({short(error)})", "run 'rotation-merge doctor'"
+        defects = [Defect("not checked", problem, os.path.basename(folder), remedy, fatal=False)]
+    notes = vocabulary_notes(config, folder, options)
+    notes += [f"Copied from a parent: {', '.join(copied)}."] if copied else []
+    return [*notes, *(f"Check of the output: {defect.line}." for defect in defects)], defects
 
 
-def vocabulary_note(config: MergeConfiguration, folder: str, options: MergeOptions) -> str | None:
+def vocabulary_notes(config: MergeConfiguration, folder: str, options: MergeOptions) -> list[str]:
     """A note on which model's rows the tokens have, if a recipe combines vocabularies.
 
-    None if it does not, or if a tokenizer cannot be read without its library.
+    Empty if it does not, or if a tokenizer cannot be read without its library.
 
     mergekit's `PermutedEmbeddings` decides: a token of one model has that model's row; for a token of several, those
     that lack it count with the base's row, or with the mean of the rows where the base lacks it, too.
     """
     if config.tokenizer is None and config.tokenizer_source is None:
-        return None
+        return []
     places = {str(model): folder_of(model.model, options.transformers_cache) for model in _models(config)}
     known = {name: Vocabulary.of(Contents(place)) for name, place in places.items() if place is not None}
     result = Vocabulary.of(Contents(folder))
     if len(known) < 2 or not all(vocabulary.whole for vocabulary in (result, *known.values())):
-        return None
+        return []
     holders = {token: [name for name in known if token in known[name].ids] for token in result.ids}
-    alone: dict[str, list[str]] = {}
-    for token, names in holders.items():
-        if len(names) == 1:
-            alone.setdefault(names[0], []).append(f"'{token}'")
     shared = sum(len(names) == len(known) for names in holders.values())
     partial = sum(1 < len(names) < len(known) for names in holders.values())
     parts = [f"Vocabulary of {len(result.ids)} tokens: the rows of {shared} tokens that all models have are averaged"]
-    parts += [
-        f"{len(tokens)} tokens that only `{name}` has keep its rows ({named(tokens)})" for name, tokens in alone.items()
-    ]
-    parts += (
-        [f"for {partial} tokens that some models lack, those models contribute the base's row, or the mean"]
-        if partial
-        else []
-    )
-    return f"{'; '.join(parts)}."
+    for name in known:
+        if tokens := [f"'{token}'" for token, names in holders.items() if names == [name]]:
+            parts.append(f"{len(tokens)} tokens that only `{name}` has keep its rows ({named(tokens)})")
+    if partial:
+        parts.append(f"for {partial} tokens that some models lack, those models contribute the base's row, or the mean")
+    return [f"{'; '.join(parts)}."]
 
 
 def _models(config: MergeConfiguration) -> list[ModelReference]:

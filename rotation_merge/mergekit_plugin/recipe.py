@@ -109,6 +109,11 @@ class Recipe:
         return self.delegate if isinstance(self.delegate, OwnMethod) else None
 
     @property
+    def on_whole_models(self) -> bool:
+        """Whether the delegate works on whole models, not tensor by tensor."""
+        return self.own_method is not None and self.own_method.whole_models
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """The dtype that tensors are stored in; None: each in that of its file."""
         return dtype_from_name(self.config.dtype)

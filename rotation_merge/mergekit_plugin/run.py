@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import os
 import queue
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import yaml
@@ -27,17 +25,20 @@ from torch import Tensor
 from rotation_merge.averaging.average import check_merged
 from rotation_merge.errors import AlignmentError
 from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked
-from rotation_merge.matching.aligned_output import read_alignment, write_aligned
-from rotation_merge.matching.options import NOTHING
-from rotation_merge.matching.pair import open_pair
 from rotation_merge.mergekit_plugin.compile import compiled
 from rotation_merge.mergekit_plugin.delegates import OWN
-from rotation_merge.mergekit_plugin.output_check import complete, say, vocabulary_note
+from rotation_merge.mergekit_plugin.output_check import complete, say
 from rotation_merge.mergekit_plugin.parts import tokenizer_source
-from rotation_merge.mergekit_plugin.recipe import Recipe, check_alignment_name, entries, recipe_inputs, recipe_outputs
+from rotation_merge.mergekit_plugin.recipe import (
+    Recipe,
+    check_alignment_name,
+    entries,
+    recipe_inputs,
+    recipe_outputs,
+    title,
+)
 from rotation_merge.mergekit_plugin.saved_alignments import keep_alignments
 from rotation_merge.mergekit_plugin.session import Session
-from rotation_merge.mergekit_plugin.wholes import devices_of
 from rotation_merge.model.card import add_section
 from rotation_merge.model.folder import fetched, folder_of
 from rotation_merge.model.heads import with_moved_head, write_heads
@@ -46,13 +47,10 @@ from rotation_merge.model.origin import origins
 from rotation_merge.model.run_keys import mark_of, unchanged
 from rotation_merge.model.sentence import in_module, write_modules
 from rotation_merge.model.staging import staged
-from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.integrity import Defect
 from rotation_merge.run.ledger import kept_beside
 from rotation_merge.workers import keep_freed_memory, listener
-
-log = logging.getLogger(__name__)
 
 
 def run(
@@ -73,93 +71,70 @@ def run(
     keep_freed_memory()
     session = Session.of(Recipe.read(config), options)
     check_alignment_name(config)
-    outputs = recipe_outputs(config, out_path)
-    inputs = recipe_inputs(config)
+    outputs, inputs = recipe_outputs(config, out_path), recipe_inputs(config)
     for output in outputs:
         check_output(output, inputs, output.kind == FOLDER, cache=options.transformers_cache)
     with locked(*(output.path for output in outputs if output.kind in (FILE, FOLDER))):
-        _run(stock, session, out_path, options, config_source)
+        try:
+            _run(stock, session, out_path, config_source or config.to_yaml())
+        finally:
+            session.run.end()
 
 
-def _run(
-    stock: Callable[..., None], session: Session, out_path: str, options: MergeOptions, config_source: str | None
-) -> None:
+def _run(stock: Callable[..., None], session: Session, out_path: str, config_source: str) -> None:
     """`run`, once nothing speaks against writing."""
-    recipe, done = session.recipe, session.run
-    config = recipe.config
-    fetch_tokenizer(config, options)
-    try:
-        base = session.models[recipe.base]
-        tell, tensors = listener(), len(base.names)
-        apart = SentenceModuleTensors(
-            base.modules, written=lambda count: tell("writing tensors", count, max(count, tensors))
-        )
-        ledger = kept_beside(out_path, lambda: _mark(session, options), devices_of(options)[0])
-        with ledger as done.ledger, staged(out_path) as staging, _as_it_is_here(apart, recipe):
-            with unchanged(session.models[model] for model in _read(config)):
-                result = compiled(session)
-                result.prepare()
-                stock(result.stock, staging, _quiet_about_tokenizers(config, options), config_source)
-            if base.modules:
-                write_modules(base.folder, staging, apart.tensors)
-            if recipe.value("prove"):
-                prove_files(session, staging)
-            report, defects = _completed(session, staging, options, config_source)
-        checked = [f"  check: {defect.line}" for defect in defects] or ["  check: the folder is complete"]
-        say([] if options.quiet else [*closing(report, out_path), *checked])
-    finally:
-        done.end()
+    recipe, done, options = session.recipe, session.run, session.options
+    fetch_tokenizer(recipe.config, options)
+    base, apart = session.models[recipe.base], dict[str, Tensor]()
+    ledger = kept_beside(out_path, lambda: _mark(session), session.devices[0])
+    with ledger as done.ledger, staged(out_path) as staging, _as_it_is_here(session, apart):
+        with unchanged(session.models[model] for model in _read(recipe.config)):
+            result = compiled(session)
+            result.prepare()
+            stock(result, staging, _quiet_about_tokenizers(recipe.config, options), config_source)
+        if base.modules:
+            write_modules(base.folder, staging, apart)
+        if recipe.value("prove"):
+            prove_files(session, staging)
+        report, defects = _completed(session, staging, config_source)
+    checked = [f"  check: {defect.line}" for defect in defects] or ["  check: the folder is complete"]
+    say([] if options.quiet else [*closing(report, out_path), *checked])
 
 
-def _completed(
-    session: Session, staging: str, options: MergeOptions, config_source: str | None
-) -> tuple[MergeReport, list[Defect]]:
+def _completed(session: Session, staging: str, config_source: str) -> tuple[MergeReport, list[Defect]]:
     """Add to a written merge what mergekit does not write: saved alignments, the report, heads, the card's section."""
-    recipe, done = session.recipe, session.run
-    config = recipe.config
-    marks = fingerprints(session)
+    recipe, done, config, options = session.recipe, session.run, session.recipe.config, session.options
+    marks, delegate = fingerprints(session), recipe.delegate.spec.name
     keep_alignments(session, staging)
-    copied, defects = complete(config, staging, options)
-    if vocabulary := vocabulary_note(config, staging, options):
-        done.note(vocabulary)
-    if copied:
-        done.note(f"Copied from a parent: {', '.join(copied)}.")
-    for defect in defects:
-        done.note(f"Check of the output: {defect.line}.")
-    report = done.report(
-        recipe.base,
-        recipe.delegate.spec.name,
-        config_source or config.to_yaml(),
-        marks,
-        origins(map(ModelReference.model_validate, marks), options.transformers_cache),
-        own_method=recipe.delegate.spec.name in OWN,
-    )
+    notes, defects = complete(config, staging, options)
+    for note in notes:
+        done.note(note)
+    models = origins(map(ModelReference.model_validate, marks), options.transformers_cache)
+    report = done.report(recipe.base, delegate, config_source, marks, models, own_method=delegate in OWN)
     report.write(os.path.join(staging, REPORT_FILE))
     if recipe.value("heads_of") == "each":
-        donors = {str(m): session.models[m] for m in config.referenced_models() if m != recipe.base}
-        moved_donors = [
+        donors = {str(model): session.models[model] for model in config.referenced_models() if model != recipe.base}
+        moved = [
             with_moved_head(donor, done.folded, done.transforms_of(name), done.heads.get(name, {}))
             for name, donor in donors.items()
         ]
-        write_heads(staging, moved_donors, report, options.out_shard_size)
+        write_heads(staging, moved, report, options.out_shard_size)
     if options.write_model_card:
         add_section(os.path.join(staging, "README.md"), report)
     return report, defects
 
 
 def _read(config: MergeConfiguration) -> list[ModelReference]:
-    """The models that a merge reads: those it merges, and their bases."""
-    origins = [settings.get("finetuned_from") for _, settings in entries(config)]
-    named = [ModelReference.model_validate(name) for name in origins if name not in (None, "none")]
-    return [*config.referenced_models(), *named]
+    """The models that a merge reads, each once: those it merges, and their bases."""
+    tuned_from = [settings.get("finetuned_from") for _, settings in entries(config)]
+    named = [ModelReference.model_validate(name) for name in tuned_from if name not in (None, "none")]
+    return list(dict.fromkeys([*config.referenced_models(), *named]))
 
 
-def _mark(session: Session, options: MergeOptions) -> str:
+def _mark(session: Session) -> str:
     """A stable key of a merge: the files of its models and of the recipe, the recipe, and its options."""
-    config, donors = session.recipe.config, session.donors
-    origins = [donor.origin for donor in donors.found.values() if donor.origin is not None] if donors else []
-    models = [session.models[reference] for reference in dict.fromkeys([*config.referenced_models(), *origins])]
-    recipe = config.to_yaml()
+    config, options = session.recipe.config, session.options
+    recipe, models = config.to_yaml(), [session.models[reference] for reference in _read(config)]
     words = (str(event.value) for event in yaml.parse(recipe) if isinstance(event, yaml.ScalarEvent))
     return mark_of(models, words, recipe=recipe, seed=options.random_seed, lora_dtype=options.lora_merge_dtype)
 
@@ -186,37 +161,28 @@ def prove_files(session: Session, place: str) -> None:
     """
     from rotation_merge.run.proof import prove
 
-    recipe, done = session.recipe, session.run
-    for alignment_file in done.alignment_files.values():
-        donor, file = alignment_file.matched, alignment_file.file
-        pair = open_pair(
-            str(recipe.base),
-            donor,
-            NOTHING,
-            recipe.untie,
-            unsupported=recipe.unsupported,
-            excluded=recipe.excluded,
-            any_base=True,
-        )
-        alignment = read_alignment(pair, file)
+    assert session.donors is not None
+    for model, donor in session.donors.found.items():
+        applied = session.run.alignment_files.get(title(model, donor.origin))
+        if applied is None or donor.whole is None:
+            continue
+        view, alignment = session.models[donor.origin or model].as_filed, donor.whole()
+        spaces = view.architecture.spaces()
         with TemporaryFolder(place) as folder:
             moved = os.path.join(folder, "moved")
-            write_aligned(pair, alignment, moved, StorageOptions(untie=recipe.untie))
-            spaces = pair.anchor.architecture.spaces()
-            shifted = any(spaces[name].head for name in alignment.transforms if name in spaces)
-            proof = prove(donor, moved, shifted)
+            alignment.apply(view).save_pretrained(moved)
+            proof = prove(view.name, moved, any(spaces[name].head for name in alignment.transforms if name in spaces))
         if proof.failed:
-            problem = f"changes the outputs of {donor} ({proof.words})"
-            raise AlignmentError(problem, where=file, remedy="write it again with 'rotation-merge align'")
-        done.note(f"`{donor}`, moved by {file}: {proof.words}.")
+            problem, remedy = f"changes the outputs of {view.name} ({proof.words})", "write it again with"
+            raise AlignmentError(problem, where=applied.file, remedy=f"{remedy} 'rotation-merge align'")
+        session.run.note(f"`{view.name}`, moved by {applied.file}: {proof.words}.")
 
 
 def fingerprints(session: Session) -> dict[str, str]:
     """Fingerprints of all models that were read, the base first, from the tensors as they were loaded."""
     recipe, marks = session.recipe, session.run.marks
-    origins = [ModelReference.model_validate(name) for name in marks]
     prints = {}
-    for reference in dict.fromkeys([recipe.base, *recipe.config.referenced_models(), *origins]):
+    for reference in dict.fromkeys([recipe.base, *_read(recipe.config)]):
         mark = marks.get(str(reference))
         if mark is not None:
             model = session.models[reference]
@@ -227,36 +193,18 @@ def fingerprints(session: Session) -> dict[str, str]:
     return prints
 
 
-@dataclass(frozen=True)
-class SentenceModuleTensors:
-    """Tensors of sentence-transformers' modules, which have files of their own.
-
-    Attributes:
-        written: called with the number of written tensors.
-    """
-
-    modules: list[dict[str, Any]]
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    written: Callable[[int], None] = lambda _: None
-    _count: Iterator[int] = field(default_factory=lambda: itertools.count(1), repr=False)
-
-    def tick(self) -> None:
-        self.written(next(self._count))
-
-
-_apart: ContextVar[SentenceModuleTensors | None] = ContextVar("rotation_merge_apart", default=None)
-
-
 @contextmanager
-def _as_it_is_here(apart: SentenceModuleTensors, recipe: Recipe) -> Iterator[None]:
-    """Patch mergekit's writing within the block.
+def _as_it_is_here(session: Session, apart: dict[str, Tensor]) -> Iterator[None]:
+    """Replace some of mergekit's functions within the block.
 
-    Config, card, chat template and small files are made from the recipe as the user wrote it, and its anchor, not from
-    what it was compiled to, nor from a cache of merged adapters. NaN is refused and the tensors of `apart` are
-    collected; the card asks the hub for no local directory and escapes names for Markdown; and the results of every
-    device are awaited.
+    Config, card and small files are made from the recipe as the user wrote it, and its anchor, not from what it was
+    compiled to, nor from a cache of merged adapters. NaN is refused; the card asks the hub for no local directory and
+    escapes names for Markdown; and the results of every device are awaited.
+
+    Args:
+        apart: takes the tensors of sentence-transformers' modules, which have files of their own.
     """
-    token = _apart.set(apart)
+    recipe, base, tell, count = session.recipe, session.models[session.recipe.base], listener(), itertools.count(1)
     config = recipe.config.model_copy(update={"base_model": recipe.base})
 
     def out_config(real: Callable[..., Any], _: Any, architecture: Any, **more: Any) -> Any:
@@ -265,36 +213,34 @@ def _as_it_is_here(apart: SentenceModuleTensors, recipe: Recipe) -> Iterator[Non
             written.tie_word_embeddings = False
         return written
 
-    def template(real: Callable[..., None], tokenizer: Any, _: Any, **more: Any) -> None:
-        real(tokenizer, config, **more)
-
     def model_card(real: Callable[..., str], config_yaml: str, **more: Any) -> str:
-        return _fenced(real, config_yaml=config_yaml, **{**more, "config": recipe.config})
+        return _fenced(real(config_yaml=config_yaml, **{**more, "config": recipe.config}), config_yaml)
 
     def base_folder(real: Callable[..., Any], _: Any, options: MergeOptions) -> tuple[ModelReference, str]:
         folder = fetched(recipe.base.model, options.transformers_cache)
         return ModelReference(model=ModelPath(path=folder)), folder
 
-    cards = (card, "is_hf", _on_hub), (card, "maybe_link_hf", _linked), (merge, "generate_card", model_card)
-    ours = (merge, "_model_out_config", out_config), (merge, "_set_chat_template", template)
-    writing = (merge, "_get_donor_model", base_folder), (TensorWriter, "save_tensor", _save)
-    devices = (merge, "MultiGPUExecutor", _with_all_results)
-    try:
-        with replaced(*cards, *ours, *writing, devices):
-            yield
-    finally:
-        _apart.reset(token)
+    def save_tensor(real: Callable[..., None], writer: TensorWriter, name: str, tensor: Tensor, **options: Any) -> None:
+        check_merged(tensor, name)
+        if in_module(name, base.modules):
+            apart[name] = tensor.detach().cpu().clone()
+        else:
+            real(writer, name=name, tensor=tensor, **options)
+        done = next(count)
+        tell("writing tensors", done, max(done, len(base)))
 
-
-def _save(real: Callable[..., None], writer: TensorWriter, name: str, tensor: Tensor, **options: Any) -> None:
-    check_merged(tensor, name)
-    apart = _apart.get()
-    if apart is not None and in_module(name, apart.modules):
-        apart.tensors[name] = tensor.detach().cpu().clone()
-    else:
-        real(writer, name=name, tensor=tensor, **options)
-    if apart is not None:
-        apart.tick()
+    of_merge: Replacements = {
+        "_model_out_config": out_config,
+        "generate_card": model_card,
+        "_get_donor_model": base_folder,
+        "MultiGPUExecutor": _with_all_results,
+    }
+    of_card: Replacements = {
+        "is_hf": lambda real, path: not os.path.exists(path) and real(path),
+        "maybe_link_hf": lambda real, path: real(path) if ON_HUB.fullmatch(path) else plain(path),
+    }
+    with replaced((merge, of_merge), (card, of_card), (TensorWriter, {"save_tensor": save_tensor})):
+        yield
 
 
 class DrainedQueueEvent(threading.Event):
@@ -322,21 +268,16 @@ def _with_all_results(real: Callable[..., Any], *args: Any, **options: Any) -> A
     return executor
 
 
-def _on_hub(real: Callable[[str], bool], path: str) -> bool:
-    return not os.path.exists(path) and real(path)
-
-
-def _linked(real: Callable[[str], str], path: str) -> str:
-    return real(path) if re.fullmatch(r"[\w.-]+/[\w.-]+", path) else plain(path)
-
-
-def _fenced(real: Callable[..., str], config_yaml: str, **more: Any) -> str:
-    """mergekit's card, the recipe between more backticks than it holds itself."""
-    text, fence = real(config_yaml=config_yaml, **more), "```"
-    while fence in config_yaml:
+def _fenced(text: str, recipe: str) -> str:
+    """A card of mergekit's, the recipe between more backticks than it holds itself."""
+    fence = "```"
+    while fence in recipe:
         fence += "`"
-    return text.replace(f"```yaml\n{config_yaml}\n```", f"{fence}yaml\n{config_yaml}\n{fence}", 1)
+    return text.replace(f"```yaml\n{recipe}\n```", f"{fence}yaml\n{recipe}\n{fence}", 1)
 
+
+ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+"""Names of models on the hub."""
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
 """Prefixes of names of tokenizer files."""
@@ -351,46 +292,39 @@ def _quiet_about_tokenizers(config: MergeConfiguration, options: MergeOptions) -
     return options.model_copy(update={"copy_tokenizer": False})
 
 
-Replacement = Callable[..., Any]
-"""Takes the real function, then its arguments."""
+Owner = ModuleType | type
+Replacements = Mapping[str, Callable[..., Any]]
+"""By name of a function what stands for it, which takes the real function, then its arguments."""
 
-_ours: ContextVar[bool] = ContextVar("rotation_merge_ours", default=False)
-_lock = threading.Lock()
-_running = 0
-_real: list[tuple[ModuleType | type, str, Any]] = []
+_replacements: ContextVar[Mapping[Owner, Replacements]] = ContextVar("replacements", default=MappingProxyType({}))
 
 
 @contextmanager
-def replaced(*functions: tuple[ModuleType | type, str, Replacement]) -> Iterator[None]:
-    """Within the block and its thread, other functions in the place of some of mergekit's.
-
-    Other threads see the original functions; after the last such block the originals are restored.
-    """
-    global _running
-    with _lock:
-        if _running == 0:
-            _real.extend((module, name, getattr(module, name)) for module, name, _ in functions)
-            for (module, name, real), (_, _, replacement) in zip(_real, functions, strict=True):
-                setattr(module, name, _switch(real, replacement))
-        _running += 1
-    token = _ours.set(True)
+def replaced(*owners: tuple[Owner, Replacements]) -> Iterator[None]:
+    """Within the block and its thread, other functions in the place of some of mergekit's modules and classes."""
+    for owner, replacements in owners:
+        for name in replacements:
+            _make_replaceable(owner, name)
+    token = _replacements.set(dict(owners))
     try:
         yield
     finally:
-        _ours.reset(token)
-        with _lock:
-            _running -= 1
-            while _running == 0 and _real:
-                module, name, real = _real.pop()
-                setattr(module, name, real)
+        _replacements.reset(token)
 
 
-def _switch(real: Callable[..., Any], replacement: Replacement) -> Callable[..., Any]:
+def _make_replaceable(owner: Owner, name: str) -> None:
+    """Put a function before one of mergekit's, which calls it, or what stands for it in this thread."""
+    real = getattr(owner, name)
+    if getattr(real, "_rotation_merge", None) == (owner, name):
+        return
+
     @functools.wraps(real)
     def switch(*args: Any, **kwargs: Any) -> Any:
-        return replacement(real, *args, **kwargs) if _ours.get() else real(*args, **kwargs)
+        replacement = _replacements.get().get(owner, {}).get(name)
+        return real(*args, **kwargs) if replacement is None else replacement(real, *args, **kwargs)
 
-    return switch
+    switch._rotation_merge = owner, name  # type: ignore[attr-defined]
+    setattr(owner, name, switch)
 
 
 DONORS, NOTES = 5, 3

@@ -6,6 +6,7 @@ import yaml
 from mergekit import merge
 from mergekit.config import MergeConfiguration
 from mergekit.graph import Executor
+from mergekit.io.tasks import ReturnTensor
 from mergekit.options import MergeOptions
 from torch import Tensor
 
@@ -25,13 +26,15 @@ def merged_state(text: str) -> dict[str, Tensor]:
     Raises:
         RotationMergeError: as the merge does.
     """
-    from rotation_merge.mergekit_plugin.compile import compiled, tensor_tasks
+    from rotation_merge.mergekit_plugin.compile import compiled
 
     session = Session.of(Recipe.read(_configuration(text)), MergeOptions(quiet=True), watched=False)
     try:
         result = compiled(session)
         result.prepare()
-        tasks = tensor_tasks(result, session.options)
+        plan, dtype = result.planner(session.options), result.out_dtype
+        plan._plan()  # mergekit 0.1.5's own method of a merge in memory fails at its own types
+        tasks = [ReturnTensor.model_construct(weight_info=w, tensor_task=t, dtype=dtype) for w, t in plan._tensors]
         return {task.weight_info.name: tensor.clone() for task, tensor in Executor(tasks).run(quiet=True)}
     finally:
         session.run.end()

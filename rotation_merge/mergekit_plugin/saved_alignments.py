@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import asdict
 
 from mergekit.common import ModelReference
@@ -15,7 +16,7 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.alignment_file import needed_folds
 from rotation_merge.matching.basis import Basis, Identity, hidden_biases
 from rotation_merge.matching.report_rows import figures
-from rotation_merge.mergekit_plugin.output import MergeOutput
+from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.mergekit_plugin.recipe import ALIGNMENT, KEPT_BY, numbered, title
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.fingerprint import Fingerprint
@@ -24,7 +25,7 @@ from rotation_merge.model.forms import translated
 LOG = logging.getLogger(__name__)
 
 
-def check_keepable(session: Session, output: MergeOutput) -> None:
+def check_keepable(session: Session, blocks: Iterable[OutputBlock]) -> None:
     """Refuse `save_alignment` for alignments that no file can store.
 
     Raises:
@@ -32,7 +33,7 @@ def check_keepable(session: Session, output: MergeOutput) -> None:
     """
     if session.run.kept_transforms is None:
         return
-    for out in output.blocks:
+    for out in blocks:
         for model, block in out.sources.items():
             if block.index != out.anchor.index:
                 raise RecipeError(

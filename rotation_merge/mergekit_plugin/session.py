@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+from mergekit import common
 from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 
-from rotation_merge.errors import RecipeError
+from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.models import Models
 from rotation_merge.mergekit_plugin.recipe import Recipe
@@ -36,8 +38,37 @@ class Session:
 
     @classmethod
     def of(cls, recipe: Recipe, options: MergeOptions, watched: bool = True) -> Session:
+        """A session of a recipe; `watched` as of its run."""
         run = Run(watched=watched, kept_transforms={} if recipe.value("save_alignment") else None)
         return cls(recipe, Models(options, recipe.unsupported, recipe.untie), options, run)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Devices for matching whole models: the merge's, or all of `--multi-gpu`.
+
+        Raises:
+            RotationMergeError: it gives none.
+        """
+        if not self.options.multi_gpu:
+            return (str(self.options.device or "cpu"),)
+        try:
+            count = common.get_torch_accelerator_count()
+        except AttributeError:  # of the accelerator that is not there
+            count = 0
+        if not count:
+            raise RotationMergeError("--multi-gpu: this machine has no GPU", remedy="leave it out")
+        return tuple(f"{common.get_torch_accelerator_type()}:{number}" for number in range(count))
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the merge computes on the CPU."""
+        return not self.options.multi_gpu and torch.device(self.options.device or "cpu").type == "cpu"
+
+    def device(self) -> torch.device | None:
+        """The accelerator on which this thread of the merge computes; None: the CPU."""
+        if self.options.multi_gpu:
+            return torch.empty(0).device
+        return None if self.on_cpu else torch.device(self.options.device)
 
 
 def settle_heads(session: Session, models: Iterable[ModelReference]) -> None:
@@ -50,10 +81,7 @@ def settle_heads(session: Session, models: Iterable[ModelReference]) -> None:
     if recipe.value("heads_of") != "each":
         return
     if recipe.config.tokenizer or recipe.config.tokenizer_source:
-        raise RecipeError(
-            "'heads_of: each' writes donors' checkpoints, whose vocabularies 'tokenizer' would change",
-            where="parameters",
-            remedy="leave out one of the two",
-        )
+        problem = "'heads_of: each' writes donors' checkpoints, whose vocabularies 'tokenizer' would change"
+        raise RecipeError(problem, where="parameters", remedy="leave out one of the two")
     for model in models:
         recipe.own_heads.update(head_names(session.models[model].architecture))

@@ -276,12 +276,11 @@ def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pyt
     torch.set_num_threads(3)
     try:
         blocks = block_match.BlockMatches(single=False, pooled=True)
+        blocks.jobs = jobs
         run = Run(watched=False)
         for key in "abc":
-            jobs.append(
-                SimpleNamespace(key=key, label=key, donor_name="d", block=None, run=run, weights=1, matched=match)
-            )
-            blocks.add(jobs[-1])
+            out = SimpleNamespace(label=key, anchor=None)
+            jobs.append(SimpleNamespace(key=key, out=out, names=("a", "d"), run=run, weights=1, matched=match))
         for job in jobs[:-1]:
             with pytest.raises(AlignmentError) if failing else contextlib.nullcontext():
                 assert blocks.of(job, None) == {"threads": 1}  # type: ignore[comparison-overlap]
