@@ -39,7 +39,6 @@ from rotation_merge.model.naming import check_different
 from rotation_merge.model.open import ModelLike, check_names, open_model, paths_of, several, whole_path
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import shared_rows
-from rotation_merge.model.writing import StorageOptions
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import Samples, data_in_memory, for_each, read_samples
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
@@ -509,10 +508,9 @@ def transfer(
             of `match_on` other than weights; or the number of them, as in the config. None: `data` of the config.
 
     Returns:
-        The new base with the carried change: of weights lazily (folded where the stream is rotated, and then without
-        layers that predict tokens further ahead). Of an adapter, or with a `rank`: an adapter of the new base. Either
-        is written by its `save_pretrained(folder)`, and has `notes` and `report`; where samples judged, `report.lift`
-        has the recovered lift.
+        The new base with the carried change, of weights lazily; its norms stay as they are. Of an adapter, or with a
+        `rank`: an adapter of the new base. Either is written by its `save_pretrained(folder)`, and has `notes` and
+        `report`; where samples judged, `report.lift` has the recovered lift.
 
     Raises:
         RotationMergeError: unknown options or some without effect, an unsupported architecture, tensors that do not
@@ -535,8 +533,6 @@ def transfer(
     if isinstance(value, AdapterWeights) and first.files is None:
         named = getattr(new, "name_or_path", None) or None
         return replace(value, config={**value.config, "base_model_name_or_path": named})
-    if isinstance(value, View) and value.left_out:
-        LOG.warning("%s", not_written(sorted(value.left_out)))
     return value
 
 
@@ -549,7 +545,7 @@ def _run_of(
     match = None
     if config.matched_on != WEIGHTS and (samples is not None or None in (new.files, old.files)):
         match = _matcher(config.matched_on, config.data if samples is None else samples, new, old)
-    execution = Execution(storage=StorageOptions(untie=config.untie), near="added", match=match, watched=False)
+    execution = Execution(near="added", match=match, watched=False)
     if samples is None:
         return config, execution, None
     if isinstance(samples, str | os.PathLike):

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 import yaml
 
 from rotation_merge.architecture import Architecture
-from rotation_merge.carrying.carrier import RowPair
 from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.delta import RowPair
 from rotation_merge.carrying.judge import parted
 from rotation_merge.carrying.vocabulary import check_no_added_tokens, check_same_set
 from rotation_merge.errors import RecipeError
@@ -22,15 +23,14 @@ from rotation_merge.matching.options import NOTHING, WEIGHTS
 from rotation_merge.matching.pair import Pair, check_pair, open_pair
 from rotation_merge.matching.run import AppliedAlignment, Run
 from rotation_merge.model.adapters import is_adapter
-from rotation_merge.model.forms import other_form, restructured, same_form
+from rotation_merge.model.forms import restructured, same_form
 from rotation_merge.model.labels import in_class_order, label_rows
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.open import ModelLike
 from rotation_merge.model.rows import padded_as, vocabulary_axes, vocabulary_subset
-from rotation_merge.model.tensors import TensorSource, as_tensors
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, row_pair, vocabulary_size
-from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import MergeReport
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers import Progress
@@ -42,7 +42,7 @@ class Execution:
 
     Attributes:
         device: to compute on.
-        storage: options of writing models.
+        dtype: that models are stored in; None: the new base's.
         ledger: store of matching's intermediate results, to resume from.
         force: carry adapters to the new base from one that is not their own.
         near: what becomes of work between bases that share their coordinates: `named`, as usable without carrying;
@@ -52,7 +52,7 @@ class Execution:
     """
 
     device: str = "cpu"
-    storage: StorageOptions = field(default_factory=StorageOptions)
+    dtype: torch.dtype | None = None
     ledger: Ledger = field(default=NOWHERE, repr=False)
     force: bool = False
     near: Literal["named", "carried", "added"] = "named"
@@ -62,14 +62,9 @@ class Execution:
 
 @dataclass(frozen=True)
 class Bases:
-    """The old base of a fine-tune or adapter, and the new base.
-
-    Attributes:
-        compared: the old base in the form of the new one's files, in which their spaces meet.
-    """
+    """The old base of a fine-tune or adapter, and the new base: the donor and the anchor of a pair."""
 
     pair: Pair
-    compared: View
 
     @property
     def old(self) -> View:
@@ -94,10 +89,15 @@ class Bases:
         return row_pair(self.new, self.old)
 
     @property
-    def sources(self) -> tuple[TensorSource, TensorSource]:
+    def sources(self) -> tuple[Tensors, Tensors]:
         """New and old tensors under the new base's names."""
         new, old = self.pair.sources
         return new, self._named(old, self.old)
+
+    @property
+    def old_as_new(self) -> View:
+        """The old base in the form of the new one's files, in which their spaces meet."""
+        return replace(self.old.as_filed, tensors=self.sources[1], architecture=self.architecture, untie=True)
 
     @cached_property
     def nearness(self) -> Nearness:
@@ -110,7 +110,7 @@ class Bases:
         new, old = self.names
         return f"{old} and {new} share their coordinates ({self.nearness.words})"
 
-    def _named(self, source: TensorSource, model: View) -> TensorSource:
+    def _named(self, source: Tensors, model: View) -> Tensors:
         """The tensors of the old base or of its fine-tune, under the new base's names."""
         if same_form(model.architecture, self.architecture):
             return source
@@ -132,7 +132,7 @@ class Bases:
         source = padded_as(source, stored, vocabulary_axes(pair.architecture.tensors()))
         length, size = (vocabulary_size(view) or 0 for view in (pair.anchor, pair.donor))
         config = {**pair.donor.config, **_sized(pair.donor.config, size, length)}
-        tensors = as_tensors(self._named(source, pair.donor))
+        tensors = self._named(source, pair.donor)
         return replace(pair.donor, tensors=tensors, architecture=self.architecture, config=config, untie=True)
 
     def aligned(
@@ -146,21 +146,18 @@ class Bases:
         run, (new, old) = Run(), self.names
         if isinstance(config.alignment, str):
             run.note(f"The bases were aligned by the file {config.alignment}; nothing was matched.")
-            file = read_file(self.pair, config.alignment, untie=True, donor=self.compared)
+            file = read_file(self.pair, config.alignment, untie=True, donor=self.old_as_new)
             run.moved_by(old, AppliedAlignment(config.alignment, old, file.metadata))
             return Alignment.of(file), pair_report(self.pair, run, base=new)
-        options = check_pair(self.pair.described, self.compared, config.match, untie=self.pair.untie).options
-        sources = self.sources
-        if self.rows is not None:
-            pairs = zip(sources, self.rows, strict=True)
-            first, second = (vocabulary_subset(self.architecture, source, rows) for source, rows in pairs)
-            sources = first, second
+        options = check_pair(self.pair.described, self.old_as_new, config.match, untie=self.pair.untie).options
+        pair, sources = replace(self.pair, options=options), list(self.sources)
+        if pair.shared is not None:
+            subsets = zip(sources, pair.shared, strict=True)
+            sources = [vocabulary_subset(self.architecture, source, rows) for source, rows in subsets]
         match = execution.match or self._matcher(config, execution.device)
         alignment = match(self.architecture, *sources, options, progress, ledger=execution.ledger)
         run.aligned(old, alignment)
-        if self.rows is not None:
-            run.note(f"The bases share {len(self.rows[0])} tokens: embeddings and heads were matched on them.")
-        return alignment, pair_report(self.pair, run, yaml.safe_dump(asdict(options), sort_keys=False), new)
+        return alignment, pair_report(pair, run, yaml.safe_dump(asdict(options), sort_keys=False), new)
 
     def _matcher(self, config: TransferConfig, device: str) -> Match:
         """The function that aligns the bases."""
@@ -175,19 +172,19 @@ class Bases:
         count, seed, length = config.sample_count, config.seed, config.length
         return SampleMatcher(config.matched_on, *self.names, config.data, count, seed, device, length, part)
 
-    def check_head(self, storage: StorageOptions, folded: bool) -> None:
+    def check_head(self, untie: bool, rotated: bool) -> None:
         """Refuse a change of a head that is tied in the new base, without `untie`.
 
         Args:
-            folded: whether the stream that the head reads is rotated.
+            rotated: whether the stream that the head reads is rotated.
         """
-        tied = None if storage.untie else self.new.tied_head
-        if tied is None or not (folded or self.old.tied_head is None):
+        tied = None if untie else self.new.tied_head
+        if tied is None or not (rotated or self.old.tied_head is None):
             return
         problem = f"a rotated stream needs an untied head, '{tied}' is tied to the embedding"
-        if not folded:
+        if not rotated:
             problem = f"'{tied}' is tied to the embedding, which {self.names[1]} has apart: its change has no place"
-        unrotated = "use 'residual: permutation', " if folded else ""
+        unrotated = "use 'residual: permutation', " if rotated else ""
         remedy = f"add 'untie' (the output then stores a separate head), {unrotated}or carry it as an adapter"
         raise RecipeError(problem, where=self.names[0], remedy=remedy)
 
@@ -216,20 +213,4 @@ def open_bases(new: ModelLike, old: ModelLike, device: str = "cpu", untie: bool 
     """
     pair = open_pair(new, old, NOTHING, untie, device, words=False, watched=watched)
     check_same_set(pair.anchor, pair.donor)
-    return Bases(pair, _in_form_of(pair.architecture, pair.donor.as_filed))
-
-
-def _in_form_of(reference: Architecture, member: View) -> View:
-    """A model with its weights in the file form of another one."""
-    place = {(block.module, block.place, block.index): block for block in reference.blocks}
-    blocks = []
-    for block in member.architecture.blocks:
-        reference_block = place.get((block.module, block.place, block.index))
-        if reference_block is not None and (gained := other_form(block, reference_block)):
-            spent = other_form(reference_block, block)
-            remaining = (info for info in block.tensors if info.key not in spent)
-            block = replace(
-                block, tensors=(*remaining, *(info for info in reference_block.tensors if info.key in gained))
-            )
-        blocks.append(block)
-    return replace(member, architecture=replace(member.architecture, blocks=tuple(blocks)))
+    return Bases(pair)

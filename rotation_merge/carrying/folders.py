@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -13,15 +13,15 @@ from rotation_merge.carrying.chat import chat_folder
 from rotation_merge.carrying.config import HOW, MOVED, TransferConfig
 from rotation_merge.carrying.transfer import carried
 from rotation_merge.carrying.work import Transfer, adapter_of_base, transfers
-from rotation_merge.errors import CheckpointError
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapters import placed_changes
 from rotation_merge.model.card import metadata, notes, section, with_metadata
-from rotation_merge.model.checkpoint import write_checkpoint
 from rotation_merge.model.markdown import code, prose
 from rotation_merge.model.open import open_model
+from rotation_merge.model.run_keys import unchanged
 from rotation_merge.model.staging import staged
 from rotation_merge.model.view import View
+from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE, MergeReport, versions
 from rotation_merge.workers import Progress
 
@@ -33,6 +33,7 @@ OTHER_WORDS = (
     "How much of its effect transfers is not measured, because the bases have their tokens at other ids. Compare it on "
     "your task with the new base alone, and with training on the new base."
 )
+JUDGED = "Nothing was written. --scale auto --data FILE judges the change on samples, --force carries it anyway."
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ def carry(
     new: str,
     config: TransferConfig | None = None,
     execution: Execution | None = None,
+    shard_size: int = StorageOptions().shard_size,
     progress: Progress | None = None,
 ) -> list[TransferResult]:
     """Carry adapters and fine-tunes of one base to another, each to a separate folder.
@@ -66,43 +68,37 @@ def carry(
 
     Args:
         works: folders of adapters and of whole models, by the folder that each is to be written to.
+        shard_size: bytes of a model's largest file.
 
     Raises:
         RotationMergeError: a model, an adapter or the samples cannot be read, or they do not fit together.
     """
-    config, execution = config or TransferConfig(), execution or Execution()
-    by_adapter = all(is_adapter_folder(work) for work in works.values())
-    untie = execution.storage.untie or bool(config.rank) or by_adapter or config.method != "weights"
+    config, execution, paths = config or TransferConfig(), execution or Execution(), list(works.values())
+    by_adapter = all(map(is_adapter_folder, paths))
+    untie = config.untie or bool(config.rank) or by_adapter or config.method != "weights"
     bases = open_bases(new, old, execution.device, untie)
-    if (lines := usable_as_it_is(list(works.values()), bases, config, execution)) is not None:
-        return [TransferResult(work, None, notes) for work, notes in zip(works.values(), lines, strict=True)]
-    jobs = transfers(list(works.values()), bases, config, execution, progress)
+    if execution.near == "named" and config.alignment is None and usable_as_it_is(paths, bases):
+        return [TransferResult(path, None, [*_usable(path, bases, execution.force), JUDGED]) for path in paths]
+    jobs = transfers(paths, bases, config, execution, progress)
     values = (carried(job, out, progress=progress) for job, out in zip(jobs, works, strict=True))
     ready = values if config.needs_samples else list(values)
-    return [_written(job, value, out, progress) for job, value, out in zip(jobs, ready, works, strict=True)]
+    return [_written(job, value, out, shard_size, progress) for job, value, out in zip(jobs, ready, works, strict=True)]
 
 
-def usable_as_it_is(
-    works: Sequence[str], bases: Bases, config: TransferConfig, execution: Execution
-) -> list[list[str]] | None:
-    """Lines on work that needs no carrying because the bases share their coordinates; None if it must be carried.
+def usable_as_it_is(works: Iterable[str], bases: Bases) -> bool:
+    """Whether work needs no carrying because the bases share their coordinates and tokens.
 
     A fine-tune with a chat template of its own is always carried, because plain addition would lose it.
 
     Raises:
         RotationMergeError: work cannot be read, or is not of the old base.
     """
-    if execution.near != "named" or config.alignment is not None or not bases.nearness.shared or bases.old.rows:
-        return None
+    if not bases.nearness.shared or bases.old.rows or bases.rows is not None:
+        return False
     models = [open_model(work, any_base=True) for work in works if not is_adapter_folder(work)]
-    if bases.rows is not None or any(chat_folder(bases.old, model) for model in models):
-        return None
-    for model in models:
-        bases.tuned(model)  # refuses what is no fine-tune of the old base
-    return [[*_usable(work, bases, execution.force), JUDGED] for work in works]
-
-
-JUDGED = "Nothing was written. --scale auto --data FILE judges the change on samples, --force carries it anyway."
+    if any(chat_folder(bases.old, model) for model in models):
+        return False
+    return all(bases.tuned(model) for model in models)  # refuses what is no fine-tune of the old base
 
 
 def _usable(work: str, bases: Bases, force: bool) -> list[str]:
@@ -121,28 +117,29 @@ def _usable(work: str, bases: Bases, force: bool) -> list[str]:
     ]
 
 
-def _written(job: Transfer, value: View | AdapterWeights, out: str, progress: Progress | None) -> TransferResult:
+def _written(
+    job: Transfer, value: View | AdapterWeights, out: str, shard_size: int, progress: Progress | None
+) -> TransferResult:
     """Write a carried model or adapter, with its report and card."""
-    work, bases, lines = job.work.name, job.bases, [*value.notes, *_advice(job)]
-    assert value.report is not None
-    report = replace(value.report, notes=lines)
-    if isinstance(value, View):
-        storage = job.execution.storage
+    work, bases, report, lines = job.work.name, job.bases, value.report, [*value.notes, *_advice(job)]
+    assert report is not None
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            stale = bases.new.ignored if value.left_out or job.carrier.alignment.folded else []
-            yield from ((name, tensor) for name, tensor in value.blocks() if name not in stale)
-            lines.extend(filter(None, [job.size_note()]))
+    def tensors(view: View) -> Iterator[tuple[str, Tensor]]:
+        for done, (name, tensor) in enumerate(view.blocks()):
+            if progress is not None:
+                progress("writing", done, len(view))
+            yield name, tensor
 
-        write_checkpoint(
-            value, tensors(), report, lambda: card(bases, work, report, out), out, storage, progress, left_out=[*value]
-        )
-    else:
-        with staged(out) as staging:
+    with staged(out) as staging, unchanged([bases.new]):
+        if isinstance(value, View):
+            dtype = None if value.dtype is None else str(value.dtype).removeprefix("torch.")
+            value.write(staging, tensors(value), StorageOptions(shard_size, dtype, value.untie))
+        else:
             value.write(staging)
-            report.write(os.path.join(staging, REPORT_FILE))
-            with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
-                file.write(card(bases, work, report, out))
+        report = replace(report, notes=[*lines, *job.size_note()])
+        report.write(os.path.join(staging, REPORT_FILE))
+        with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
+            file.write(card(bases, work, report, out))
     return TransferResult(work, out, [verdict(bases, report), *report.notes], report)
 
 
@@ -176,18 +173,3 @@ def card(bases: Bases, work: str, report: MergeReport, out: str) -> str:
         f"{options}\n" + section(report, name, str(classes[0]) if classes else None)
     )
     return with_metadata(metadata(report), body)
-
-
-def check_places(works: Sequence[str], places: Sequence[str]) -> None:
-    """Refuse to write two adapters to one place.
-
-    Raises:
-        CheckpointError: names the two.
-    """
-    for i, place in enumerate(places):
-        if place in places[:i]:
-            raise CheckpointError(
-                f"has the same output as {works[places.index(place)]}: {place}",
-                where=works[i],
-                remedy="carry them one by one",
-            )

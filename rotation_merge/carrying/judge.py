@@ -5,7 +5,7 @@ Recovered lift = (new base - carried) / (what fine-tuning gained at home), on sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from rotation_merge.errors import DataError
 from rotation_merge.model.view import View
 from rotation_merge.run.data import UNLABELLED, Data, Samples, examples_in, read_samples, split_batches
 from rotation_merge.run.evaluate import evaluate
-from rotation_merge.run.functions import Batch
 from rotation_merge.run.generated_samples import SELF, writes_text
 
 AT_ONCE = 16
@@ -102,39 +101,27 @@ def read_parts(
 
 def parted(data: Data) -> tuple[Data, Data]:
     """Samples to solve from, and a quarter to choose and to judge by: a batch at least, but at most half of all."""
-    if _is_one_by_one(data):
-        count = len(data.batches) - min(max(1, round(HELD_OUT * data.examples)), data.examples // 2)
-        return _data(data.batches[:count], data.task), _data(data.batches[count:], data.task)
-    held_out = min(max(AT_ONCE, round(HELD_OUT * data.examples)), data.examples // 2)
-    return split_batches(data, data.examples - held_out)
+    return split_batches(data, data.examples - min(max(AT_ONCE, round(HELD_OUT * data.examples)), data.examples // 2))
 
 
 def halves(data: Data) -> tuple[Data, Data]:
-    """Every other row of each batch, or every other batch of one example, and the rest.
+    """Every other row of each batch, or every other batch of one example, whose tensors may have several rows.
 
     Raises:
         DataError: there are fewer than two rows.
     """
 
-    def half(start: int) -> list[Batch]:
-        if _is_one_by_one(data):
-            return list(data.batches[start::2])
-        rows = ({name: tensor[start::2] for name, tensor in batch.items()} for batch in data.batches)
-        return [batch for batch in rows if examples_in(batch)]
+    def half(start: int) -> Data:
+        batches = data.batches[start::2]
+        if len(data.batches) < data.examples:
+            rows = ({name: tensor[start::2] for name, tensor in batch.items()} for batch in data.batches)
+            batches = [batch for batch in rows if examples_in(batch)]
+        return replace(data, batches=batches, examples=sum(map(examples_in, batches)))
 
     parts = half(0), half(1)
-    if not all(parts):
+    if not all(part.batches for part in parts):
         raise DataError("holds one sample to judge by", where=data.source or None, remedy="give at least two")
-    return _data(parts[0], data.task), _data(parts[1], data.task)
-
-
-def _is_one_by_one(data: Data) -> bool:
-    """Whether each batch is one example, whose tensors may have several rows."""
-    return len(data.batches) == data.examples
-
-
-def _data(batches: Sequence[Batch], task: str) -> Data:
-    return Data(list(batches), task, sum(map(examples_in, batches)))
+    return parts
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import Block
 from rotation_merge.averaging.refit import Answer, Refit, RefitResult, same_place
 from rotation_merge.averaging.ridge import ridge_change
-from rotation_merge.carrying.carrier import Carrier
+from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.run.data import with_small_first_batch
@@ -57,9 +56,7 @@ class ChangeOptions:
 
 
 def refit_change(
-    carrier: Carrier,
-    config: Any,
-    tuned: TensorSource,
+    delta: Delta,
     samples: Sequence[Batch],
     options: ChangeOptions,
     progress: Progress | None = None,
@@ -68,9 +65,7 @@ def refit_change(
     """Solve the new base's maps for its own outputs plus the old pair's change.
 
     Args:
-        carrier: of the old base to the new one.
-        config: of transformers, the new base's.
-        tuned: the fine-tune, under the names of the carrier's architecture.
+        delta: the change as it is moved by weights.
         samples: as the models take them.
         base_texts: text of the new base's own, where nothing shall change.
 
@@ -78,8 +73,8 @@ def refit_change(
         The solved tensors by the new base's names, in float32, and the errors of each map.
     """
     store, batches = StateStore(), [*with_small_first_batch(samples), *base_texts]
-    architecture = carrier.architecture
-    solved: dict[str, Tensor] = {}
+    base, architecture = delta.base, delta.base.architecture
+    config, solved = base.transformers_config, dict[str, Tensor]()
 
     def write(name: str, tensor: Tensor) -> Tensor:
         solved[name] = tensor.to(torch.float32).contiguous()
@@ -88,11 +83,10 @@ def refit_change(
     def runner(source: TensorSource, prefix: str, untie: bool) -> Runner:
         return Runner(config, source, architecture, batches, store, prefix, device=options.device, untie=untie)
 
-    new, merge = (runner(carrier.new, prefix, options.untie) for prefix in ("new", "carried"))
-    aligned = {"old": carrier.old, "tuned": tuned}
-    maps = carrier.alignment.transforms, carrier.alignment.folded
-    aligned = {name: moved_tensors(architecture, source, *maps) for name, source in aligned.items()}
-    old, fine = (runner(source, name, True) for name, source in aligned.items())
+    new, merge = (runner(base.tensors, prefix, options.untie) for prefix in ("new", "carried"))
+    maps = delta.alignment.transforms, delta.alignment.folded
+    aligned = {"old": delta.old, "tuned": delta.tuned}
+    old, fine = (runner(moved_tensors(architecture, x, *maps), name, True) for name, x in aligned.items())
     refit = Refit(
         merge,
         architecture,

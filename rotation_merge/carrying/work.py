@@ -6,23 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from mergekit.common import dtype_from_name
+import torch
 
 from rotation_merge.carrying.bases import Bases, Execution, is_adapter_folder
-from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.chat import chat_folder, with_chat
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta, Record
 from rotation_merge.carrying.vocabulary import check_adapter_tokens
 from rotation_merge.errors import DataError
+from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.run import change_note
 from rotation_merge.model.adapter_base import check_base
 from rotation_merge.model.adapters import Adapter, placed_changes
-from rotation_merge.model.gguf import quantised
 from rotation_merge.model.open import ModelLike, open_model, parse_reference
 from rotation_merge.model.origin import origins
-from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.record import MergeReport
 from rotation_merge.workers import Progress
@@ -95,14 +93,14 @@ class Transfer:
     """One change between two aligned bases.
 
     Attributes:
-        carrier: moves changes.
+        alignment: of the old base to the new one.
         report: on the alignment, with the origin of the work.
         norms: squared norms of the change of each tensor of a carried view, and of the old base's, as it is computed.
     """
 
     work: Work
     bases: Bases
-    carrier: Carrier
+    alignment: Alignment
     report: MergeReport
     config: TransferConfig
     execution: Execution
@@ -111,8 +109,8 @@ class Transfer:
     @cached_property
     def base(self) -> View:
         """The new base as the result is written: the head apart, or tied, and with the fine-tune's chat template."""
-        untie = self.execution.storage.untie or bool(self.work.rank)
-        base = replace(open_model(self.bases.new, untie=untie), tensors=as_tensors(self.carrier.new))
+        untie = self.config.untie or bool(self.work.rank)
+        base = replace(open_model(self.bases.new, untie=untie), tensors=self.bases.sources[0])
         if not self.work.chat or self.work.model is None or self.bases.rows is not None:
             return base
         return with_chat(base, self.work.chat, self.bases.old, self.work.model)
@@ -120,29 +118,26 @@ class Transfer:
     @property
     def tied(self) -> str | None:
         """A head that stays the embedding's tensor."""
-        return None if self.execution.storage.untie else self.bases.new.tied_head
+        return None if self.config.untie else self.bases.new.tied_head
 
     @property
     def delta(self) -> Delta:
-        """The fine-tune's change, moved by weights."""
-        assert self.work.model is not None
-        return Delta(self.carrier, self.work.model.tensors, self.base)
+        """The change, moved by weights; of an adapter whose factors are carried none yet."""
+        old = self.bases.sources[1]
+        tuned = old if self.work.model is None else self.work.model.tensors
+        return Delta(self.base, old, tuned, self.alignment, self.bases.rows)
 
-    def stored(self, delta: Delta, record: Record | None = None) -> View:
-        """The new base with a change, in the dtype that it is stored in."""
-        dtype, view = dtype_from_name(self.execution.storage.dtype), delta.applied(record=record)
+    def applied(self, delta: Delta, record: Record | None = None) -> View:
+        """The new base with a change, in the dtype that it is stored in; as an adapter changes it, unrounded."""
+        view = delta.applied(record=record)
+        dtype = torch.float32 if self.work.rank else self.execution.dtype
         return view if dtype is None else view.to(dtype)
 
-    def unchanged(self) -> View:
-        """The new base as it is, in the dtype that it is stored in; of an adapter, as it is."""
-        dtype = None if self.work.rank else dtype_from_name(self.execution.storage.dtype)
-        return self.base if dtype is None else self.base.to(dtype)
-
-    def size_note(self) -> str | None:
+    def size_note(self) -> list[str]:
         """A warning if the change, all of which was computed, is too large to transfer."""
-        if not self.norms:
-            return None
-        return change_note(f"The task vector of `{self.work.name}`", *map(sum, zip(*self.norms, strict=True)))
+        sums = map(sum, zip(*self.norms, strict=True))
+        note = change_note(f"The task vector of `{self.work.name}`", *sums) if self.norms else None
+        return [note] if note else []
 
 
 def transfers(
@@ -165,9 +160,7 @@ def transfers(
     config, notes = _matched_as(config, bases, execution, opened)
     alignment, report = bases.aligned(config, execution, progress)
     report = replace(report, notes=[*notes, *report.notes])
-    anchor, base = bases.sources
-    carrier = Carrier(bases.architecture, base, anchor, alignment, bases.rows)
-    return [_transfer(work, bases, carrier, report, config, execution) for work in opened]
+    return [Transfer(work, bases, alignment, _with_origin(report, work), config, execution) for work in opened]
 
 
 def _matched_as(
@@ -186,14 +179,10 @@ def _matched_as(
     return replace(config, match=replace(config.match, residual="none")), []
 
 
-def _transfer(
-    work: Work, bases: Bases, carrier: Carrier, report: MergeReport, config: TransferConfig, execution: Execution
-) -> Transfer:
-    """The transfer of one work, with its origin in the report."""
-    model, stored = work.model, work.adapter is not None or (work.model is not None and work.model.files is not None)
-    types = quantised(model.folder) if model is not None and model.files is not None else ""
+def _with_origin(report: MergeReport, work: Work) -> MergeReport:
+    """The report with the origin of the work in it, and remarks on its files."""
+    stored = work.adapter is not None or (work.model is not None and work.model.files is not None)
     known = origins([parse_reference(work.name)] if stored else [])
     facts = {name: {**origin, "carried": True} for name, origin in known.items()}
-    notes = [*report.notes, *([f"`{model.reference}` {types}."] if types and model is not None else [])]
-    report = replace(report, models={**report.models, **facts}, notes=notes)
-    return Transfer(work, bases, carrier, report, config, execution)
+    remarks = [] if work.model is None else work.model.remarks
+    return replace(report, models={**report.models, **facts}, notes=[*report.notes, *remarks])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -73,9 +74,11 @@ def command(
     says so and writes nothing without --data or --force. --force also moves an adapter whose base is not OLD_BASE.
     Interrupted matching continues from OUT.matching.unfinished.
     """
+    from mergekit.common import dtype_from_name
+
     from rotation_merge.carrying.bases import Execution
-    from rotation_merge.carrying.folders import carry, check_places
-    from rotation_merge.model.writing import StorageOptions, check_dtype, parse_size
+    from rotation_merge.carrying.folders import carry
+    from rotation_merge.model.writing import check_dtype, parse_size
     from rotation_merge.run.ledger import kept_beside
 
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
@@ -84,14 +87,14 @@ def command(
             check_output(Output(place, "OUT", FOLDER), inputs_of(context), force=True)
     given_options = {name for name in values if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     check_dtype(dtype)
-    storage = StorageOptions(parse_size(shard_size), dtype, untie)
+    size, stored_dtype = parse_size(shard_size), dtype_from_name(dtype)
     device = usable_device(device)
     match = config_of(AlignConfig, values)
     config = config_of(TransferConfig, values, alignment=values.pop("alignment"), match=match, untie=untie)
     if "steps" in given_options and "method" not in given_options:
         config = replace(config, method="distil")
     _check_use(config, given_options)
-    check_places(work, places)
+    _check_places(work, places)
     jobs = dict(zip(places, work, strict=True))
 
     def mark() -> str:
@@ -100,8 +103,8 @@ def command(
     force, progress = bool(context.params["force"]), Progress()
     with kept_beside(out, mark, device) as ledger:
         carries = force or "data" in given_options
-        execution = Execution(device, storage, ledger, force, "carried" if carries else "named")
-        results = carry(jobs, old, new, config, execution, progress)
+        execution = Execution(device, stored_dtype, ledger, force, "carried" if carries else "named")
+        results = carry(jobs, old, new, config, execution, size, progress)
     progress.close()
     if as_json:
         written, unmoved = ([_facts(item) for item in results if (item.out is None) is near] for near in (False, True))
@@ -150,3 +153,11 @@ def _check_use(config: TransferConfig, given_options: set[str]) -> None:
     if config.alignment is not None and of_matching:
         remedy = f"leave out --{of_matching[0].replace('_', '-')}"
         raise RotationMergeError("--alignment already gives the maps", remedy=remedy)
+
+
+def _check_places(works: Sequence[str], places: Sequence[str]) -> None:
+    """Refuse to write two adapters to one place."""
+    for i, place in enumerate(places):
+        if place in places[:i]:
+            problem = f"has the same output as {works[places.index(place)]}: {place}"
+            raise RotationMergeError(problem, where=works[i], remedy="carry them one by one")

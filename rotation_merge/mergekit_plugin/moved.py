@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import Lock
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.averaging.average import check_finite
-from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.alignment import Alignment
@@ -164,7 +163,7 @@ class ChangedBlock(MovedBlock):
         fits = len(anchor) == len(origin) and all(a == b or dim == free for dim, (a, b) in enumerate(lengths))
         if tuned != origin or not fits:
             raise self._cannot(info, "shapes differ")
-        return self._delta.tensor(self.block, info, dtype or self.tensors.dtypes[info.name], self._record)
+        return self._delta.tensor(self.block, info, dtype or self.tensors.dtypes[info.name])
 
     def _record(self, change: float, before: float) -> None:
         if self.run is not None:
@@ -182,8 +181,9 @@ class ChangedBlock(MovedBlock):
 
     @cached_property
     def _delta(self) -> Delta:
-        carrier = Carrier(self.architecture, self.origin, self.anchor, self.alignment, self.rows, self.least)
-        return Delta(carrier, self._tuned, self.base, self.scale)
+        base = replace(self.base, architecture=self.architecture, tensors=self.anchor)
+        delta = Delta(base, self.origin, self._tuned, self.alignment, self.rows, folding=self.fold)
+        return replace(delta, scale=self.scale, record=self._record)
 
 
 class OutputTensors:

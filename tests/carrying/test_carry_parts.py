@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from carry_support import other_coordinates
 from cli_support import run
 from plugin_support import make as make_checkpoint
@@ -23,20 +22,19 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 import rotation_merge as rm
-from rotation_merge import AlignConfig, Alignment, Delta, RotationMergeError
+from rotation_merge import AlignConfig, Delta, RotationMergeError
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.wudi import added_by_wudi
-from rotation_merge.carrying import carrier as carry
-from rotation_merge.carrying.carrier import Carrier
+from rotation_merge.carrying import delta as carry
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN
-from rotation_merge.carrying.delta import of_low_rank
 from rotation_merge.carrying.distil import best_target
 from rotation_merge.carrying.judge import (
     RecoveredLift,
     halves,
     parted,
 )
+from rotation_merge.carrying.lora import of_low_rank
 from rotation_merge.carrying.refit import ChangeOptions, of_rank, refit_change
 from rotation_merge.carrying.sampled import ChangeCandidate, best_of
 from rotation_merge.matching.match import match_model
@@ -45,6 +43,8 @@ from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.low_rank import dense
 from rotation_merge.model.open import open_model
+from rotation_merge.model.tensors import as_tensors
+from rotation_merge.model.view import View
 from rotation_merge.run.data import Data
 
 
@@ -63,9 +63,9 @@ def test_long_vocabularies_are_moved_in_slices(tmp_path: Path, monkeypatch: pyte
     anchor = checkpoint("llama", "llama", tmp_path / "anchor")
     old = twin(anchor, tmp_path / "old", "rotation")
     fine = fine_tune(old, tmp_path / "fine")
-    architecture, anchors, olds, fines = anchor.architecture, anchor.state, old.state, fine.state
-    found = match_model(architecture, anchors, olds, AlignConfig(residual="rotation"))
-    tuned = Delta(Carrier(architecture, olds, anchors, found), fines, open_model(anchor.path, untie=True))
+    base, sources = open_model(anchor.path, untie=True), [as_tensors(model.state) for model in (old, fine)]
+    found = match_model(anchor.architecture, anchor.state, old.state, AlignConfig(residual="rotation"))
+    tuned = Delta(base, *sources, found)
     largest: dict[str, int] = {}
 
     def watch(module: ModuleType) -> None:
@@ -111,10 +111,9 @@ def test_a_refit_between_bases_that_are_one_in_other_coordinates(
     tuned |= {n: x for n, x in state.items() if x.ndim < 2 or "wte" in n or "wpe" in n or "embed" in n}
     new, alignment = other_coordinates((state, config), AlignConfig(heads="permutation", residual=residual))
     ids = torch.randint(0, config["vocab_size"], (24, 12), generator=draw)
+    sources = [as_tensors(x) for x in (new, state, tuned)]
     solved, done = refit_change(
-        Carrier(architecture, state, new, alignment),
-        transformers.AutoConfig.from_pretrained(tmp_path),
-        tuned,
+        Delta(View("new", config, architecture, sources[0]), *sources[1:], alignment),
         [{"input_ids": part} for part in ids.split(12)],
         ChangeOptions(ridge=1e-5),
     )
@@ -144,10 +143,10 @@ def unlike(tmp_path: Path) -> tuple[Callable[..., torch.Tensor], dict[str, torch
     def logits(ids: torch.Tensor, options: ChangeOptions | None, own: Collection[torch.Tensor] = ()) -> torch.Tensor:
         tensors: Mapping[str, torch.Tensor] = {}
         if options is not None:
-            given = Carrier(architecture, old, new, Alignment({})), transformers.AutoConfig.from_pretrained(tmp_path)
+            delta = Delta(View("new", config, architecture, as_tensors(new)), as_tensors(old), as_tensors(tuned))
             base_texts = [{"input_ids": text} for text in own]
             samples = [{"input_ids": texts["samples"]}]
-            tensors = refit_change(*given, tuned, samples, options, base_texts=base_texts)[0]
+            tensors = refit_change(delta, samples, options, base_texts=base_texts)[0]
         with torch.no_grad():
             return reload(case, tmp_path, {n: tensors.get(n, x).double() for n, x in new.items()})(input_ids=ids).logits
 
@@ -255,7 +254,7 @@ def test_an_example_of_several_rows_stays_whole() -> None:
     batches = [{"input_ids": torch.full((1, 4), i), "pixel_values": torch.full((6, 2), i)} for i in range(8)]
     solved, held_out = parted(Data(batches, "next token", 8))
     pair = halves(held_out)
-    assert [len(part.batches) for part in (solved, *pair)] == [6, 1, 1]
+    assert [len(part.batches) for part in (solved, *pair)] == [4, 2, 2]
     assert all(len(batch["pixel_values"]) == 6 for part in (solved, *pair) for batch in part.batches)
 
 
@@ -275,7 +274,7 @@ def test_never_below_plain_addition_nor_the_new_base(
     choice: dict[str, float], judged: dict[str, float], taken: str
 ) -> None:
     """On samples held out of every choice; what the new base loses counts as much as what is gained."""
-    candidates = [ChangeCandidate(name, None, None) for name in choice]  # type: ignore[arg-type]
+    candidates = [ChangeCandidate(name, None) for name in choice]  # type: ignore[arg-type]
     both = ({name: (loss / 4, 3 * loss / 4) for name, loss in losses.items()} for losses in (choice, judged))
     assert best_of(candidates, *both).method == taken
 
