@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from rotation_merge.matching.run import change_note
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapters import WHOLE, WRONG_BASE, Adapter, PlacedChange, placed_changes
 from rotation_merge.model.blocks import check_shape, read_tensor
-from rotation_merge.model.forms import ComposedTensor, other_form, restructured
+from rotation_merge.model.forms import other_form, restructured
 from rotation_merge.model.labels import LabelRows, in_order
 from rotation_merge.model.low_rank import LowRank, dense, factor_infos, output_axis, stacks
 from rotation_merge.model.rows import with_rows_of
@@ -57,7 +58,7 @@ def carry_adapter(
     if count := moving.constants:
         facts |= {"lora_bias": True, "init_lora_weights": True}
         notes.append(f"{count} modules got a bias (peft's lora_bias), because norms shift their inputs.")
-    return separated_adapter(AdapterWeights(facts, moving.tensors), changes, stored, adapter.path), notes
+    return _separated(AdapterWeights(facts, moving.tensors), changes, stored, adapter.path), notes
 
 
 def _extended(delta: Delta, spots: Iterable[PossibleTensor]) -> Delta:
@@ -283,14 +284,13 @@ class _MovingAdapter:
         return {key for n in norms for key in (n.gain, n.shift)} | {s.gain for s in block.scales if s.stream in streams}
 
 
-def separated_adapter(
+def _separated(
     written: AdapterWeights, changes: Sequence[PlacedChange], stored: Architecture, label: str
 ) -> AdapterWeights:
-    """Split an adapter's fused modules if its base stores their parts separately.
+    """Split an adapter's fused modules if its base stores their parts separately: q, k and v, or gates and values.
 
-    These are queries, keys and values, or gates and values. Without fused modules the adapter is unchanged.
-
-    Experts stay as they are: peft and transformers take them in either form.
+    Without fused modules the adapter is unchanged. Experts stay as they are: peft and transformers take them in either
+    form.
 
     Args:
         written: carried to the new base.
@@ -300,55 +300,41 @@ def separated_adapter(
     Raises:
         CheckpointError: it also holds whole modules.
     """
-    entries = [change for change in changes if change.a]
-    forms = [_apart(entry, stored) for entry in entries]
-    if not any(forms):
+    parts = {change: _parts(change, stored) for change in changes if change.a}
+    if all(len(places) == 1 for places in parts.values()):
         return written
     if whole := next((change.value for change in changes if change.value), None):
         problem = f"stores '{whole}' whole, and fuses modules that are separate in the new base"
         raise CheckpointError(problem, where=label, remedy=WHOLE)
-    tensors = dict(written.tensors)
-    modules: list[str] = []
-    ranks: dict[str, int] = {}
-    alphas: dict[str, float] = {}
-    for entry, apart in zip(entries, forms, strict=True):
-        module_keys = [key for key in (entry.a, entry.b, entry.bias, entry.magnitude) if key in tensors]
-        parts = {key: tensors.pop(key) for key in module_keys}
-        rank = parts[entry.a].shape[0]
-        for module, start, length in _places(entry, apart, stored):
-            for key, tensor in parts.items():
+    tensors, modules = dict(written.tensors), list[str]()
+    ranks, alphas = dict[str, int](), dict[str, float]()
+    for entry, places in parts.items():
+        keys = [key for key in (entry.a, entry.b, entry.bias, entry.magnitude) if key in tensors]
+        fused = {key: tensors.pop(key) for key in keys}
+        rank = len(fused[entry.a])
+        for module, start, length in places:
+            for key, tensor in fused.items():
                 cut = tensor if length is None or key == entry.a else tensor.narrow(0, start, length)
                 tensors[key.replace(entry.module, module, 1)] = cut.clone()
             modules.append(module)
             ranks[re.escape(module)] = rank
             alphas[re.escape(module)] = entry.scale * (rank**0.5 if written.config.get("use_rslora") else rank)
-    targets = {"target_modules": modules, "rank_pattern": ranks, "alpha_pattern": alphas}
-    return AdapterWeights({**written.config, **targets}, tensors)
+    patterns = {"rank_pattern": ranks, "alpha_pattern": alphas}
+    return AdapterWeights({**written.config, "target_modules": modules, **patterns}, tensors)
 
 
-def _apart(entry: PlacedChange, stored: Architecture) -> ComposedTensor | None:
-    """The tensors that the new base stores instead of the changed one; None if it stores the same one."""
-    info = entry.spot.info
-    if stacks(info):
-        return None
-    for block in stored.blocks:
-        if entry.spot.in_block(block) and block.tensor(info.key) is None:
-            form = other_form(block, replace(block, tensors=(*block.tensors, info))).get(info.key)
-            return form if form is not None and len(form.cuts) > 1 else None
-    return None
-
-
-def _places(
-    entry: PlacedChange, form: ComposedTensor | None, stored: Architecture
-) -> Iterator[tuple[str, int, int | None]]:
+def _parts(entry: PlacedChange, stored: Architecture) -> list[tuple[str, int, int | None]]:
     """The new base's modules that an entry is for, with the outputs of it that are theirs: first and number."""
-    info, start = entry.spot.info, 0
-    for cut in form.cuts if form is not None else ():
-        yield cut.info.name.removesuffix(".weight"), start, cut.length
-        start += cut.length
-    if form is None:
-        blocks = [block for block in stored.blocks if entry.spot.in_block(block) and not stacks(info)]
-        stored_name = next(
-            (same.name for block in blocks if (same := block.tensor(info.key)) is not None), entry.module
-        )
-        yield stored_name.removesuffix(".weight"), 0, None
+    info, block = entry.spot.info, next(filter(entry.spot.in_block, stored.blocks), None)
+    if block is None or stacks(info):
+        return [(entry.module, 0, None)]
+    if (same := block.tensor(info.key)) is not None:
+        return [(same.name.removesuffix(".weight"), 0, None)]
+    form = other_form(block, replace(block, tensors=(*block.tensors, info))).get(info.key)
+    if form is None or len(form.cuts) == 1:
+        return [(entry.module, 0, None)]
+    starts = accumulate((cut.length for cut in form.cuts), initial=0)
+    return [
+        (cut.info.name.removesuffix(".weight"), start, cut.length)
+        for cut, start in zip(form.cuts, starts, strict=False)
+    ]

@@ -14,7 +14,7 @@ from rotation_merge.architecture import Architecture
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import RowPair
 from rotation_merge.carrying.judge import parted
-from rotation_merge.carrying.vocabulary import check_no_added_tokens, check_same_set
+from rotation_merge.carrying.tokens import check_no_added_tokens, check_same_set
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.aligned_output import pair_report, read_file
 from rotation_merge.matching.alignment import Alignment
@@ -150,12 +150,12 @@ class Bases:
             run.moved_by(old, AppliedAlignment(config.alignment, old, file.metadata))
             return Alignment.of(file), pair_report(self.pair, run, base=new)
         options = check_pair(self.pair.described, self.old_as_new, config.match, untie=self.pair.untie).options
-        pair, sources = replace(self.pair, options=options), list(self.sources)
+        pair, (anchor, donor) = replace(self.pair, options=options), self.sources
         if pair.shared is not None:
-            subsets = zip(sources, pair.shared, strict=True)
-            sources = [vocabulary_subset(self.architecture, source, rows) for source, rows in subsets]
+            subsets = zip((anchor, donor), pair.shared, strict=True)
+            anchor, donor = (vocabulary_subset(self.architecture, source, rows) for source, rows in subsets)
         match = execution.match or self._matcher(config, execution.device)
-        alignment = match(self.architecture, *sources, options, progress, ledger=execution.ledger)
+        alignment = match(self.architecture, anchor, donor, options, progress, ledger=execution.ledger)
         run.aligned(old, alignment)
         return alignment, pair_report(pair, run, yaml.safe_dump(asdict(options), sort_keys=False), new)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.carrying.vocabulary import check_no_added_tokens, check_same_set
+from rotation_merge.carrying.tokens import check_no_added_tokens, check_same_set
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.pair import check_shapes

@@ -32,7 +32,7 @@ from rotation_merge.run.functions import Batch, inputs_for
 SHARES = (1.0, 0.5)
 """Shares of the new base's logits beyond the old base's that a target may have."""
 
-STEP_BATCHES = 4
+AT_A_STEP = 4
 """Batches of a step."""
 
 

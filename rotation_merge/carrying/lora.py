@@ -41,7 +41,7 @@ class NewAdapter:
     share: float
 
 
-def new_adapter(delta: Delta, rank: int, tied: str | None = None, trained: Collection[str] = ()) -> NewAdapter:
+def new_adapter(delta: Delta, rank: int, trained: Collection[str] = ()) -> NewAdapter:
     """A change as a new adapter of the base that it is for.
 
     Matrices are cut down to `rank`; biases go into peft's `lora_bias`, norms into `modules_to_save`. Beside a
@@ -51,13 +51,12 @@ def new_adapter(delta: Delta, rank: int, tied: str | None = None, trained: Colle
 
     Args:
         rank: of every factor, at most.
-        tied: a head that is tied to the embedding.
         trained: names of tensors that are given factors of the whole rank in any case.
 
     Raises:
         CheckpointError: the class of the base cannot be built.
     """
-    places, cuts = _places(delta.base, tied), dict[str, tuple[TensorInfo, Change]]()
+    places, cuts = _places(delta.base), dict[str, tuple[TensorInfo, Change]]()
     norms, rests = dict[str, float](), dict[str, float]()
     for block in delta.base.architecture.blocks:
         for info, change in _changes(delta, block, trained):
@@ -75,7 +74,7 @@ def new_adapter(delta: Delta, rank: int, tied: str | None = None, trained: Colle
     return NewAdapter(_written(delta.base, places, cuts, rank), _of_cuts(delta.base, cuts), share)
 
 
-def _places(base: View, tied: str | None) -> dict[str, str]:
+def _places(base: View) -> dict[str, str]:
     """Parameters as the model's class names them, by tensor; of those that an adapter may change."""
     try:
         with torch.device("meta"):
@@ -89,7 +88,7 @@ def _places(base: View, tied: str | None) -> dict[str, str]:
         stored = blocks.get((block.module, block.place, block.index))
         for parameter in block.tensors if stored is not None else ():
             info = stored.tensor(parameter.key) if stored is not None else None
-            if info is not None and not stacks(info) and not (tied and info.vocabulary_axis is not None):
+            if info is not None and not stacks(info) and not (base.tied_head and info.vocabulary_axis is not None):
                 places[info.name] = parameter.name
     return places
 

@@ -15,14 +15,14 @@ from rotation_merge.averaging.polish import PolishOptions, polish
 from rotation_merge.averaging.wudi import added_by_wudi
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN
 from rotation_merge.carrying.delta import Delta
-from rotation_merge.carrying.distil import STEP_BATCHES, adapter_in_training, answered_by_target
+from rotation_merge.carrying.distil import AT_A_STEP, adapter_in_training, answered_by_target
 from rotation_merge.carrying.judge import AT_ONCE, HELD_OUT, SCALES, RecoveredLift, TransferSamples, read_parts
 from rotation_merge.carrying.lora import new_adapter
 from rotation_merge.carrying.refit import ChangeOptions, refit_change
 from rotation_merge.carrying.work import Transfer
 from rotation_merge.files import Store
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.model.blocks import read_tensor, unstack
+from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.forms import translated
 from rotation_merge.model.low_rank import dense
 from rotation_merge.model.run_keys import mark_of
@@ -128,8 +128,8 @@ class _Sampling:
         lines = [f"{transfer.bases.near_words}."] if transfer.bases.nearness.shared else []
         delta = transfer.delta
         if method != "weights":
-            tensors, notes = self._solved()
-            lines, delta = [*lines, *notes], self._between(self.transfer.base.tensors.replaced(tensors))
+            delta, notes = self._solved()
+            lines += notes
         unmoved = replace(transfer.delta, alignment=Alignment({}))
         changes = {method: delta, PLAIN: unmoved}
         if transfer.bases.nearness.shared:
@@ -148,7 +148,7 @@ class _Sampling:
         return Delta(base, base.tensors, tuned, precision=torch.float64)
 
     def _as_written(self, delta: Delta) -> Delta:
-        return new_adapter(delta, self.rank, self.transfer.bases.new.tied_head).delta if self.rank else delta
+        return new_adapter(delta, self.rank).delta if self.rank else delta
 
     def _merged(self, unmoved: Delta, block: Block, info: TensorInfo) -> Tensor | None:
         """A tensor of the new base with what the fine-tune adds where `wudi` merges both as fine-tunes of the old base.
@@ -193,8 +193,8 @@ class _Sampling:
 
     # --- refit and distil
 
-    def _solved(self) -> tuple[dict[str, Tensor], list[str]]:
-        """The new base's tensors with the change, solved on samples and perhaps trained further, and lines on it."""
+    def _solved(self) -> tuple[Delta, list[str]]:
+        """The change, solved on samples and perhaps trained further, and lines on it."""
         transfer, config, parts = self.transfer, self.transfer.config, self.parts
         base_samples = self._own_text() if parts.choice.writes and config.factor is None else []
         lines = [f"Refitted on {parts.solved.examples} samples ({config.data})."]
@@ -205,12 +205,18 @@ class _Sampling:
             device=transfer.execution.device,
         )
         batches = unpadded(parts.solved.batches, config.data)
-        delta = replace(transfer.delta, base=replace(transfer.base, architecture=transfer.bases.architecture))
-        tensors, _ = refit_change(delta, batches, options, progress=self.progress, base_texts=base_samples)
+        moved = replace(transfer.delta, base=replace(transfer.base, architecture=transfer.bases.architecture))
+        tensors, _ = refit_change(moved, batches, options, progress=self.progress, base_texts=base_samples)
+        delta = self._between(transfer.base.tensors.replaced(tensors))
         if config.method == "distil":
-            tensors, words = self._distilled(tensors, batches, base_samples)
-            lines.append(words)
-        return tensors, lines
+            if self.rank:
+                adapter = new_adapter(delta, self.rank, tensors).weights
+                student = adapter_in_training(self.module(transfer.base), adapter)
+            else:
+                student = self.module(delta.applied().to(torch.float32)).requires_grad_(True)
+            lines.append(self._distilled(student, batches, base_samples))
+            delta = self._trained(student)
+        return delta, lines
 
     def _own_text(self) -> list[Batch]:
         """Text of the new base that preserves its knowledge, in batches of half the size."""
@@ -218,10 +224,12 @@ class _Sampling:
         config = replace(config, seed=config.seed + 2)
         return read_samples(new, SELF, **config.reading(AT_ONCE // 2), module=self.module(new)).batches
 
-    def _distilled(
-        self, tensors: Mapping[str, Tensor], solved: Sequence[Batch], base_samples: Sequence[Batch]
-    ) -> tuple[dict[str, Tensor], str]:
-        """The new base's tensors after some steps of training from a refit, and a line on it."""
+    def _distilled(self, student: Any, solved: Sequence[Batch], base_samples: Sequence[Batch]) -> str:
+        """Train a model for some steps, in place; returns a line on it.
+
+        Args:
+            student: all of it is trained, or only the factors of an adapter.
+        """
         transfer, config, choice = self.transfer, self.transfer.config, self.parts.choice.tuned
         held_out = unpadded(choice.batches, config.data)
         samples = [*solved, *held_out]
@@ -232,39 +240,20 @@ class _Sampling:
             work.begin(key)
             loaders = {name: partial(self.module, view) for name, view in self.views.items()}
             share, answered = answered_by_target(loaders, choice, samples, base_samples, work)
-            student = self._student(tensors)
             last = (len(held_out), max(1, round(HELD_OUT * len(base_samples))))[: len(answered)]
+            state = work.file("progress.safetensors")
             training = PolishOptions(
-                config.steps,
-                lora=self.rank,
-                seed=config.seed,
-                last=last,
-                batches=STEP_BATCHES,
-                state=work.file("progress.safetensors"),
+                config.steps, self.rank, seed=config.seed, last=last, state=state, batches=AT_A_STEP
             )
             report = polish(student, answered, training, self.progress)
         target = "tuned + new - old" if share == 1 else f"tuned + {share:g} (new - old)"
-        line = f"Distilled for {config.steps} steps from the refit towards the logits {target}: {report.verdict()}."
-        return self._trained(student), line
+        return f"Distilled for {config.steps} steps from the refit towards the logits {target}: {report.verdict()}."
 
-    def _student(self, tensors: Mapping[str, Tensor]) -> Any:
-        """The model to train: all of it, or only the factors of an adapter."""
-        base, head = self.transfer.base, self.transfer.bases.new.tied_head
-        delta = self._between(base.tensors.replaced(tensors))
-        if not self.rank:
-            return self.module(delta.applied().to(torch.float32)).requires_grad_(True)
-        return adapter_in_training(self.module(base), new_adapter(delta, self.rank, head, tensors).weights)
-
-    def _trained(self, student: Any) -> dict[str, Tensor]:
-        """The tensors that training changed, by the names of the new base's architecture."""
-        base, tensors = self.transfer.base, dict[str, Tensor]()
-        model = student.merge_and_unload() if self.rank else student
+    def _trained(self, student: Any) -> Delta:
+        """What training changed, by the names of the new base's architecture."""
+        base, model = self.transfer.base, student.merge_and_unload() if self.rank else student
         named = translated(model.state_dict(), architecture_of(model, base.untie), base.architecture)
-        for info in base.architecture.tensors():
-            before, after = read_tensor(info, base.tensors), read_tensor(info, named)
-            if before is not None and after is not None and not torch.equal(before.to(after), after):
-                tensors |= unstack(info, after.detach())
-        return tensors
+        return self._between(base.tensors.replaced(named.only(base.tensors)))
 
 
 def best_of(usable: Sequence[ChangeCandidate], choices: Judgement, judged: Judgement) -> ChangeCandidate:

@@ -1,20 +1,32 @@
-"""Carries the change of a fine-tune or an adapter to another base: new + scale * moved(tuned - old), as one value."""
+"""Carries changes to another base, new + scale * moved(tuned - old): as values, or to folders with report and card."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from torch import Tensor
+
 from rotation_merge.carrying.adapter import carry_adapter
-from rotation_merge.carrying.chat import chat_lines, tokenizer_files
-from rotation_merge.carrying.config import NONE
+from rotation_merge.carrying.bases import Bases, Execution, is_adapter_folder, open_bases
+from rotation_merge.carrying.config import HOW, MOVED, NONE, TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.lora import new_adapter
 from rotation_merge.carrying.sampled import sampled_change
-from rotation_merge.carrying.work import Transfer
+from rotation_merge.carrying.tokens import chat_folder, chat_lines, tokenizer_files
+from rotation_merge.carrying.work import Transfer, adapter_of_base, transfers
 from rotation_merge.model.adapter_files import AdapterWeights
+from rotation_merge.model.adapters import placed_changes
+from rotation_merge.model.card import metadata, notes, section, with_metadata
+from rotation_merge.model.markdown import code, prose
+from rotation_merge.model.open import open_model
+from rotation_merge.model.run_keys import unchanged
+from rotation_merge.model.staging import staged
 from rotation_merge.model.view import View
+from rotation_merge.model.writing import StorageOptions
+from rotation_merge.record import REPORT_FILE, MergeReport, versions
 from rotation_merge.run.data import Samples
 from rotation_merge.workers import Progress
 
@@ -62,8 +74,8 @@ def _new_adapter(transfer: Transfer, delta: Delta, lines: Sequence[str], cut: bo
     Args:
         cut: say how much of the change it keeps.
     """
-    rank, head = transfer.work.rank, transfer.bases.new.tied_head
-    adapter, notes = new_adapter(delta, rank, head), [*lines]
+    rank, head = transfer.work.rank, delta.base.tied_head
+    adapter, notes = new_adapter(delta, rank), [*lines]
     if cut:
         more = "; a higher rank keeps more" if adapter.share < ENOUGH else ""
         notes.append(f"Rank {rank} keeps {adapter.share:.1%} of the change (squared norm){more}.")
@@ -75,9 +87,160 @@ def _new_adapter(transfer: Transfer, delta: Delta, lines: Sequence[str], cut: bo
 
 def _noted(transfer: Transfer, value: V, lines: Sequence[str]) -> V:
     """A view or an adapter with its notes and report."""
-    chat, same_ids = transfer.work.chat, transfer.bases.rows is None
-    notes = list(dict.fromkeys([*transfer.report.notes, *lines, *chat_lines(chat, same_ids)]))
-    adapter = isinstance(value, AdapterWeights)
+    adapter, files = isinstance(value, AdapterWeights), value.beside
+    same_ids: bool = transfer.bases.rows is None
+    notes = list(dict.fromkeys([*transfer.report.notes, *lines, *chat_lines(transfer.work.chat, same_ids)]))
     report = replace(transfer.report, notes=notes, relation="adapter" if adapter else "finetune")
-    files = tokenizer_files(chat) if chat and same_ids else {}
-    return replace(value, notes=tuple(notes), report=report, beside=files if adapter else value.beside)
+    if adapter and transfer.work.chat and same_ids:
+        files = tokenizer_files(transfer.work.chat)
+    return replace(value, notes=tuple(notes), report=report, beside=files)
+
+
+ASK = (
+    "How much of its effect transfers is not measured. '--scale auto' measures it on samples, and tells you if "
+    "training on the new base is better."
+)
+OTHER_WORDS = (
+    "How much of its effect transfers is not measured, because the bases have their tokens at other ids. Compare it on "
+    "your task with the new base alone, and with training on the new base."
+)
+JUDGED = "Nothing was written. --scale auto --data FILE judges the change on samples, --force carries it anyway."
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """The result of carrying one fine-tune or adapter.
+
+    Attributes:
+        work: the adapter or fine-tune that was carried.
+        out: where it lies; None: nothing was written, as it can be used as it is.
+        lines: notes for the user.
+        report: as it is written beside the result.
+    """
+
+    work: str
+    out: str | None
+    lines: list[str]
+    report: MergeReport | None = None
+
+
+def carry(
+    works: Mapping[str, str],
+    old: str,
+    new: str,
+    config: TransferConfig | None = None,
+    execution: Execution | None = None,
+    shard_size: int = StorageOptions().shard_size,
+    progress: Progress | None = None,
+) -> list[TransferResult]:
+    """Carry adapters and fine-tunes of one base to another, each to a separate folder.
+
+    By weights, all are carried before anything is written.
+
+    Args:
+        works: folders of adapters and of whole models, by the folder that each is to be written to.
+        shard_size: bytes of a model's largest file.
+
+    Raises:
+        RotationMergeError: a model, an adapter or the samples cannot be read, or they do not fit together.
+    """
+    config, execution, paths = config or TransferConfig(), execution or Execution(), list(works.values())
+    by_adapter = all(map(is_adapter_folder, paths))
+    untie = config.untie or bool(config.rank) or by_adapter or config.method != "weights"
+    bases = open_bases(new, old, execution.device, untie)
+    if execution.near == "named" and config.alignment is None and usable_as_it_is(paths, bases):
+        return [TransferResult(path, None, [*_usable(path, bases, execution.force), JUDGED]) for path in paths]
+    jobs = transfers(paths, bases, config, execution, progress)
+    values = (carried(job, out, progress=progress) for job, out in zip(jobs, works, strict=True))
+    ready = values if config.needs_samples else list(values)
+    return [_written(job, value, out, shard_size, progress) for job, value, out in zip(jobs, ready, works, strict=True)]
+
+
+def usable_as_it_is(works: Iterable[str], bases: Bases) -> bool:
+    """Whether work needs no carrying because the bases share their coordinates and tokens.
+
+    A fine-tune with a chat template of its own is always carried, because plain addition would lose it.
+
+    Raises:
+        RotationMergeError: work cannot be read, or is not of the old base.
+    """
+    if not bases.nearness.shared or bases.old.rows or bases.rows is not None:
+        return False
+    models = [open_model(work, any_base=True) for work in works if not is_adapter_folder(work)]
+    if any(chat_folder(bases.old, model) for model in models):
+        return False
+    return all(bases.tuned(model) for model in models)  # refuses what is no fine-tune of the old base
+
+
+def _usable(work: str, bases: Bases, force: bool) -> list[str]:
+    """Lines on the use of one work on the new base, whose coordinates are the old one's."""
+    new, old = bases.names
+    if is_adapter_folder(work):
+        adapter = adapter_of_base(work, bases, force)
+        whole = [change.value for change in placed_changes(adapter, bases.old.config) if change.value]
+        lines = [f"{bases.near_words}: {work} can be used on {new} as it is."]
+        return [*lines, f"It replaces {len(whole)} whole tensors of the new base."] if whole else lines
+    recipe = f"merge_method: task_arithmetic, base_model: {new}, weight 1 for {work} and -1 for {old}"
+    merge = f"merge_method: rotation_merge, delegate: wudi, base_model: {old}, models {new} and {work}"
+    return [
+        f"{bases.near_words}: the change of {work} can be added to {new} as it is ({recipe}).",
+        f"A merge of {new} and {work} as two fine-tunes of {old} keeps more of what {new} knows ({merge}).",
+    ]
+
+
+def _written(
+    job: Transfer, value: View | AdapterWeights, out: str, shard_size: int, progress: Progress | None
+) -> TransferResult:
+    """Write a carried model or adapter, with its report and card."""
+    work, bases, report, lines = job.work.name, job.bases, value.report, [*value.notes, *_advice(job)]
+    assert report is not None
+
+    def tensors(view: View) -> Iterator[tuple[str, Tensor]]:
+        for done, (name, tensor) in enumerate(view.blocks()):
+            if progress is not None:
+                progress("writing", done, len(view))
+            yield name, tensor
+
+    with staged(out) as staging, unchanged([bases.new]):
+        if isinstance(value, View):
+            dtype = None if value.dtype is None else str(value.dtype).removeprefix("torch.")
+            value.write(staging, tensors(value), StorageOptions(shard_size, dtype, value.untie))
+        else:
+            value.write(staging)
+        report = replace(report, notes=[*lines, *job.size_note()])
+        report.write(os.path.join(staging, REPORT_FILE))
+        with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
+            file.write(card(bases, work, report, out))
+    return TransferResult(work, out, [verdict(bases, report), *report.notes], report)
+
+
+def _advice(job: Transfer) -> list[str]:
+    """Lines on the scale and on measuring a change that no samples judged."""
+    factor, ask = job.config.factor, ASK if job.bases.rows is None else OTHER_WORDS
+    if job.config.needs_samples or factor is None:
+        return []
+    return [ask] if factor == 1 else [f"Its change was multiplied by {factor:g}.", ask]
+
+
+def verdict(bases: Bases, report: MergeReport) -> str:
+    """A line on the distance of the bases before and after the alignment."""
+    new, old = bases.names
+    return f"Alignment of {old} to {new}: {report.verdict(old)}."
+
+
+def card(bases: Bases, work: str, report: MergeReport, out: str) -> str:
+    """A model card for a carried adapter or fine-tune of the new base."""
+    new, old = bases.names
+    name, names, classes = os.path.basename(os.path.abspath(out)), [work, old, new], bases.new.config["architectures"]
+    method = "weights" if report.lift is None else report.lift["method"]
+    measured = "was not measured." if report.lift is None else "is shown by the losses below."
+    how = f"{MOVED} {measured}" if method == "weights" else HOW[method]
+    options = f"\nOptions:\n\n```yaml\n{report.recipe}```\n" if report.recipe else ""
+    body = (
+        f"# {name}\n\n"
+        f"This is {code(work)}, trained on {code(old)}, carried to {code(new)} by rotation_merge "
+        f"{versions().get('rotation-merge', '')}. {prose(how, names)}\n\n"
+        f"{prose(verdict(bases, report), names)}\n\n" + "\n".join(notes(report)) + "\n"
+        f"{options}\n" + section(report, name, str(classes[0]) if classes else None)
+    )
+    return with_metadata(metadata(report), body)

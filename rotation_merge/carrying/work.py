@@ -9,10 +9,9 @@ from functools import cached_property
 import torch
 
 from rotation_merge.carrying.bases import Bases, Execution, is_adapter_folder
-from rotation_merge.carrying.chat import chat_folder, with_chat
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta, Record
-from rotation_merge.carrying.vocabulary import check_adapter_tokens
+from rotation_merge.carrying.tokens import chat_folder, check_adapter_tokens, with_chat
 from rotation_merge.errors import DataError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.options import NOTHING

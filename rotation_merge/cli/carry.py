@@ -26,7 +26,7 @@ from rotation_merge.files import FOLDER, Output, check_output
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 
 if TYPE_CHECKING:
-    from rotation_merge.carrying.folders import TransferResult
+    from rotation_merge.carrying.transfer import TransferResult
 
 
 @click.command(
@@ -77,7 +77,7 @@ def command(
     from mergekit.common import dtype_from_name
 
     from rotation_merge.carrying.bases import Execution
-    from rotation_merge.carrying.folders import carry
+    from rotation_merge.carrying.transfer import carry
     from rotation_merge.model.writing import check_dtype, parse_size
     from rotation_merge.run.ledger import kept_beside
 

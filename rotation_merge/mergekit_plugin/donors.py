@@ -14,7 +14,7 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.carrying.vocabulary import check_no_added_tokens, check_same_set
+from rotation_merge.carrying.tokens import check_no_added_tokens, check_same_set
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.alignment_file import check_fingerprints, load_file
