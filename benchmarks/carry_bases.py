@@ -42,9 +42,8 @@ from train_checkpoints import fit, save, warm_cosine
 
 import rotation_merge as rm
 from rotation_merge.architecture import Architecture
-from rotation_merge.carrying.bases import Execution, open_bases
+from rotation_merge.carrying.bases import Execution, Work, open_bases, transfers
 from rotation_merge.carrying.transfer import carried
-from rotation_merge.carrying.work import transfers
 from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.forms import translated
 from rotation_merge.model.tensors import TensorSource
@@ -158,7 +157,8 @@ class Pair:
             old, fine = (tensors_of(source, self.bases.architecture) for source in sources)
             return {name: self.stored[name] + fine[name] - tensor for name, tensor in old.items()}
         config = replace(way, data=text, alignment=self.alignment)
-        (job,) = transfers([tuned], self.bases, config, Execution(dtype=torch.float32))
+        work = Work.of(tuned, self.bases, config)
+        (job,) = transfers([work], self.bases, config, Execution(dtype=torch.float32))
         with TemporaryFolder() as folder:
             return dict(carried(job, f"{folder}/out").blocks())
 

@@ -17,10 +17,9 @@ from rotation_merge.averaging.parameters import numbers_for
 from rotation_merge.averaging.polish import PolishConfig
 from rotation_merge.averaging.polish_models import polished
 from rotation_merge.averaging.refit_models import refitted_later
-from rotation_merge.carrying.bases import Execution, is_adapter_folder, open_bases
+from rotation_merge.carrying.bases import Execution, Work, is_adapter_folder, open_bases, transfers
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.transfer import carried
-from rotation_merge.carrying.work import transfers
 from rotation_merge.errors import CheckpointError, RecipeError, not_written, short
 from rotation_merge.files import FOLDER, Input, Output, TemporaryFolder, check_output
 from rotation_merge.matching.aligned_output import match_pair
@@ -527,7 +526,7 @@ def transfer(
     chosen, execution, samples = _run_of(chosen, samples, first, second)
     whole = not adapter and not chosen.rank and chosen.method == "weights"
     bases = open_bases(first, second, untie=chosen.untie or not whole, watched=False)
-    (job,) = transfers([work], bases, chosen, execution)
+    (job,) = transfers([Work.of(work, bases, chosen)], bases, chosen, execution)
     with TemporaryFolder() as folder:
         value = carried(job, os.path.join(folder, "out"), samples)
     if isinstance(value, AdapterWeights) and first.files is None:
@@ -545,7 +544,7 @@ def _run_of(
     match = None
     if config.matched_on != WEIGHTS and (samples is not None or None in (new.files, old.files)):
         match = _matcher(config.matched_on, config.data if samples is None else samples, new, old)
-    execution = Execution(near="added", match=match, watched=False)
+    execution = Execution(near="added", match=match)
     if samples is None:
         return config, execution, None
     if isinstance(samples, str | os.PathLike):

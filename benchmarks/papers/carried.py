@@ -173,9 +173,8 @@ class Family:
             config = AutoConfig.from_pretrained(self.path(self.old.name))
             found = {}
             for work in self.works:
-                ends = ScaledChange(
-                    self.old.architecture, config, _moved(Delta(base, old, as_tensors(work.tuned.state)))
-                )
+                change = Delta(base, old, as_tensors(work.tuned.state))
+                ends = ScaledChange(self.old.architecture, config, _moved(change))
                 found[work.task] = gained(evaluate(ends.model(0.0), work.test), ends.model(1.0), work.test)
             return found
 

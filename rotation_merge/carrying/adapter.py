@@ -113,8 +113,8 @@ class _MovingAdapter:
             self._check_new(info)
         by_factors = {info.name: self._factors(entries, info) for _, info, entries in factors}
         saved = {name: self._saved(block, info, key) for name, (block, info, key) in whole.items()}
-        new = {name: torch.zeros_like(tensor) for name, tensor in saved.items() if name not in self.delta.old}
-        old = self.delta.old.replaced(new)
+        absent = [name for name, (_, info, _) in whole.items() if read_tensor(info, self.delta.old) is None]
+        old = self.delta.old.replaced({name: torch.zeros_like(saved[name]) for name in absent})
         self.delta = replace(self.delta, old=old, tuned=old.replaced(saved), low=by_factors)
         for block, info, entries in factors:
             self._write_factors(block, info, entries, whole)
@@ -241,10 +241,13 @@ class _MovingAdapter:
         maps, centred = delta.alignment.transforms, delta.fold.centred
         turned = any(p.space.name in maps and maps[p.space.name].mixes(p.role) for p in axis.parts)
         turned = turned or any(p.space.name in centred and p.role == "write" for p in axis.parts)
-        if turned or shifted or delta.scale != 1 or len(info.axes) != 2 or entry.embedding:
-            why = "its outputs are rotated" if turned else "it has a form without magnitudes of its own"
-            why = "the shift of a norm adds a constant" if shifted else why
-            why = "its change cannot be scaled" if delta.scale != 1 else why
+        reasons = {
+            "its change cannot be scaled": delta.scale != 1,
+            "the shift of a norm adds a constant": shifted,
+            "its outputs are rotated": turned,
+            "it has a form without magnitudes of its own": len(info.axes) != 2 or entry.embedding,
+        }
+        if why := next((words for words, holds in reasons.items() if holds), ""):
             raise self._refused(f"the DoRA of '{entry.module}' cannot be carried exactly: {why}", WHOLE)
         stored = in_order(self.adapter.tensor(entry.magnitude), self._order(info))
         lengths = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, field, fields, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 from pydantic.dataclasses import dataclass
@@ -14,11 +14,9 @@ from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchOn
 
 Method = Literal["weights", "refit", "distil"]
-METHODS = get_args(Method)
 SAMPLES, TRAINING_SAMPLES = 64, 512
 """Numbers of samples, if none is given: to solve or to judge, and to train."""
 
-AUTO = "auto"
 PLAIN, MERGED, NONE = "plain addition", "wudi", "none"
 """Alternatives to a method that samples may prefer: plain addition, a merge of the new base and the fine-tune as two
 fine-tunes of the old base, and the unchanged new base."""

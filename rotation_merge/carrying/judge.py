@@ -5,7 +5,7 @@ Recovered lift = (new base - carried) / (what fine-tuning gained at home), on sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -131,7 +131,7 @@ class RecoveredLift:
     Attributes:
         old, tuned: of the old pair, on samples of the fine-tune's kind.
         new, carried: of the new base without and with the change, on these and on text that the new base writes.
-        method: whose change was taken: one of `METHODS`, `plain addition`, or `none`.
+        method: whose change was taken: a `Method`, `PLAIN`, `MERGED` or `NONE`.
         scale: at which scale, in words.
         others: losses of the other methods on both, by method.
         writes: whether the new base writes text; where not, the second losses say nothing.
@@ -162,11 +162,6 @@ class RecoveredLift:
         return (self.old - self.new[0]) / self.home if self.home > 0 else None
 
     @property
-    def is_known(self) -> bool:
-        """Whether the new base is better than the old one without the change."""
-        return self.known is not None and self.known >= KNOWN
-
-    @property
     def of_the_way(self) -> float | None:
         """(new base - carried) / (new base - fine-tune at home), of losses; None: the fine-tune is no better."""
         distance = self.new[0] - self.tuned
@@ -179,35 +174,28 @@ class RecoveredLift:
             "known to the new base": self.known,
             "of the way to the fine-tune": self.of_the_way,
         }
-        return {**asdict(self), "others": dict(self.others), **derived}
+        return {**asdict(self), **derived}
 
     def words(self) -> list[str]:
         """Lines on the losses; the last one has the decision and the recovered lift."""
-        on_samples, on_texts = self.carried
         lines = [
             f"Loss on the judging samples (nats): old base {self.old:.3f}, its fine-tune {self.tuned:.3f}, new base "
-            f"{self.new[0]:.3f}, carried {on_samples:.3f} by {self.method}{self.scale}.",
-            f"Loss on the new base's own text: {self.new[1]:.3f} before, {on_texts:.3f} after."
+            f"{self.new[0]:.3f}, carried {self.carried[0]:.3f} by {self.method}{self.scale}.",
+            f"Loss on the new base's own text: {self.new[1]:.3f} before, {self.carried[1]:.3f} after."
             if self.writes
             else "The loss on the new base's own text is not measured: it writes no text.",
         ]
         if self.others:
+            shown = {name: losses if self.writes else losses[:1] for name, losses in self.others.items()}
+            tried = (f"{name} {' and '.join(f'{loss:.3f}' for loss in losses)}" for name, losses in shown.items())
             of = "losses on both" if self.writes else "losses on the judging samples"
-            tried = (f"{name} {' and '.join(f'{loss:.3f}' for loss in pair)}" for name, pair in self._other_losses())
             lines.append(f"Also tried ({of}): {'; '.join(tried)}.")
-        return [*lines, *self._known_words(), self._closing()]
-
-    def _other_losses(self) -> Iterator[tuple[str, tuple[float, ...]]]:
-        for name, losses in self.others.items():
-            yield name, losses if self.writes else losses[:1]
-
-    def _known_words(self) -> list[str]:
-        if self.known is None or not self.is_known:
-            return []
-        known = f"The new base alone already has {self.known:.0%} of what fine-tuning gained on the old base"
-        if self.of_the_way is None:
-            return [f"{known}: it needs no fine-tune for these samples."]
-        return [f"{known}; the fine-tune itself would bring the other {1 - self.known:.0%}."]
+        if self.known is not None and self.known >= KNOWN:
+            known = f"The new base alone already has {self.known:.0%} of what fine-tuning gained on the old base"
+            more = f"; the fine-tune itself would bring the other {1 - self.known:.0%}."
+            needless = ": it needs no fine-tune for these samples."
+            lines.append(known + (needless if self.of_the_way is None else more))
+        return [*lines, self._closing()]
 
     def _closing(self) -> str:
         if self.recovered is None:
@@ -218,7 +206,7 @@ class RecoveredLift:
             )
         if self.method == NONE:
             return "Train on the new base instead: it is better alone than with the change. Recovered lift: 0%."
-        way = self.of_the_way if self.is_known else None
+        way = self.of_the_way if self.known is not None and self.known >= KNOWN else None
         more = "" if way is None else f" ({way:.0%} of the way from the new base to the fine-tune)"
         line = f"Recovered lift: {self.recovered:.0%} of what fine-tuning gained on the old base{more}."
         if self.recovered <= 0:

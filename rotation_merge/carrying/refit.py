@@ -12,7 +12,7 @@ maps between activations as in Theseus (2026).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -132,19 +132,25 @@ class ChangedAnswers:
         if len(taps) < len(opened):
             return False
         count = len(self.new.batches) if answer_keys or block.index is not None else 0
-        maps, keys = ActivationMaps(), list[str]()
+        products, keys = dict[str, Tensor](), list[str]()
         for batch in range(count):
             new, old, tuned = (_outputs(tap, batch, answer_keys) for tap in taps)
             keys = [key for key in sorted(answer_keys) if key in new and key in old and key in tuned]
-            maps.add({key: (old[key], new[key]) for key in keys})
+            for key in keys:
+                x, y = rows(old[key]).double(), rows(new[key]).double()
+                sums = torch.stack([x.mT @ x, x.mT @ (y - x)])
+                products[key] = products[key] + sums if key in products else sums
             counts = float(batch < count - self.base_texts)
             self.store.put(f"own:{batch}", [new[key] for key in keys])
             self.store.put(f"change:{batch}", [counts * (tuned[key] - old[key]) for key in keys])
-        solved = maps.solved([key for key in keys if self._is_mapped(taps[0], key)])
+        maps = {key: activation_map(*products[key]) for key in keys if self._is_mapped(taps[0], key)}
         for batch in range(count):
             activations, changes = (self.store.get(f"{kind}:{batch}", self.new.device) for kind in ("own", "change"))
-            moved = [c if key not in solved else c @ solved[key].to(c) for key, c in zip(keys, changes, strict=True)]
-            self._kept.put(batch, {key: x + change for key, x, change in zip(keys, activations, moved, strict=True)})
+            changed = dict[str, Tensor]()
+            for key, x, change in zip(keys, activations, changes, strict=True):
+                change_map = maps.get(key)
+                changed[key] = x + (change if change_map is None else change @ change_map.to(change))
+            self._kept.put(batch, changed)
             self.store.drop(f"own:{batch}")
             self.store.drop(f"change:{batch}")
         return True
@@ -171,30 +177,18 @@ def _outputs(taps: BlockHooks, batch: int, answer_keys: frozenset[str]) -> dict[
     return {**activations.outputs, **activations.stream}
 
 
-class ActivationMaps:
-    """Least-squares maps M, ``new ~ old M``, by key; directions without samples keep the identity."""
+def activation_map(gram: Tensor, cross: Tensor) -> Tensor | None:
+    """The least-squares map M, ``new ~ old M``; directions without samples keep the identity.
 
-    def __init__(self) -> None:
-        self.sums: dict[str, tuple[Tensor, Tensor]] = {}
+    Args:
+        gram, cross: products of the old base's values X with themselves, and with Y - X of the new one's Y.
 
-    def add(self, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Add a batch of the old base's values and the new one's, (..., size) each."""
-        for key, (old, new) in values.items():
-            x, y = rows(old).double(), rows(new).double()
-            gram, cross = x.mT @ x, x.mT @ (y - x)
-            before = self.sums.get(key)
-            self.sums[key] = (gram, cross) if before is None else (before[0] + gram, before[1] + cross)
-
-    def solved(self, keys: Collection[str]) -> dict[str, Tensor]:
-        """The maps, (size, size), float64; without those that cannot be solved for."""
-        maps = {}
-        for key in keys:
-            gram, cross = self.sums[key]
-            penalty = torch.full((len(gram),), MAP_RIDGE * float(gram.diagonal().mean())).to(gram)
-            change = ridge_change(gram, cross, penalty)
-            if change is not None:
-                maps[key] = torch.eye(len(gram)).to(gram) + change.mT
-        return maps
+    Returns:
+        (size, size), float64; None if it cannot be solved for.
+    """
+    penalty = torch.full((len(gram),), MAP_RIDGE * float(gram.diagonal().mean())).to(gram)
+    change = ridge_change(gram, cross, penalty)
+    return None if change is None else torch.eye(len(gram)).to(gram) + change.mT
 
 
 def of_rank(change: Tensor, gram: Tensor, rank: int) -> Tensor:

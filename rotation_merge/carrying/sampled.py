@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.averaging.polish import PolishOptions, polish
 from rotation_merge.averaging.wudi import added_by_wudi
+from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.distil import AT_A_STEP, adapter_in_training, answered_by_target
 from rotation_merge.carrying.judge import AT_ONCE, HELD_OUT, SCALES, RecoveredLift, TransferSamples, read_parts
 from rotation_merge.carrying.lora import new_adapter
 from rotation_merge.carrying.refit import ChangeOptions, refit_change
-from rotation_merge.carrying.work import Transfer
 from rotation_merge.files import Store
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.blocks import read_tensor
@@ -51,7 +51,7 @@ class ChangeCandidate:
     """A change that samples judge.
 
     Attributes:
-        method: one of `METHODS`, `PLAIN`, `MERGED` or `NONE`.
+        method: a `Method`, `PLAIN`, `MERGED` or `NONE`.
         delta: of the new base, as it is written: of an adapter cut to its rank.
         scale: that was chosen for it, or given.
     """
@@ -61,22 +61,12 @@ class ChangeCandidate:
     scale: float = 0.0
 
 
-@dataclass(frozen=True)
-class SampledChange(ChangeCandidate):
-    """The change that samples chose, with its judgement.
-
-    Attributes:
-        lines: notes for the user; the last one is the recovered lift.
-    """
-
-    lines: list[str] = field(kw_only=True)
-    lift: RecoveredLift = field(kw_only=True)
-
-
 def sampled_change(
     transfer: Transfer, place: str, samples: Samples = None, progress: Progress | None = None
-) -> SampledChange:
-    """The change at its scale: by the method, by another one, or none, by their losses on samples held out.
+) -> tuple[ChangeCandidate, RecoveredLift, list[str]]:
+    """The change that samples held out prefer, with its recovered lift, and lines on how it was solved and judged.
+
+    It is the method's, another one, or none.
 
     Args:
         place: that interrupted work waits beside.
@@ -122,7 +112,7 @@ class _Sampling:
         """The new base with a change, rounded as a model is stored, or with the factors of an adapter."""
         return self.module(self.transfer.applied(candidate.delta.scaled(candidate.scale)))
 
-    def chosen(self) -> SampledChange:
+    def chosen(self) -> tuple[ChangeCandidate, RecoveredLift, list[str]]:
         """The best change by its losses on samples held out."""
         transfer, method = self.transfer, self.transfer.config.method
         lines = [f"{transfer.bases.near_words}."] if transfer.bases.nearness.shared else []
@@ -140,7 +130,8 @@ class _Sampling:
             self._scaled(ChangeCandidate(name, change if keeps and name == method else self._as_written(change)))
             for name, change in changes.items()
         ]
-        return self._judged(tried, lines)
+        best, lift = self._judged(tried)
+        return best, lift, [*lines, *lift.words()]
 
     def _between(self, tuned: Tensors) -> Delta:
         """The change from the new base to another model in its storage form."""
@@ -159,7 +150,8 @@ class _Sampling:
         if new is None or old is None or not new.is_floating_point():
             return new
         change = dense(replace(unmoved, precision=torch.float64).change(block, info), info)
-        linear = linear_map(block, info, self.transfer.tied is not None)
+        tied = not self.transfer.config.untie and self.transfer.base.tied_head is not None
+        linear = linear_map(block, info, tied)
         if linear is not None:
             base_change = linear.as_matrices(new.to(change) - old.to(change))
             change = linear.as_stored(added_by_wudi(base_change, linear.as_matrices(change)))
@@ -175,7 +167,7 @@ class _Sampling:
             scale = min(losses, key=lambda factor: losses[factor])
         return replace(candidate, scale=scale)
 
-    def _judged(self, tried: Sequence[ChangeCandidate], lines: list[str]) -> SampledChange:
+    def _judged(self, tried: Sequence[ChangeCandidate]) -> tuple[ChangeCandidate, RecoveredLift]:
         """The best of the changes and of none, by samples held out; the first one, if the user gave its scale."""
         candidates = [*tried, ChangeCandidate(NONE, tried[0].delta)]
         judged = {each.method: self.parts.judge.losses(self.module_of(each)) for each in candidates}
@@ -188,8 +180,7 @@ class _Sampling:
         others = {method: losses for method, losses in judged.items() if method not in (best.method, NONE)}
         scale = "" if best.method == NONE else f" at scale {best.scale:g}"
         writes = self.parts.judge.writes
-        lift = RecoveredLift(old, tuned, judged[NONE], judged[best.method], best.method, scale, others, writes)
-        return SampledChange(best.method, best.delta, best.scale, lines=[*lines, *lift.words()], lift=lift)
+        return best, RecoveredLift(old, tuned, judged[NONE], judged[best.method], best.method, scale, others, writes)
 
     # --- refit and distil
 

@@ -104,7 +104,7 @@ def with_chat(base: View, chat: str, old: View, tuned: View) -> View:
     Args:
         chat: the folder of the tokenizer.
     """
-    ids, generation = (_changed_ids(old, tuned, file) for file in ("config.json", GENERATION))
+    ids, generation = _changed_ids(old.config, tuned.config), _changed_ids(_generation(old), _generation(tuned))
     files = {} if base.files is None else small_files(base.folder)
     files = {name: content for name, content in files.items() if not TOKENIZER.fullmatch(name)} | tokenizer_files(chat)
     if generation:
@@ -119,22 +119,11 @@ def tokenizer_files(folder: str) -> dict[str, bytes]:
     return {name: Path(folder, name).read_bytes() for name in names}
 
 
-def chat_lines(chat: str, same_ids: bool) -> list[str]:
-    """A line for the report on the chat template, if there is one."""
-    if not chat:
-        return []
-    return [
-        "Its chat template was copied."
-        if same_ids
-        else "Its chat template was not copied: the new base has its tokens at other ids."
-    ]
-
-
-def _changed_ids(old: View, tuned: View, file: str) -> dict[str, Any]:
-    """Entries of a file that name other tokens than the old base's file."""
-    before, after = ({} if view.files is None else _read(os.path.join(view.folder, file)) for view in (old, tuned))
+def _changed_ids(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of a config that name other tokens than before."""
     return {key: after[key] for key in SPECIAL if after.get(key) is not None and after[key] != before.get(key)}
 
 
-def _read(path: str) -> dict[str, Any]:
+def _generation(view: View) -> dict[str, Any]:
+    path = "" if view.files is None else os.path.join(view.folder, GENERATION)
     return read_json(path) if os.path.exists(path) else {}

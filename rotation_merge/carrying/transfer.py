@@ -10,18 +10,15 @@ from typing import TypeVar
 from torch import Tensor
 
 from rotation_merge.carrying.adapter import carry_adapter
-from rotation_merge.carrying.bases import Bases, Execution, is_adapter_folder, open_bases
+from rotation_merge.carrying.bases import Bases, Execution, Transfer, Work, is_adapter_folder, open_bases, transfers
 from rotation_merge.carrying.config import HOW, MOVED, NONE, TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.lora import new_adapter
 from rotation_merge.carrying.sampled import sampled_change
-from rotation_merge.carrying.tokens import chat_folder, chat_lines, tokenizer_files
-from rotation_merge.carrying.work import Transfer, adapter_of_base, transfers
+from rotation_merge.carrying.tokens import tokenizer_files
 from rotation_merge.model.adapter_files import AdapterWeights
-from rotation_merge.model.adapters import placed_changes
 from rotation_merge.model.card import metadata, notes, section, with_metadata
 from rotation_merge.model.markdown import code, prose
-from rotation_merge.model.open import open_model
 from rotation_merge.model.run_keys import unchanged
 from rotation_merge.model.staging import staged
 from rotation_merge.model.view import View
@@ -53,11 +50,10 @@ def carried(
         bases.check_head(config.untie, config.method == "weights" and bool(transfer.alignment.folded))
     delta, lines, method = transfer.delta.scaled(config.factor or 0.0), list[str](), "weights"
     if config.needs_samples:
-        chosen = sampled_change(transfer, place, samples, progress)
+        chosen, lift, lines = sampled_change(transfer, place, samples, progress)
         used = {"of": f"carrying {work.name}", "source": config.data, "samples": config.sample_count}
-        report = replace(transfer.report, data=[*transfer.report.data, used], lift=chosen.lift.facts())
-        transfer, delta = replace(transfer, report=report), chosen.delta.scaled(chosen.scale)
-        lines, method = chosen.lines, chosen.method
+        report = replace(transfer.report, data=[*transfer.report.data, used], lift=lift.facts())
+        transfer, delta, method = replace(transfer, report=report), chosen.delta.scaled(chosen.scale), chosen.method
     if not work.rank:
         return _noted(transfer, transfer.applied(delta, lambda *squares: transfer.norms.append(squares)), lines)
     if work.adapter is not None and config.method == "weights" and method in ("weights", NONE):
@@ -87,12 +83,14 @@ def _new_adapter(transfer: Transfer, delta: Delta, lines: Sequence[str], cut: bo
 
 def _noted(transfer: Transfer, value: V, lines: Sequence[str]) -> V:
     """A view or an adapter with its notes and report."""
-    adapter, files = isinstance(value, AdapterWeights), value.beside
+    adapter, files, chat = isinstance(value, AdapterWeights), value.beside, transfer.work.chat
     same_ids: bool = transfer.bases.rows is None
-    notes = list(dict.fromkeys([*transfer.report.notes, *lines, *chat_lines(transfer.work.chat, same_ids)]))
-    report = replace(transfer.report, notes=notes, relation="adapter" if adapter else "finetune")
-    if adapter and transfer.work.chat and same_ids:
-        files = tokenizer_files(transfer.work.chat)
+    copied = "copied" if same_ids else "not copied: the new base has its tokens at other ids"
+    of_chat = [f"Its chat template was {copied}."] if chat else []
+    notes = dict.fromkeys([*transfer.report.notes, *lines, *of_chat])
+    if adapter and chat and same_ids:
+        files = tokenizer_files(chat)
+    report = replace(transfer.report, notes=[*notes], relation="adapter" if adapter else "finetune")
     return replace(value, notes=tuple(notes), report=report, beside=files)
 
 
@@ -144,47 +142,40 @@ def carry(
     Raises:
         RotationMergeError: a model, an adapter or the samples cannot be read, or they do not fit together.
     """
-    config, execution, paths = config or TransferConfig(), execution or Execution(), list(works.values())
-    by_adapter = all(map(is_adapter_folder, paths))
+    config, execution = config or TransferConfig(), execution or Execution()
+    by_adapter = all(map(is_adapter_folder, works.values()))
     untie = config.untie or bool(config.rank) or by_adapter or config.method != "weights"
     bases = open_bases(new, old, execution.device, untie)
-    if execution.near == "named" and config.alignment is None and usable_as_it_is(paths, bases):
-        return [TransferResult(path, None, [*_usable(path, bases, execution.force), JUDGED]) for path in paths]
-    jobs = transfers(paths, bases, config, execution, progress)
+    opened = [Work.of(path, bases, config, execution.force) for path in works.values()]
+    if execution.near == "named" and config.alignment is None and _usable_as_they_are(opened, bases):
+        return [TransferResult(work.name, None, [*_usable(work, bases), JUDGED]) for work in opened]
+    jobs = transfers(opened, bases, config, execution, progress)
     values = (carried(job, out, progress=progress) for job, out in zip(jobs, works, strict=True))
     ready = values if config.needs_samples else list(values)
     return [_written(job, value, out, shard_size, progress) for job, value, out in zip(jobs, ready, works, strict=True)]
 
 
-def usable_as_it_is(works: Iterable[str], bases: Bases) -> bool:
-    """Whether work needs no carrying because the bases share their coordinates and tokens.
+def _usable_as_they_are(works: Iterable[Work], bases: Bases) -> bool:
+    """Whether works need no carrying because the bases share their coordinates, classes and tokens.
 
     A fine-tune with a chat template of its own is always carried, because plain addition would lose it.
-
-    Raises:
-        RotationMergeError: work cannot be read, or is not of the old base.
     """
-    if not bases.nearness.shared or bases.old.rows or bases.rows is not None:
-        return False
-    models = [open_model(work, any_base=True) for work in works if not is_adapter_folder(work)]
-    if any(chat_folder(bases.old, model) for model in models):
-        return False
-    return all(bases.tuned(model) for model in models)  # refuses what is no fine-tune of the old base
+    same = bases.nearness.shared and not bases.old.rows and bases.rows is None
+    return same and not any(work.chat for work in works if work.adapter is None)
 
 
-def _usable(work: str, bases: Bases, force: bool) -> list[str]:
+def _usable(work: Work, bases: Bases) -> list[str]:
     """Lines on the use of one work on the new base, whose coordinates are the old one's."""
-    new, old = bases.names
-    if is_adapter_folder(work):
-        adapter = adapter_of_base(work, bases, force)
-        whole = [change.value for change in placed_changes(adapter, bases.old.config) if change.value]
-        lines = [f"{bases.near_words}: {work} can be used on {new} as it is."]
-        return [*lines, f"It replaces {len(whole)} whole tensors of the new base."] if whole else lines
-    recipe = f"merge_method: task_arithmetic, base_model: {new}, weight 1 for {work} and -1 for {old}"
-    merge = f"merge_method: rotation_merge, delegate: wudi, base_model: {old}, models {new} and {work}"
+    (new, old), name = bases.names, work.name
+    if work.adapter is not None:
+        whole = sum(bool(change.value) for change in work.adapter.changes.values())
+        lines = [f"{bases.near_words}: {name} can be used on {new} as it is."]
+        return [*lines, f"It replaces {whole} whole tensors of the new base."] if whole else lines
+    recipe = f"merge_method: task_arithmetic, base_model: {new}, weight 1 for {name} and -1 for {old}"
+    merge = f"merge_method: rotation_merge, delegate: wudi, base_model: {old}, models {new} and {name}"
     return [
-        f"{bases.near_words}: the change of {work} can be added to {new} as it is ({recipe}).",
-        f"A merge of {new} and {work} as two fine-tunes of {old} keeps more of what {new} knows ({merge}).",
+        f"{bases.near_words}: the change of {name} can be added to {new} as it is ({recipe}).",
+        f"A merge of {new} and {name} as two fine-tunes of {old} keeps more of what {new} knows ({merge}).",
     ]
 
 

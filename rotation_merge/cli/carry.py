@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -94,7 +93,9 @@ def command(
     if "steps" in given_options and "method" not in given_options:
         config = replace(config, method="distil")
     _check_use(config, given_options)
-    _check_places(work, places)
+    if len({*places}) < len(places):
+        problem = "two of them would have the same output, because their folders have one name"
+        raise RotationMergeError(problem, where=", ".join(work), remedy="carry them one by one")
     jobs = dict(zip(places, work, strict=True))
 
     def mark() -> str:
@@ -153,11 +154,3 @@ def _check_use(config: TransferConfig, given_options: set[str]) -> None:
     if config.alignment is not None and of_matching:
         remedy = f"leave out --{of_matching[0].replace('_', '-')}"
         raise RotationMergeError("--alignment already gives the maps", remedy=remedy)
-
-
-def _check_places(works: Sequence[str], places: Sequence[str]) -> None:
-    """Refuse to write two adapters to one place."""
-    for i, place in enumerate(places):
-        if place in places[:i]:
-            problem = f"has the same output as {works[places.index(place)]}: {place}"
-            raise RotationMergeError(problem, where=works[i], remedy="carry them one by one")

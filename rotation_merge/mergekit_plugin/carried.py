@@ -13,10 +13,9 @@ from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
 from mergekit.options import MergeOptions
 
-from rotation_merge.carrying.bases import Execution, open_bases
+from rotation_merge.carrying.bases import Execution, Work, open_bases, transfers
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.transfer import carried as transferred
-from rotation_merge.carrying.work import transfers
 from rotation_merge.errors import RecipeError
 from rotation_merge.files import TemporaryFolder
 from rotation_merge.matching.options import AlignConfig
@@ -151,8 +150,8 @@ def _with_samples(
     bases = open_bases(anchor, origin, execution.device)
     with tqdm.tqdm(desc=f"Carrying {donor}", disable=quiet) as bar, TemporaryFolder() as folder:
         watch = lambda *_: bar.update(1)  # noqa: E731
-        (job,) = transfers([donor], bases, config, execution, watch)
-        job = replace(job, work=replace(job.work, chat=""))  # the merge has the anchor's tokenizer
+        work = replace(Work.of(donor, bases, config), chat="")  # the merge has the anchor's tokenizer
+        (job,) = transfers([work], bases, config, execution, watch)
         view = transferred(job, os.path.join(folder, "out"), progress=watch)
     assert isinstance(view, View)
     run.used(f"carrying {donor}", config.data, config.sample_count)
