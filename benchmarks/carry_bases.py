@@ -44,7 +44,6 @@ import rotation_merge as rm
 from rotation_merge.architecture import Architecture
 from rotation_merge.carrying.bases import Execution, Work, open_bases, transfers
 from rotation_merge.carrying.transfer import carried
-from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.forms import translated
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.run.data import Data
@@ -159,8 +158,7 @@ class Pair:
         config = replace(way, data=text, alignment=self.alignment)
         work = Work.of(tuned, self.bases, config)
         (job,) = transfers([work], self.bases, config, Execution(dtype=torch.float32))
-        with TemporaryFolder() as folder:
-            return dict(carried(job, f"{folder}/out").blocks())
+        return dict(carried(job).blocks())
 
     def losses(self, tensors: Mapping[str, Tensor], data: Data) -> Tensor:
         """Of each sample, with some of the new base's tensors, by their names in the checkpoint, replaced."""

@@ -527,8 +527,7 @@ def transfer(
     whole = not adapter and not chosen.rank and chosen.method == "weights"
     bases = open_bases(first, second, untie=chosen.untie or not whole, watched=False)
     (job,) = transfers([Work.of(work, bases, chosen)], bases, chosen, execution)
-    with TemporaryFolder() as folder:
-        value = carried(job, os.path.join(folder, "out"), samples)
+    value = carried(job, samples=samples)
     if isinstance(value, AdapterWeights) and first.files is None:
         named = getattr(new, "name_or_path", None) or None
         return replace(value, config={**value.config, "base_model_name_or_path": named})

@@ -26,7 +26,7 @@ from rotation_merge.matching.aligned_output import pair_report, read_file
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import NOTHING, WEIGHTS
-from rotation_merge.matching.pair import Pair, check_pair, open_pair
+from rotation_merge.matching.pair import Pair, check_pair, open_pair, residual_of
 from rotation_merge.matching.run import AppliedAlignment, Run, change_note
 from rotation_merge.model.adapter_base import check_base
 from rotation_merge.model.adapters import Adapter, is_adapter, placed_changes
@@ -137,7 +137,7 @@ class Bases:
         stored, source = pair.sources
         source = padded_as(source, stored, vocabulary_axes(pair.architecture.tensors()))
         length, size = (vocabulary_size(view) or 0 for view in (pair.anchor, pair.donor))
-        config = {**pair.donor.config, **_sized(pair.donor.config, size, length)}
+        config = _resized(pair.donor.config, size, length)
         tensors = self._named(source, pair.donor)
         return replace(pair.donor, tensors=tensors, architecture=self.architecture, config=config, untie=True)
 
@@ -149,13 +149,16 @@ class Bases:
         Raises:
             RotationMergeError: the file cannot be read, or was made for other weights; or they cannot be matched.
         """
-        run, (new, old) = Run(), self.names
-        if isinstance(config.alignment, str):
-            run.note(f"The bases were aligned by the file {config.alignment}; nothing was matched.")
-            file = read_file(self.pair, config.alignment, untie=True, donor=self.old_as_new)
-            run.moved_by(old, AppliedAlignment(config.alignment, old, file.metadata))
+        run, (new, old), known = Run(), self.names, config.alignment
+        if isinstance(known, str):
+            run.note(f"The bases were aligned by the file {known}; nothing was matched.")
+            file = read_file(self.pair, known, self.pair.untie, self.old_as_new)
+            run.moved_by(old, AppliedAlignment(known, old, file.metadata))
             return Alignment.of(file), pair_report(self.pair, run, base=new)
-        options = check_pair(self.pair.described, self.old_as_new, config.match, untie=self.pair.untie).options
+        options = config.match
+        if known is not None:
+            options = NOTHING.with_residual(residual_of(known.transforms, known.folded))
+        options = check_pair(self.pair.described, self.old_as_new, options, untie=self.pair.untie).options
         pair, (anchor, donor) = replace(self.pair, options=options), self.sources
         if pair.shared is not None:
             subsets = zip((anchor, donor), pair.shared, strict=True)
@@ -178,30 +181,23 @@ class Bases:
         count, seed, length = config.sample_count, config.seed, config.length
         return SampleMatcher(config.matched_on, *self.names, config.data, count, seed, device, length, part)
 
-    def check_head(self, untie: bool, rotated: bool) -> None:
-        """Refuse a change of a head that is tied in the new base, without `untie`.
+    def check_head(self) -> None:
+        """Refuse to change a model's head that is tied in the new base and apart in the old one.
 
-        Args:
-            rotated: whether the stream that the head reads is rotated.
+        Raises:
+            RecipeError: names it.
         """
-        tied = None if untie else self.new.tied_head
-        if tied is None or not (rotated or self.old.tied_head is None):
-            return
-        problem = f"a rotated stream needs an untied head, '{tied}' is tied to the embedding"
-        if not rotated:
-            problem = f"'{tied}' is tied to the embedding, which {self.names[1]} has apart: its change has no place"
-        unrotated = "use 'residual: permutation', " if rotated else ""
-        remedy = f"add 'untie' (the output then stores a separate head), {unrotated}or carry it as an adapter"
-        raise RecipeError(problem, where=self.names[0], remedy=remedy)
+        if self.new.tied_head is not None and self.old.tied_head is None:
+            name, (new, old) = self.new.tied_head, self.names
+            problem = f"'{name}' is tied to the embedding, which {old} has apart: its change has no place"
+            remedy = "add 'untie' (the output then stores a separate head), or carry it as an adapter"
+            raise RecipeError(problem, where=new, remedy=remedy)
 
 
-def _sized(config: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
-    """Entries of a config, or of a part of it, that name the size of a vocabulary, with another size."""
-    changed: dict[str, Any] = {"vocab_size": after} if config.get("vocab_size") == before else {}
-    for name, part in config.items():
-        if isinstance(part, dict) and part.get("vocab_size") == before:
-            changed[name] = {**part, "vocab_size": after}
-    return changed
+def _resized(config: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
+    """A config, or a part of one, in which the size of a vocabulary is another."""
+    parts = {name: _resized(part, before, after) if isinstance(part, dict) else part for name, part in config.items()}
+    return {**parts, "vocab_size": after} if config.get("vocab_size") == before else parts
 
 
 def is_adapter_folder(work: ModelLike) -> bool:

@@ -208,12 +208,11 @@ class Delta:
             return self._stored(block, info, self._difference(block, info))
         if self.record is not None:
             before, change = old(info.key), dense(factors, info)
-            self.record(_squares(change), 0.0 if before is None else _squares(before))
+            self.record(_squares(change), 0.0 if before is None else _squares(before.double()))
 
         def moved(part: TensorInfo, factor: Tensor) -> Tensor:
-            return self._stored(
-                block, part, self.fold.tensor(block, part, lambda key: factor if key == info.key else old(key))
-            )
+            folded = self.fold.tensor(block, part, lambda key: factor if key == info.key else old(key))
+            return self._stored(block, part, folded)
 
         a, b = map(moved, factor_infos(info), (factors.a, factors.b))
         return LowRank(a, b, factors.scale)
@@ -233,7 +232,8 @@ class Delta:
             raise AlignmentError(problem, where=block.name, remedy=f"{remedy}, of the same class")
         before, after = (self.fold.tensor(block, info, get) for get in (old, tuned))
         kind = torch.promote_types(before.dtype, self.precision)
-        change = after.to(kind) - before.to(kind)
+        before = before.to(kind)
+        change = after.to(kind) - before
         if not bool(torch.isfinite(change).all()):
             problem = f"'{info.name}' of the fine-tune or its base holds NaN or infinity"
             raise AlignmentError(problem, where=block.name, remedy="repair or replace the checkpoint")

@@ -35,19 +35,15 @@ Both = tuple[float, float]
 
 @dataclass(frozen=True)
 class HeldOutSamples:
-    """Samples that nothing is solved from: of the fine-tune's kind, and text of the new base's own.
-
-    Attributes:
-        writes: whether the new base writes text; where not, `own` is `tuned`.
-    """
+    """Samples that nothing is solved from: of the fine-tune's kind, and of text that the new base writes."""
 
     tuned: Data
-    own: Data
-    writes: bool
+    own: Data | None
 
     def losses(self, model: Any) -> Both:
-        """A model's mean losses on either, in nats."""
-        return evaluate(model, self.tuned)[0], evaluate(model, self.own)[0]
+        """A model's mean losses on either, in nats; that on the first twice, where there is no text."""
+        loss = evaluate(model, self.tuned)[0]
+        return loss, loss if self.own is None else evaluate(model, self.own)[0]
 
 
 @dataclass(frozen=True)
@@ -89,14 +85,11 @@ def read_parts(
         raise DataError(f"holds {data.examples} samples", where=where, remedy=f"give at least {2 * AT_ONCE}")
     solved, held_out = parted(data)
     choice, judge = halves(held_out)
-    base = load(new)
-    if not writes_text(base):
-        return TransferSamples(solved, HeldOutSamples(choice, choice, False), HeldOutSamples(judge, judge, False))
-    few = replace(config, samples=AT_ONCE, seed=config.seed + 1)
-    self_samples = halves(read_samples(new, SELF, **few.reading(AT_ONCE), module=base))
-    return TransferSamples(
-        solved, HeldOutSamples(choice, self_samples[0], True), HeldOutSamples(judge, self_samples[1], True)
-    )
+    base, own = load(new), list[Data | None]([None, None])
+    if writes_text(base):
+        few = replace(config, samples=AT_ONCE, seed=config.seed + 1)
+        own = [*halves(read_samples(new, SELF, **few.reading(AT_ONCE), module=base))]
+    return TransferSamples(solved, *map(HeldOutSamples, (choice, judge), own))
 
 
 def parted(data: Data) -> tuple[Data, Data]:

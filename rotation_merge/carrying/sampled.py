@@ -20,7 +20,7 @@ from rotation_merge.carrying.distil import AT_A_STEP, adapter_in_training, answe
 from rotation_merge.carrying.judge import AT_ONCE, HELD_OUT, SCALES, RecoveredLift, TransferSamples, read_parts
 from rotation_merge.carrying.lora import new_adapter
 from rotation_merge.carrying.refit import ChangeOptions, refit_change
-from rotation_merge.files import Store
+from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.forms import translated
@@ -62,14 +62,14 @@ class ChangeCandidate:
 
 
 def sampled_change(
-    transfer: Transfer, place: str, samples: Samples = None, progress: Progress | None = None
+    transfer: Transfer, place: str | None, samples: Samples = None, progress: Progress | None = None
 ) -> tuple[ChangeCandidate, RecoveredLift, list[str]]:
     """The change that samples held out prefer, with its recovered lift, and lines on how it was solved and judged.
 
     It is the method's, another one, or none.
 
     Args:
-        place: that interrupted work waits beside.
+        place: that interrupted work waits beside; None: it is lost.
         samples: batches, or the name of a source; None: the config's `data`.
 
     Raises:
@@ -98,7 +98,7 @@ class _Sampling:
     transfer: Transfer
     views: Mapping[str, View]
     parts: TransferSamples
-    place: str
+    place: str | None
     progress: Progress
 
     @property
@@ -179,7 +179,7 @@ class _Sampling:
         old, tuned = (evaluate(self.module(self.views[name]), self.parts.judge.tuned)[0] for name in ("old", "tuned"))
         others = {method: losses for method, losses in judged.items() if method not in (best.method, NONE)}
         scale = "" if best.method == NONE else f" at scale {best.scale:g}"
-        writes = self.parts.judge.writes
+        writes = self.parts.judge.own is not None
         return best, RecoveredLift(old, tuned, judged[NONE], judged[best.method], best.method, scale, others, writes)
 
     # --- refit and distil
@@ -187,7 +187,7 @@ class _Sampling:
     def _solved(self) -> tuple[Delta, list[str]]:
         """The change, solved on samples and perhaps trained further, and lines on it."""
         transfer, config, parts = self.transfer, self.transfer.config, self.parts
-        base_samples = self._own_text() if parts.choice.writes and config.factor is None else []
+        base_samples = self._own_text() if parts.choice.own is not None and config.factor is None else []
         lines = [f"Refitted on {parts.solved.examples} samples ({config.data})."]
         options = ChangeOptions(
             softmax=HEAD_RIDGE if parts.solved.task in CROSS_ENTROPY else None,
@@ -226,7 +226,7 @@ class _Sampling:
         samples = [*solved, *held_out]
         options = f"{config} {transfer.execution} {self.rank}"
         files = [config.alignment] if isinstance(config.alignment, str) else []
-        with Store(self.place) as work:
+        with TemporaryFolder() as scratch, Store(self.place or f"{scratch}/out") as work:
             key = mark_of(self.views.values(), files, options=options, samples=data_hash([*samples, *base_samples]))
             work.begin(key)
             loaders = {name: partial(self.module, view) for name, view in self.views.items()}

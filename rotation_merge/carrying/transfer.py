@@ -34,20 +34,20 @@ V = TypeVar("V", View, AdapterWeights)
 
 
 def carried(
-    transfer: Transfer, place: str, samples: Samples = None, progress: Progress | None = None
+    transfer: Transfer, place: str | None = None, samples: Samples = None, progress: Progress | None = None
 ) -> View | AdapterWeights:
     """Work as a model or an adapter of the new base, with notes and report; a model's tensors are computed lazily.
 
     Args:
-        place: that interrupted work waits beside.
+        place: that interrupted work waits beside; None: it is lost.
         samples: that solve and judge; None: the config's `data`.
 
     Raises:
         RotationMergeError: the samples cannot be used, or the new base has no place for a change.
     """
     config, work, bases = transfer.config, transfer.work, transfer.bases
-    if not work.rank:
-        bases.check_head(config.untie, config.method == "weights" and bool(transfer.alignment.folded))
+    if not work.rank and not config.untie:
+        bases.check_head()
     delta, lines, method = transfer.delta.scaled(config.factor or 0.0), list[str](), "weights"
     if config.needs_samples:
         chosen, lift, lines = sampled_change(transfer, place, samples, progress)

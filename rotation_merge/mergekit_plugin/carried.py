@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,7 +16,6 @@ from rotation_merge.carrying.bases import Execution, Work, open_bases, transfers
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.transfer import carried as transferred
 from rotation_merge.errors import RecipeError
-from rotation_merge.files import TemporaryFolder
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.keys import OF_MODEL, OPTIONS
@@ -148,11 +146,11 @@ def _with_samples(
 ) -> View:
     """Runs the models on samples: the anchor as a donor changes it."""
     bases = open_bases(anchor, origin, execution.device)
-    with tqdm.tqdm(desc=f"Carrying {donor}", disable=quiet) as bar, TemporaryFolder() as folder:
+    with tqdm.tqdm(desc=f"Carrying {donor}", disable=quiet) as bar:
         watch = lambda *_: bar.update(1)  # noqa: E731
         work = replace(Work.of(donor, bases, config), chat="")  # the merge has the anchor's tokenizer
         (job,) = transfers([work], bases, config, execution, watch)
-        view = transferred(job, os.path.join(folder, "out"), progress=watch)
+        view = transferred(job, progress=watch)
     assert isinstance(view, View)
     run.used(f"carrying {donor}", config.data, config.sample_count)
     run.aligned(title(donor, origin), job.alignment)
