@@ -515,7 +515,7 @@ def transfer(
         RotationMergeError: unknown options or some without effect, an unsupported architecture, tensors that do not
             fit.
     """
-    chosen = _with_given_alignment(TransferConfig.from_values(options, config), old)
+    chosen = _with_given_alignment(TransferConfig.of(config, options), old)
     chosen.check_use()
     tuned = os.fspath(tuned) if isinstance(tuned, os.PathLike) else tuned
     adapter = isinstance(tuned, str) and is_adapter_folder(tuned)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
@@ -82,30 +82,21 @@ class TransferConfig(Config):
     untie: bool = False
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any], start: TransferConfig | None = None) -> TransferConfig:
+    def from_values(cls, values: Mapping[str, Any]) -> TransferConfig:
         """A config from options by name, those of matching (`AlignConfig`) among them.
-
-        Args:
-            start: defaults of options that are not given.
 
         Raises:
             RecipeError: there is no such option, or it may not have the value.
         """
         known, matching = [each.name for each in fields(cls)], [each.name for each in fields(AlignConfig)]
-        for name in values:
-            if name not in (*known, *matching):
-                raise RecipeError(f"there is no option '{name}'", remedy=nearest(name, [*known, *matching]))
-        config = replace(
-            cls.or_default(start, "; or give its fields as options"),
-            **{name: value for name, value in values.items() if name in known},
-        )
+        if unknown := next((name for name in values if name not in (*known, *matching)), ""):
+            raise RecipeError(f"there is no option '{unknown}'", remedy=nearest(unknown, [*known, *matching]))
+        config = cls(**{name: value for name, value in values.items() if name in known})
         groups = {name: value for name, value in values.items() if name in matching}
-        if not groups:
-            return config
-        if config.alignment is not None:
+        if groups and config.alignment is not None:
             problem = f"'{next(iter(groups))}' has no effect beside 'alignment', which gives the maps"
             raise RecipeError(problem, remedy="leave it out")
-        return replace(config, match=AlignConfig.from_values({**asdict(config.match), **groups}))
+        return replace(config, match=AlignConfig.of(config.match, groups))
 
     def check_use(self) -> None:
         """Refuse options that have no effect.

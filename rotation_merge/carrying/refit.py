@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block
-from rotation_merge.averaging.refit import Answer, Refit, RefitResult, same_place
+from rotation_merge.averaging.refit import Answer, Refit, same_place
 from rotation_merge.averaging.ridge import ridge_change
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.moving import moved_tensors
@@ -37,40 +37,31 @@ MAP_RIDGE = 0.2
 """Of the maps between activations of the bases."""
 
 
-@dataclass(frozen=True)
-class ChangeOptions:
-    """Options of the refit of a change.
-
-    Attributes:
-        ridge: pulls every map towards the new base's.
-        softmax: ridge of the head, which is fitted to probabilities; None: to logits, by least squares.
-        rank: the rank that the change of every map is cut down to before the next one is solved; 0: none.
-        untie: give a tied head its own tensor, which is then solved, too.
-    """
-
-    ridge: float = 0.1
-    softmax: float | None = None
-    rank: int = 0
-    untie: bool = False
-    device: str = "cpu"
-
-
 def refit_change(
     delta: Delta,
     samples: Sequence[Batch],
-    options: ChangeOptions,
-    progress: Progress | None = None,
     base_texts: Sequence[Batch] = (),
-) -> tuple[dict[str, Tensor], RefitResult]:
+    *,
+    ridge: float = 0.1,
+    softmax: float | None = None,
+    rank: int = 0,
+    untie: bool = False,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> dict[str, Tensor]:
     """Solve the new base's maps for its own outputs plus the old pair's change.
 
     Args:
         delta: the change as it is moved by weights.
         samples: as the models take them.
         base_texts: text of the new base's own, where nothing shall change.
+        ridge: pulls every map towards the new base's.
+        softmax: ridge of the head, which is fitted to probabilities; None: to logits, by least squares.
+        rank: the rank that the change of every map is cut down to before the next one is solved; 0: none.
+        untie: give a tied head its own tensor, which is then solved, too.
 
     Returns:
-        The solved tensors by the new base's names, in float32, and the errors of each map.
+        The solved tensors by the new base's names, in float32.
     """
     store, batches = StateStore(), [*with_small_first_batch(samples), *base_texts]
     base, architecture = delta.base, delta.base.architecture
@@ -80,25 +71,26 @@ def refit_change(
         solved[name] = tensor.to(torch.float32).contiguous()
         return solved[name]
 
-    def runner(source: TensorSource, prefix: str, untie: bool) -> Runner:
-        return Runner(config, source, architecture, batches, store, prefix, device=options.device, untie=untie)
+    def runner(source: TensorSource, prefix: str, untied: bool) -> Runner:
+        return Runner(config, source, architecture, batches, store, prefix, device=device, untie=untied)
 
-    new, merge = (runner(base.tensors, prefix, options.untie) for prefix in ("new", "carried"))
+    new, merge = (runner(base.tensors, prefix, untie) for prefix in ("new", "carried"))
     maps = delta.alignment.transforms, delta.alignment.folded
     aligned = {"old": delta.old, "tuned": delta.tuned}
     old, fine = (runner(moved_tensors(architecture, x, *maps), name, True) for name, x in aligned.items())
     refit = Refit(
         merge,
         architecture,
-        ChangedAnswers(new, old, fine, store, len(base_texts)),
+        ChangedAnswers((new, old, fine), store, len(base_texts)),
         [1.0] * len(batches),
-        options.ridge,
+        ridge,
         write,
         watch=progress or (lambda *_: None),
-        shape=partial(of_rank, rank=options.rank) if options.rank else None,
-        softmax=options.softmax,
+        shape=partial(of_rank, rank=rank) if rank else None,
+        softmax=softmax,
     )
-    return solved, refit.run()
+    refit.run()
+    return solved
 
 
 @dataclass
@@ -106,13 +98,11 @@ class ChangedAnswers:
     """Targets of the refit: the new base's outputs plus the mapped change of the old pair.
 
     Attributes:
-        new, old, tuned: the models on the same batches; the last two in the new one's coordinates.
+        runners: new base, old base and fine-tune on the same batches; the last two in the first one's coordinates.
         base_texts: number of batches, the last ones, on which nothing changes.
     """
 
-    new: Runner
-    old: Runner
-    tuned: Runner
+    runners: tuple[Runner, Runner, Runner]
     store: StateStore
     base_texts: int = 0
     _kept: BatchStore = field(init=False)
@@ -120,18 +110,13 @@ class ChangedAnswers:
     def __post_init__(self) -> None:
         self._kept = BatchStore(self.store, "answer")
 
-    @property
-    def runners(self) -> tuple[Runner, ...]:
-        """All three models."""
-        return self.new, self.old, self.tuned
-
     def compute_answers(self, block: Block, answer_keys: frozenset[str]) -> bool:
         """Run all three through the block, find the maps, and keep the answers to every batch."""
         opened = [(runner, runner.advance()) for runner in self.runners]
         taps = [BlockHooks(r, partner) for r, partner in opened if partner is not None and same_place(partner, block)]
         if len(taps) < len(opened):
             return False
-        count = len(self.new.batches) if answer_keys or block.index is not None else 0
+        count = len(self.runners[0].batches) if answer_keys or block.index is not None else 0
         products, keys = dict[str, Tensor](), list[str]()
         for batch in range(count):
             new, old, tuned = (_outputs(tap, batch, answer_keys) for tap in taps)
@@ -144,8 +129,9 @@ class ChangedAnswers:
             self.store.put(f"own:{batch}", [new[key] for key in keys])
             self.store.put(f"change:{batch}", [counts * (tuned[key] - old[key]) for key in keys])
         maps = {key: activation_map(*products[key]) for key in keys if self._is_mapped(taps[0], key)}
+        device = self.runners[0].device
         for batch in range(count):
-            activations, changes = (self.store.get(f"{kind}:{batch}", self.new.device) for kind in ("own", "change"))
+            activations, changes = (self.store.get(f"{kind}:{batch}", device) for kind in ("own", "change"))
             changed = dict[str, Tensor]()
             for key, x, change in zip(keys, activations, changes, strict=True):
                 change_map = maps.get(key)
@@ -160,7 +146,7 @@ class ChangedAnswers:
         return False
 
     def __call__(self, batch: int) -> Answer:
-        return self._kept.get(batch, self.new.device)
+        return self._kept.get(batch, self.runners[0].device)
 
     def keep(self, answer_keys: frozenset[str]) -> None:
         self._kept.keep(answer_keys)

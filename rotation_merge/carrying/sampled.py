@@ -19,7 +19,7 @@ from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.distil import AT_A_STEP, adapter_in_training, answered_by_target
 from rotation_merge.carrying.judge import AT_ONCE, HELD_OUT, SCALES, RecoveredLift, TransferSamples, read_parts
 from rotation_merge.carrying.lora import new_adapter
-from rotation_merge.carrying.refit import ChangeOptions, refit_change
+from rotation_merge.carrying.refit import refit_change
 from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.blocks import read_tensor
@@ -189,15 +189,18 @@ class _Sampling:
         transfer, config, parts = self.transfer, self.transfer.config, self.parts
         base_samples = self._own_text() if parts.choice.own is not None and config.factor is None else []
         lines = [f"Refitted on {parts.solved.examples} samples ({config.data})."]
-        options = ChangeOptions(
+        batches = unpadded(parts.solved.batches, config.data)
+        moved = replace(transfer.delta, base=replace(transfer.base, architecture=transfer.bases.architecture))
+        tensors = refit_change(
+            moved,
+            batches,
+            base_samples,
             softmax=HEAD_RIDGE if parts.solved.task in CROSS_ENTROPY else None,
             rank=self.rank,
             untie=config.untie,
             device=transfer.execution.device,
+            progress=self.progress,
         )
-        batches = unpadded(parts.solved.batches, config.data)
-        moved = replace(transfer.delta, base=replace(transfer.base, architecture=transfer.bases.architecture))
-        tensors, _ = refit_change(moved, batches, options, progress=self.progress, base_texts=base_samples)
         delta = self._between(transfer.base.tensors.replaced(tensors))
         if config.method == "distil":
             if self.rank:
