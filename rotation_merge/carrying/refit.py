@@ -121,14 +121,14 @@ class ChangedAnswers:
         for batch in range(count):
             new, old, tuned = (_outputs(tap, batch, answer_keys) for tap in taps)
             keys = [key for key in sorted(answer_keys) if key in new and key in old and key in tuned]
-            for key in keys:
+            for key in (key for key in keys if self._is_mapped(taps[0], key)):
                 x, y = rows(old[key]).double(), rows(new[key]).double()
                 sums = torch.stack([x.mT @ x, x.mT @ (y - x)])
                 products[key] = products[key] + sums if key in products else sums
             counts = float(batch < count - self.base_texts)
             self.store.put(f"own:{batch}", [new[key] for key in keys])
             self.store.put(f"change:{batch}", [counts * (tuned[key] - old[key]) for key in keys])
-        maps = {key: activation_map(*products[key]) for key in keys if self._is_mapped(taps[0], key)}
+        maps = {key: activation_map(*sums) for key, sums in products.items()}
         device = self.runners[0].device
         for batch in range(count):
             activations, changes = (self.store.get(f"{kind}:{batch}", device) for kind in ("own", "change"))
