@@ -55,7 +55,8 @@ def carried(
         report = replace(transfer.report, data=[*transfer.report.data, used], lift=lift.facts())
         transfer, delta, method = replace(transfer, report=report), chosen.delta.scaled(chosen.scale), chosen.method
     if not work.rank:
-        return _noted(transfer, transfer.applied(delta, lambda *squares: transfer.norms.append(squares)), lines)
+        record = (lambda *squares: transfer.norms.append(squares)) if method == "weights" else None
+        return _noted(transfer, transfer.applied(delta, record), lines)
     if work.adapter is not None and config.method == "weights" and method in ("weights", NONE):
         adapter, notes = carry_adapter(work.adapter, delta, bases.old.config, bases.old.rows)
         if config.rank not in (0, work.adapter.rank):
