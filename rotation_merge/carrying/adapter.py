@@ -118,8 +118,9 @@ class _MovingAdapter:
         self.delta = replace(self.delta, old=old, tuned=old.replaced(saved), low=by_factors)
         for block, info, entries in factors:
             self._write_factors(block, info, entries, whole)
-        for block, info, key in whole.values():
-            moved, stored = dense(self.delta.change(block, info), info), read_tensor(info, self.delta.base.tensors)
+        for name, (block, info, key) in whole.items():
+            delta = replace(self.delta, scale=1.0) if name in absent else self.delta
+            moved, stored = dense(delta.change(block, info), info), read_tensor(info, delta.base.tensors)
             self._put(key, moved if stored is None else stored.double() + moved)
             if self._constant(block, info, whole) is not None:
                 raise self._cannot_hold(info.name)
@@ -267,15 +268,15 @@ class _MovingAdapter:
     # --- whole tensors
 
     def _saved(self, block: Block, info: TensorInfo, key: str) -> Tensor:
-        """A tensor that the adapter stores whole, in float64."""
+        """A tensor that the adapter stores whole."""
         if info.stacked:
             raise self._refused(f"'{info.key}' is stored in full for each expert ({block.name})", WHOLE)
-        tensor = in_order(self.adapter.tensor(key).double(), self.rows.get(info.name))
+        tensor = in_order(self.adapter.tensor(key), self.rows.get(info.name))
         check_shape(info, tuple(tensor.shape), self.adapter.path)
         old = read_tensor(info, self.delta.old)
         if old is not None and info.vocabulary_axis is not None:
             tensor = with_rows_of(tensor, old, info.vocabulary_axis)  # padding does not come along
-        if info.key in self._folded_keys(block) and (old is None or not torch.equal(tensor, old.double())):
+        if info.key in self._folded_keys(block) and (old is None or bool((tensor != old).any())):
             problem = f"the change of '{info.name}' cannot be carried with a rotated stream"
             raise self._refused(problem, "use 'residual: permutation', or merge the adapter and carry the whole model")
         return tensor
