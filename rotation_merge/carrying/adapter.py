@@ -21,7 +21,7 @@ from rotation_merge.model.adapters import WHOLE, WRONG_BASE, Adapter, PlacedChan
 from rotation_merge.model.blocks import check_shape, read_tensor
 from rotation_merge.model.forms import other_form, restructured
 from rotation_merge.model.labels import LabelRows, in_order
-from rotation_merge.model.low_rank import LowRank, dense, factor_infos, output_axis, stacks
+from rotation_merge.model.low_rank import LowRank, dense, factor_infos, stacks
 from rotation_merge.model.rows import with_rows_of
 
 SMALLER = f"use 'residual: permutation', or {WHOLE}"
@@ -109,6 +109,8 @@ class _MovingAdapter:
         ]
         factors = [(block, info, low) for block, info, every in places if (low := [x for x in every if x.a])]
         whole = {info.name: (block, info, x.value) for block, info, every in places for x in every if x.value}
+        if dora := next((each.module for each in changes if each.magnitude), ""):
+            raise self._refused(f"'{dora}' is a DoRA, whose magnitudes are those of its own base's rows", WHOLE)
         for _, info, _ in (*factors, *whole.values()):
             self._check_new(info)
         by_factors = {info.name: self._factors(entries, info) for _, info, entries in factors}
@@ -211,9 +213,7 @@ class _MovingAdapter:
             self._put(entry.a, a if entry.expert is None else a[entry.expert])
             self._put(entry.b, b if entry.expert is None else b[entry.expert])
         constant = self._constant(block, info, saved)
-        if first.magnitude:
-            self._write_magnitude(block, info, first, moved, constant is not None)
-        elif constant is not None:
+        if constant is not None:
             self._give_bias(first, constant)
             self.constants += 1
 
@@ -227,43 +227,6 @@ class _MovingAdapter:
         b = self.tensors[entry.b]
         bias = self.tensors.get(entry.bias, b.new_zeros(b.shape[0]))
         self.tensors[entry.bias] = bias if constant is None else (bias.double() + constant / entry.scale).to(b.dtype)
-
-    def _write_magnitude(
-        self, block: Block, info: TensorInfo, entry: PlacedChange, moved: LowRank, shifted: bool
-    ) -> None:
-        """DoRA: each output keeps the ratio of its magnitude to the norm of its row with the product added.
-
-        Args:
-            shifted: whether the shift of a norm adds a constant.
-
-        Source: DoRA, arXiv 2402.09353, eq. 5: the weight is ``m V / |V|``, row by row, with ``V = W + s B A``.
-        """
-        delta, (dim, axis) = self.delta, output_axis(info)
-        maps, centred = delta.alignment.transforms, delta.fold.centred
-        turned = any(p.space.name in maps and maps[p.space.name].mixes(p.role) for p in axis.parts)
-        turned = turned or any(p.space.name in centred and p.role == "write" for p in axis.parts)
-        reasons = {
-            "its change cannot be scaled": delta.scale != 1,
-            "the shift of a norm adds a constant": shifted,
-            "its outputs are rotated": turned,
-            "it has a form without magnitudes of its own": len(info.axes) != 2 or entry.embedding,
-        }
-        if why := next((words for words, holds in reasons.items() if holds), ""):
-            raise self._refused(f"the DoRA of '{entry.module}' cannot be carried exactly: {why}", WHOLE)
-        stored = in_order(self.adapter.tensor(entry.magnitude), self._order(info))
-        lengths = []
-        for source, change in ((delta.old, delta.low[info.name]), (delta.base.tensors, moved)):
-            weight = read_tensor(info, source)
-            assert weight is not None
-            lengths.append((weight.double() + dense(change, info)).norm(dim=1 - dim))
-        ratio = stored.double().flatten() / lengths[0]
-        width = info.axes[1 - dim].size or 0
-        columns = LowRank(ratio.new_zeros(2, width), torch.stack([ratio, torch.ones_like(ratio)], 1))
-        placed = replace(delta, low={info.name: columns}, record=None).change(block, info)
-        assert isinstance(placed, LowRank)
-        ratio, carried_ones = placed.b.unbind(1)  # zero at padding
-        ratio = torch.where(carried_ones == 0, torch.ones_like(carried_ones), ratio / carried_ones)
-        self._put(entry.magnitude, (ratio * lengths[1]).reshape(-1, *stored.shape[1:]))
 
     # --- whole tensors
 
@@ -313,7 +276,7 @@ def _separated(
     tensors, modules = dict(written.tensors), list[str]()
     ranks, alphas = dict[str, int](), dict[str, float]()
     for entry, places in parts.items():
-        keys = [key for key in (entry.a, entry.b, entry.bias, entry.magnitude) if key in tensors]
+        keys = [key for key in (entry.a, entry.b, entry.bias) if key in tensors]
         fused = {key: tensors.pop(key) for key in keys}
         rank = len(fused[entry.a])
         for module, start, length in places:
