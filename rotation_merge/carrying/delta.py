@@ -111,9 +111,14 @@ class Delta:
             AlignmentError: the alignment is of another base, or of the language half of a model.
             CheckpointError: the bases know other tokens.
         """
-        start, opened = self._settled(), open_model(new, "new")
+        start, opened = self._settled(), new if isinstance(new, View) else open_model(new, "new")
         check_same_set(opened, start.base)
-        base, tuned = start._as_donor(alignment, strict)
+        base, tuned = start.base, replace(start.base, tensors=start.tuned)
+        if alignment.basis is not None:
+            base, tuned = alignment.opened_donor(base, strict), alignment.opened_donor(tuned, False)
+        if base.text is not None:
+            problem = "the change of a text-only model cannot be moved as a value into a vision-language model"
+            raise AlignmentError(problem, remedy="take Delta.between(alignment.apply(base), alignment.apply(tuned))")
         rows = row_pair(opened, start.base)
         return replace(start, base=opened, old=base.tensors, tuned=tuned.tensors, alignment=alignment, rows=rows)
 
@@ -124,20 +129,7 @@ class Delta:
             AlignmentError: it is of another base than the alignment's donor, or of the language half of a model.
         """
         start, maps = self._settled(), alignment.without_biases()
-        base, tuned = start._as_donor(maps, strict)
-        moved = maps.apply(start.base, dtype, strict)
-        return replace(start, base=moved, old=base.tensors, tuned=tuned.tensors, alignment=maps)
-
-    def _as_donor(self, alignment: Alignment, strict: bool) -> tuple[View, View]:
-        """The base and the fine-tune in the anchor's sizes and class order; errors as for `moved_by`."""
-        base, tuned = self.base, replace(self.base, tensors=self.tuned)
-        if alignment.basis is None:
-            return base, tuned
-        base, tuned = alignment.opened_donor(base, strict), alignment.opened_donor(tuned, False)
-        if base.text is not None:
-            problem = "the change of a text-only model cannot be moved as a value into a vision-language model"
-            raise AlignmentError(problem, remedy="take Delta.between(alignment.apply(base), alignment.apply(tuned))")
-        return base, tuned
+        return start.moved(maps, maps.apply(start.base, dtype, strict), strict)
 
     def _settled(self) -> Delta:
         """The change for its own base, after moving if it is moved."""
