@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -29,8 +28,6 @@ from rotation_merge.workers import Progress
 
 ENOUGH = 0.99
 """Share of a change's squared norm from which a higher rank is not advised."""
-
-V = TypeVar("V", View, AdapterWeights)
 
 
 def carried(
@@ -65,7 +62,7 @@ def carried(
     return _new_adapter(transfer, delta, lines, cut=not config.needs_samples)
 
 
-def _new_adapter(transfer: Transfer, delta: Delta, lines: Sequence[str], cut: bool) -> AdapterWeights:
+def _new_adapter(transfer: Transfer, delta: Delta, lines: Sequence[str], cut: bool) -> View | AdapterWeights:
     """A change as a new adapter.
 
     Args:
@@ -82,10 +79,10 @@ def _new_adapter(transfer: Transfer, delta: Delta, lines: Sequence[str], cut: bo
     return _noted(transfer, adapter.weights, notes)
 
 
-def _noted(transfer: Transfer, value: V, lines: Sequence[str]) -> V:
+def _noted(transfer: Transfer, value: View | AdapterWeights, lines: Sequence[str]) -> View | AdapterWeights:
     """A view or an adapter with its notes and report."""
     adapter, files, chat = isinstance(value, AdapterWeights), value.beside, transfer.work.chat
-    same_ids: bool = transfer.bases.rows is None
+    same_ids = transfer.bases.rows is None
     copied = "copied" if same_ids else "not copied: the new base has its tokens at other ids"
     of_chat = [f"Its chat template was {copied}."] if chat else []
     notes = dict.fromkeys([*transfer.report.notes, *lines, *of_chat])
