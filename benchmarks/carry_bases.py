@@ -157,7 +157,7 @@ class Pair:
             return {name: self.stored[name] + fine[name] - tensor for name, tensor in old.items()}
         config = replace(way, data=text, alignment=self.alignment)
         work = Work.of(tuned, self.bases, config)
-        (job,) = transfers([work], self.bases, config, Execution(dtype=torch.float32))
+        (job,) = transfers([work], self.bases, config, Execution(dtype="float32"))
         return dict(carried(job).blocks())
 
     def losses(self, tensors: Mapping[str, Tensor], data: Data) -> Tensor:

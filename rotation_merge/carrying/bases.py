@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 import yaml
+from mergekit.common import dtype_from_name
 
 from rotation_merge.architecture import Architecture
 from rotation_merge.carrying.config import TransferConfig
@@ -59,7 +60,7 @@ class Execution:
     """
 
     device: str = "cpu"
-    dtype: torch.dtype | None = None
+    dtype: str | None = None
     ledger: Ledger = field(default=NOWHERE, repr=False)
     force: bool = False
     near: Literal["named", "carried", "added"] = "named"
@@ -305,7 +306,7 @@ class Transfer:
     def applied(self, delta: Delta, record: Record | None = None) -> View:
         """The new base with a change, in the dtype that it is stored in; as an adapter changes it, unrounded."""
         view = delta.applied(record=record)
-        dtype = torch.float32 if self.work.rank else self.execution.dtype
+        dtype = torch.float32 if self.work.rank else dtype_from_name(self.execution.dtype)
         return view if dtype is None else view.to(dtype)
 
     def size_note(self) -> list[str]:

@@ -73,8 +73,6 @@ def command(
     says so and writes nothing without --data or --force. --force also moves an adapter whose base is not OLD_BASE.
     Interrupted matching continues from OUT.matching.unfinished.
     """
-    from mergekit.common import dtype_from_name
-
     from rotation_merge.carrying.bases import Execution
     from rotation_merge.carrying.transfer import carry
     from rotation_merge.model.writing import check_dtype, parse_size
@@ -86,7 +84,7 @@ def command(
             check_output(Output(place, "OUT", FOLDER), inputs_of(context), force=True)
     given_options = {name for name in values if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     check_dtype(dtype)
-    size, stored_dtype = parse_size(shard_size), dtype_from_name(dtype)
+    size = parse_size(shard_size)
     device = usable_device(device)
     match = config_of(AlignConfig, values)
     config = config_of(TransferConfig, values, alignment=values.pop("alignment"), match=match, untie=untie)
@@ -104,7 +102,7 @@ def command(
     force, progress = bool(context.params["force"]), Progress()
     with kept_beside(out, mark, device) as ledger:
         carries = force or "data" in given_options
-        execution = Execution(device, stored_dtype, ledger, force, "carried" if carries else "named")
+        execution = Execution(device, dtype, ledger, force, "carried" if carries else "named")
         results = carry(jobs, old, new, config, execution, size, progress)
     progress.close()
     if as_json:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
-import torch
 import tqdm
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
@@ -104,7 +103,7 @@ def carried(
             where=str(model),
             remedy="leave out 'carry' and 'carry_scale: auto': weights alone can be carried to other ids",
         )
-    execution = Execution(str(options.device or "cpu"), torch.float32, near="carried")
+    execution = Execution(str(options.device or "cpu"), "float32", near="carried")
 
     @cache
     def view() -> View:

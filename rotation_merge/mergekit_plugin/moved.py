@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock
 
 import torch
@@ -165,10 +165,6 @@ class ChangedBlock(MovedBlock):
             raise self._cannot(info, "shapes differ")
         return self._delta.tensor(self.block, info, dtype or self.tensors.dtypes[info.name])
 
-    def _record(self, change: float, before: float) -> None:
-        if self.run is not None:
-            self.run.transport(self.name, change, before)
-
     def _cannot(self, info: TensorInfo, why: str) -> AlignmentError:
         problem = f"tensor '{info.name}' cannot be carried over: {why}"
         remedy = "name it under 'exclude' to copy it from base_model"
@@ -183,7 +179,8 @@ class ChangedBlock(MovedBlock):
     def _delta(self) -> Delta:
         base = replace(self.base, architecture=self.architecture, tensors=self.anchor)
         delta = Delta(base, self.origin, self._tuned, self.alignment, self.rows, folding=self.fold)
-        return replace(delta, scale=self.scale, record=self._record)
+        record = None if self.run is None else partial(self.run.transport, self.name)
+        return replace(delta, scale=self.scale, record=record)
 
 
 class OutputTensors:
