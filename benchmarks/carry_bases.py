@@ -42,8 +42,8 @@ from train_checkpoints import fit, save, warm_cosine
 
 import rotation_merge as rm
 from rotation_merge.architecture import Architecture
-from rotation_merge.carrying.bases import Execution, open_bases
-from rotation_merge.carrying.transfer import carried_view
+from rotation_merge.carrying.bases import Execution, Work, open_bases, transfers
+from rotation_merge.carrying.transfer import carried
 from rotation_merge.model.forms import translated
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.run.data import Data
@@ -156,7 +156,9 @@ class Pair:
             old, fine = (tensors_of(source, self.bases.architecture) for source in sources)
             return {name: self.stored[name] + fine[name] - tensor for name, tensor in old.items()}
         config = replace(way, data=text, alignment=self.alignment)
-        return dict(carried_view(tuned, self.old, self.new, config, Execution()).view.blocks())
+        work = Work.of(tuned, self.bases, config)
+        (job,) = transfers([work], self.bases, config, Execution(dtype="float32"))
+        return dict(carried(job).blocks())
 
     def losses(self, tensors: Mapping[str, Tensor], data: Data) -> Tensor:
         """Of each sample, with some of the new base's tensors, by their names in the checkpoint, replaced."""

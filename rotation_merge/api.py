@@ -17,10 +17,9 @@ from rotation_merge.averaging.parameters import numbers_for
 from rotation_merge.averaging.polish import PolishConfig
 from rotation_merge.averaging.polish_models import polished
 from rotation_merge.averaging.refit_models import refitted_later
-from rotation_merge.carrying.bases import Execution, is_adapter_folder, open_bases
+from rotation_merge.carrying.bases import Execution, Work, is_adapter_folder, open_bases, transfers
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.transfer import carried
-from rotation_merge.carrying.work import transfers
 from rotation_merge.errors import CheckpointError, RecipeError, not_written, short
 from rotation_merge.files import FOLDER, Input, Output, TemporaryFolder, check_output
 from rotation_merge.matching.aligned_output import match_pair
@@ -39,7 +38,6 @@ from rotation_merge.model.naming import check_different
 from rotation_merge.model.open import ModelLike, check_names, open_model, paths_of, several, whole_path
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import shared_rows
-from rotation_merge.model.writing import StorageOptions
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import Samples, data_in_memory, for_each, read_samples
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
@@ -509,16 +507,15 @@ def transfer(
             of `match_on` other than weights; or the number of them, as in the config. None: `data` of the config.
 
     Returns:
-        The new base with the carried change: of weights lazily (folded where the stream is rotated, and then without
-        layers that predict tokens further ahead). Of an adapter, or with a `rank`: an adapter of the new base. Either
-        is written by its `save_pretrained(folder)`, and has `notes` and `report`; where samples judged, `report.lift`
-        has the recovered lift.
+        The new base with the carried change, of weights lazily; its norms stay as they are. Of an adapter, or with a
+        `rank`: an adapter of the new base. Either is written by its `save_pretrained(folder)`, and has `notes` and
+        `report`; where samples judged, `report.lift` has the recovered lift.
 
     Raises:
         RotationMergeError: unknown options or some without effect, an unsupported architecture, tensors that do not
             fit.
     """
-    chosen = _with_given_alignment(TransferConfig.from_values(options, config), old)
+    chosen = _with_given_alignment(TransferConfig.of(config, options), old)
     chosen.check_use()
     tuned = os.fspath(tuned) if isinstance(tuned, os.PathLike) else tuned
     adapter = isinstance(tuned, str) and is_adapter_folder(tuned)
@@ -529,14 +526,11 @@ def transfer(
     chosen, execution, samples = _run_of(chosen, samples, first, second)
     whole = not adapter and not chosen.rank and chosen.method == "weights"
     bases = open_bases(first, second, untie=chosen.untie or not whole, watched=False)
-    (job,) = transfers([work], bases, chosen, execution)
-    with TemporaryFolder() as folder:
-        value = carried(job, os.path.join(folder, "out"), samples)
+    (job,) = transfers([Work.of(work, bases, chosen)], bases, chosen, execution)
+    value = carried(job, samples=samples)
     if isinstance(value, AdapterWeights) and first.files is None:
         named = getattr(new, "name_or_path", None) or None
         return replace(value, config={**value.config, "base_model_name_or_path": named})
-    if isinstance(value, View) and value.left_out:
-        LOG.warning("%s", not_written(sorted(value.left_out)))
     return value
 
 
@@ -549,7 +543,7 @@ def _run_of(
     match = None
     if config.matched_on != WEIGHTS and (samples is not None or None in (new.files, old.files)):
         match = _matcher(config.matched_on, config.data if samples is None else samples, new, old)
-    execution = Execution(storage=StorageOptions(untie=config.untie), near="added", match=match, watched=False)
+    execution = Execution(near="added", match=match)
     if samples is None:
         return config, execution, None
     if isinstance(samples, str | os.PathLike):

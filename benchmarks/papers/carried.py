@@ -35,7 +35,6 @@ from rotation_merge.averaging.ot_fusion import (
     transported,
     weight_points,
 )
-from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.match import match_model
 from rotation_merge.model.blocks import read_block, unstack
@@ -143,15 +142,16 @@ class Family:
         new, config = _opened(self.given.model(base)), AutoConfig.from_pretrained(self.path(base))
         options = method if isinstance(method, AlignConfig) else None
         alignment = _alignment(self.given.model(base), self.given.model(self.old.name), options)
-        carrier = Carrier(new.architecture, self.old.state, new.state, alignment)
+        base, old = View("new", {}, new.architecture, as_tensors(new.state)), as_tensors(self.old.state)
         plans = _plans(new, self.old) if isinstance(method, str) else None
         return {
             work.task: ScaledChange(
                 new.architecture,
                 config,
-                _moved(carrier, work.tuned) if plans is None else dict(_transported(carrier, work.tuned, plans)),
+                _moved(change) if plans is None else dict(_transported(change, plans)),
             )
             for work in self.works
+            for change in [Delta(base, old, as_tensors(work.tuned.state), alignment)]
         }
 
     def alone(self, base: str, work: Work, ends: ScaledChange) -> list[tuple[float, float]]:
@@ -168,11 +168,13 @@ class Family:
         """What fine-tuning gained at home, by task: nats, points."""
 
         def compute() -> dict[str, list[float]]:
-            still = Carrier(self.old.architecture, self.old.state, self.old.state, Alignment({}))
+            old = as_tensors(self.old.state)
+            base = View("old", {}, self.old.architecture, old)
             config = AutoConfig.from_pretrained(self.path(self.old.name))
             found = {}
             for work in self.works:
-                ends = ScaledChange(self.old.architecture, config, _moved(still, work.tuned))
+                change = Delta(base, old, as_tensors(work.tuned.state))
+                ends = ScaledChange(self.old.architecture, config, _moved(change))
                 found[work.task] = gained(evaluate(ends.model(0.0), work.test), ends.model(1.0), work.test)
             return found
 
@@ -271,9 +273,8 @@ def _tuned(base: Path, task: str, steps: int) -> Model:
         return _opened(Path(scratch) / f"{base.name}-{task}")
 
 
-def _moved(carrier: Carrier, tuned: Model) -> dict[str, tuple[Tensor, Tensor]]:
+def _moved(change: Delta) -> dict[str, tuple[Tensor, Tensor]]:
     """A fine-tune's change moved by an alignment, as `ScaledChange` has it."""
-    change = Delta(carrier, tuned.state, View("new", {}, carrier.architecture, as_tensors(carrier.new)))
     start, end = (dict(change.scaled(scale).applied().to(torch.float32).blocks()) for scale in (0.0, 1.0))
     return {name: (tensor, end[name] - tensor) for name, tensor in start.items()}
 
@@ -298,10 +299,10 @@ def _plans(new: Model, old: Model) -> Plans:
     return found
 
 
-def _transported(carrier: Carrier, tuned: Model, plans: Plans) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+def _transported(delta: Delta, plans: Plans) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     """A fine-tune's change moved by plans, as `ScaledChange` has it."""
-    for block in carrier.architecture.blocks:
-        old, fine, new = (read_block(block, source) for source in (carrier.old, tuned.state, carrier.new))
+    for block in delta.base.architecture.blocks:
+        old, fine, new = (read_block(block, source) for source in (delta.old, delta.tuned, delta.base.tensors))
         for info in block.tensors:
             if info.key in new:
                 moved = transported(fine[info.key] - old[info.key], info, plans, None)

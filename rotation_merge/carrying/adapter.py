@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,28 +13,22 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor
-from rotation_merge.carrying.carrier import Carrier, Change, Changes
+from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import AlignmentError, CheckpointError
 from rotation_merge.matching.run import change_note
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapters import WHOLE, WRONG_BASE, Adapter, PlacedChange, placed_changes
 from rotation_merge.model.blocks import check_shape, read_tensor
-from rotation_merge.model.forms import ComposedTensor, other_form, restructured
+from rotation_merge.model.forms import other_form, restructured
 from rotation_merge.model.labels import LabelRows, in_order
-from rotation_merge.model.low_rank import LowRank, dense, factor_infos, output_axis, stacks
+from rotation_merge.model.low_rank import LowRank, dense, factor_infos, stacks
 from rotation_merge.model.rows import with_rows_of
-from rotation_merge.model.tensors import TensorSource
 
 SMALLER = f"use 'residual: permutation', or {WHOLE}"
 
 
 def carry_adapter(
-    adapter: Adapter,
-    carrier: Carrier,
-    config: Mapping[str, Any],
-    new_name: str,
-    scale: float,
-    rows: LabelRows | None,
+    adapter: Adapter, delta: Delta, config: Mapping[str, Any], rows: LabelRows
 ) -> tuple[AdapterWeights, list[str]]:
     """Carry an adapter of the old base to the new one.
 
@@ -41,10 +36,8 @@ def carry_adapter(
     own.
 
     Args:
-        carrier: of the old base to the new one.
+        delta: between the bases, at its scale; `tuned` is the old base.
         config: the old base's.
-        new_name: the new base, for adapter_config.json.
-        scale: factor of every change.
         rows: order that brings the old base's classes into the new one's (see `model/labels.py`).
 
     Returns:
@@ -54,130 +47,119 @@ def carry_adapter(
         CheckpointError: the adapter does not belong to the old base, or changes a tensor that the new base lacks.
         AlignmentError: a form of change that these maps cannot carry; names it and the remedy.
     """
-    changes = placed_changes(adapter, config)
-    extended = _with_all(carrier, [change.spot for change in changes])
-    moving = _MovingAdapter(adapter, extended, scale, rows or {}, extended.architecture.blocks[0])
-    for block in extended.architecture.blocks:
-        if in_block := [change for change in changes if change.spot.in_block(block)]:
-            replace(moving, block=block).carry(in_block)
-    facts = {**adapter.config, "base_model_name_or_path": new_name, "revision": None}
-    if moving.constants:
-        moving.give_biases([change for change in changes if change.a])
+    changes, stored = placed_changes(adapter, config), delta.base.architecture
+    norms = list[tuple[float, float]]()
+    extended = _extended(delta, [change.spot for change in changes])
+    moving = _MovingAdapter(adapter, replace(extended, record=lambda *squares: norms.append(squares)), rows)
+    moving.move(changes)
+    notes = [f"{len(norms)} changed tensors were carried."]
+    notes += filter(None, [change_note("The change", *map(sum, zip(*norms, strict=True)))])
+    facts = {**adapter.config, "base_model_name_or_path": str(delta.base.reference), "revision": None}
+    if count := moving.constants:
         facts |= {"lora_bias": True, "init_lora_weights": True}
-    written = AdapterWeights(facts, moving.tensors)
-    return separated_adapter(written, changes, carrier.architecture, adapter.path), moving.notes()
+        notes.append(f"{count} modules got a bias (peft's lora_bias), because norms shift their inputs.")
+    return _separated(AdapterWeights(facts, moving.tensors), changes, stored, adapter.path), notes
 
 
-def _with_all(carrier: Carrier, spots: Iterable[PossibleTensor]) -> Carrier:
-    """Extend a carrier by the tensors that an adapter adds or names differently from the bases' files."""
-    stored, extended = carrier.architecture, _extended(carrier.architecture, spots)
-    old, new = (restructured(source, stored, extended) for source in (carrier.old, carrier.new))
-    return replace(carrier, architecture=extended, old=old, new=new)
+def _extended(delta: Delta, spots: Iterable[PossibleTensor]) -> Delta:
+    """A change between bases that also know the tensors that an adapter adds or names differently.
 
-
-def _extended(architecture: Architecture, spots: Iterable[PossibleTensor]) -> Architecture:
-    """Extend the architecture by the tensors that an adapter adds or names differently: a head, stacked experts."""
-    blocks = list(architecture.blocks)
+    Such as a head, or stacked experts.
+    """
+    stored = delta.base.architecture
+    blocks = list(stored.blocks)
     for spot in spots:
         place = next((i for i, block in enumerate(blocks) if spot.in_block(block)), None)
         if place is None:
             blocks.append(Block(spot.place, spot.module, spot.index, spot.place, (spot.info,)))
         elif blocks[place].tensor(spot.info.key) is None:
             blocks[place] = replace(blocks[place], tensors=(*blocks[place].tensors, spot.info))
-    return replace(architecture, blocks=tuple(blocks))
+    extended = replace(stored, blocks=tuple(blocks))
+    new, old = (restructured(source, stored, extended) for source in (delta.base.tensors, delta.old))
+    return replace(delta, base=replace(delta.base, architecture=extended, tensors=new), old=old, tuned=old)
 
 
 @dataclass
 class _MovingAdapter:
-    """An adapter on its way to the new base, block by block.
+    """An adapter on its way to the new base.
 
     Attributes:
-        scale: factor of every change.
+        delta: between the bases, which are extended by what it changes.
         rows: order that brings the old base's classes into the new one's.
-        block: the present one.
         tensors: of the new adapter.
-        norms: squared norm of every change, and of the old base's tensor before it, by tensor.
-        constants: modules that got a bias, because a norm of the old base shifts their inputs.
+        constants: number of modules that got a bias, because a norm of the old base shifts their inputs.
     """
 
     adapter: Adapter
-    carrier: Carrier
-    scale: float
+    delta: Delta
     rows: LabelRows
-    block: Block
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    norms: dict[str, tuple[float, float]] = field(default_factory=dict)
-    constants: list[str] = field(default_factory=list)
+    constants: int = 0
 
-    def notes(self) -> list[str]:
-        """Lines on what was carried."""
-        warning = change_note("The change", *map(sum, zip(*self.norms.values(), strict=True)))
-        notes = [f"{len(self.norms)} changed tensors were carried.", *([warning] if warning else [])]
-        if self.constants:
-            count = len(self.constants)
-            notes.append(f"{count} modules got a bias (peft's lora_bias), because norms shift their inputs.")
-        return notes
-
-    def _add_norm(self, info: TensorInfo, change: Change) -> None:
-        so_far, old = self.norms.get(info.name, (0.0, 0.0))[0], read_tensor(info, self.carrier.old)
-        before = 0.0 if old is None else float(old.double().square().sum())
-        self.norms[info.name] = so_far + float(dense(change, info).square().sum()), before
-
-    def carry(self, changes: Sequence[PlacedChange]) -> None:
-        """Carry the adapter's changes of this block, by factors and of whole tensors."""
-        groups: dict[str, list[PlacedChange]] = {}
-        for entry in changes:
-            if entry.a:
-                groups.setdefault(entry.spot.info.key, []).append(entry)
-        saved = {change.value: change.spot.info.key for change in changes if change.value}
-        low: Changes = {key: self._change(group) for key, group in groups.items()}
-        moved = self.carrier.block(self.block, low)
-        whole = self.carrier.block(self.block, {key: self._saved_change(name, key) for name, key in saved.items()})
-        for key, group in groups.items():
-            self._there(key)
-            self._write(group, low[key], moved[key])
-            constant = self._dense(_bias_of(key), moved[_bias_of(key)]) if _bias_of(key) in moved else None
-            if group[0].magnitude:
-                self._write_magnitude(group[0], low[key], moved[key], constant)
-            elif constant is not None and _bias_of(key) in saved.values():
-                whole[_bias_of(key)] = self._dense(_bias_of(key), whole[_bias_of(key)]) + constant.reshape(-1)
-            elif constant is not None:
-                self._write_constant(group[0], constant)
-        for name, key in saved.items():
-            self._there(key)
-            self._write_saved(name, key, whole.pop(key))
-        if whole:
-            key = next(iter(whole))
-            raise self._refused(f"the shift of a norm adds a constant to '{key}', which cannot hold it", SMALLER)
-
-    def _info(self, key: str) -> TensorInfo:
-        info = self.block.tensor(key)
-        assert info is not None
-        return info
-
-    def _dense(self, key: str, change: Change) -> Tensor:
-        return dense(change, self._info(key))
+    def move(self, changes: Sequence[PlacedChange]) -> None:
+        """Carry all changes, those by factors and those of whole tensors."""
+        of_tensor: dict[tuple[object, ...], list[PlacedChange]] = {}
+        for each in changes:
+            spot = each.spot
+            of_tensor.setdefault((spot.module, spot.place, spot.index, spot.info.key), []).append(each)
+        places = [
+            (block, info, of_tensor.get((block.module, block.place, block.index, info.key), []))
+            for block in self.delta.base.architecture.blocks
+            for info in block.tensors
+        ]
+        factors = [(block, info, low) for block, info, every in places if (low := [x for x in every if x.a])]
+        whole = {info.name: (block, info, x.value) for block, info, every in places for x in every if x.value}
+        if dora := next((each.module for each in changes if each.magnitude), ""):
+            raise self._refused(f"'{dora}' is a DoRA, whose magnitudes are those of its own base's rows", WHOLE)
+        for _, info, _ in (*factors, *whole.values()):
+            self._check_new(info)
+        by_factors = {info.name: self._factors(entries, info) for _, info, entries in factors}
+        saved = {name: self._saved(block, info, key) for name, (block, info, key) in whole.items()}
+        absent = [name for name, (_, info, _) in whole.items() if read_tensor(info, self.delta.old) is None]
+        old = self.delta.old.replaced({name: torch.zeros_like(saved[name]) for name in absent})
+        self.delta = replace(self.delta, old=old, tuned=old.replaced(saved), low=by_factors)
+        for block, info, entries in factors:
+            self._write_factors(block, info, entries, whole)
+        for name, (block, info, key) in whole.items():
+            delta = replace(self.delta, scale=1.0) if name in absent else self.delta
+            moved, stored = dense(delta.change(block, info), info), read_tensor(info, delta.base.tensors)
+            self._put(key, moved if stored is None else stored.double() + moved)
+            if self._constant(block, info, whole) is not None:
+                raise self._cannot_hold(info.name)
+        for entry in (entry for _, _, entries in factors for entry in entries if self.constants):
+            self._give_bias(entry)
 
     def _refused(self, problem: str, remedy: str) -> AlignmentError:
-        return AlignmentError(f"{problem} ({self.block.name})", where=self.adapter.path, remedy=remedy)
+        return AlignmentError(problem, where=self.adapter.path, remedy=remedy)
 
-    def _there(self, key: str) -> None:
+    def _cannot_hold(self, name: str) -> AlignmentError:
+        return self._refused(f"the shift of a norm adds a constant to '{name}', which cannot hold it", SMALLER)
+
+    def _check_new(self, info: TensorInfo) -> None:
         """Refuse a change of a tensor that only the old base has."""
-        info = self._info(key)
-        if _holds(self.carrier.old, info) and not _holds(self.carrier.new, info):
+        names = {*info.names, *info.tied}
+        if any(name in self.delta.old for name in names) and not any(name in self.delta.base for name in names):
             problem = f"changes '{info.name}', which the new base lacks"
             raise CheckpointError(problem, where=self.adapter.path, remedy=WHOLE)
 
+    def _constant(self, block: Block, info: TensorInfo, saved: Container[str]) -> Tensor | None:
+        """What the norm before a changed map adds to its bias, where that is not in the adapter; None: nothing."""
+        bias = block.tensor(info.key.removesuffix("weight") + "bias")
+        if bias is None or bias.key == info.key or bias.name in saved or bias.name not in self.delta.base:
+            return None
+        constant = dense(replace(self.delta, record=None).change(block, bias), bias)
+        return constant if bool(constant.any()) else None
+
     # --- factors
 
-    def _change(self, entries: list[PlacedChange]) -> LowRank:
+    def _factors(self, entries: list[PlacedChange], info: TensorInfo) -> LowRank:
         """The change of one tensor, or of all separately stored experts."""
-        first, info = entries[0], self._info(entries[0].spot.info.key)
-        a, b = self._factors(first, info)
+        first = entries[0]
+        a, b = self._factors_of(first, info)
         if first.expert is not None:
             whole = [x.new_zeros(len(info.names), *x.shape) for x in (a, b)]
             for entry in entries:
-                factors = self._factors(entry, info)
+                factors = self._factors_of(entry, info)
                 if factors[0].shape != a.shape or entry.scale != first.scale:
                     problem = f"the experts' ranks or scales differ beside '{entry.module}'"
                     raise CheckpointError(problem, where=self.adapter.path, remedy=WHOLE)
@@ -190,14 +172,14 @@ class _MovingAdapter:
         self._check(info, a, b)
         return LowRank(a, b, first.scale)
 
-    def _factors(self, entry: PlacedChange, info: TensorInfo) -> tuple[Tensor, Tensor]:
+    def _factors_of(self, entry: PlacedChange, info: TensorInfo) -> tuple[Tensor, Tensor]:
         """Both factors in float64; a bias (`lora_bias`) is one more column of b and a zero row of a."""
         a, b = (self.adapter.tensor(key).double() for key in (entry.a, entry.b))
         if entry.bias in self.adapter.shapes:
             bias = self.adapter.tensor(entry.bias).double()
             a = torch.cat([a, a.new_zeros(1, *a.shape[1:])])
             b = torch.cat([b, bias.reshape(-1, *[1] * (b.ndim - 1))], 1)
-        return a, in_order(self.scale * b, self._order(info))
+        return a, in_order(b, self._order(info))
 
     def _order(self, info: TensorInfo) -> tuple[int, tuple[int, ...]] | None:
         """The output dimension of a tensor, and its order that matches the new base's classes."""
@@ -207,24 +189,21 @@ class _MovingAdapter:
         """Check that the factors fit the base's tensor."""
         for part, factor in zip(factor_infos(info), factors, strict=True):
             lengths = [axis.size for axis in part.axes]
-            if part.vocabulary_axis is not None and (whole := read_tensor(info, self.carrier.old)) is not None:
+            if part.vocabulary_axis is not None and (whole := read_tensor(info, self.delta.old)) is not None:
                 lengths[part.vocabulary_axis] = whole.shape[info.vocabulary_axis or 0]
-            if len(lengths) != factor.ndim or any(
-                n is not None and n != m for n, m in zip(lengths, factor.shape, strict=True)
-            ):
+            fits = (n in (None, m) for n, m in zip(lengths, factor.shape, strict=False))
+            if len(lengths) != factor.ndim or not all(fits):
                 words = " x ".join("any" if n is None else str(n) for n in lengths)
-                raise CheckpointError(
-                    f"a factor of '{info.name}' is {list(factor.shape)}, in its base {words}",
-                    where=self.adapter.path,
-                    remedy=WRONG_BASE,
-                )
+                problem = f"a factor of '{info.name}' is {list(factor.shape)}, in its base {words}"
+                raise CheckpointError(problem, where=self.adapter.path, remedy=WRONG_BASE)
 
-    def _write(self, entries: list[PlacedChange], before: Change, moved: Change) -> None:
+    def _write_factors(
+        self, block: Block, info: TensorInfo, entries: list[PlacedChange], saved: Container[str]
+    ) -> None:
         """Put a carried change back under the adapter's names."""
+        moved, first = self.delta.change(block, info), entries[0]
         assert isinstance(moved, LowRank)
-        first, info = entries[0], self._info(entries[0].spot.info.key)
-        self._add_norm(info, before)
-        a, b = moved.a, moved.b
+        a, b = moved.a, self.delta.scale * moved.b
         if first.bias in self.adapter.shapes:
             self._put(first.bias, b[:, -1].reshape(-1))
             a, b = a[:-1], b[:, :-1]
@@ -233,99 +212,52 @@ class _MovingAdapter:
         for entry in entries:
             self._put(entry.a, a if entry.expert is None else a[entry.expert])
             self._put(entry.b, b if entry.expert is None else b[entry.expert])
+        constant = self._constant(block, info, saved)
+        if constant is not None:
+            self._give_bias(first, constant)
+            self.constants += 1
 
     def _put(self, key: str, tensor: Tensor) -> None:
         self.tensors[key] = tensor.to(self.adapter.tensor(key).dtype).contiguous()
 
-    def _write_constant(self, entry: PlacedChange, constant: Tensor) -> None:
-        """Write the constant from a norm's shift as peft's `lora_bias` (which is multiplied by the scale)."""
-        if stacks(self._info(entry.spot.info.key)) or entry.embedding:
-            raise self._refused(
-                f"the shift of a norm adds a constant to '{entry.module}', which cannot hold it", SMALLER
-            )
-        bias, added = self.tensors.get(entry.bias), constant / entry.scale
-        added = added if bias is None else bias.double() + added
-        self.tensors[entry.bias] = added.to(self.tensors[entry.b].dtype)
-        self.constants.append(entry.module)
-
-    def give_biases(self, entries: Iterable[PlacedChange]) -> None:
-        """Give every module a zero bias if any has one: peft knows only all or none (`lora_bias`)."""
-        for entry in entries:
-            if entry.embedding or (stacks(entry.spot.info) and entry.expert is None):
-                problem = f"a norm's shift adds a constant, but peft has no bias for '{entry.module}'"
-                raise AlignmentError(problem, where=self.adapter.path, remedy=SMALLER)
-            if entry.bias not in self.tensors:
-                b = self.tensors[entry.b]
-                self.tensors[entry.bias] = b.new_zeros(b.shape[0])
-
-    def _write_magnitude(self, entry: PlacedChange, before: Change, moved: Change, constant: Tensor | None) -> None:
-        """DoRA: each output keeps the ratio of its magnitude to the norm of its row with the product added.
-
-        Source: DoRA, arXiv 2402.09353, eq. 5: the weight is ``m V / |V|``, row by row, with ``V = W + s B A``.
-        """
-        info = self._info(entry.spot.info.key)
-        dim, axis = output_axis(info)
-        maps, centred = self.carrier.alignment.transforms, self.carrier.fold.centred
-        turned = any(p.space.name in maps and maps[p.space.name].mixes(p.role) for p in axis.parts)
-        turned = turned or any(p.space.name in centred and p.role == "write" for p in axis.parts)
-        if turned or constant is not None or self.scale != 1 or len(info.axes) != 2 or entry.embedding:
-            why = "its outputs are rotated" if turned else "it has a form without magnitudes of its own"
-            why = "the shift of a norm adds a constant" if constant is not None else why
-            why = "its change cannot be scaled" if self.scale != 1 else why
-            raise self._refused(f"the DoRA of '{entry.module}' cannot be carried exactly: {why}", WHOLE)
-        stored = in_order(self.adapter.tensor(entry.magnitude), self._order(info))
-        lengths = []
-        for source, change in ((self.carrier.old, before), (self.carrier.new, moved)):
-            weight = read_tensor(info, source)
-            assert weight is not None
-            lengths.append((weight.double() + dense(change, info)).norm(dim=1 - dim))
-        ratio = stored.double().flatten() / lengths[0]
-        width = info.axes[1 - dim].size or 0
-        columns = LowRank(ratio.new_zeros(2, width), torch.stack([ratio, torch.ones_like(ratio)], 1))
-        placed = self.carrier.block(self.block, {info.key: columns})[info.key]
-        assert isinstance(placed, LowRank)
-        ratio, carried_ones = placed.b.unbind(1)  # zero at padding
-        ratio = torch.where(carried_ones == 0, torch.ones_like(carried_ones), ratio / carried_ones)
-        self._put(entry.magnitude, (ratio * lengths[1]).reshape(-1, *stored.shape[1:]))
+    def _give_bias(self, entry: PlacedChange, constant: Tensor | None = None) -> None:
+        """Give a module peft's `lora_bias`, which is multiplied by the scale, and which all modules have or none."""
+        if entry.embedding or (stacks(entry.spot.info) and (entry.expert is None or constant is not None)):
+            raise self._cannot_hold(entry.module)
+        b = self.tensors[entry.b]
+        bias = self.tensors.get(entry.bias, b.new_zeros(b.shape[0]))
+        self.tensors[entry.bias] = bias if constant is None else (bias.double() + constant / entry.scale).to(b.dtype)
 
     # --- whole tensors
 
-    def _saved_change(self, name: str, key: str) -> Tensor:
-        """The change of a tensor stored whole by the adapter; the tensor itself if the base lacks it."""
-        tensor, info = self.adapter.tensor(name).double(), self._info(key)
+    def _saved(self, block: Block, info: TensorInfo, key: str) -> Tensor:
+        """A tensor that the adapter stores whole."""
         if info.stacked:
-            raise self._refused(f"'{info.key}' is stored in full for each expert", WHOLE)
-        tensor = in_order(tensor, self.rows.get(info.name))
+            raise self._refused(f"'{info.key}' is stored in full for each expert ({block.name})", WHOLE)
+        tensor = in_order(self.adapter.tensor(key), self.rows.get(info.name))
         check_shape(info, tuple(tensor.shape), self.adapter.path)
-        old = read_tensor(info, self.carrier.old)
+        old = read_tensor(info, self.delta.old)
         if old is not None and info.vocabulary_axis is not None:
             tensor = with_rows_of(tensor, old, info.vocabulary_axis)  # padding does not come along
-        return tensor if old is None else self.scale * (tensor - old.double())
+        if info.key in self._folded_keys(block) and (old is None or bool((tensor != old).any())):
+            problem = f"the change of '{info.name}' cannot be carried with a rotated stream"
+            raise self._refused(problem, "use 'residual: permutation', or merge the adapter and carry the whole model")
+        return tensor
 
-    def _write_saved(self, name: str, key: str, change: Change) -> None:
-        info = self._info(key)
-        moved = dense(change, info)
-        self._add_norm(info, self._saved_change(name, key))
-        new = read_tensor(info, self.carrier.new)
-        self._put(name, moved if new is None else new.double() + moved)
-
-
-def _holds(source: TensorSource, info: TensorInfo) -> bool:
-    return any(name in source for name in (*info.names, *info.tied))
+    def _folded_keys(self, block: Block) -> set[str | None]:
+        """Gains and shifts of the block's norms of rotated streams, and its layer scales."""
+        streams = self.delta.alignment.folded
+        norms = [norm for norm in block.norms if norm.stream in streams]
+        return {key for n in norms for key in (n.gain, n.shift)} | {s.gain for s in block.scales if s.stream in streams}
 
 
-def _bias_of(key: str) -> str:
-    return key.removesuffix("weight") + "bias"
-
-
-def separated_adapter(
+def _separated(
     written: AdapterWeights, changes: Sequence[PlacedChange], stored: Architecture, label: str
 ) -> AdapterWeights:
-    """Split an adapter's fused modules if its base stores their parts separately.
+    """Split an adapter's fused modules if its base stores their parts separately: q, k and v, or gates and values.
 
-    These are queries, keys and values, or gates and values. Without fused modules the adapter is unchanged.
-
-    Experts stay as they are: peft and transformers take them in either form.
+    Without fused modules the adapter is unchanged. Experts stay as they are: peft and transformers take them in either
+    form.
 
     Args:
         written: carried to the new base.
@@ -335,55 +267,41 @@ def separated_adapter(
     Raises:
         CheckpointError: it also holds whole modules.
     """
-    entries = [change for change in changes if change.a]
-    forms = [_apart(entry, stored) for entry in entries]
-    if not any(forms):
+    parts = {change: _parts(change, stored) for change in changes if change.a}
+    if all(len(places) == 1 for places in parts.values()):
         return written
     if whole := next((change.value for change in changes if change.value), None):
         problem = f"stores '{whole}' whole, and fuses modules that are separate in the new base"
         raise CheckpointError(problem, where=label, remedy=WHOLE)
-    tensors = dict(written.tensors)
-    modules: list[str] = []
-    ranks: dict[str, int] = {}
-    alphas: dict[str, float] = {}
-    for entry, apart in zip(entries, forms, strict=True):
-        module_keys = [key for key in (entry.a, entry.b, entry.bias, entry.magnitude) if key in tensors]
-        parts = {key: tensors.pop(key) for key in module_keys}
-        rank = parts[entry.a].shape[0]
-        for module, start, length in _places(entry, apart, stored):
-            for key, tensor in parts.items():
+    tensors, modules = dict(written.tensors), list[str]()
+    ranks, alphas = dict[str, int](), dict[str, float]()
+    for entry, places in parts.items():
+        keys = [key for key in (entry.a, entry.b, entry.bias) if key in tensors]
+        fused = {key: tensors.pop(key) for key in keys}
+        rank = len(fused[entry.a])
+        for module, start, length in places:
+            for key, tensor in fused.items():
                 cut = tensor if length is None or key == entry.a else tensor.narrow(0, start, length)
                 tensors[key.replace(entry.module, module, 1)] = cut.clone()
             modules.append(module)
             ranks[re.escape(module)] = rank
             alphas[re.escape(module)] = entry.scale * (rank**0.5 if written.config.get("use_rslora") else rank)
-    targets = {"target_modules": modules, "rank_pattern": ranks, "alpha_pattern": alphas}
-    return AdapterWeights({**written.config, **targets}, tensors)
+    patterns = {"rank_pattern": ranks, "alpha_pattern": alphas}
+    return AdapterWeights({**written.config, "target_modules": modules, **patterns}, tensors)
 
 
-def _apart(entry: PlacedChange, stored: Architecture) -> ComposedTensor | None:
-    """The tensors that the new base stores instead of the changed one; None if it stores the same one."""
-    info = entry.spot.info
-    if stacks(info):
-        return None
-    for block in stored.blocks:
-        if entry.spot.in_block(block) and block.tensor(info.key) is None:
-            form = other_form(block, replace(block, tensors=(*block.tensors, info))).get(info.key)
-            return form if form is not None and len(form.cuts) > 1 else None
-    return None
-
-
-def _places(
-    entry: PlacedChange, form: ComposedTensor | None, stored: Architecture
-) -> Iterator[tuple[str, int, int | None]]:
+def _parts(entry: PlacedChange, stored: Architecture) -> list[tuple[str, int, int | None]]:
     """The new base's modules that an entry is for, with the outputs of it that are theirs: first and number."""
-    info, start = entry.spot.info, 0
-    for cut in form.cuts if form is not None else ():
-        yield cut.info.name.removesuffix(".weight"), start, cut.length
-        start += cut.length
-    if form is None:
-        blocks = [block for block in stored.blocks if entry.spot.in_block(block) and not stacks(info)]
-        stored_name = next(
-            (same.name for block in blocks if (same := block.tensor(info.key)) is not None), entry.module
-        )
-        yield stored_name.removesuffix(".weight"), 0, None
+    info, block = entry.spot.info, next(filter(entry.spot.in_block, stored.blocks), None)
+    if block is None or stacks(info):
+        return [(entry.module, 0, None)]
+    if (same := block.tensor(info.key)) is not None:
+        return [(same.name.removesuffix(".weight"), 0, None)]
+    form = other_form(block, replace(block, tensors=(*block.tensors, info))).get(info.key)
+    if form is None or len(form.cuts) == 1:
+        return [(entry.module, 0, None)]
+    starts = accumulate((cut.length for cut in form.cuts), initial=0)
+    return [
+        (cut.info.name.removesuffix(".weight"), start, cut.length)
+        for cut, start in zip(form.cuts, starts, strict=False)
+    ]

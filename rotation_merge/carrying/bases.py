@@ -1,36 +1,45 @@
-"""An old and a new base of one architecture: matched, or aligned by a file; fine-tunes under the new base's names."""
+"""An old base and an aligned new one, and fine-tunes and adapters of the old one between the two."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 import yaml
+from mergekit.common import dtype_from_name
 
 from rotation_merge.architecture import Architecture
-from rotation_merge.carrying.carrier import RowPair
 from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.delta import Delta, Record, RowPair
 from rotation_merge.carrying.judge import parted
-from rotation_merge.carrying.vocabulary import check_no_added_tokens, check_same_set
-from rotation_merge.errors import RecipeError
+from rotation_merge.carrying.tokens import (
+    chat_folder,
+    check_adapter_tokens,
+    check_no_added_tokens,
+    check_same_set,
+    with_chat,
+)
+from rotation_merge.errors import DataError, RecipeError
 from rotation_merge.matching.aligned_output import pair_report, read_file
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import NOTHING, WEIGHTS
-from rotation_merge.matching.pair import Pair, check_pair, open_pair
-from rotation_merge.matching.run import AppliedAlignment, Run
-from rotation_merge.model.adapters import is_adapter
-from rotation_merge.model.forms import other_form, restructured, same_form
+from rotation_merge.matching.pair import Pair, check_pair, open_pair, residual_of
+from rotation_merge.matching.run import AppliedAlignment, Run, change_note
+from rotation_merge.model.adapter_base import check_base
+from rotation_merge.model.adapters import Adapter, is_adapter, placed_changes
+from rotation_merge.model.forms import restructured, same_form
 from rotation_merge.model.labels import in_class_order, label_rows
 from rotation_merge.model.nearness import Nearness, nearness
-from rotation_merge.model.open import ModelLike
+from rotation_merge.model.open import ModelLike, open_model, parse_reference
+from rotation_merge.model.origin import origins
 from rotation_merge.model.rows import padded_as, vocabulary_axes, vocabulary_subset
-from rotation_merge.model.tensors import TensorSource, as_tensors
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, row_pair, vocabulary_size
-from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import MergeReport
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers import Progress
@@ -42,34 +51,27 @@ class Execution:
 
     Attributes:
         device: to compute on.
-        storage: options of writing models.
+        dtype: that models are stored in; None: the new base's.
         ledger: store of matching's intermediate results, to resume from.
         force: carry adapters to the new base from one that is not their own.
         near: what becomes of work between bases that share their coordinates: `named`, as usable without carrying;
             `carried`; or `added`, without any matching, unless the config asks for some.
         match: aligns the bases, instead of what the config says.
-        watched: take the bases' fingerprints, for a report that will be written.
     """
 
     device: str = "cpu"
-    storage: StorageOptions = field(default_factory=StorageOptions)
+    dtype: str | None = None
     ledger: Ledger = field(default=NOWHERE, repr=False)
     force: bool = False
     near: Literal["named", "carried", "added"] = "named"
     match: Match | None = field(default=None, repr=False)
-    watched: bool = True
 
 
 @dataclass(frozen=True)
 class Bases:
-    """The old base of a fine-tune or adapter, and the new base.
-
-    Attributes:
-        compared: the old base in the form of the new one's files, in which their spaces meet.
-    """
+    """The old base of a fine-tune or adapter, and the new base: the donor and the anchor of a pair."""
 
     pair: Pair
-    compared: View
 
     @property
     def old(self) -> View:
@@ -94,10 +96,15 @@ class Bases:
         return row_pair(self.new, self.old)
 
     @property
-    def sources(self) -> tuple[TensorSource, TensorSource]:
+    def sources(self) -> tuple[Tensors, Tensors]:
         """New and old tensors under the new base's names."""
         new, old = self.pair.sources
         return new, self._named(old, self.old)
+
+    @property
+    def old_as_new(self) -> View:
+        """The old base in the form of the new one's files, in which their spaces meet."""
+        return replace(self.old.as_filed, tensors=self.sources[1], architecture=self.architecture, untie=True)
 
     @cached_property
     def nearness(self) -> Nearness:
@@ -110,7 +117,7 @@ class Bases:
         new, old = self.names
         return f"{old} and {new} share their coordinates ({self.nearness.words})"
 
-    def _named(self, source: TensorSource, model: View) -> TensorSource:
+    def _named(self, source: Tensors, model: View) -> Tensors:
         """The tensors of the old base or of its fine-tune, under the new base's names."""
         if same_form(model.architecture, self.architecture):
             return source
@@ -131,8 +138,8 @@ class Bases:
         stored, source = pair.sources
         source = padded_as(source, stored, vocabulary_axes(pair.architecture.tensors()))
         length, size = (vocabulary_size(view) or 0 for view in (pair.anchor, pair.donor))
-        config = {**pair.donor.config, **_sized(pair.donor.config, size, length)}
-        tensors = as_tensors(self._named(source, pair.donor))
+        config = _resized(pair.donor.config, size, length)
+        tensors = self._named(source, pair.donor)
         return replace(pair.donor, tensors=tensors, architecture=self.architecture, config=config, untie=True)
 
     def aligned(
@@ -143,24 +150,24 @@ class Bases:
         Raises:
             RotationMergeError: the file cannot be read, or was made for other weights; or they cannot be matched.
         """
-        run, (new, old) = Run(), self.names
-        if isinstance(config.alignment, str):
-            run.note(f"The bases were aligned by the file {config.alignment}; nothing was matched.")
-            file = read_file(self.pair, config.alignment, untie=True, donor=self.compared)
-            run.moved_by(old, AppliedAlignment(config.alignment, old, file.metadata))
+        run, (new, old), known = Run(), self.names, config.alignment
+        if isinstance(known, str):
+            run.note(f"The bases were aligned by the file {known}; nothing was matched.")
+            file = read_file(self.pair, known, self.pair.untie, self.old_as_new)
+            run.moved_by(old, AppliedAlignment(known, old, file.metadata))
             return Alignment.of(file), pair_report(self.pair, run, base=new)
-        options = check_pair(self.pair.described, self.compared, config.match, untie=self.pair.untie).options
-        sources = self.sources
-        if self.rows is not None:
-            pairs = zip(sources, self.rows, strict=True)
-            first, second = (vocabulary_subset(self.architecture, source, rows) for source, rows in pairs)
-            sources = first, second
+        options = config.match
+        if known is not None:
+            options = NOTHING.with_residual(residual_of(known.transforms, known.folded))
+        options = check_pair(self.pair.described, self.old_as_new, options, untie=self.pair.untie).options
+        pair, (anchor, donor) = replace(self.pair, options=options), self.sources
+        if pair.shared is not None:
+            subsets = zip((anchor, donor), pair.shared, strict=True)
+            anchor, donor = (vocabulary_subset(self.architecture, source, rows) for source, rows in subsets)
         match = execution.match or self._matcher(config, execution.device)
-        alignment = match(self.architecture, *sources, options, progress, ledger=execution.ledger)
+        alignment = match(self.architecture, anchor, donor, options, progress, ledger=execution.ledger)
         run.aligned(old, alignment)
-        if self.rows is not None:
-            run.note(f"The bases share {len(self.rows[0])} tokens: embeddings and heads were matched on them.")
-        return alignment, pair_report(self.pair, run, yaml.safe_dump(asdict(options), sort_keys=False), new)
+        return alignment, pair_report(pair, run, yaml.safe_dump(asdict(options), sort_keys=False), new)
 
     def _matcher(self, config: TransferConfig, device: str) -> Match:
         """The function that aligns the bases."""
@@ -175,30 +182,23 @@ class Bases:
         count, seed, length = config.sample_count, config.seed, config.length
         return SampleMatcher(config.matched_on, *self.names, config.data, count, seed, device, length, part)
 
-    def check_head(self, storage: StorageOptions, folded: bool) -> None:
-        """Refuse a change of a head that is tied in the new base, without `untie`.
+    def check_head(self) -> None:
+        """Refuse to change a model's head that is tied in the new base and apart in the old one.
 
-        Args:
-            folded: whether the stream that the head reads is rotated.
+        Raises:
+            RecipeError: names it.
         """
-        tied = None if storage.untie else self.new.tied_head
-        if tied is None or not (folded or self.old.tied_head is None):
-            return
-        problem = f"a rotated stream needs an untied head, '{tied}' is tied to the embedding"
-        if not folded:
-            problem = f"'{tied}' is tied to the embedding, which {self.names[1]} has apart: its change has no place"
-        unrotated = "use 'residual: permutation', " if folded else ""
-        remedy = f"add 'untie' (the output then stores a separate head), {unrotated}or carry it as an adapter"
-        raise RecipeError(problem, where=self.names[0], remedy=remedy)
+        if self.new.tied_head is not None and self.old.tied_head is None:
+            name, (new, old) = self.new.tied_head, self.names
+            problem = f"'{name}' is tied to the embedding, which {old} has apart: its change has no place"
+            remedy = "add 'untie' (the output then stores a separate head), or carry it as an adapter"
+            raise RecipeError(problem, where=new, remedy=remedy)
 
 
-def _sized(config: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
-    """Entries of a config, or of a part of it, that name the size of a vocabulary, with another size."""
-    changed: dict[str, Any] = {"vocab_size": after} if config.get("vocab_size") == before else {}
-    for name, part in config.items():
-        if isinstance(part, dict) and part.get("vocab_size") == before:
-            changed[name] = {**part, "vocab_size": after}
-    return changed
+def _resized(config: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
+    """A config, or a part of one, in which the size of a vocabulary is another."""
+    parts = {name: _resized(part, before, after) if isinstance(part, dict) else part for name, part in config.items()}
+    return {**parts, "vocab_size": after} if config.get("vocab_size") == before else parts
 
 
 def is_adapter_folder(work: ModelLike) -> bool:
@@ -216,20 +216,144 @@ def open_bases(new: ModelLike, old: ModelLike, device: str = "cpu", untie: bool 
     """
     pair = open_pair(new, old, NOTHING, untie, device, words=False, watched=watched)
     check_same_set(pair.anchor, pair.donor)
-    return Bases(pair, _in_form_of(pair.architecture, pair.donor.as_filed))
+    return Bases(pair)
 
 
-def _in_form_of(reference: Architecture, member: View) -> View:
-    """A model with its weights in the file form of another one."""
-    place = {(block.module, block.place, block.index): block for block in reference.blocks}
-    blocks = []
-    for block in member.architecture.blocks:
-        reference_block = place.get((block.module, block.place, block.index))
-        if reference_block is not None and (gained := other_form(block, reference_block)):
-            spent = other_form(reference_block, block)
-            remaining = (info for info in block.tensors if info.key not in spent)
-            block = replace(
-                block, tensors=(*remaining, *(info for info in reference_block.tensors if info.key in gained))
-            )
-        blocks.append(block)
-    return replace(member, architecture=replace(member.architecture, blocks=tuple(blocks)))
+OWN_BASE = "name its own base, or a copy of it (the command carries it anyway with --force)"
+ALONE = "carry by weights, at a given scale: they alone can be carried to other ids"
+
+
+@dataclass(frozen=True)
+class Work:
+    """A fine-tune or an adapter of the old base, opened.
+
+    Attributes:
+        name: as the user names it.
+        rank: of the adapter that it becomes; 0: it becomes a model.
+        chat: the folder whose tokenizer has a chat template that the old base lacks; empty: there is none.
+        adapter: the adapter; None: it is a model.
+        model: the fine-tune, or the old base with the adapter; None: the adapter's factors are carried.
+    """
+
+    name: str
+    rank: int
+    chat: str = ""
+    adapter: Adapter | None = None
+    model: View | None = None
+
+    @staticmethod
+    def of(work: ModelLike, bases: Bases, config: TransferConfig, force: bool = False) -> Work:
+        """Open a fine-tune, or an adapter's folder.
+
+        Args:
+            force: also an adapter of another base.
+
+        Raises:
+            RotationMergeError: it is damaged, or not of the old base, or added tokens.
+        """
+        if not is_adapter_folder(work):
+            opened = open_model(work, "tuned", any_base=True)
+            chat = chat_folder(bases.old, opened)
+            return Work(str(opened.reference), config.rank, chat, None, bases.tuned(opened))
+        path = str(work)
+        adapter, chat = Adapter(path), chat_folder(bases.old, path)
+        if not force:
+            check_base(adapter, [bases.old], path, open_model, OWN_BASE)
+        whole = [change for change in placed_changes(adapter, bases.old.config) if change.value]
+        axes = {change.value: change.spot.info.vocabulary_axis for change in whole}
+        sizes = [adapter.shapes[name][axis] for name, axis in axes.items() if axis is not None]
+        check_adapter_tokens(bases.old, path, max(sizes, default=None))
+        if not config.needs_samples:
+            return Work(path, adapter.rank, chat, adapter)
+        model = bases.tuned(open_model(f"{bases.names[1]}+{path}", any_base=True))
+        return Work(path, config.rank or adapter.rank, chat, adapter, model)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One change between two aligned bases.
+
+    Attributes:
+        alignment: of the old base to the new one.
+        report: on the alignment, with the origin of the work.
+        norms: squared norms of the change of each tensor of a carried view, and of the old base's, as it is computed.
+    """
+
+    work: Work
+    bases: Bases
+    alignment: Alignment
+    report: MergeReport
+    config: TransferConfig
+    execution: Execution
+    norms: list[tuple[float, float]] = field(default_factory=list, repr=False)
+
+    @cached_property
+    def base(self) -> View:
+        """The new base as the result is written: the head apart, or tied, and with the fine-tune's chat template."""
+        untie = self.config.untie or bool(self.work.rank)
+        base = replace(open_model(self.bases.new, untie=untie), tensors=self.bases.sources[0])
+        if not self.work.chat or self.work.model is None or self.bases.rows is not None:
+            return base
+        return with_chat(base, self.work.chat, self.bases.old, self.work.model)
+
+    @property
+    def delta(self) -> Delta:
+        """The change, moved by weights; of an adapter whose factors are carried none yet."""
+        old = self.bases.sources[1]
+        tuned = old if self.work.model is None else self.work.model.tensors
+        return Delta(self.base, old, tuned, self.alignment, self.bases.rows)
+
+    def applied(self, delta: Delta, record: Record | None = None) -> View:
+        """The new base with a change, in the dtype that it is stored in; as an adapter changes it, unrounded."""
+        view = delta.applied(record=record)
+        dtype = torch.float32 if self.work.rank else dtype_from_name(self.execution.dtype)
+        return view if dtype is None else view.to(dtype)
+
+    def size_note(self) -> list[str]:
+        """A warning if the change, all of which was computed, is too large to transfer."""
+        sums = map(sum, zip(*self.norms, strict=True))
+        note = change_note(f"The task vector of `{self.work.name}`", *sums) if self.norms else None
+        return [note] if note else []
+
+
+def transfers(
+    works: Sequence[Work], bases: Bases, config: TransferConfig, execution: Execution, progress: Progress | None = None
+) -> list[Transfer]:
+    """Align the bases of work, once for all of it.
+
+    Raises:
+        RotationMergeError: they do not fit together, or samples would be read by models of two vocabularies.
+    """
+    if config.needs_samples and bases.rows is not None:
+        new, old = bases.names
+        problem = f"its vocabulary differs from that of {new}, so samples cannot be shared"
+        raise DataError(problem, where=old, remedy=ALONE)
+    config, notes = _matched_as(config, bases, execution, works)
+    alignment, report = bases.aligned(config, execution, progress)
+    report = replace(report, notes=[*notes, *report.notes])
+    return [Transfer(work, bases, alignment, _with_origin(report, work), config, execution) for work in works]
+
+
+def _matched_as(
+    config: TransferConfig, bases: Bases, execution: Execution, works: Sequence[Work]
+) -> tuple[TransferConfig, list[str]]:
+    """The config with what matching has nothing to find left out, and a line on it.
+
+    Streams, and with them a tied head, stay where the bases share their coordinates.
+    """
+    if config.match.residual != "largest" or config.alignment is not None or not bases.nearness.shared:
+        return config, []
+    asks = config.match != TransferConfig().match or config.match_on is not None or config.needs_samples
+    if execution.near == "added" and not asks and not any(work.rank or work.chat for work in works):
+        words = f"The bases share their coordinates ({bases.nearness.words})"
+        return replace(config, match=NOTHING), [f"{words}: nothing was matched, the change is added as it is."]
+    return replace(config, match=replace(config.match, residual="none")), []
+
+
+def _with_origin(report: MergeReport, work: Work) -> MergeReport:
+    """The report with the origin of the work in it, and remarks on its files."""
+    stored = work.adapter is not None or (work.model is not None and work.model.files is not None)
+    known = origins([parse_reference(work.name)] if stored else [])
+    facts = {name: {**origin, "carried": True} for name, origin in known.items()}
+    remarks = [] if work.model is None else work.model.remarks
+    return replace(report, models={**report.models, **facts}, notes=[*report.notes, *remarks])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, field, fields, replace
-from typing import Annotated, Any, Literal, get_args
+from dataclasses import field, fields, replace
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 from pydantic.dataclasses import dataclass
@@ -14,11 +14,9 @@ from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchOn
 
 Method = Literal["weights", "refit", "distil"]
-METHODS = get_args(Method)
 SAMPLES, TRAINING_SAMPLES = 64, 512
 """Numbers of samples, if none is given: to solve or to judge, and to train."""
 
-AUTO = "auto"
 PLAIN, MERGED, NONE = "plain addition", "wudi", "none"
 """Alternatives to a method that samples may prefer: plain addition, a merge of the new base and the fine-tune as two
 fine-tunes of the old base, and the unchanged new base."""
@@ -84,30 +82,21 @@ class TransferConfig(Config):
     untie: bool = False
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any], start: TransferConfig | None = None) -> TransferConfig:
+    def from_values(cls, values: Mapping[str, Any]) -> TransferConfig:
         """A config from options by name, those of matching (`AlignConfig`) among them.
-
-        Args:
-            start: defaults of options that are not given.
 
         Raises:
             RecipeError: there is no such option, or it may not have the value.
         """
         known, matching = [each.name for each in fields(cls)], [each.name for each in fields(AlignConfig)]
-        for name in values:
-            if name not in (*known, *matching):
-                raise RecipeError(f"there is no option '{name}'", remedy=nearest(name, [*known, *matching]))
-        config = replace(
-            cls.or_default(start, "; or give its fields as options"),
-            **{name: value for name, value in values.items() if name in known},
-        )
+        if unknown := next((name for name in values if name not in (*known, *matching)), ""):
+            raise RecipeError(f"there is no option '{unknown}'", remedy=nearest(unknown, [*known, *matching]))
+        config = cls(**{name: value for name, value in values.items() if name in known})
         groups = {name: value for name, value in values.items() if name in matching}
-        if not groups:
-            return config
-        if config.alignment is not None:
+        if groups and config.alignment is not None:
             problem = f"'{next(iter(groups))}' has no effect beside 'alignment', which gives the maps"
             raise RecipeError(problem, remedy="leave it out")
-        return replace(config, match=AlignConfig.from_values({**asdict(config.match), **groups}))
+        return replace(config, match=AlignConfig.of(config.match, groups))
 
     def check_use(self) -> None:
         """Refuse options that have no effect.

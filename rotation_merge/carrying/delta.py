@@ -1,4 +1,11 @@
-"""The change of a fine-tune as a value: scaled, moved to another base, applied, or cut to low rank."""
+r"""What fine-tuning changed, as a value: scaled, moved to another base, applied.
+
+If an alignment turns W into ``L W R^T``, it turns a change ``B A`` into ``(L B)(A R^T)``: the same rank. Behind a norm
+of a turned stream the stored maps differ from the folded ones by the gains g, g' of the old and the new base,
+``A' = A diag(g) R^T diag(g')^-1``, and of the shifts b, b' of a LayerNorm is left over the constant
+``L B A b - B' A' b'``, which goes into the bias of the map (`Fold.unfold_change`). So the new base keeps its norms. All
+this is exact if the new base is the old one in other coordinates.
+"""
 
 from __future__ import annotations
 
@@ -9,47 +16,60 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.carrying.carrier import Carrier, Change, Changes, is_bias, weight_key
-from rotation_merge.carrying.vocabulary import check_no_added_tokens, check_same_set
-from rotation_merge.errors import AlignmentError, not_written
+from rotation_merge.carrying.tokens import check_no_added_tokens, check_same_set
+from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.pair import check_shapes
-from rotation_merge.model.blocks import blockwise, read_tensor, unstack
-from rotation_merge.model.fold import folded_tensors
-from rotation_merge.model.low_rank import LowRank, dense, stacks, transposed
+from rotation_merge.model.apply import transform_tensor
+from rotation_merge.model.blocks import Get, read_tensor, reader, unstack
+from rotation_merge.model.fold import Fold, folded_tensors, weight_key
+from rotation_merge.model.low_rank import LowRank, dense, factor_infos
 from rotation_merge.model.open import ModelLike, check_names, open_model
 from rotation_merge.model.rows import in_slices, views
-from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
+from rotation_merge.model.tensors import Tensors, as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import row_pair
 
+Change = LowRank | Tensor
+
+RowPair = tuple[Tensor, Tensor]
+"""The new base's and the old base's rows of the same tokens."""
+
 Record = Callable[[float, float], None]
-"""Takes the squared norms of a tensor's change and of the old base's tensor."""
+"""Takes the squared norms of a tensor's change and of the old base's tensor; of a long vocabulary for each slice."""
+
+EVERYTHING = 1 << 62
+"""Bytes of what is kept while one tensor is computed, so that each source is read once."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """The change of a fine-tune, tuned - base, moved to another base or on its own.
+    """The change of a fine-tune, scale (tuned - old), moved to another base or on its own.
 
     Attributes:
-        carrier: the base that it is of (`old`), the one that it is for (`new`), and the maps between the two.
-        tuned: the fine-tune's tensors, under the names of the carrier's architecture.
-        opened: the model that it is for.
-        scale: factor of the change.
+        base: the model that it is for.
+        old, tuned: the base that it is of and the fine-tune, both under `base`'s names.
+        alignment: of `old` to `base`.
+        rows: where token ids or the padding of the vocabularies differ.
+        low: by tensor, the factors of changes of low rank, which `tuned` does not have.
+        folding: of streams that are folded in `base` before it is changed; None: it stays as it is stored.
         precision: the least precise dtype of its computation.
-        solved: names of tensors that were solved for the new base: an adapter keeps factors of the whole rank for them,
-            also where nothing is worth carrying.
+        record: takes the norms of all that is computed.
     """
 
-    carrier: Carrier
-    tuned: TensorSource
-    opened: View = field(repr=False)
+    base: View = field(repr=False)
+    old: Tensors = field(repr=False)
+    tuned: Tensors = field(repr=False)
+    alignment: Alignment = field(default_factory=lambda: Alignment({}))
+    rows: RowPair | None = None
+    low: Mapping[str, LowRank] = field(default_factory=dict)
+    folding: Fold | None = None
     scale: float = 1.0
     precision: torch.dtype = torch.float32
-    solved: frozenset[str] = frozenset()
+    record: Record | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
-        return f"Delta(for {self.opened.name}, scale {self.scale})"
+        return f"Delta(for {self.base.name}, scale {self.scale})"
 
     @staticmethod
     def between(base: ModelLike, tuned: ModelLike) -> Delta:
@@ -67,8 +87,7 @@ class Delta:
         check_names(opened, fine)
         check_no_added_tokens(opened, fine)
         check_shapes(opened, fine, remedy="name the base that it was tuned from, of the same class")
-        carrier = Carrier(opened.architecture, opened.tensors, opened.tensors, Alignment({}))
-        return Delta(carrier, fine.tensors, opened)
+        return Delta(opened, opened.tensors, fine.tensors)
 
     def scaled(self, factor: float) -> Delta:
         """The change times a factor."""
@@ -92,12 +111,16 @@ class Delta:
             AlignmentError: the alignment is of another base, or of the language half of a model.
             CheckpointError: the bases know other tokens.
         """
-        start, opened = self._settled(), open_model(new, "new")
-        check_same_set(opened, start.opened)
-        base, tuned = start._as_donor(alignment, strict)
-        rows = row_pair(opened, start.opened)
-        carrier = Carrier(opened.architecture, base.tensors, opened.tensors, alignment, rows)
-        return replace(start, carrier=carrier, tuned=tuned.tensors, opened=opened)
+        start, opened = self._settled(), new if isinstance(new, View) else open_model(new, "new")
+        check_same_set(opened, start.base)
+        base, tuned = start.base, replace(start.base, tensors=start.tuned)
+        if alignment.basis is not None:
+            base, tuned = alignment.opened_donor(base, strict), alignment.opened_donor(tuned, False)
+        if base.text is not None:
+            problem = "the change of a text-only model cannot be moved as a value into a vision-language model"
+            raise AlignmentError(problem, remedy="take Delta.between(alignment.apply(base), alignment.apply(tuned))")
+        rows = row_pair(opened, start.base)
+        return replace(start, base=opened, old=base.tensors, tuned=tuned.tensors, alignment=alignment, rows=rows)
 
     def moved_by(self, alignment: Alignment, dtype: torch.dtype | None, strict: bool) -> Delta:
         """The change in the coordinates that an alignment brings its base to; see `Alignment.apply`.
@@ -106,216 +129,151 @@ class Delta:
             AlignmentError: it is of another base than the alignment's donor, or of the language half of a model.
         """
         start, maps = self._settled(), alignment.without_biases()
-        base, tuned = start._as_donor(maps, strict)
-        moved = maps.apply(replace(start.opened, tensors=as_tensors(start.carrier.new)), dtype, strict)
-        carrier = Carrier(base.architecture, base.tensors, moved.tensors, maps)
-        return replace(start, carrier=carrier, tuned=tuned.tensors, opened=moved)
-
-    def _as_donor(self, alignment: Alignment, strict: bool) -> tuple[View, View]:
-        """The base and the fine-tune in the anchor's sizes and class order; errors as for `moved_by`."""
-        base, tuned = (replace(self.opened, tensors=as_tensors(source)) for source in (self.carrier.new, self.tuned))
-        if alignment.basis is None:
-            return base, tuned
-        base, tuned = alignment.opened_donor(base, strict), alignment.opened_donor(tuned, False)
-        if base.text is not None:
-            problem = "the change of a text-only model cannot be moved as a value into a vision-language model"
-            raise AlignmentError(problem, remedy="take Delta.between(alignment.apply(base), alignment.apply(tuned))")
-        return base, tuned
+        return start.moved(maps, maps.apply(start.base, dtype, strict), strict)
 
     def _settled(self) -> Delta:
         """The change for its own base, after moving if it is moved."""
-        if self.carrier.old is self.carrier.new:
+        if self.old is self.base.tensors:
             return self
         base, tuned = (delta.applied().to(torch.float64) for delta in (self.scaled(0.0), self))
         return Delta.between(base, tuned)
 
     def applied(self, *, record: Record | None = None) -> View:
-        """The base with the change, computed lazily.
-
-        It is folded if the alignment folds, and then lacks layers that predict tokens further ahead.
+        """The base with the change, computed lazily and rounded once.
 
         Args:
-            record: called for every tensor that is computed with the squared norms of its change and of the old
-                base's tensor.
+            record: called for every tensor that is computed, see `Record`.
         """
-        left_out = self.opened.unread if self.carrier.alignment.folded else []
-        notes = (not_written(left_out),) if left_out else ()
-
-        def tensor(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
-            return self.tensor(block, info, dtype, record)
-
-        return self.opened.blockwise(tensor, left_out=frozenset(left_out), notes=notes)
-
-    def stored(self, left_out: str | None = None) -> Tensors:
-        """The base with the change in its storage form, unrounded: nothing is folded, and changes of norms of folded
-        streams are in the maps that read them.
-
-        Args:
-            left_out: a tensor that stays the base's.
-        """
-        return with_changes(self.carrier, lambda block: self.factors(block, None)[0], left_out)
+        return self.base.blockwise(replace(self, record=record).tensor)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The task vector: the change of each stored tensor of the base, by name, in float64."""
-        changes: dict[str, Tensor] = {}
-        for block in self.carrier.architecture.blocks:
-            for key, part in self.factors(block, None)[0].items():
-                if (info := block.tensor(key)) is not None:
-                    changes |= unstack(info, dense(part, info))
+        exact, changes = replace(self, precision=torch.float64), dict[str, Tensor]()
+        for block in self.base.architecture.blocks:
+            for info in block.tensors:
+                if read_tensor(info, self.base.tensors) is not None:
+                    changes |= unstack(info, dense(exact.change(block, info), info).double())
         return changes
 
-    def tensor(
-        self, block: Block, info: TensorInfo, dtype: torch.dtype | None = None, record: Record | None = None
-    ) -> Tensor | None:
-        """One tensor of the new base with the carried change, rounded once; None if the new base lacks it.
+    def tensor(self, block: Block, info: TensorInfo, dtype: torch.dtype | None = None) -> Tensor | None:
+        """One tensor of the base with the change, rounded once; None if the base lacks it.
 
         Long vocabularies that both bases share are computed in slices.
 
         Args:
-            dtype: storage type; None: that of the new base.
-            record: see `applied`.
+            dtype: storage type; None: that of the base.
         """
-        sources = [as_tensors(source).cached(EVERYTHING) for source in (self.carrier.old, self.carrier.new, self.tuned)]
-        stored = read_tensor(info, sources[1])
+        sources = [source.cached(EVERYTHING) for source in (self.base.tensors, self.old, self.tuned)]
+        stored = read_tensor(info, sources[0])
         if stored is None or not stored.is_floating_point():
             return stored
-        same = info.vocabulary_axis is not None and self.carrier.rows is None
-        norms, parts_of = list[tuple[float, float]](), views(block, sources if same else [])
-        whole = replace(self, carrier=replace(self.carrier, dtype=self.carrier.dtype or dtype))
+        sliced = sources if info.vocabulary_axis is not None and self.rows is None and not self.low else []
+        architecture = self.base.architecture
+        part_of, copies = views(block, sliced), [read_tensor(info, source) for source in sliced]
 
-        def computed(part: slice | None) -> Tensor:
-            delta = whole._of(*(sources if part is None else parts_of(part)))
-            tensor, *squares = delta._with_change(block, info)
-            norms.append((squares[0], squares[1]))
-            return tensor
+        def changed(part: slice | None) -> Tensor:
+            base, old, tuned = sources if part is None else part_of(part)
+            if self.folding is not None:
+                base = as_tensors(folded_tensors(architecture, base, self.folding.streams, self.folding.dtype))
+            delta = replace(self, base=replace(self.base, tensors=base), old=old, tuned=tuned)
+            before, change = read_tensor(info, base), dense(delta.change(block, info), info)
+            assert before is not None
+            return before.to(torch.promote_types(before.dtype, change.dtype)) + change
 
-        known = [tensor for source in sources if same and (tensor := read_tensor(info, source)) is not None]
         rounded = dtype or stored.dtype
-        result = in_slices(info, known, rounded, computed) if known else computed(None)
-        if record is not None:
-            record(*map(sum, zip(*norms, strict=True)))
-        return result.to(rounded).contiguous()
+        whole = in_slices(info, [copy for copy in copies if copy is not None], rounded, changed)
+        return whole.to(rounded).contiguous()
 
-    def _of(self, old: TensorSource, new: TensorSource, tuned: TensorSource) -> Delta:
-        """The same change between other sources."""
-        return replace(self, carrier=replace(self.carrier, old=old, new=new), tuned=tuned)
+    def change(self, block: Block, info: TensorInfo) -> Change:
+        """The change of one tensor in the base's storage form, unrounded; of low rank where it is known by factors.
 
-    def _with_change(self, block: Block, info: TensorInfo) -> tuple[Tensor, float, float]:
-        """A tensor with the change, unrounded, and the squared norms of the change and of the old base's tensor."""
-        base = read_tensor(info, self._folded(self.carrier.new))
-        assert base is not None
-        change, before = self._change(block, info)
-        moved = self.carrier.with_new_rows(block, info, self.carrier.moved(info, change))
-        return base + self.scale * moved, float(change.square().sum()), before
-
-    def factors(self, block: Block, rank: int | None) -> tuple[Changes, dict[str, tuple[float, float]]]:
-        """A block's change in the new base's storage form, every matrix cut to low rank (None: not cut).
-
-        Changes of folded streams' norms go into the maps that read them. Tensors that do not change are left out,
-        unless they were solved.
-
-        Returns:
-            The changes by key, those of biases and of other norms whole; and by key the squared norm of each, and the
-            part of it that is kept.
+        Raises:
+            AlignmentError: a model lacks the tensor, or a gain cannot be divided by.
         """
-        result: Changes = {}
-        norms: dict[str, tuple[float, float]] = {}
-        for info in sorted(block.tensors, key=lambda i: is_bias(i.key)):
-            if read_tensor(info, self.carrier.new) is None:
-                continue
-            change, _ = self._change(block, info)
-            weight = block.tensor(weight_key(info.key)) if is_bias(info.key) else None
-            beside = dense(result[weight.key], weight) if weight is not None and weight.key in result else None
-            moved = self.carrier.stored(block, info, change.double(), beside)
-            if not bool(moved.any()) and info.name not in self.solved:
-                continue
-            whole, is_cut = self.scale * moved, rank is not None and len(info.axes) > 1
-            trimmed = self.scale != 0 and info.name not in self.solved
-            result[info.key] = cut = of_low_rank(whole, info, rank or 0, trimmed) if is_cut else whole
-            norm = float(whole.square().sum())
-            norms[info.key] = norm, norm - float((whole - dense(cut, info)).square().sum())
-        return result, norms
+        change = self._moved(block, info)
+        return replace(change, scale=self.scale * change.scale) if isinstance(change, LowRank) else self.scale * change
 
-    def _folded(self, source: TensorSource) -> TensorSource:
-        carrier = self.carrier
-        return folded_tensors(carrier.architecture, source, carrier.alignment.folded, carrier.dtype)
+    def _moved(self, block: Block, info: TensorInfo) -> Change:
+        """The change at scale 1."""
+        old, factors = reader(block, self.old), self.low.get(info.name)
+        if factors is None:
+            return self._stored(block, info, self._difference(block, info))
+        if self.record is not None:
+            before, change = old(info.key), dense(factors, info)
+            self.record(_squares(change), 0.0 if before is None else _squares(before.double()))
 
-    def _change(self, block: Block, info: TensorInfo) -> tuple[Tensor, float]:
-        """The change of a tensor of the folded model, and the squared norm of the original tensor."""
-        old, tuned = (read_tensor(info, self._folded(source)) for source in (self.carrier.old, self.tuned))
-        if old is None or tuned is None or old.shape != tuned.shape:
-            why = "the fine-tune's has another shape" if old is not None and tuned is not None else "a model lacks it"
-            raise AlignmentError(
-                f"'{info.name}' cannot be carried: {why}",
-                where=block.name,
-                remedy="name the base that it was tuned from, of the same class",
-            )
-        old = old.to(torch.promote_types(old.dtype, self.precision))
-        change = tuned.to(old.dtype) - old
+        def moved(part: TensorInfo, factor: Tensor) -> Tensor:
+            folded = self.fold.tensor(block, part, lambda key: factor if key == info.key else old(key))
+            return self._stored(block, part, folded)
+
+        a, b = map(moved, factor_infos(info), (factors.a, factors.b))
+        return LowRank(a, b, factors.scale)
+
+    @property
+    def fold(self) -> Fold:
+        """Folds the norms of the streams that are turned."""
+        return Fold(self.base.architecture, self.alignment.folded)
+
+    def _difference(self, block: Block, info: TensorInfo) -> Tensor:
+        """The dense change of a tensor of the folded old base."""
+        old, tuned = reader(block, self.old), self._tuned(block)
+        before, after = old(info.key), tuned(info.key)
+        if before is None or after is None or before.shape != after.shape:
+            why = "a model lacks it" if before is None or after is None else "the fine-tune's has another shape"
+            problem, remedy = f"'{info.name}' cannot be carried: {why}", "name the base that it was tuned from"
+            raise AlignmentError(problem, where=block.name, remedy=f"{remedy}, of the same class")
+        before, after = (self.fold.tensor(block, info, get) for get in (old, tuned))
+        kind = torch.promote_types(before.dtype, self.precision)
+        before = before.to(kind)
+        change = after.to(kind) - before
         if not bool(torch.isfinite(change).all()):
             problem = f"'{info.name}' of the fine-tune or its base holds NaN or infinity"
             raise AlignmentError(problem, where=block.name, remedy="repair or replace the checkpoint")
-        return change, float(old.square().sum())
-
-
-def with_changes(
-    carrier: Carrier, changes_of: Callable[[Block], Changes], left_out: str | None = None, scale: float = 1.0
-) -> Tensors:
-    """The new base with changes in its storage form, unrounded; those of one block are kept in memory.
-
-    Args:
-        changes_of: gives the changes of a block by key.
-        left_out: a tensor that stays as it is.
-    """
-    latest: dict[str, Changes] = {}
-
-    def tensor(block: Block, info: TensorInfo) -> Tensor | None:
-        if block.name not in latest:
-            changes = changes_of(block)
-            latest.clear()
-            latest[block.name] = changes
-        change, stored = latest[block.name].get(info.key), read_tensor(info, carrier.new)
-        if change is None or stored is None or info.name == left_out:
-            return None
-        added = dense(change, info)
-        return stored.to(added) + scale * added
-
-    return blockwise(carrier.architecture, carrier.new, tensor)
-
-
-EVERYTHING = 1 << 62
-"""Bytes of what is kept while one tensor is computed, so that each source is read once."""
-
-NOTHING_LEFT = 1e-4
-"""Share of a change's largest singular value below which singular values are rounding, 1e-8 of its squared norm."""
-
-
-def of_low_rank(change: Tensor, info: TensorInfo, rank: int, trimmed: bool = False) -> Change:
-    """The nearest change of this rank (Eckart and Young), with equally large factors.
-
-    Tables of positions and tokens that belong to no layer (1, n, width) and convolutions of single channels
-    (channels, 1, kernel) have no place in an adapter and stay whole.
-
-    Args:
-        trimmed: of the rank that the change has, where that is less.
-    """
-    if change.ndim > 2 and not stacks(info) and (transposed(info) or (change.shape[1] == 1 and change.ndim == 3)):
+        if self.record is not None:
+            self.record(_squares(change), _squares(before))
         return change
-    matrix = change.mT if transposed(info) else change
-    shape = matrix.shape
-    if matrix.ndim > 2 and not stacks(info):
-        matrix = matrix.flatten(1)
-    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    if trimmed:
-        rank = min(rank, int((s > NOTHING_LEFT * s.max()).reshape(-1, s.shape[-1]).any(0).sum()))
-    root = s[..., :rank].sqrt()
-    a, b = root[..., :, None] * v[..., :rank, :], u[..., :rank] * root[..., None, :]
-    if matrix.shape != shape:
-        a, b = a.reshape(-1, *shape[1:]), b.reshape(*b.shape, *[1] * (len(shape) - 2))
-    return LowRank(a, b)
+
+    def _tuned(self, block: Block) -> Get:
+        """The fine-tune's tensors of a block, with changes of low rank."""
+        stored, old = reader(block, self.tuned), reader(block, self.old)
+
+        def get(key: str) -> Tensor | None:
+            info = block.tensor(key)
+            if info is None or info.name not in self.low:
+                return stored(key)
+            change, before = dense(self.low[info.name], info), old(key)
+            return change if before is None else before.to(change) + change
+
+        return get
+
+    def _stored(self, block: Block, info: TensorInfo, change: Tensor) -> Tensor:
+        """A change of the folded old base, or a factor of one, in the base's storage form and vocabulary."""
+        moved = transform_tensor(change, info, self.alignment.transforms, change=True)
+        beside = self._beside(block, info)
+        moved = self.fold.unfold_change(block, info, moved, reader(block, self.base.tensors), beside)
+        axis = info.vocabulary_axis
+        if self.rows is None or axis is None:
+            return moved
+        whole = block.tensor(info.key)
+        stored = read_tensor(whole, self.base.tensors) if whole is not None else None
+        size = stored.shape[whole.vocabulary_axis or 0] if whole is not None and stored is not None else 0
+        new_rows, old_rows = (rows.to(moved.device) for rows in self.rows)
+        shape = [size if dim == axis else length for dim, length in enumerate(moved.shape)]
+        return moved.new_zeros(shape).index_copy(axis, new_rows, moved.index_select(axis, old_rows))
+
+    def _beside(self, block: Block, info: TensorInfo) -> Tensor | None:
+        """The change of the weight beside a bias that takes a folded norm's shift over."""
+        weight, inputs = block.tensor(weight_key(info.key)), self.fold.inputs(block, info)
+        shifted = any(norm.shift in inputs for norm in block.norms)
+        if weight is None or not is_bias(info.key) or not shifted or weight.key not in inputs:
+            return None
+        return dense(replace(self, record=None)._moved(block, weight), weight)
 
 
-def share(norms: Mapping[str, tuple[float, float]]) -> float:
-    """Share of the squared norm that remains after cutting."""
-    whole = sum(norm for norm, _ in norms.values())
-    return sum(cut_norm for _, cut_norm in norms.values()) / whole if whole else 1.0
+def is_bias(key: str) -> bool:
+    """Whether a key is that of a bias."""
+    return key.endswith(".bias")
+
+
+def _squares(tensor: Tensor) -> float:
+    return float(tensor.square().sum())

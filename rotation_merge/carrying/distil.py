@@ -11,13 +11,13 @@ Source: this project's study (benchmarks/carry_bases.py); distillation after Hin
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError
@@ -32,7 +32,7 @@ from rotation_merge.run.functions import Batch, inputs_for
 SHARES = (1.0, 0.5)
 """Shares of the new base's logits beyond the old base's that a target may have."""
 
-STEP_BATCHES = 4
+AT_A_STEP = 4
 """Batches of a step."""
 
 
@@ -98,10 +98,7 @@ def answered_by_target(
 
 
 def adapter_in_training(model: Any, written: AdapterWeights) -> Any:
-    """A model with an adapter; only its factors are trained.
-
-    The rows of each A are made orthogonal and as long as those of a fresh LoRA, and the scale is the rank-stabilised
-    one, so that every direction learns equally fast, whatever the change has in it already.
+    """A model with an adapter; only its factors are trained, at the rank-stabilised scale.
 
     Raises:
         RotationMergeError: peft is not installed.
@@ -111,38 +108,18 @@ def adapter_in_training(model: Any, written: AdapterWeights) -> Any:
     except ImportError as error:
         raise RotationMergeError("distilling an adapter needs peft", remedy="pip install peft") from error
     tensors = dict(written.tensors)
-    for name, a in written.tensors.items():
-        if not name.endswith((".lora_A.weight", ".lora_embedding_A")):
-            continue
-        b_name = name.replace("lora_A", "lora_B").replace("lora_embedding_A", "lora_embedding_B")
-        b, rank = tensors[b_name], a.shape[0]
-        if a.ndim == 2 and name.endswith("weight") and rank <= a.shape[1]:
-            tensors[name], b = _balanced_factors(a, b)
-        tensors[b_name] = b / rank**0.5
-        if (bias := f"{b_name.removesuffix('weight')}bias") in tensors:
-            tensors[bias] = tensors[bias] / rank**0.5
+    for name, tensor in written.tensors.items():
+        if match := re.fullmatch(r"(.+\.lora_(?:embedding_)?)B(\..+)?", name):
+            a = written.tensors[f"{match[1]}A{'.weight' if match[2] else ''}"]
+            tensors[name] = tensor / len(a) ** 0.5
     with TemporaryFolder() as folder:
         AdapterWeights({**written.config, "use_rslora": True}, tensors).write(folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft's, on what transformers calls by another name now
             student = PeftModel.from_pretrained(model, folder, is_trainable=True).eval()
-    _leave_out_new_biases(student)
-    return student
-
-
-def _leave_out_new_biases(student: Any) -> None:
-    """Take peft's bias from modules without a bias, where it could be neither merged nor stored.
-
-    An adapter has a `lora_bias` for all of its modules or for none.
-    """
-    for layer in student.modules():
+    for layer in student.modules():  # an adapter has a `lora_bias` for all of its modules or for none
         for name, has_bias in getattr(layer, "lora_bias", {}).items():
-            if has_bias and getattr(layer.get_base_layer(), "bias", None) is None:
+            if has_bias and getattr(layer.get_base_layer(), "bias", None) is None:  # nor could it be merged or stored
                 layer.lora_bias[name] = False
                 layer.lora_B[name].bias = None
-
-
-def _balanced_factors(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of the same product with orthogonal rows of `a`, as long as a new LoRA's (uniform, 1/sqrt(in))."""
-    q, r = torch.linalg.qr(a.double().mT)
-    return (q.mT * 3**-0.5).to(a.dtype), (b.double() @ r.mT * 3**0.5).to(b.dtype)
+    return student

@@ -5,7 +5,7 @@ Recovered lift = (new base - carried) / (what fine-tuning gained at home), on sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from rotation_merge.errors import DataError
 from rotation_merge.model.view import View
 from rotation_merge.run.data import UNLABELLED, Data, Samples, examples_in, read_samples, split_batches
 from rotation_merge.run.evaluate import evaluate
-from rotation_merge.run.functions import Batch
 from rotation_merge.run.generated_samples import SELF, writes_text
 
 AT_ONCE = 16
@@ -36,19 +35,15 @@ Both = tuple[float, float]
 
 @dataclass(frozen=True)
 class HeldOutSamples:
-    """Samples that nothing is solved from: of the fine-tune's kind, and text of the new base's own.
-
-    Attributes:
-        writes: whether the new base writes text; where not, `own` is `tuned`.
-    """
+    """Samples that nothing is solved from: of the fine-tune's kind, and of text that the new base writes."""
 
     tuned: Data
-    own: Data
-    writes: bool
+    own: Data | None
 
     def losses(self, model: Any) -> Both:
-        """A model's mean losses on either, in nats."""
-        return evaluate(model, self.tuned)[0], evaluate(model, self.own)[0]
+        """A model's mean losses on either, in nats; that on the first twice, where there is no text."""
+        loss = evaluate(model, self.tuned)[0]
+        return loss, loss if self.own is None else evaluate(model, self.own)[0]
 
 
 @dataclass(frozen=True)
@@ -90,51 +85,36 @@ def read_parts(
         raise DataError(f"holds {data.examples} samples", where=where, remedy=f"give at least {2 * AT_ONCE}")
     solved, held_out = parted(data)
     choice, judge = halves(held_out)
-    base = load(new)
-    if not writes_text(base):
-        return TransferSamples(solved, HeldOutSamples(choice, choice, False), HeldOutSamples(judge, judge, False))
-    few = replace(config, samples=AT_ONCE, seed=config.seed + 1)
-    self_samples = halves(read_samples(new, SELF, **few.reading(AT_ONCE), module=base))
-    return TransferSamples(
-        solved, HeldOutSamples(choice, self_samples[0], True), HeldOutSamples(judge, self_samples[1], True)
-    )
+    base, own = load(new), list[Data | None]([None, None])
+    if writes_text(base):
+        few = replace(config, samples=AT_ONCE, seed=config.seed + 1)
+        own = [*halves(read_samples(new, SELF, **few.reading(AT_ONCE), module=base))]
+    return TransferSamples(solved, *map(HeldOutSamples, (choice, judge), own))
 
 
 def parted(data: Data) -> tuple[Data, Data]:
     """Samples to solve from, and a quarter to choose and to judge by: a batch at least, but at most half of all."""
-    if _is_one_by_one(data):
-        count = len(data.batches) - min(max(1, round(HELD_OUT * data.examples)), data.examples // 2)
-        return _data(data.batches[:count], data.task), _data(data.batches[count:], data.task)
-    held_out = min(max(AT_ONCE, round(HELD_OUT * data.examples)), data.examples // 2)
-    return split_batches(data, data.examples - held_out)
+    return split_batches(data, data.examples - min(max(AT_ONCE, round(HELD_OUT * data.examples)), data.examples // 2))
 
 
 def halves(data: Data) -> tuple[Data, Data]:
-    """Every other row of each batch, or every other batch of one example, and the rest.
+    """Every other row of each batch, or every other batch of one example, whose tensors may have several rows.
 
     Raises:
         DataError: there are fewer than two rows.
     """
 
-    def half(start: int) -> list[Batch]:
-        if _is_one_by_one(data):
-            return list(data.batches[start::2])
-        rows = ({name: tensor[start::2] for name, tensor in batch.items()} for batch in data.batches)
-        return [batch for batch in rows if examples_in(batch)]
+    def half(start: int) -> Data:
+        batches = data.batches[start::2]
+        if len(data.batches) < data.examples:
+            rows = ({name: tensor[start::2] for name, tensor in batch.items()} for batch in data.batches)
+            batches = [batch for batch in rows if examples_in(batch)]
+        return replace(data, batches=batches, examples=sum(map(examples_in, batches)))
 
     parts = half(0), half(1)
-    if not all(parts):
+    if not all(part.batches for part in parts):
         raise DataError("holds one sample to judge by", where=data.source or None, remedy="give at least two")
-    return _data(parts[0], data.task), _data(parts[1], data.task)
-
-
-def _is_one_by_one(data: Data) -> bool:
-    """Whether each batch is one example, whose tensors may have several rows."""
-    return len(data.batches) == data.examples
-
-
-def _data(batches: Sequence[Batch], task: str) -> Data:
-    return Data(list(batches), task, sum(map(examples_in, batches)))
+    return parts
 
 
 @dataclass(frozen=True)
@@ -144,7 +124,7 @@ class RecoveredLift:
     Attributes:
         old, tuned: of the old pair, on samples of the fine-tune's kind.
         new, carried: of the new base without and with the change, on these and on text that the new base writes.
-        method: whose change was taken: one of `METHODS`, `plain addition`, or `none`.
+        method: whose change was taken: a `Method`, `PLAIN`, `MERGED` or `NONE`.
         scale: at which scale, in words.
         others: losses of the other methods on both, by method.
         writes: whether the new base writes text; where not, the second losses say nothing.
@@ -175,11 +155,6 @@ class RecoveredLift:
         return (self.old - self.new[0]) / self.home if self.home > 0 else None
 
     @property
-    def is_known(self) -> bool:
-        """Whether the new base is better than the old one without the change."""
-        return self.known is not None and self.known >= KNOWN
-
-    @property
     def of_the_way(self) -> float | None:
         """(new base - carried) / (new base - fine-tune at home), of losses; None: the fine-tune is no better."""
         distance = self.new[0] - self.tuned
@@ -192,35 +167,28 @@ class RecoveredLift:
             "known to the new base": self.known,
             "of the way to the fine-tune": self.of_the_way,
         }
-        return {**asdict(self), "others": dict(self.others), **derived}
+        return {**asdict(self), **derived}
 
     def words(self) -> list[str]:
         """Lines on the losses; the last one has the decision and the recovered lift."""
-        on_samples, on_texts = self.carried
         lines = [
             f"Loss on the judging samples (nats): old base {self.old:.3f}, its fine-tune {self.tuned:.3f}, new base "
-            f"{self.new[0]:.3f}, carried {on_samples:.3f} by {self.method}{self.scale}.",
-            f"Loss on the new base's own text: {self.new[1]:.3f} before, {on_texts:.3f} after."
+            f"{self.new[0]:.3f}, carried {self.carried[0]:.3f} by {self.method}{self.scale}.",
+            f"Loss on the new base's own text: {self.new[1]:.3f} before, {self.carried[1]:.3f} after."
             if self.writes
             else "The loss on the new base's own text is not measured: it writes no text.",
         ]
         if self.others:
+            shown = {name: losses if self.writes else losses[:1] for name, losses in self.others.items()}
+            tried = (f"{name} {' and '.join(f'{loss:.3f}' for loss in losses)}" for name, losses in shown.items())
             of = "losses on both" if self.writes else "losses on the judging samples"
-            tried = (f"{name} {' and '.join(f'{loss:.3f}' for loss in pair)}" for name, pair in self._other_losses())
             lines.append(f"Also tried ({of}): {'; '.join(tried)}.")
-        return [*lines, *self._known_words(), self._closing()]
-
-    def _other_losses(self) -> Iterator[tuple[str, tuple[float, ...]]]:
-        for name, losses in self.others.items():
-            yield name, losses if self.writes else losses[:1]
-
-    def _known_words(self) -> list[str]:
-        if self.known is None or not self.is_known:
-            return []
-        known = f"The new base alone already has {self.known:.0%} of what fine-tuning gained on the old base"
-        if self.of_the_way is None:
-            return [f"{known}: it needs no fine-tune for these samples."]
-        return [f"{known}; the fine-tune itself would bring the other {1 - self.known:.0%}."]
+        if self.known is not None and self.known >= KNOWN:
+            known = f"The new base alone already has {self.known:.0%} of what fine-tuning gained on the old base"
+            more = f"; the fine-tune itself would bring the other {1 - self.known:.0%}."
+            needless = ": it needs no fine-tune for these samples."
+            lines.append(known + (needless if self.of_the_way is None else more))
+        return [*lines, self._closing()]
 
     def _closing(self) -> str:
         if self.recovered is None:
@@ -231,7 +199,7 @@ class RecoveredLift:
             )
         if self.method == NONE:
             return "Train on the new base instead: it is better alone than with the change. Recovered lift: 0%."
-        way = self.of_the_way if self.is_known else None
+        way = self.of_the_way if self.known is not None and self.known >= KNOWN else None
         more = "" if way is None else f" ({way:.0%} of the way from the new base to the fine-tune)"
         line = f"Recovered lift: {self.recovered:.0%} of what fine-tuning gained on the old base{more}."
         if self.recovered <= 0:

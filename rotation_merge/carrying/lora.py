@@ -1,186 +1,185 @@
-"""Writes the change of a whole model as a new LoRA in peft's format."""
+"""The change of a whole model as a new LoRA in peft's format."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.carrying.carrier import Changes, is_bias, weight_key
-from rotation_merge.carrying.delta import Delta
+from rotation_merge.carrying.delta import Change, Delta, is_bias
 from rotation_merge.errors import CheckpointError, short
-from rotation_merge.model.adapter_files import AdapterWeights
-from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.adapter_files import AdapterWeights, factor_config, peft_tensors
+from rotation_merge.model.adapters import PREFIX
+from rotation_merge.model.blocks import read_tensor, unstack
+from rotation_merge.model.fold import weight_key
 from rotation_merge.model.low_rank import LowRank, dense, stacks, transposed
-from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.view import View
 from rotation_merge.run.functions import architecture_of
 
-PREFIX = "base_model.model."
+NOTHING_LEFT = 1e-4
+"""Share of a change's largest singular value below which singular values are rounding, 1e-8 of its squared norm."""
 
-Kept = dict[str, tuple[float, float]]
-"""By tensor: the squared norm of its change, and of the change at that rank."""
-
-
-def left_out(base: View) -> list[str]:
-    """Lines on changes that an adapter of this base cannot express."""
-    head = base.tied_head
-    return [
-        f"The embedding stays the new base's: `{head}` is tied to it, and an adapter would change only one of the two."
-    ] * bool(head)
+Cuts = Mapping[str, tuple[TensorInfo, Change]]
+"""What an adapter changes, by parameter."""
 
 
-def adapter_of(delta: Delta, rank: int, base: View) -> tuple[AdapterWeights, Kept]:
+@dataclass(frozen=True)
+class NewAdapter:
+    """A change as an adapter.
+
+    Attributes:
+        weights: as it is written.
+        delta: the change that these make, with its factors.
+        share: of the whole change's squared norm that is in it.
+    """
+
+    weights: AdapterWeights
+    delta: Delta
+    share: float
+
+
+def new_adapter(delta: Delta, rank: int, trained: Collection[str] = ()) -> NewAdapter:
     """A change as a new adapter of the base that it is for.
 
-    Matrices are cut down to `rank`; biases go into peft's `lora_bias`, norms of streams that are not turned into
-    `modules_to_save`. Beside a `lora_bias`, which peft has not for embeddings, these are left as they are; so are
-    tensors without a module of their own in the model's class (experts in one tensor, position tables), and an
-    embedding that is the head as well: peft would change one of the two.
+    Matrices are cut down to `rank`; biases go into peft's `lora_bias`, norms into `modules_to_save`. Beside a
+    `lora_bias`, which peft has not for embeddings, these are left as they are; so are tensors without a module of their
+    own in the model's class (experts in one tensor, position tables), and an embedding that is the head as well: peft
+    would change one of the two.
 
     Args:
         rank: of every factor, at most.
-        base: the new base.
+        trained: names of tensors that are given factors of the whole rank in any case.
 
-    Returns:
-        The adapter, and the share of each tensor's change that it keeps.
+    Raises:
+        CheckpointError: the class of the base cannot be built.
     """
-    writing, norms, _ = _decomposed(delta, rank, base)
-    return AdapterWeights(writing.config(rank, base.config, str(base.reference)), writing.tensors), norms
+    places, cuts = _places(delta.base), dict[str, tuple[TensorInfo, Change]]()
+    norms, rests = dict[str, float](), dict[str, float]()
+    for block in delta.base.architecture.blocks:
+        for info, change in _changes(delta, block, trained):
+            cut = change
+            if isinstance(change, Tensor) and len(info.axes) > 1:
+                cut = of_low_rank(change, info, rank, trimmed=info.name not in trained)
+            whole, place = dense(change, info), places.get(info.name, "")
+            norms[place or info.name] = float(whole.square().sum())
+            if _fits(place, cut, cuts):
+                cuts[place], rests[place] = (info, cut), float((whole - dense(cut, info)).square().sum())
+    if _biases(cuts):
+        cuts = {place: cut for place, cut in cuts.items() if not (isinstance(cut[1], LowRank) and cut[1].embedding)}
+    kept = sum(norms[place] - rests[place] for place in cuts)
+    share = kept / sum(norms.values()) if any(norms.values()) else 1.0
+    return NewAdapter(_written(delta.base, places, cuts, rank), _of_cuts(delta.base, cuts), share)
 
 
-def adapter_changes(delta: Delta, rank: int, base: View) -> dict[str, Changes]:
-    """The changes that `adapter_of` writes, by block and key, without what it leaves out."""
-    _, norms, blocks = _decomposed(delta, rank, base)
-    return {
-        name: {key: change for key, change in changes.items() if norms[f"{name}: {key}"][1] > 0}
-        for name, changes in blocks.items()
-    }
-
-
-def _decomposed(delta: Delta, rank: int, base: View) -> tuple[_Writing, Kept, dict[str, Changes]]:
-    """The adapter in the making, the share of each change that it keeps, and all changes of that rank by block."""
-    modules = _modules(base)
-    writing = _Writing(base.tied_head is not None)
-    norms, blocks = Kept(), dict[str, Changes]()
-    for block in delta.carrier.architecture.blocks:
-        changes, parts = delta.factors(block, rank)
-        blocks[block.name] = changes
-        norms.update({f"{block.name}: {key}": pair for key, pair in parts.items()})
-        for key, change in changes.items():
-            info = block.tensor(key)
-            place = modules.get((block.module, block.place, block.index, key))
-            if info is None or not writing.take(block, info, change, changes, place, delta.carrier.new):
-                norms[f"{block.name}: {key}"] = parts[key][0], 0.0
-    norms |= {key: (norms[key][0], 0.0) for key in writing.without_embeddings()}
-    return writing, norms, blocks
-
-
-@dataclass
-class _Writing:
-    """An adapter in the making."""
-
-    tied: bool
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    targets: dict[str, int] = field(default_factory=dict)
-    saved: set[str] = field(default_factory=set)
-    embeddings: dict[str, str] = field(default_factory=dict)
-    biases: bool = False
-    stored_otherwise: bool = False
-
-    def take(
-        self,
-        block: Block,
-        info: TensorInfo,
-        change: LowRank | Tensor,
-        beside: Mapping[str, LowRank | Tensor],
-        place: str | None,
-        new: TensorSource,
-    ) -> bool:
-        """Put one change in; False where an adapter has no place for it."""
-        words = self.tied and info.vocabulary_axis is not None
-        if place is None or stacks(info) or words:
-            return False
-        module, _, leaf = place.rpartition(".")
-        if isinstance(change, LowRank):
-            if leaf != "weight":
-                return False
-            self._factors(block, info, change, module)
-        elif is_bias(info.key) and isinstance(beside.get(weight_key(info.key)), LowRank):
-            self.tensors[f"{PREFIX}{module}.lora_B.bias"] = change.float()
-            self.biases = True
-        elif len(info.axes) == 1 and not is_bias(info.key):
-            stem = info.key.removesuffix("weight")
-            for sibling in block.tensors:
-                stored = read_tensor(sibling, new) if sibling.key.startswith(stem) else None
-                if stored is not None:
-                    added = beside.get(sibling.key, torch.zeros_like(stored))
-                    name = f"{PREFIX}{module}.{sibling.key.removeprefix(stem)}"
-                    self.tensors[name] = (stored.double() + dense(added, sibling)).to(stored.dtype)
-            self.saved.add(module)
-        else:
-            return is_bias(info.key) and any(key.startswith(f"{PREFIX}{module}.") for key in self.tensors)
-        return True
-
-    def _factors(self, block: Block, info: TensorInfo, change: LowRank, module: str) -> None:
-        embeds = transposed(info) and info.axes[0].label in ("vocabulary", "positions", "types")
-        a, b = ("embedding_A", "embedding_B") if embeds else ("A.weight", "B.weight")
-        self.tensors[f"{PREFIX}{module}.lora_{a}"] = change.a.float()
-        self.tensors[f"{PREFIX}{module}.lora_{b}"] = change.b.float()
-        self.targets[module] = change.a.shape[0]
-        if embeds:
-            self.embeddings[module] = f"{block.name}: {info.key}"
-        else:
-            self.stored_otherwise |= transposed(info)
-
-    def without_embeddings(self) -> list[str]:
-        """Drop embeddings that peft would refuse, and give every other module a bias; returns the dropped names."""
-        if not self.biases:
-            return []
-        for module in self.embeddings:
-            del self.targets[module]
-            for factor in ("A", "B"):
-                del self.tensors[f"{PREFIX}{module}.lora_embedding_{factor}"]
-        for module in self.targets:
-            b = self.tensors[f"{PREFIX}{module}.lora_B.weight"]
-            self.tensors.setdefault(f"{PREFIX}{module}.lora_B.bias", b.new_zeros(b.shape[0]))
-        return list(self.embeddings.values())
-
-    def config(self, rank: int, base: Mapping[str, Any], name: str) -> dict[str, Any]:
-        ranks = {module: module_rank for module, module_rank in self.targets.items() if module_rank != rank}
-        classes = base.get("architectures") or [""]
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM" if classes[0].endswith("CausalLM") else None,
-            "base_model_name_or_path": name,
-            "r": rank,
-            "lora_alpha": rank,
-            "rank_pattern": ranks,
-            "alpha_pattern": ranks,
-            "target_modules": sorted(self.targets),
-            "modules_to_save": sorted(self.saved) or None,
-            "lora_bias": self.biases,
-            "fan_in_fan_out": self.stored_otherwise,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "inference_mode": True,
-        }
-
-
-def _modules(base: View) -> dict[tuple[str, str, int | None, str], str]:
-    """Parameters as the model's class names them, by block and key of the architecture."""
+def _places(base: View) -> dict[str, str]:
+    """Parameters as the model's class names them, by tensor; of those that an adapter may change."""
     try:
         with torch.device("meta"):
             model = base.model_class(base.transformers_config)
     except Exception as error:  # models and configs raise errors of many classes
         problem, remedy = f"its class cannot be built ({short(error)})", "carry it as a whole model, not as an adapter"
         raise CheckpointError(problem, where=base.name, remedy=remedy) from error
+    blocks = {(block.module, block.place, block.index): block for block in base.architecture.blocks}
+    places = {}
+    for block in architecture_of(model, untie=True).blocks:
+        stored = blocks.get((block.module, block.place, block.index))
+        for parameter in block.tensors if stored is not None else ():
+            info = stored.tensor(parameter.key) if stored is not None else None
+            if info is not None and not stacks(info) and not (base.tied_head and info.vocabulary_axis is not None):
+                places[info.name] = parameter.name
+    return places
+
+
+def _changes(delta: Delta, block: Block, trained: Collection[str]) -> Iterator[tuple[TensorInfo, Change]]:
+    """The tensors of a block that change, or are trained, weights before biases, in float64."""
+    for info in sorted(block.tensors, key=lambda i: is_bias(i.key)):
+        if read_tensor(info, delta.base.tensors) is not None:
+            change = delta.change(block, info)
+            if isinstance(change, LowRank):
+                yield info, change
+            elif info.name in trained or bool(change.any()):
+                yield info, change.double()
+
+
+def _fits(place: str, change: Change, cuts: Cuts) -> bool:
+    """Whether an adapter has a place for a change, beside those that it has of the weights."""
+    if isinstance(change, LowRank):
+        return place.endswith(".weight")
+    return weight_key(place) in cuts if is_bias(place) else bool(place) and change.ndim == 1
+
+
+def _biases(cuts: Cuts) -> dict[str, Tensor]:
+    """Changes of the biases of maps that have factors, by module."""
+    biases = ((place, change) for place, (_, change) in cuts.items() if is_bias(place) and isinstance(change, Tensor))
     return {
-        (block.module, block.place, block.index, info.key): info.name
-        for block in architecture_of(model, untie=True).blocks
-        for info in block.tensors
+        place.removesuffix(".bias"): change
+        for place, change in biases
+        if isinstance(cuts[weight_key(place)][1], LowRank)
     }
+
+
+def _written(base: View, places: Mapping[str, str], cuts: Cuts, rank: int) -> AdapterWeights:
+    """The adapter of some changes."""
+    low = {place: (info, change) for place, (info, change) in cuts.items() if isinstance(change, LowRank)}
+    maps = {place.removesuffix(".weight"): change.to(torch.float32) for place, (_, change) in low.items()}
+    norms = [place.rpartition(".")[0] for place in cuts if place not in low and not is_bias(place)]
+    tensors, biases = peft_tensors(maps), _biases(cuts)
+    for module, factors in maps.items() if biases else ():
+        tensors[f"{PREFIX}{module}.lora_B.bias"] = biases.get(module, torch.zeros(len(factors.b))).float()
+    parts = {name: place for name, place in places.items() if place.rpartition(".")[0] in norms}
+    changed = _of_cuts(base, cuts).tuned
+    tensors |= {f"{PREFIX}{place}": changed[name].to(base.dtypes[name]) for name, place in parts.items()}
+    classes = base.config.get("architectures") or [""]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if classes[0].endswith("CausalLM") else None,
+        "base_model_name_or_path": str(base.reference),
+        "modules_to_save": sorted(norms) or None,
+        "lora_bias": bool(biases),
+        "fan_in_fan_out": any(transposed(info) and not change.embedding for info, change in low.values()),
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
+    return AdapterWeights(factor_config(config, maps, rank), tensors)
+
+
+def _of_cuts(base: View, cuts: Cuts) -> Delta:
+    """The changes that an adapter has, with their factors."""
+    tuned, low = dict[str, Tensor](), dict[str, LowRank]()
+    for info, change in cuts.values():
+        stored = read_tensor(info, base.tensors)
+        if isinstance(change, LowRank):
+            low[info.name] = change
+        elif stored is not None:
+            tuned |= unstack(info, stored.double() + change)
+    return Delta(base, base.tensors, base.tensors.replaced(tuned), low=low, precision=torch.float64)
+
+
+def of_low_rank(change: Tensor, info: TensorInfo, rank: int, trimmed: bool = False) -> Change:
+    """The nearest change of this rank (Eckart and Young), its A like that of a fresh LoRA.
+
+    The rows of A are orthogonal and as long as if they were drawn (uniform, 1/sqrt(in)), so that in training every
+    direction learns equally fast, whatever the change has in it already. Tables of positions and tokens that belong to
+    no layer (1, n, width) and convolutions of single channels (channels, 1, kernel) have no place in an adapter and
+    stay whole.
+
+    Args:
+        trimmed: of the rank that the change has, where that is less.
+    """
+    if change.ndim > 2 and not stacks(info) and (transposed(info) or (change.shape[1] == 1 and change.ndim == 3)):
+        return change
+    matrix = change.mT if transposed(info) else change
+    shape = matrix.shape
+    if matrix.ndim > 2 and not stacks(info):
+        matrix = matrix.flatten(1)
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    if trimmed:
+        rank = min(rank, int((s > NOTHING_LEFT * s.max()).reshape(-1, s.shape[-1]).any(0).sum()))
+    a, b = 3**-0.5 * v[..., :rank, :], 3**0.5 * u[..., :rank] * s[..., None, :rank]
+    if matrix.shape != shape:
+        a, b = a.reshape(-1, *shape[1:]), b.reshape(*b.shape, *[1] * (len(shape) - 2))
+    embeds = transposed(info) and info.axes[0].label in ("vocabulary", "positions", "types")
+    return LowRank(a, b, embedding=embeds)

@@ -12,18 +12,17 @@ maps between activations as in Theseus (2026).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block
-from rotation_merge.averaging.refit import Answer, Refit, RefitResult, same_place
+from rotation_merge.averaging.refit import Answer, Refit, same_place
 from rotation_merge.averaging.ridge import ridge_change
-from rotation_merge.carrying.carrier import Carrier
+from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.run.data import with_small_first_batch
@@ -38,73 +37,60 @@ MAP_RIDGE = 0.2
 """Of the maps between activations of the bases."""
 
 
-@dataclass(frozen=True)
-class ChangeOptions:
-    """Options of the refit of a change.
+def refit_change(
+    delta: Delta,
+    samples: Sequence[Batch],
+    base_texts: Sequence[Batch] = (),
+    *,
+    ridge: float = 0.1,
+    softmax: float | None = None,
+    rank: int = 0,
+    untie: bool = False,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> dict[str, Tensor]:
+    """Solve the new base's maps for its own outputs plus the old pair's change.
 
-    Attributes:
+    Args:
+        delta: the change as it is moved by weights.
+        samples: as the models take them.
+        base_texts: text of the new base's own, where nothing shall change.
         ridge: pulls every map towards the new base's.
         softmax: ridge of the head, which is fitted to probabilities; None: to logits, by least squares.
         rank: the rank that the change of every map is cut down to before the next one is solved; 0: none.
         untie: give a tied head its own tensor, which is then solved, too.
-    """
-
-    ridge: float = 0.1
-    softmax: float | None = None
-    rank: int = 0
-    untie: bool = False
-    device: str = "cpu"
-
-
-def refit_change(
-    carrier: Carrier,
-    config: Any,
-    tuned: TensorSource,
-    samples: Sequence[Batch],
-    options: ChangeOptions,
-    progress: Progress | None = None,
-    base_texts: Sequence[Batch] = (),
-) -> tuple[dict[str, Tensor], RefitResult]:
-    """Solve the new base's maps for its own outputs plus the old pair's change.
-
-    Args:
-        carrier: of the old base to the new one.
-        config: of transformers, the new base's.
-        tuned: the fine-tune, under the names of the carrier's architecture.
-        samples: as the models take them.
-        base_texts: text of the new base's own, where nothing shall change.
 
     Returns:
-        The solved tensors by the new base's names, in float32, and the errors of each map.
+        The solved tensors by the new base's names, in float32.
     """
     store, batches = StateStore(), [*with_small_first_batch(samples), *base_texts]
-    architecture = carrier.architecture
-    solved: dict[str, Tensor] = {}
+    base, architecture = delta.base, delta.base.architecture
+    config, solved = base.transformers_config, dict[str, Tensor]()
 
     def write(name: str, tensor: Tensor) -> Tensor:
         solved[name] = tensor.to(torch.float32).contiguous()
         return solved[name]
 
-    def runner(source: TensorSource, prefix: str, untie: bool) -> Runner:
-        return Runner(config, source, architecture, batches, store, prefix, device=options.device, untie=untie)
+    def runner(source: TensorSource, prefix: str, untied: bool) -> Runner:
+        return Runner(config, source, architecture, batches, store, prefix, device=device, untie=untied)
 
-    new, merge = (runner(carrier.new, prefix, options.untie) for prefix in ("new", "carried"))
-    aligned = {"old": carrier.old, "tuned": tuned}
-    maps = carrier.alignment.transforms, carrier.alignment.folded
-    aligned = {name: moved_tensors(architecture, source, *maps) for name, source in aligned.items()}
-    old, fine = (runner(source, name, True) for name, source in aligned.items())
+    new, merge = (runner(base.tensors, prefix, untie) for prefix in ("new", "carried"))
+    maps = delta.alignment.transforms, delta.alignment.folded
+    aligned = {"old": delta.old, "tuned": delta.tuned}
+    old, fine = (runner(moved_tensors(architecture, x, *maps), name, True) for name, x in aligned.items())
     refit = Refit(
         merge,
         architecture,
-        ChangedAnswers(new, old, fine, store, len(base_texts)),
+        ChangedAnswers((new, old, fine), store, len(base_texts)),
         [1.0] * len(batches),
-        options.ridge,
+        ridge,
         write,
         watch=progress or (lambda *_: None),
-        shape=partial(of_rank, rank=options.rank) if options.rank else None,
-        softmax=options.softmax,
+        shape=partial(of_rank, rank=rank) if rank else None,
+        softmax=softmax,
     )
-    return solved, refit.run()
+    refit.run()
+    return solved
 
 
 @dataclass
@@ -112,13 +98,11 @@ class ChangedAnswers:
     """Targets of the refit: the new base's outputs plus the mapped change of the old pair.
 
     Attributes:
-        new, old, tuned: the models on the same batches; the last two in the new one's coordinates.
+        runners: new base, old base and fine-tune on the same batches; the last two in the first one's coordinates.
         base_texts: number of batches, the last ones, on which nothing changes.
     """
 
-    new: Runner
-    old: Runner
-    tuned: Runner
+    runners: tuple[Runner, Runner, Runner]
     store: StateStore
     base_texts: int = 0
     _kept: BatchStore = field(init=False)
@@ -126,31 +110,33 @@ class ChangedAnswers:
     def __post_init__(self) -> None:
         self._kept = BatchStore(self.store, "answer")
 
-    @property
-    def runners(self) -> tuple[Runner, ...]:
-        """All three models."""
-        return self.new, self.old, self.tuned
-
     def compute_answers(self, block: Block, answer_keys: frozenset[str]) -> bool:
         """Run all three through the block, find the maps, and keep the answers to every batch."""
         opened = [(runner, runner.advance()) for runner in self.runners]
         taps = [BlockHooks(r, partner) for r, partner in opened if partner is not None and same_place(partner, block)]
         if len(taps) < len(opened):
             return False
-        count = len(self.new.batches) if answer_keys or block.index is not None else 0
-        maps, keys = ActivationMaps(), list[str]()
+        count = len(self.runners[0].batches) if answer_keys or block.index is not None else 0
+        products, keys = dict[str, Tensor](), list[str]()
         for batch in range(count):
             new, old, tuned = (_outputs(tap, batch, answer_keys) for tap in taps)
             keys = [key for key in sorted(answer_keys) if key in new and key in old and key in tuned]
-            maps.add({key: (old[key], new[key]) for key in keys})
+            for key in (key for key in keys if self._is_mapped(taps[0], key)):
+                x, y = rows(old[key]).double(), rows(new[key]).double()
+                sums = torch.stack([x.mT @ x, x.mT @ (y - x)])
+                products[key] = products[key] + sums if key in products else sums
             counts = float(batch < count - self.base_texts)
             self.store.put(f"own:{batch}", [new[key] for key in keys])
             self.store.put(f"change:{batch}", [counts * (tuned[key] - old[key]) for key in keys])
-        solved = maps.solved([key for key in keys if self._is_mapped(taps[0], key)])
+        maps = {key: activation_map(*sums) for key, sums in products.items()}
+        device = self.runners[0].device
         for batch in range(count):
-            activations, changes = (self.store.get(f"{kind}:{batch}", self.new.device) for kind in ("own", "change"))
-            moved = [c if key not in solved else c @ solved[key].to(c) for key, c in zip(keys, changes, strict=True)]
-            self._kept.put(batch, {key: x + change for key, x, change in zip(keys, activations, moved, strict=True)})
+            activations, changes = (self.store.get(f"{kind}:{batch}", device) for kind in ("own", "change"))
+            changed = dict[str, Tensor]()
+            for key, x, change in zip(keys, activations, changes, strict=True):
+                change_map = maps.get(key)
+                changed[key] = x + (change if change_map is None else change @ change_map.to(change))
+            self._kept.put(batch, changed)
             self.store.drop(f"own:{batch}")
             self.store.drop(f"change:{batch}")
         return True
@@ -160,7 +146,7 @@ class ChangedAnswers:
         return False
 
     def __call__(self, batch: int) -> Answer:
-        return self._kept.get(batch, self.new.device)
+        return self._kept.get(batch, self.runners[0].device)
 
     def keep(self, answer_keys: frozenset[str]) -> None:
         self._kept.keep(answer_keys)
@@ -177,30 +163,18 @@ def _outputs(taps: BlockHooks, batch: int, answer_keys: frozenset[str]) -> dict[
     return {**activations.outputs, **activations.stream}
 
 
-class ActivationMaps:
-    """Least-squares maps M, ``new ~ old M``, by key; directions without samples keep the identity."""
+def activation_map(gram: Tensor, cross: Tensor) -> Tensor | None:
+    """The least-squares map M, ``new ~ old M``; directions without samples keep the identity.
 
-    def __init__(self) -> None:
-        self.sums: dict[str, tuple[Tensor, Tensor]] = {}
+    Args:
+        gram, cross: products of the old base's values X with themselves, and with Y - X of the new one's Y.
 
-    def add(self, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Add a batch of the old base's values and the new one's, (..., size) each."""
-        for key, (old, new) in values.items():
-            x, y = rows(old).double(), rows(new).double()
-            gram, cross = x.mT @ x, x.mT @ (y - x)
-            before = self.sums.get(key)
-            self.sums[key] = (gram, cross) if before is None else (before[0] + gram, before[1] + cross)
-
-    def solved(self, keys: Collection[str]) -> dict[str, Tensor]:
-        """The maps, (size, size), float64; without those that cannot be solved for."""
-        maps = {}
-        for key in keys:
-            gram, cross = self.sums[key]
-            penalty = torch.full((len(gram),), MAP_RIDGE * float(gram.diagonal().mean())).to(gram)
-            change = ridge_change(gram, cross, penalty)
-            if change is not None:
-                maps[key] = torch.eye(len(gram)).to(gram) + change.mT
-        return maps
+    Returns:
+        (size, size), float64; None if it cannot be solved for.
+    """
+    penalty = torch.full((len(gram),), MAP_RIDGE * float(gram.diagonal().mean())).to(gram)
+    change = ridge_change(gram, cross, penalty)
+    return None if change is None else torch.eye(len(gram)).to(gram) + change.mT
 
 
 def of_rank(change: Tensor, gram: Tensor, rank: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,24 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block
+from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.averaging.polish import PolishOptions, polish
 from rotation_merge.averaging.wudi import added_by_wudi
-from rotation_merge.carrying.carrier import Change, Changes
+from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN
-from rotation_merge.carrying.delta import Delta, with_changes
-from rotation_merge.carrying.distil import STEP_BATCHES, adapter_in_training, answered_by_target
+from rotation_merge.carrying.delta import Delta
+from rotation_merge.carrying.distil import AT_A_STEP, adapter_in_training, answered_by_target
 from rotation_merge.carrying.judge import AT_ONCE, HELD_OUT, SCALES, RecoveredLift, TransferSamples, read_parts
-from rotation_merge.carrying.lora import adapter_changes, adapter_of
-from rotation_merge.carrying.refit import ChangeOptions, refit_change
-from rotation_merge.carrying.work import Transfer
-from rotation_merge.files import Store
+from rotation_merge.carrying.lora import new_adapter
+from rotation_merge.carrying.refit import refit_change
+from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.model.blocks import read_tensor, unstack
+from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.forms import translated
 from rotation_merge.model.low_rank import dense
 from rotation_merge.model.run_keys import mark_of
-from rotation_merge.model.tensors import TensorSource, as_tensors
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.data import Samples, data_hash, read_samples, unpadded
 from rotation_merge.run.evaluate import evaluate
@@ -52,56 +51,36 @@ class ChangeCandidate:
     """A change that samples judge.
 
     Attributes:
-        method: one of `METHODS`, `PLAIN`, `MERGED` or `NONE`.
-        delta: of the new base, at scale 1.
-        view: the new base with it at a scale, as it is written.
+        method: a `Method`, `PLAIN`, `MERGED` or `NONE`.
+        delta: of the new base, as it is written: of an adapter cut to its rank.
         scale: that was chosen for it, or given.
     """
 
     method: str
     delta: Delta
-    view: Callable[[float], View]
     scale: float = 0.0
 
 
-@dataclass(frozen=True)
-class SampledChange:
-    """A change that samples chose, at a scale, with its judgement.
-
-    Attributes:
-        lines: notes for the user; the last one is the recovered lift.
-    """
-
-    method: str
-    delta: Delta
-    scale: float
-    lines: list[str]
-    lift: RecoveredLift
-
-
 def sampled_change(
-    transfer: Transfer, place: str, samples: Samples = None, progress: Progress | None = None
-) -> SampledChange:
-    """The change at its scale: by the method, by another one, or none, by their losses on samples held out.
+    transfer: Transfer, place: str | None, samples: Samples = None, progress: Progress | None = None
+) -> tuple[ChangeCandidate, RecoveredLift, list[str]]:
+    """The change that samples held out prefer, with its recovered lift, and lines on how it was solved and judged.
+
+    It is the method's, another one, or none.
 
     Args:
-        place: that interrupted work waits beside.
+        place: that interrupted work waits beside; None: it is lost.
         samples: batches, or the name of a source; None: the config's `data`.
 
     Raises:
         RotationMergeError: the samples cannot be read, or are of no use to the models.
     """
-    device, views = transfer.execution.device, _views(transfer)
-    parts = read_parts(views["tuned"], views["new"], transfer.config, samples, partial(module, device=device))
-    return _Sampling(transfer, views, parts, place, progress or (lambda *_: None)).chosen()
-
-
-def _views(transfer: Transfer) -> dict[str, View]:
-    """Both bases and the fine-tune, under one architecture's names."""
-    carrier, tuned, old = transfer.carrier, transfer.work.model, transfer.bases.old
+    bases, tuned = transfer.bases, transfer.work.model
     assert tuned is not None
-    old = replace(old, tensors=as_tensors(carrier.old), architecture=carrier.architecture, untie=True)
-    return {"new": transfer.base, "old": old, "tuned": tuned}
+    views = {"new": transfer.base, "old": bases.old_as_new, "tuned": tuned}
+    load = partial(module, device=transfer.execution.device)
+    parts = read_parts(tuned, transfer.base, transfer.config, samples, load)
+    return _Sampling(transfer, views, parts, place, progress or (lambda *_: None)).chosen()
 
 
 def module(view: View, device: str) -> Any:
@@ -119,7 +98,7 @@ class _Sampling:
     transfer: Transfer
     views: Mapping[str, View]
     parts: TransferSamples
-    place: str
+    place: str | None
     progress: Progress
 
     @property
@@ -129,72 +108,54 @@ class _Sampling:
     def module(self, view: View) -> Any:
         return module(view, self.transfer.execution.device)
 
-    def chosen(self) -> SampledChange:
+    def module_of(self, candidate: ChangeCandidate) -> Any:
+        """The new base with a change, rounded as a model is stored, or with the factors of an adapter."""
+        return self.module(self.transfer.applied(candidate.delta.scaled(candidate.scale)))
+
+    def chosen(self) -> tuple[ChangeCandidate, RecoveredLift, list[str]]:
         """The best change by its losses on samples held out."""
-        bases, config = self.transfer.bases, self.transfer.config
-        lines = [f"{bases.near_words}."] if bases.nearness.shared else []
-        candidate = self._candidate(config.method, self.transfer.delta)
-        if config.method != "weights":
-            tensors, notes = self._solved()
+        transfer, method = self.transfer, self.transfer.config.method
+        lines = [f"{transfer.bases.near_words}."] if transfer.bases.nearness.shared else []
+        delta = transfer.delta
+        if method != "weights":
+            delta, notes = self._solved()
             lines += notes
-            candidate = self._candidate(config.method, self._solved_change(tensors))
-        tried = [self._scaled(each) for each in (candidate, *self._alternatives())]
-        return self._judged(tried, lines)
-
-    def _between(self, tensors: TensorSource, solved: Iterable[str] = ()) -> Delta:
-        """The change from the new base to another model in its storage form.
-
-        Args:
-            solved: names of tensors that were solved for.
-        """
-        carrier = self.transfer.carrier
-        still = replace(carrier, old=carrier.new, alignment=Alignment({}))
-        return Delta(still, tensors, self.transfer.base, precision=torch.float64, solved=frozenset(solved))
-
-    def _solved_change(self, tensors: Mapping[str, Tensor]) -> Delta:
-        return self._between(as_tensors(self.transfer.carrier.new).replaced(tensors), tensors)
-
-    def _alternatives(self) -> list[ChangeCandidate]:
-        """Changes that are tried beside the method's: the unmoved one, and its average with the new base's own."""
-        transfer = self.transfer
-        unmoved = replace(transfer.delta, carrier=replace(transfer.carrier, alignment=Alignment({})))
-        changes: dict[str, Callable[[Block], Changes]] = {PLAIN: lambda block: unmoved.factors(block, None)[0]}
+        unmoved = replace(transfer.delta, alignment=Alignment({}))
+        changes = {method: delta, PLAIN: unmoved}
         if transfer.bases.nearness.shared:
-            changes[MERGED] = partial(self._merged, unmoved)
-        models = {name: with_changes(unmoved.carrier, of, transfer.tied) for name, of in changes.items()}
-        return [self._candidate(name, self._between(tensors)) for name, tensors in models.items()]
+            merged = transfer.base.blockwise(lambda block, info, _: self._merged(unmoved, block, info))
+            changes[MERGED] = self._between(merged.tensors)
+        keeps = method == "weights" and transfer.work.adapter is not None  # its factors
+        tried = [
+            self._scaled(ChangeCandidate(name, change if keeps and name == method else self._as_written(change)))
+            for name, change in changes.items()
+        ]
+        best, lift = self._judged(tried)
+        return best, lift, [*lines, *lift.words()]
 
-    def _merged(self, unmoved: Delta, block: Block) -> Changes:
-        """What the fine-tune adds to a block of the new base where `wudi` merges both as fine-tunes of the old base.
+    def _between(self, tuned: Tensors) -> Delta:
+        """The change from the new base to another model in its storage form."""
+        base = self.transfer.base
+        return Delta(base, base.tensors, tuned, precision=torch.float64)
+
+    def _as_written(self, delta: Delta) -> Delta:
+        return new_adapter(delta, self.rank).delta if self.rank else delta
+
+    def _merged(self, unmoved: Delta, block: Block, info: TensorInfo) -> Tensor | None:
+        """A tensor of the new base with what the fine-tune adds where `wudi` merges both as fine-tunes of the old base.
 
         Tensors that are no linear maps get the whole change; an embedding that is the head, too, is one.
         """
-        carrier, result = unmoved.carrier, dict[str, Change]()
-        for key, part in unmoved.factors(block, None)[0].items():
-            info = block.tensor(key)
-            assert info is not None
-            new, old = read_tensor(info, carrier.new), read_tensor(info, carrier.old)
-            linear = linear_map(block, info, self.transfer.tied is not None)
-            result[key] = change = dense(part, info)
-            if linear is not None and new is not None and old is not None and info.name != self.transfer.tied:
-                base_change = linear.as_matrices(new.to(change) - old.to(change))
-                result[key] = linear.as_stored(added_by_wudi(base_change, linear.as_matrices(change)))
-        return result
-
-    def _candidate(self, method: str, delta: Delta) -> ChangeCandidate:
-        """A change with the views that samples judge: rounded as a model is stored, or cut as an adapter is."""
-        transfer = self.transfer
-        if not self.rank:
-            return ChangeCandidate(method, delta, lambda scale: transfer.stored(delta.scaled(scale)))
-        if method == "weights" and transfer.work.adapter is not None:  # keeps its factors
-            return ChangeCandidate(method, delta, lambda scale: delta.scaled(scale).applied().to(torch.float32))
-        changes = adapter_changes(delta, self.rank, transfer.bases.new)
-
-        def view(scale: float) -> View:
-            tensors = with_changes(transfer.carrier, lambda block: changes[block.name], None, scale)
-            return replace(transfer.base, tensors=tensors)
-
-        return ChangeCandidate(method, delta, view)
+        new, old = read_tensor(info, self.transfer.base.tensors), read_tensor(info, unmoved.old)
+        if new is None or old is None or not new.is_floating_point():
+            return new
+        change = dense(replace(unmoved, precision=torch.float64).change(block, info), info)
+        tied = not self.transfer.config.untie and self.transfer.base.tied_head is not None
+        linear = linear_map(block, info, tied)
+        if linear is not None:
+            base_change = linear.as_matrices(new.to(change) - old.to(change))
+            change = linear.as_stored(added_by_wudi(base_change, linear.as_matrices(change)))
+        return new.to(change) + change
 
     def _scaled(self, candidate: ChangeCandidate) -> ChangeCandidate:
         """A change at the given scale, or at the best one on held-out samples."""
@@ -202,49 +163,54 @@ class _Sampling:
             losses = dict[float, float]()
             for factor in SCALES:
                 self.progress(f"scales of {candidate.method}", len(losses), len(SCALES))
-                losses[factor] = sum(self.parts.choice.losses(self.module(candidate.view(factor))))
+                losses[factor] = sum(self.parts.choice.losses(self.module_of(replace(candidate, scale=factor))))
             scale = min(losses, key=lambda factor: losses[factor])
         return replace(candidate, scale=scale)
 
-    def _judged(self, tried: Sequence[ChangeCandidate], lines: list[str]) -> SampledChange:
+    def _judged(self, tried: Sequence[ChangeCandidate]) -> tuple[ChangeCandidate, RecoveredLift]:
         """The best of the changes and of none, by samples held out; the first one, if the user gave its scale."""
-        zero = tried[0].delta if self.rank else self._between(self.transfer.carrier.new)
-        candidates = [*tried, ChangeCandidate(NONE, zero, lambda _: self.transfer.unchanged())]
-        judged = {each.method: self.parts.judge.losses(self.module(each.view(each.scale))) for each in candidates}
+        candidates = [*tried, ChangeCandidate(NONE, tried[0].delta)]
+        judged = {each.method: self.parts.judge.losses(self.module_of(each)) for each in candidates}
         best = candidates[0]
         if self.transfer.config.factor is None:
             usable = [each for each in candidates if each.scale != 0 or each.method == NONE]
-            choices = {e.method: self.parts.choice.losses(self.module(e.view(e.scale))) for e in usable}
+            choices = {each.method: self.parts.choice.losses(self.module_of(each)) for each in usable}
             best = best_of(usable, choices, judged)
         old, tuned = (evaluate(self.module(self.views[name]), self.parts.judge.tuned)[0] for name in ("old", "tuned"))
         others = {method: losses for method, losses in judged.items() if method not in (best.method, NONE)}
         scale = "" if best.method == NONE else f" at scale {best.scale:g}"
-        writes = self.parts.judge.writes
-        lift = RecoveredLift(old, tuned, judged[NONE], judged[best.method], best.method, scale, others, writes)
-        return SampledChange(best.method, best.delta, best.scale, [*lines, *lift.words()], lift)
+        writes = self.parts.judge.own is not None
+        return best, RecoveredLift(old, tuned, judged[NONE], judged[best.method], best.method, scale, others, writes)
 
     # --- refit and distil
 
-    def _solved(self) -> tuple[dict[str, Tensor], list[str]]:
-        """The new base's tensors with the change, solved on samples and perhaps trained further, and lines on it."""
-        config, parts = self.transfer.config, self.parts
-        base_samples = self._own_text() if parts.choice.writes and config.factor is None else []
+    def _solved(self) -> tuple[Delta, list[str]]:
+        """The change, solved on samples and perhaps trained further, and lines on it."""
+        transfer, config, parts = self.transfer, self.transfer.config, self.parts
+        base_samples = self._own_text() if parts.choice.own is not None and config.factor is None else []
         lines = [f"Refitted on {parts.solved.examples} samples ({config.data})."]
-        options = ChangeOptions(
+        batches = unpadded(parts.solved.batches, config.data)
+        moved = replace(transfer.delta, base=replace(transfer.base, architecture=transfer.bases.architecture))
+        tensors = refit_change(
+            moved,
+            batches,
+            base_samples,
             softmax=HEAD_RIDGE if parts.solved.task in CROSS_ENTROPY else None,
             rank=self.rank,
-            untie=self.transfer.execution.storage.untie,
-            device=self.transfer.execution.device,
+            untie=config.untie,
+            device=transfer.execution.device,
+            progress=self.progress,
         )
-        batches = unpadded(parts.solved.batches, config.data)
-        config_of, tuned = self.views["new"].transformers_config, self.views["tuned"].tensors
-        tensors, _ = refit_change(
-            self.transfer.carrier, config_of, tuned, batches, options, progress=self.progress, base_texts=base_samples
-        )
+        delta = self._between(transfer.base.tensors.replaced(tensors))
         if config.method == "distil":
-            tensors, words = self._distilled(tensors, batches, base_samples)
-            lines.append(words)
-        return tensors, lines
+            if self.rank:
+                adapter = new_adapter(delta, self.rank, tensors).weights
+                student = adapter_in_training(self.module(transfer.base), adapter)
+            else:
+                student = self.module(delta.applied().to(torch.float32)).requires_grad_(True)
+            lines.append(self._distilled(student, batches, base_samples))
+            delta = self._trained(student)
+        return delta, lines
 
     def _own_text(self) -> list[Batch]:
         """Text of the new base that preserves its knowledge, in batches of half the size."""
@@ -252,56 +218,36 @@ class _Sampling:
         config = replace(config, seed=config.seed + 2)
         return read_samples(new, SELF, **config.reading(AT_ONCE // 2), module=self.module(new)).batches
 
-    def _distilled(
-        self, tensors: Mapping[str, Tensor], solved: Sequence[Batch], base_samples: Sequence[Batch]
-    ) -> tuple[dict[str, Tensor], str]:
-        """The new base's tensors after some steps of training from a refit, and a line on it."""
+    def _distilled(self, student: Any, solved: Sequence[Batch], base_samples: Sequence[Batch]) -> str:
+        """Train a model for some steps, in place; returns a line on it.
+
+        Args:
+            student: all of it is trained, or only the factors of an adapter.
+        """
         transfer, config, choice = self.transfer, self.transfer.config, self.parts.choice.tuned
         held_out = unpadded(choice.batches, config.data)
         samples = [*solved, *held_out]
         options = f"{config} {transfer.execution} {self.rank}"
         files = [config.alignment] if isinstance(config.alignment, str) else []
-        with Store(self.place) as work:
+        with TemporaryFolder() as scratch, Store(self.place or f"{scratch}/out") as work:
             key = mark_of(self.views.values(), files, options=options, samples=data_hash([*samples, *base_samples]))
             work.begin(key)
             loaders = {name: partial(self.module, view) for name, view in self.views.items()}
             share, answered = answered_by_target(loaders, choice, samples, base_samples, work)
-            student = self._student(tensors)
             last = (len(held_out), max(1, round(HELD_OUT * len(base_samples))))[: len(answered)]
+            state = work.file("progress.safetensors")
             training = PolishOptions(
-                config.steps,
-                lora=self.rank,
-                seed=config.seed,
-                last=last,
-                batches=STEP_BATCHES,
-                state=work.file("progress.safetensors"),
+                config.steps, self.rank, seed=config.seed, last=last, state=state, batches=AT_A_STEP
             )
             report = polish(student, answered, training, self.progress)
         target = "tuned + new - old" if share == 1 else f"tuned + {share:g} (new - old)"
-        line = f"Distilled for {config.steps} steps from the refit towards the logits {target}: {report.verdict()}."
-        return self._trained(student), line
+        return f"Distilled for {config.steps} steps from the refit towards the logits {target}: {report.verdict()}."
 
-    def _student(self, tensors: Mapping[str, Tensor]) -> Any:
-        """The model to train: all of it, or only the factors of an adapter."""
-        delta, base = self._solved_change(tensors), self.transfer.base
-        if not self.rank:
-            return self.module(delta.applied().to(torch.float32)).requires_grad_(True)
-        written, _ = adapter_of(delta, self.rank, self.transfer.bases.new)
-        return adapter_in_training(self.module(base), written)
-
-    def _trained(self, student: Any) -> dict[str, Tensor]:
-        """The tensors that training changed, by the names of the carrier's architecture."""
-        carrier, untie = self.transfer.carrier, self.transfer.base.untie
-        model = student.merge_and_unload() if self.rank else student
-        named = translated(model.state_dict(), architecture_of(model, untie), carrier.architecture)
-        tensors: dict[str, Tensor] = {}
-        for info in carrier.architecture.tensors():
-            before, after = read_tensor(info, carrier.new), read_tensor(info, named)
-            if info.name == self.transfer.tied or before is None or after is None:
-                continue
-            if not torch.equal(before.to(after), after):
-                tensors |= unstack(info, after.detach())
-        return tensors
+    def _trained(self, student: Any) -> Delta:
+        """What training changed, by the names of the new base's architecture."""
+        base, model = self.transfer.base, student.merge_and_unload() if self.rank else student
+        named = translated(model.state_dict(), architecture_of(model, base.untie), base.architecture)
+        return self._between(base.tensors.replaced(named.only(base.tensors)))
 
 
 def best_of(usable: Sequence[ChangeCandidate], choices: Judgement, judged: Judgement) -> ChangeCandidate:

@@ -1,29 +1,28 @@
-"""Carries the change of a fine-tune or an adapter to another base: new + scale * moved(tuned - old), as one value."""
+"""Carries changes to another base, new + scale * moved(tuned - old): as values, or to folders with report and card."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
+from torch import Tensor
 
 from rotation_merge.carrying.adapter import carry_adapter
-from rotation_merge.carrying.bases import Execution, open_bases
-from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.chat import chat_lines, tokenizer_files
-from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.delta import share
-from rotation_merge.carrying.lora import adapter_of, left_out
+from rotation_merge.carrying.bases import Bases, Execution, Transfer, Work, is_adapter_folder, open_bases, transfers
+from rotation_merge.carrying.config import HOW, MOVED, NONE, TransferConfig
+from rotation_merge.carrying.delta import Delta
+from rotation_merge.carrying.lora import new_adapter
 from rotation_merge.carrying.sampled import sampled_change
-from rotation_merge.carrying.work import Transfer, Work
-from rotation_merge.errors import not_written
-from rotation_merge.files import TemporaryFolder
-from rotation_merge.matching.alignment import Alignment
+from rotation_merge.carrying.tokens import tokenizer_files
 from rotation_merge.model.adapter_files import AdapterWeights
-from rotation_merge.model.open import open_model
+from rotation_merge.model.card import metadata, notes, section, with_metadata
+from rotation_merge.model.markdown import code, prose
+from rotation_merge.model.run_keys import unchanged
+from rotation_merge.model.staging import staged
 from rotation_merge.model.view import View
+from rotation_merge.model.writing import StorageOptions
+from rotation_merge.record import REPORT_FILE, MergeReport, versions
 from rotation_merge.run.data import Samples
 from rotation_merge.workers import Progress
 
@@ -32,114 +31,205 @@ ENOUGH = 0.99
 
 
 def carried(
-    transfer: Transfer, place: str, samples: Samples = None, progress: Progress | None = None
+    transfer: Transfer, place: str | None = None, samples: Samples = None, progress: Progress | None = None
 ) -> View | AdapterWeights:
     """Work as a model or an adapter of the new base, with notes and report; a model's tensors are computed lazily.
 
     Args:
-        place: that interrupted work waits beside.
+        place: that interrupted work waits beside; None: it is lost.
         samples: that solve and judge; None: the config's `data`.
 
     Raises:
         RotationMergeError: the samples cannot be used, or the new base has no place for a change.
     """
-    config, bases, rank = transfer.config, transfer.bases, transfer.work.rank
-    if not config.needs_samples:
-        return _by_weights(transfer, 1.0 if config.factor is None else config.factor, [])
-    if not rank:
-        rotated = config.method == "weights" and bool(transfer.carrier.alignment.folded)
-        bases.check_head(transfer.execution.storage, rotated)
-    chosen = sampled_change(transfer, place, samples, progress)
-    used = {"of": f"carrying {transfer.work.name}", "source": config.data, "samples": config.sample_count}
-    report = replace(transfer.report, data=[*transfer.report.data, used], lift=chosen.lift.facts())
-    transfer, delta = replace(transfer, report=report), chosen.delta.scaled(chosen.scale)
-    if chosen.method == "weights":
-        return _by_weights(transfer, chosen.scale, chosen.lines)
-    if not rank:
-        return _noted(transfer, transfer.stored(delta), chosen.lines)
-    written, _ = adapter_of(delta, rank, bases.new)
-    return _noted(transfer, written, [*left_out(bases.new), *chosen.lines])
+    config, work, bases = transfer.config, transfer.work, transfer.bases
+    if not work.rank and not config.untie:
+        bases.check_head()
+    delta, lines, method = transfer.delta.scaled(config.factor or 0.0), list[str](), "weights"
+    if config.needs_samples:
+        chosen, lift, lines = sampled_change(transfer, place, samples, progress)
+        used = {"of": f"carrying {work.name}", "source": config.data, "samples": config.sample_count}
+        report = replace(transfer.report, data=[*transfer.report.data, used], lift=lift.facts())
+        transfer, delta, method = replace(transfer, report=report), chosen.delta.scaled(chosen.scale), chosen.method
+    if not work.rank:
+        record = (lambda *squares: transfer.norms.append(squares)) if method == "weights" else None
+        return _noted(transfer, transfer.applied(delta, record), lines)
+    if work.adapter is not None and config.method == "weights" and method in ("weights", NONE):
+        adapter, notes = carry_adapter(work.adapter, delta, bases.old.config, bases.old.rows)
+        if config.rank not in (0, work.adapter.rank):
+            notes.append(f"The adapter keeps its rank {work.adapter.rank}: another rank is for whole fine-tunes.")
+        return _noted(transfer, adapter, [*lines, *notes])
+    return _new_adapter(transfer, delta, lines, cut=not config.needs_samples)
 
 
-def _by_weights(transfer: Transfer, scale: float, lines: Sequence[str]) -> View | AdapterWeights:
-    """The change moved by the alignment alone.
+def _new_adapter(transfer: Transfer, delta: Delta, lines: Sequence[str], cut: bool) -> View | AdapterWeights:
+    """A change as a new adapter.
 
     Args:
-        lines: on the samples that chose the scale.
+        cut: say how much of the change it keeps.
     """
-    new, storage = transfer.bases.new, transfer.execution.storage
-    if transfer.work.adapter is not None:
-        adapter, old = transfer.work.adapter, transfer.bases.old
-        moved, notes = carry_adapter(adapter, transfer.carrier, old.config, str(new.reference), scale, old.rows)
-        if transfer.config.rank not in (0, adapter.rank):
-            notes.append(f"The adapter keeps its rank {adapter.rank}: another rank is for whole fine-tunes.")
-        return _noted(transfer, moved, [*lines, *notes])
-    delta, rank = transfer.delta.scaled(scale), transfer.work.rank
-    if rank:
-        written, norms = adapter_of(delta, rank, new)
-        more = "; a higher rank keeps more" if share(norms) < ENOUGH else ""
-        kept = f"Rank {rank} keeps {share(norms):.1%} of the change (squared norm){more}."
-        return _noted(transfer, written, [*lines, kept, *left_out(new)])
-    transfer.bases.check_head(storage, bool(transfer.carrier.alignment.folded))
-    stale = [not_written(new.ignored)] if transfer.carrier.alignment.folded and new.ignored else []
-    view = transfer.stored(delta, lambda change, before: transfer.norms.append((change, before)))
-    return _noted(transfer, view, [*lines, *stale])
+    rank, head = transfer.work.rank, delta.base.tied_head
+    adapter, notes = new_adapter(delta, rank), [*lines]
+    if cut:
+        more = "; a higher rank keeps more" if adapter.share < ENOUGH else ""
+        notes.append(f"Rank {rank} keeps {adapter.share:.1%} of the change (squared norm){more}.")
+    if head:
+        tied = f"`{head}` is tied to it, and an adapter would change only one of the two."
+        notes.append(f"The embedding stays the new base's: {tied}")
+    return _noted(transfer, adapter.weights, notes)
 
 
-def _noted(transfer: Transfer, value: Any, lines: Sequence[str]) -> Any:
+def _noted(transfer: Transfer, value: View | AdapterWeights, lines: Sequence[str]) -> View | AdapterWeights:
     """A view or an adapter with its notes and report."""
-    report, chat, same_ids = transfer.report, transfer.work.chat, transfer.bases.rows is None
-    notes = list(dict.fromkeys([*report.notes, *lines, *chat_lines(chat, same_ids)]))
-    adapter = isinstance(value, AdapterWeights)
-    report = replace(report, notes=notes, relation="adapter" if adapter else "finetune")
-    files = tokenizer_files(chat) if chat and same_ids else {}
-    return replace(value, notes=tuple(notes), report=report, beside=files if adapter else value.beside)
+    adapter, files, chat = isinstance(value, AdapterWeights), value.beside, transfer.work.chat
+    same_ids = transfer.bases.rows is None
+    copied = "copied" if same_ids else "not copied: the new base has its tokens at other ids"
+    of_chat = [f"Its chat template was {copied}."] if chat else []
+    notes = dict.fromkeys([*transfer.report.notes, *lines, *of_chat])
+    if adapter and chat and same_ids:
+        files = tokenizer_files(chat)
+    report = replace(transfer.report, notes=[*notes], relation="adapter" if adapter else "finetune")
+    return replace(value, notes=tuple(notes), report=report, beside=files)
+
+
+ASK = (
+    "How much of its effect transfers is not measured. '--scale auto' measures it on samples, and tells you if "
+    "training on the new base is better."
+)
+OTHER_WORDS = (
+    "How much of its effect transfers is not measured, because the bases have their tokens at other ids. Compare it on "
+    "your task with the new base alone, and with training on the new base."
+)
+JUDGED = "Nothing was written. --scale auto --data FILE judges the change on samples, --force carries it anyway."
 
 
 @dataclass(frozen=True)
-class CarriedView:
-    """The new base as a fine-tune changes it.
+class TransferResult:
+    """The result of carrying one fine-tune or adapter.
 
     Attributes:
-        view: by the new base's names, in its storage form; changed tensors are unrounded, in float32 or wider.
-        alignment: of the old base to the new one.
-        lift: facts of the recovered lift, where samples judged.
+        work: the adapter or fine-tune that was carried.
+        out: where it lies; None: nothing was written, as it can be used as it is.
+        lines: notes for the user.
+        report: as it is written beside the result.
     """
 
-    view: View
-    notes: list[str]
-    alignment: Alignment
-    lift: dict[str, Any] | None
+    work: str
+    out: str | None
+    lines: list[str]
+    report: MergeReport | None = None
 
 
-def carried_view(
-    tuned: str,
+def carry(
+    works: Mapping[str, str],
     old: str,
     new: str,
-    config: TransferConfig,
-    execution: Execution,
+    config: TransferConfig | None = None,
+    execution: Execution | None = None,
+    shard_size: int = StorageOptions().shard_size,
     progress: Progress | None = None,
-) -> CarriedView:
-    """A fine-tune carried for a merge, which keeps the new base's vocabulary and tokenizer.
+) -> list[TransferResult]:
+    """Carry adapters and fine-tunes of one base to another, each to a separate folder.
+
+    By weights, all are carried before anything is written.
 
     Args:
-        tuned: as it is loaded: a path, or `base+adapter`.
+        works: folders of adapters and of whole models, by the folder that each is to be written to.
+        shard_size: bytes of a model's largest file.
 
     Raises:
-        RotationMergeError: a model or the samples cannot be read, or they do not fit together.
+        RotationMergeError: a model, an adapter or the samples cannot be read, or they do not fit together.
     """
-    bases = open_bases(new, old, execution.device)
-    work = Work(tuned, 0, model=bases.tuned(open_model(tuned, any_base=True)))
-    alignment, report = bases.aligned(config, execution, progress)
-    anchor, base = bases.sources
-    carrier = Carrier(bases.architecture, base, anchor, alignment, bases.rows)
-    transfer = Transfer(work, bases, carrier, report, config, execution)
-    delta, notes, lift = transfer.delta.scaled(1.0 if config.factor is None else config.factor), report.notes, None
-    if config.needs_samples:
-        with TemporaryFolder() as folder:
-            chosen = sampled_change(transfer, os.path.join(folder, "out"), progress=progress)
-        delta, notes, lift = chosen.delta.scaled(chosen.scale), chosen.lines, chosen.lift.facts()
-        if chosen.method != "weights":
-            return CarriedView(delta.applied().to(torch.float32), notes, alignment, lift)
-    view = replace(transfer.base, tensors=delta.stored(transfer.tied))
-    return CarriedView(view, notes, alignment, lift)
+    config, execution = config or TransferConfig(), execution or Execution()
+    by_adapter = all(map(is_adapter_folder, works.values()))
+    untie = config.untie or bool(config.rank) or by_adapter or config.method != "weights"
+    bases = open_bases(new, old, execution.device, untie)
+    opened = [Work.of(path, bases, config, execution.force) for path in works.values()]
+    if execution.near == "named" and config.alignment is None and _usable_as_they_are(opened, bases):
+        return [TransferResult(work.name, None, [*_usable(work, bases), JUDGED]) for work in opened]
+    jobs = transfers(opened, bases, config, execution, progress)
+    values = (carried(job, out, progress=progress) for job, out in zip(jobs, works, strict=True))
+    ready = values if config.needs_samples else list(values)
+    return [_written(job, value, out, shard_size, progress) for job, value, out in zip(jobs, ready, works, strict=True)]
+
+
+def _usable_as_they_are(works: Iterable[Work], bases: Bases) -> bool:
+    """Whether works need no carrying because the bases share their coordinates, classes and tokens.
+
+    A fine-tune with a chat template of its own is always carried, because plain addition would lose it.
+    """
+    same = bases.nearness.shared and not bases.old.rows and bases.rows is None
+    return same and not any(work.chat for work in works if work.adapter is None)
+
+
+def _usable(work: Work, bases: Bases) -> list[str]:
+    """Lines on the use of one work on the new base, whose coordinates are the old one's."""
+    (new, old), name = bases.names, work.name
+    if work.adapter is not None:
+        whole = sum(bool(change.value) for change in work.adapter.changes.values())
+        lines = [f"{bases.near_words}: {name} can be used on {new} as it is."]
+        return [*lines, f"It replaces {whole} whole tensors of the new base."] if whole else lines
+    recipe = f"merge_method: task_arithmetic, base_model: {new}, weight 1 for {name} and -1 for {old}"
+    merge = f"merge_method: rotation_merge, delegate: wudi, base_model: {old}, models {new} and {name}"
+    return [
+        f"{bases.near_words}: the change of {name} can be added to {new} as it is ({recipe}).",
+        f"A merge of {new} and {name} as two fine-tunes of {old} keeps more of what {new} knows ({merge}).",
+    ]
+
+
+def _written(
+    job: Transfer, value: View | AdapterWeights, out: str, shard_size: int, progress: Progress | None
+) -> TransferResult:
+    """Write a carried model or adapter, with its report and card."""
+    work, bases, report, lines = job.work.name, job.bases, value.report, [*value.notes, *_advice(job)]
+    assert report is not None
+
+    def tensors(view: View) -> Iterator[tuple[str, Tensor]]:
+        for done, (name, tensor) in enumerate(view.blocks()):
+            if progress is not None:
+                progress("writing", done, len(view))
+            yield name, tensor
+
+    with staged(out) as staging, unchanged([bases.new]):
+        if isinstance(value, View):
+            dtype = None if value.dtype is None else str(value.dtype).removeprefix("torch.")
+            value.write(staging, tensors(value), StorageOptions(shard_size, dtype, value.untie))
+        else:
+            value.write(staging)
+        report = replace(report, notes=[*lines, *job.size_note()])
+        report.write(os.path.join(staging, REPORT_FILE))
+        with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
+            file.write(card(bases, work, report, out))
+    return TransferResult(work, out, [verdict(bases, report), *report.notes], report)
+
+
+def _advice(job: Transfer) -> list[str]:
+    """Lines on the scale and on measuring a change that no samples judged."""
+    factor, ask = job.config.factor, ASK if job.bases.rows is None else OTHER_WORDS
+    if job.config.needs_samples or factor is None:
+        return []
+    return [ask] if factor == 1 else [f"Its change was multiplied by {factor:g}.", ask]
+
+
+def verdict(bases: Bases, report: MergeReport) -> str:
+    """A line on the distance of the bases before and after the alignment."""
+    new, old = bases.names
+    return f"Alignment of {old} to {new}: {report.verdict(old)}."
+
+
+def card(bases: Bases, work: str, report: MergeReport, out: str) -> str:
+    """A model card for a carried adapter or fine-tune of the new base."""
+    new, old = bases.names
+    name, names, classes = os.path.basename(os.path.abspath(out)), [work, old, new], bases.new.config["architectures"]
+    method = "weights" if report.lift is None else report.lift["method"]
+    measured = "was not measured." if report.lift is None else "is shown by the losses below."
+    how = f"{MOVED} {measured}" if method == "weights" else HOW[method]
+    options = f"\nOptions:\n\n```yaml\n{report.recipe}```\n" if report.recipe else ""
+    body = (
+        f"# {name}\n\n"
+        f"This is {code(work)}, trained on {code(old)}, carried to {code(new)} by rotation_merge "
+        f"{versions().get('rotation-merge', '')}. {prose(how, names)}\n\n"
+        f"{prose(verdict(bases, report), names)}\n\n" + "\n".join(notes(report)) + "\n"
+        f"{options}\n" + section(report, name, str(classes[0]) if classes else None)
+    )
+    return with_metadata(metadata(report), body)

@@ -25,7 +25,7 @@ from rotation_merge.files import FOLDER, Output, check_output
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 
 if TYPE_CHECKING:
-    from rotation_merge.carrying.folders import TransferResult
+    from rotation_merge.carrying.transfer import TransferResult
 
 
 @click.command(
@@ -74,8 +74,8 @@ def command(
     Interrupted matching continues from OUT.matching.unfinished.
     """
     from rotation_merge.carrying.bases import Execution
-    from rotation_merge.carrying.folders import carry, check_places
-    from rotation_merge.model.writing import StorageOptions, check_dtype, parse_size
+    from rotation_merge.carrying.transfer import carry
+    from rotation_merge.model.writing import check_dtype, parse_size
     from rotation_merge.run.ledger import kept_beside
 
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
@@ -84,14 +84,16 @@ def command(
             check_output(Output(place, "OUT", FOLDER), inputs_of(context), force=True)
     given_options = {name for name in values if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     check_dtype(dtype)
-    storage = StorageOptions(parse_size(shard_size), dtype, untie)
+    size = parse_size(shard_size)
     device = usable_device(device)
     match = config_of(AlignConfig, values)
     config = config_of(TransferConfig, values, alignment=values.pop("alignment"), match=match, untie=untie)
     if "steps" in given_options and "method" not in given_options:
         config = replace(config, method="distil")
     _check_use(config, given_options)
-    check_places(work, places)
+    if len({*places}) < len(places):
+        problem = "two of them would have the same output, because their folders have one name"
+        raise RotationMergeError(problem, where=", ".join(work), remedy="carry them one by one")
     jobs = dict(zip(places, work, strict=True))
 
     def mark() -> str:
@@ -100,8 +102,8 @@ def command(
     force, progress = bool(context.params["force"]), Progress()
     with kept_beside(out, mark, device) as ledger:
         carries = force or "data" in given_options
-        execution = Execution(device, storage, ledger, force, "carried" if carries else "named")
-        results = carry(jobs, old, new, config, execution, progress)
+        execution = Execution(device, dtype, ledger, force, "carried" if carries else "named")
+        results = carry(jobs, old, new, config, execution, size, progress)
     progress.close()
     if as_json:
         written, unmoved = ([_facts(item) for item in results if (item.out is None) is near] for near in (False, True))

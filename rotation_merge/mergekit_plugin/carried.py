@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import tqdm
@@ -11,9 +11,9 @@ from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
 from mergekit.options import MergeOptions
 
-from rotation_merge.carrying.bases import Execution
+from rotation_merge.carrying.bases import Execution, Work, open_bases, transfers
 from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.transfer import carried_view
+from rotation_merge.carrying.transfer import carried as transferred
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
@@ -103,9 +103,7 @@ def carried(
             where=str(model),
             remedy="leave out 'carry' and 'carry_scale: auto': weights alone can be carried to other ids",
         )
-    from rotation_merge.model.writing import StorageOptions
-
-    execution = Execution(str(options.device or "cpu"), StorageOptions(untie=recipe.untie))
+    execution = Execution(str(options.device or "cpu"), "float32", near="carried")
 
     @cache
     def view() -> View:
@@ -146,12 +144,17 @@ def _with_samples(
     donor: str, origin: str, anchor: str, config: TransferConfig, execution: Execution, run: Run, quiet: bool
 ) -> View:
     """Runs the models on samples: the anchor as a donor changes it."""
+    bases = open_bases(anchor, origin, execution.device)
     with tqdm.tqdm(desc=f"Carrying {donor}", disable=quiet) as bar:
-        result = carried_view(donor, origin, anchor, config, execution, lambda *_: bar.update(1))
+        watch = lambda *_: bar.update(1)  # noqa: E731
+        work = replace(Work.of(donor, bases, config), chat="")  # the merge has the anchor's tokenizer
+        (job,) = transfers([work], bases, config, execution, watch)
+        view = transferred(job, progress=watch)
+    assert isinstance(view, View)
     run.used(f"carrying {donor}", config.data, config.sample_count)
-    run.aligned(title(donor, origin), result.alignment)
-    if result.lift is not None:
-        run.lifts[donor] = result.lift
-    for line in result.notes:
+    run.aligned(title(donor, origin), job.alignment)
+    if view.report is not None and view.report.lift is not None:
+        run.lifts[donor] = view.report.lift
+    for line in view.notes[len(job.report.notes) :]:
         run.note(f"`{donor}`: {line}")
-    return result.view
+    return view

@@ -12,8 +12,8 @@ from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import ConfigReader
 
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.carrying.carrier import RowPair
-from rotation_merge.carrying.vocabulary import check_no_added_tokens, check_same_set
+from rotation_merge.carrying.delta import RowPair
+from rotation_merge.carrying.tokens import check_no_added_tokens, check_same_set
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.alignment_file import check_fingerprints, load_file

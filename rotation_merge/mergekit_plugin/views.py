@@ -11,7 +11,6 @@ from mergekit.common import ModelReference
 from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import wanted_spaces
@@ -126,9 +125,9 @@ class RecipeViews:
         tuned = padded_as(part.tensors, origin, vocabulary_axes(out.block.tensors))
 
         def carried_by(alignment: Alignment) -> TensorOf:
-            carrier = Carrier(part.architecture, origin, anchor, alignment, donor.rows, self.donors.dtype)
-            change = Delta(carrier, tuned, self.base, donor.carried.scale)
-            return partial(change.tensor, record=partial(self.session.run.transport, str(model)))
+            new = replace(self.base, architecture=part.architecture, tensors=anchor)
+            change = Delta(new, origin, tuned, alignment, donor.rows, folding=self.fold, scale=donor.carried.scale)
+            return replace(change, record=partial(self.session.run.transport, str(model))).tensor
 
         return replace(part, maps=self._maps(out, model, anchor, origin), carried=carried_by)
 

@@ -126,7 +126,7 @@ def with_factors(like: Adapter, maps: Mapping[str, LowRank], base_weights: Mappi
     """
     most = max(factors.rank for factors in maps.values())
     if like.form == PEFT:
-        return AdapterWeights(_config(like.config, maps, most), {**base_weights, **_peft_tensors(maps)})
+        return AdapterWeights(factor_config(like.config, maps, most), {**base_weights, **peft_tensors(maps)})
     down, up = ("lora_down", "lora_up") if like.form == KOHYA else ("lora_A", "lora_B")
     tensors = {}
     for module, stored in maps.items():
@@ -138,7 +138,7 @@ def with_factors(like: Adapter, maps: Mapping[str, LowRank], base_weights: Mappi
     return AdapterWeights({}, tensors, form=like.form)
 
 
-def _peft_tensors(maps: Mapping[str, LowRank]) -> dict[str, Tensor]:
+def peft_tensors(maps: Mapping[str, LowRank]) -> dict[str, Tensor]:
     """Factors by peft's names; every change is B A, its scale 1."""
     tensors = {}
     for module, factors in maps.items():
@@ -149,7 +149,7 @@ def _peft_tensors(maps: Mapping[str, LowRank]) -> dict[str, Tensor]:
     return tensors
 
 
-def _config(config: Mapping[str, Any], maps: Mapping[str, LowRank], most: int) -> dict[str, Any]:
+def factor_config(config: Mapping[str, Any], maps: Mapping[str, LowRank], most: int) -> dict[str, Any]:
     """peft's config of factors whose largest rank is `most`, each of the scale 1."""
     ranks = {re.escape(module): factors.rank for module, factors in maps.items() if factors.rank != most}
     return {

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import rotation_merge as rm
 from rotation_merge.carrying.bases import Execution, open_bases
 from rotation_merge.errors import RotationMergeError
+from rotation_merge.model.fold import folded_tensors
 
 
 def tuned(base: Checkpoint, where: Path, size: float = 0.02, seed: int = 0) -> Checkpoint:
@@ -314,7 +315,7 @@ def test_a_chat_template_comes_along(same_ids: bool, words: Any, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("residual", ["rotation", "signed_permutation"])
 def test_the_value_of_a_change_is_what_a_recipe_adds(residual: str, words: Any, tmp_path: Path) -> None:
-    """Also to other token ids; bit for bit as `transfer` adds it."""
+    """Also to other token ids; bit for bit as `transfer` adds it. A recipe folds the anchor where a stream turns."""
     anchor, old, fine, _ = words
     result = merged(transport(anchor, (fine, old), residual=residual), tmp_path / "out")
     options = rm.AlignConfig(heads="permutation", residual=residual)
@@ -323,8 +324,9 @@ def test_the_value_of_a_change_is_what_a_recipe_adds(residual: str, words: Any, 
     delta = rm.Delta.between(old.path, fine.path).moved(alignment, anchor.path)
     view = delta.applied(record=lambda change, before: norms.append((change, before)))
     carried = rm.transfer(fine.path, old.path, anchor.path, rm.TransferConfig(match=options))
+    folded = dict(folded_tensors(view.architecture, view.tensors, alignment.folded))
     for name, tensor in view.state_dict().items():
-        torch.testing.assert_close(tensor, result[name], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(folded[name], result[name], atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(tensor, carried[name], atol=0, rtol=0)
-    assert len(norms) == len(result)
+    assert len(norms) >= len(result)
     assert all(0 <= change < before for change, before in norms)

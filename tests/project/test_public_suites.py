@@ -71,7 +71,7 @@ UNITS = {
         "single parts: ridges and ranks that no option names, the judge, slices",
     ),
     "carrying/test_carry_refit.py": ("run", "how often state is written, so that short work has any to continue"),
-    "carrying/test_transport.py": ("carrying", "the value of a change against what a recipe adds"),
+    "carrying/test_transport.py": ("carrying model", "the value of a change against what a recipe adds"),
     "cli/test_cli.py": ("cli diagnose model", "what each command declares of itself"),
     "cli/test_config_options.py": ("cli config matching mergekit_plugin", "that options are made from the configs"),
     "cli/test_console.py": ("mergekit_plugin", "one function, on errors that other libraries raise"),

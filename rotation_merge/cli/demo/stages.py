@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.folders import carry
+from rotation_merge.carrying.transfer import carry
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.aligned_output import write_aligned
 from rotation_merge.matching.alignment import Alignment

@@ -1,13 +1,19 @@
-"""The tokens of models between which a change is carried: they have to be the same set, at whatever ids."""
+"""Tokens of models between which a change is carried: one set, at whatever ids; and the fine-tune's chat template."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from rotation_merge.errors import CheckpointError
+from rotation_merge.model.headers import TOKENIZER, read_json
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import tokenizer_in, tokens_of, vocabulary_size
+from rotation_merge.model.writing import small_files
 
 NAMED = 2
 """Tokens that a line names, at most."""
@@ -72,3 +78,52 @@ def _counted(tokens: Collection[str]) -> str:
     names = ", ".join(f"`{token}`" for token in sorted(tokens)[:NAMED])
     more = ", ..." if len(tokens) > NAMED else ""
     return f"{len(tokens)} token{'s' if len(tokens) > 1 else ''} ({names}{more})"
+
+
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Entries of a config and of generation_config.json that name tokens."""
+
+GENERATION = "generation_config.json"
+
+
+def chat_folder(old: View, tuned: View | str) -> str:
+    """The folder of a fine-tune or adapter with a chat template that the old base lacks; empty if it has none."""
+    if old.files is None or vocabulary_size(old) is None:
+        return ""
+    if isinstance(tuned, View):
+        lora = tuned.reference.lora
+        tuned = lora.path if lora is not None else "" if tuned.files is None else tuned.folder
+    tokenizers = [tokenizer_in(folder) for folder in (old.folder, tuned) if os.path.isdir(folder)]
+    before, template = (getattr(tokenizer, "chat_template", None) for tokenizer in (tokenizers[0], tokenizers[-1]))
+    return tuned if template is not None and template != before else ""
+
+
+def with_chat(base: View, chat: str, old: View, tuned: View) -> View:
+    """The new base with the fine-tune's tokenizer, and the ids with which that begins, ends and pads.
+
+    Args:
+        chat: the folder of the tokenizer.
+    """
+    ids, generation = _changed_ids(old.config, tuned.config), _changed_ids(_generation(old), _generation(tuned))
+    files = {} if base.files is None else small_files(base.folder)
+    files = {name: content for name, content in files.items() if not TOKENIZER.fullmatch(name)} | tokenizer_files(chat)
+    if generation:
+        entries = {**json.loads(files.get(GENERATION, b"{}")), **generation}
+        files[GENERATION] = f"{json.dumps(entries, indent=2)}\n".encode()
+    return replace(base, config={**base.config, **ids}, changed={**base.changed, **ids}, beside=files)
+
+
+def tokenizer_files(folder: str) -> dict[str, bytes]:
+    """The files of the tokenizer in a folder, by name."""
+    names = filter(TOKENIZER.fullmatch, sorted(os.listdir(folder)))
+    return {name: Path(folder, name).read_bytes() for name in names}
+
+
+def _changed_ids(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of a config that name other tokens than before."""
+    return {key: after[key] for key in SPECIAL if after.get(key) is not None and after[key] != before.get(key)}
+
+
+def _generation(view: View) -> dict[str, Any]:
+    path = "" if view.files is None else os.path.join(view.folder, GENERATION)
+    return read_json(path) if os.path.exists(path) else {}
