@@ -17,7 +17,7 @@ from torch import Tensor
 from rotation_merge.averaging.fisher import Fisher
 from rotation_merge.averaging.low_rank import initialise_along_gradient, with_lora
 from rotation_merge.averaging.methods import Source
-from rotation_merge.averaging.ot_fusion import plan
+from rotation_merge.averaging.ot_fusion import Solver
 from rotation_merge.averaging.polish import LEAST_GAIN, PolishReport
 from rotation_merge.averaging.regmean import RegMean
 from rotation_merge.matching.teachers import AnsweredSamples, answer, divergence, write_answers
@@ -27,12 +27,12 @@ from rotation_merge.run.measure import scores
 def test_plans_by_hand():
     """Two points that change places; a soft plan between equidistant points shares them out."""
     a = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    assert plan(a, a.flip(0), True, 0.06).tolist() == [[0.0, 1.0], [1.0, 0.0]]
-    soft = plan(a, a.flip(0), False, 0.06)
+    assert Solver(True, 0.06).plan(a, a.flip(0)).tolist() == [[0.0, 1.0], [1.0, 0.0]]
+    soft = Solver(False, 0.06).plan(a, a.flip(0))
     torch.testing.assert_close(soft.sum(1), torch.ones(2, dtype=torch.float64))
     assert 0 < float(soft[0, 0]) < 0.1
     torch.testing.assert_close(
-        plan(a, a, False, 100.0), torch.full((2, 2), 0.5, dtype=torch.float64), atol=0.01, rtol=0
+        Solver(False, 100.0).plan(a, a), torch.full((2, 2), 0.5, dtype=torch.float64), atol=0.01, rtol=0
     )
 
 
