@@ -173,11 +173,11 @@ class Transport:
         if self.models.samples is not None:
             anchor, donor = (activation_points(block, self.activations(one), {}) for one in (base, model))
             return {key: (anchor[key], donor[key]) for key in anchor if key in donor}
-        tensors = [
+        anchor_tensors, donor_tensors = (
             {key: tensor.to(device) for key, tensor in read_block(own_block, self.models.views[one].tensors).items()}
             for one, own_block in ((base, block), (model, self.models.place(model, name)[0]))
-        ]
-        return weight_points(block, *tensors, streams)
+        )
+        return weight_points(block, anchor_tensors, donor_tensors, streams)
 
     def activations(self, model: Hashable) -> Activations:
         """A model's activations on the samples, run once."""
@@ -226,7 +226,9 @@ class TransportPlan:
 Plans = dict[str, TransportPlan]
 
 
-def transported(tensor: Tensor, info: TensorInfo, plans: Plans, piece: int | None = None) -> Tensor:
+def transported(
+    tensor: Tensor, info: TensorInfo, plans: Mapping[str, TransportPlan], piece: int | None = None
+) -> Tensor:
     """A donor's tensor after its spaces' plans.
 
     Args:

@@ -155,10 +155,6 @@ class ChangedAnswers:
             self.store.drop(f"change:{batch}")
         return True
 
-    def computes_as_anchor(self, merge: Runner, names: Collection[str]) -> bool:
-        """They are no model's own: a change is added to them."""
-        return False
-
     def __call__(self, batch: int) -> Answer:
         return self._kept.get(batch, self.new.device)
 

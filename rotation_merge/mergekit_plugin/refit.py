@@ -12,7 +12,7 @@ from mergekit.config import ConfigReader, MergeConfiguration
 from torch import Tensor
 
 from rotation_merge.averaging.config import RefitConfig
-from rotation_merge.averaging.refit_models import refitted
+from rotation_merge.averaging.refit_models import ModelRefit
 from rotation_merge.averaging.teachers import Teacher, read_teachers, shares_of, usual_source
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.donors import Donors, model_readers
@@ -78,17 +78,16 @@ class RefittedModels:
         """The refitted merge, which is there until the run ends; the run has its record."""
         recipe, options = self.recipe, self.session.options
         with progress_bar("Refitting", options.quiet) as progress:
-            result = refitted(
+            result = ModelRefit(
                 self.base,
                 self.teachers,
                 self.config,
-                pooled=self.pooled,
+                self.pooled,
                 exclude=lambda name: any(part in name for part in recipe.exclude),
                 own_heads=recipe.value("heads_of") == "each",
                 dtype=recipe.dtype,
                 device=str(options.device or "cpu"),
-                progress=progress,
-            )
+            ).run(progress)
         self.run.endings.append(result.close)
         self.run.heads.update(result.heads)
         for note in result.notes:
