@@ -150,7 +150,10 @@ def merge_adapters(
     base_weights = _check_alike(read, same_base)
     rule = _Rule.of(method, dict(parameters or {}))
     shares = _weights(weights, len(read))
-    _check_rank(chosen.rank, read)
+    most = sum(adapter.rank for adapter in read)
+    if isinstance(chosen.rank, int) and chosen.rank > most:
+        problem, remedy = f"option 'rank' is {chosen.rank}", f"it must be from 1 to {most}, the ranks together"
+        raise RecipeError(problem, remedy=remedy)
     maps: dict[str, LowRank] = {}
     maps_by_module: dict[str, MergedMap] = {}
     modules = {change.module: name for adapter in read for name, change in adapter.changes.items()}
@@ -280,7 +283,7 @@ def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
 def _check_alike(read: Sequence[Adapter], same_base: bool) -> dict[str, Tensor]:
     """Refuse adapters of different forms, bases, or shapes of one map; returns weights of the base beside factors."""
     first, known = read[0], dict[str, Tensor]()
-    shapes: dict[str, tuple[tuple[int, int], str]] = {}
+    shapes: dict[str, tuple[list[int], str]] = {}
     for adapter in read:
         if adapter.form != first.form:
             problem = f"is in the format of {adapter.form}, {first.path} in that of {first.form}"
@@ -291,10 +294,10 @@ def _check_alike(read: Sequence[Adapter], same_base: bool) -> dict[str, Tensor]:
             remedy = "carry one of them first; if the two are the same model, use --force (in Python: same_base=False)"
             raise CheckpointError(problem, where=adapter.path, remedy=remedy)
         for name, change in adapter.changes.items():
-            shape = _shape(adapter, name)
+            shape = [adapter.shapes[change.b][0], math.prod(adapter.shapes[change.a][1:])]
             first_shape, first_path = shapes.setdefault(name, (shape, adapter.path))
             if shape != first_shape:
-                problem = f"changes '{change.module}' of shape {list(shape)}, {first_path} of {list(first_shape)}"
+                problem = f"changes '{change.module}' of shape {shape}, {first_path} of {first_shape}"
                 raise CheckpointError(problem, where=adapter.path, remedy="they belong to different models")
             weight = adapter.tensor(change.value) if change.value else None
             if weight is not None and not torch.equal(known.setdefault(change.value, weight), weight):
@@ -306,18 +309,6 @@ def _check_alike(read: Sequence[Adapter], same_base: bool) -> dict[str, Tensor]:
     return known
 
 
-def _shape(adapter: Adapter, name: str) -> tuple[int, int]:
-    """(outputs, inputs) of an adapter's change of one map."""
-    change = adapter.changes[name]
-    return adapter.shapes[change.b][0], math.prod(adapter.shapes[change.a][1:])
-
-
 def _place(base: str | None) -> str | None:
     """A base's folder without links and relative parts; another name unchanged."""
     return os.path.realpath(base) if base and os.path.isdir(base) else base
-
-
-def _check_rank(rank: int | str | None, read: Sequence[Adapter]) -> None:
-    most = sum(adapter.rank for adapter in read)
-    if isinstance(rank, int) and rank > most:
-        raise RecipeError(f"option 'rank' is {rank}", remedy=f"it must be from 1 to {most}, the ranks together")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Self, cast
 
@@ -137,7 +137,7 @@ class Transport:
         self.settle(model, name, parameters)
         block, info, _ = self.models.places[name]
         streams = self._stream_plans(model) if parameters["stream"] == "transport" else {}
-        if all(space.kind == "stream" for space in info.spaces()):
+        if not _is_local(info, block):
             return streams
         held = self._thread.__dict__
         if held.get("block") is not block:
@@ -173,9 +173,10 @@ class Transport:
         if self.models.samples is not None:
             anchor, donor = (activation_points(block, self.activations(one), {}) for one in (base, model))
             return {key: (anchor[key], donor[key]) for key in anchor if key in donor}
+        part = replace(block, tensors=tuple(info for info in block.tensors if _is_local(info, block)))
         anchor_tensors, donor_tensors = (
-            {key: tensor.to(device) for key, tensor in read_block(own_block, self.models.views[one].tensors).items()}
-            for one, own_block in ((base, block), (model, self.models.place(model, name)[0]))
+            {key: tensor.to(device) for key, tensor in read_block(part, self.models.views[one].tensors).items()}
+            for one in (base, model)
         )
         return weight_points(block, anchor_tensors, donor_tensors, streams)
 
@@ -193,6 +194,11 @@ class Transport:
     def _batches(self) -> Sequence[Batch]:
         assert self.models.samples is not None
         return self.models.samples()
+
+
+def _is_local(info: TensorInfo, block: Block) -> bool:
+    """Whether a tensor has an axis in one of the block's own spaces."""
+    return any(space in block.spaces.values() for space in info.spaces())
 
 
 @dataclass(frozen=True)

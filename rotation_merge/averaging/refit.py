@@ -190,10 +190,13 @@ class Refit:
         answer_keys: frozenset[str] = frozenset().union(*(stage.wanted for stage in chosen))
         taps.settled.pending.update(solved & taps.modules.keys())
         if self.answers.compute_answers(block, answer_keys):
+            done, total = len(self.merge.opened) - 1, len(self.merge.architecture.blocks)
             for number, stage in enumerate(chosen, 1):
+                self.watch("refitting", round(done + number / (len(chosen) + 2), 2), total)
                 result.maps += self._solve(taps, stage, places)
                 taps.settled.settle(stage.keys)
                 self.answers.keep(frozenset().union(*(later.wanted for later in chosen[number:])))
+            self.watch("refitting", round(done + 1 - 1 / (len(chosen) + 2), 2), total)
 
     def _places(self, block: Block, taps: BlockHooks, result: RefitResult) -> dict[str, list[_SolvedTensor]]:
         """Checkpoint tensors that each solvable map is written to, by the map's key."""

@@ -24,14 +24,14 @@ from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.models import MergedModels
 from rotation_merge.averaging.refit import Refit, RefitResult, Teachers
 from rotation_merge.averaging.registry import TASK_VECTORS
-from rotation_merge.averaging.teachers import Teacher, read_teachers, samples_of, teachers_in_memory
+from rotation_merge.averaging.teachers import Teacher, read_teachers, teachers_in_memory
 from rotation_merge.errors import DataError
-from rotation_merge.model.blocks import read_tensor, unstack, with_tied
+from rotation_merge.model.blocks import with_tied
 from rotation_merge.model.forms import translated
 from rotation_merge.model.heads import head_names, is_head
 from rotation_merge.model.tensors import Tensors, by_name, selected
 from rotation_merge.model.view import View
-from rotation_merge.run.data import Data, Samples, with_small_first_batch
+from rotation_merge.run.data import Data, Samples, read_samples, with_small_first_batch
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.maps import linear_map
@@ -101,14 +101,14 @@ def _source(view: View, base: View) -> Tensors:
 
 @dataclass(frozen=True)
 class _WrittenTensors:
-    """The tensors of the merge: those that are done in a store, as they are stored, all others the base's.
+    """The tensors of the merge: those that are done in a store, as they are stored, all others those of its start.
 
     Attributes:
         names: of those that are done.
     """
 
     base: View
-    anchor: Tensors
+    start: Tensors
     dtype: torch.dtype | None
     store: StateStore
     names: set[str] = field(default_factory=set)
@@ -129,10 +129,10 @@ class _WrittenTensors:
         return stored.to(tensor)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.store.get(name)[0] if name in self.names else self.anchor[name]
+        return self.store.get(name)[0] if name in self.names else self.start[name]
 
     def view(self) -> View:
-        """The merge; the base's tensors in it are rounded as the others are."""
+        """The merge; what was not solved is rounded as the others are."""
         return _with_tensors(self.base, lambda name: self.rounded(name, self[name]), self.dtype)
 
 
@@ -169,7 +169,6 @@ class ModelRefit:
         try:
             self._begin(store)
             result = self.solve(progress)
-            self.write_rest()
             if self.own_heads and not self.pooled:
                 self.solve_heads()
         except BaseException:
@@ -182,16 +181,16 @@ class ModelRefit:
     def _begin(self, store: StateStore) -> None:
         """Settle the weights before solving; the merge runs as it is written."""
         self.notes, self.heads = list[str](), dict[str, dict[str, Tensor]]()
-        self.architecture, self.anchor = self.base.architecture, _source(self.base, self.base)
-        self.written = _WrittenTensors(self.base, self.anchor, self.dtype, store)
+        self.architecture, anchor = self.base.architecture, _source(self.base, self.base)
         self.tied_head = None if self.base.untie else self.base.tied_head
         self.head_names = head_names(self.architecture)
         self.large = {i.name for i in self.architecture.tensors() if len(i.axes) > 1 and not i.stacked}
-        self.exact = torch.promote_types(self.written.dtype_of(self.base.names[0]), torch.float32)
         self.sources = [_source(teacher.view, self.base) for teacher in self.teachers]
-        self.start = self.anchor
+        self.start = anchor
         if self.config.start != "anchor":
-            self.start = selected(self._merged(), self.anchor, self.excluded)
+            self.start = selected(anchor, self._merged(), lambda name: not self.excluded(name))
+        self.written = _WrittenTensors(self.base, self.start, self.dtype, store)
+        self.exact = torch.promote_types(self.written.dtype_of(self.base.names[0]), torch.float32)
 
     def excluded(self, name: str) -> bool:
         """Whether a tensor of the merge stays the base's."""
@@ -251,9 +250,9 @@ class ModelRefit:
         teacher = self.teachers[number]
         if teacher.batches is not None:
             return teacher.batches
-        model, config = teacher.original, teacher.original.transformers_config
-        writer = filled_model(config, model.tensors, model.architecture, self.exact, self.device)
-        return samples_of(teacher, writer, teacher.samples, self.config.seed + number).batches
+        model, seed = teacher.original, self.config.seed + number
+        writer = filled_model(model.transformers_config, model.tensors, model.architecture, self.exact, self.device)
+        return read_samples(model, teacher.source, teacher.samples, seed=seed, module=writer).batches
 
     def _runner(self, prefix: str, model: View, source: Tensors, batches: list[Batch], **fill: Any) -> Runner:
         """Runs tensors by the base's names as a model of another's config."""
@@ -293,21 +292,12 @@ class ModelRefit:
                 return None
         return losses[0], losses[1]
 
-    def write_rest(self) -> None:
-        """Write the start's tensors that were not solved."""
-        for info in self.architecture.tensors():
-            rest = [name for name in info.names if name not in self.written.names and not self.excluded(name)]
-            tensor = read_tensor(info, self.start) if rest else None
-            pieces = {} if tensor is None else unstack(info, tensor)
-            for name in filter(pieces.__contains__, rest):
-                self.written.write(name, pieces[name])
-
     def solve_heads(self) -> None:
         """Solve every teacher's own head, on its own samples under the merged body: the last maps of its refit.
 
         All layers have been run on these samples, by the merge and by the teachers.
         """
-        body, first = Tensors(self.anchor.shapes, self.anchor.dtypes, by_name(self.written.__getitem__)), 0
+        body, first = Tensors(self.start.shapes, self.start.dtypes, by_name(self.written.__getitem__)), 0
         for teacher, source, runner in zip(self.teachers, self.sources, self.runners, strict=True):
             solved = self.heads.setdefault(teacher.original.name, {})
             if teacher.view is not self.base and not all(map(self.exclude, self.head_names)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import EllipsisType
 
@@ -51,12 +51,19 @@ class SlicedMatrix:
         """Each column times a number."""
         return replace(self, rows=lambda part: self.rows(part) * columns)
 
+    def scaled(self, factor: float) -> SlicedMatrix:
+        """The matrix times a number, in place if it is held."""
+        return self * factor if len(self.parts) > 1 else SlicedMatrix.of(self.whole().mul_(factor))
+
     def norm(self) -> float:
         return math.hypot(*(float(self.rows(part).norm()) for part in self.parts))
 
     def gram(self) -> Tensor:
         """``D^T D``."""
-        return _summed(rows.mT @ rows for rows in map(self.rows, self.parts))
+        total = torch.zeros((), dtype=torch.float64)
+        for number, rows in enumerate(map(self.rows, self.parts)):
+            total = total.addmm_(rows.mT, rows) if number else rows.mT @ rows
+        return total
 
     def svd(self) -> tuple[Callable[[int], SlicedMatrix], Tensor, Tensor]:
         """The thin singular value decomposition: the first columns of U as a function of their number, s and V^T.
@@ -95,25 +102,9 @@ class SlicedMatrix:
         return (values.clamp_min(0.0).sqrt()[:, None] * inner.mT * scales) @ vectors.mT
 
 
-def _summed(terms: Iterator[Tensor]) -> Tensor:
-    total = next(terms)
-    for term in terms:
-        total.add_(term)
-    return total
-
-
-def beside(matrices: Sequence[SlicedMatrix]) -> SlicedMatrix:
-    """Matrices in the same slices, one beside another."""
-    return replace(matrices[0], rows=lambda part: torch.cat([matrix.rows(part) for matrix in matrices], 1))
-
-
-def weighted_sum(matrices: Sequence[SlicedMatrix], weights: Sequence[float]) -> SlicedMatrix:
-    def rows(part: Part) -> Tensor:
-        return torch.stack([weight * matrix.rows(part) for matrix, weight in zip(matrices, weights, strict=True)]).sum(
-            0
-        )
-
-    return replace(matrices[0], rows=rows)
+def combined(matrices: Sequence[SlicedMatrix], function: Callable[[list[Tensor]], Tensor]) -> SlicedMatrix:
+    """A function of the rows of matrices in the same slices, such as their sum."""
+    return replace(matrices[0], rows=lambda part: function([matrix.rows(part) for matrix in matrices]))
 
 
 def polar(matrix: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from mergekit.parameter_resolver import resolve_parameters
 
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.methods import OwnMethod
-from rotation_merge.averaging.models import MergedModels, MergeLog, ModelStatistics
+from rotation_merge.averaging.models import MergedModels, MergeLog
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.average import check_heads
 from rotation_merge.mergekit_plugin.donor_checks import check_pool
@@ -23,6 +23,7 @@ from rotation_merge.mergekit_plugin.statistics import RecipeStatistics
 from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.run.data import read_batches, unpadded
 from rotation_merge.run.functions import Batch, load, local_path
+from rotation_merge.run.statistics import Statistics
 
 SAMPLES = 200
 """Samples that activations are taken on."""
@@ -56,7 +57,7 @@ class ToldMethod:
         Raises:
             RotationMergeError: weights are of no use, statistics or samples are missing.
         """
-        base, log = self.recipe.base, MergeLog(str(self.recipe.base))
+        base, log = self.recipe.base, MergeLog()
         models = MergedModels(
             base=self.placed[base],
             places=self.output.architecture.places(),
@@ -73,7 +74,7 @@ class ToldMethod:
         run, known = self.session.run, tuple(log.lines)
         for line in known:
             run.note(line)
-        run.add_notes_later(lambda: [*(line for line in log.lines if line not in known), *method.words(log)])
+        run.add_notes_later(lambda: [*(line for line in log.lines if line not in known), *method.words()])
         return method
 
     def storage(self, name: str) -> torch.dtype | None:
@@ -107,7 +108,7 @@ class ToldMethod:
                 )
                 yield name, shared, {model: float(values["weight"]) for model, values in by_model.items()}
 
-    def _statistics(self) -> Mapping[Hashable, ModelStatistics]:
+    def _statistics(self) -> Mapping[Hashable, Statistics]:
         """The statistics of all models that count, moved with them."""
         counting = {
             model: out.reader

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from mergekit.common import ModelReference
@@ -131,27 +130,19 @@ class MovedStatistics:
         return mover.moved(self.stored.renamed(self.own_names), torch.float64).renamed(self.output_names)
 
 
-class OutputStatistics:
+class OutputStatistics(Statistics):
     """The statistics of one model by the names of the output; each block's are moved when they are asked for.
 
-    Attributes:
-        metadata: of the file; its `buffers` by the names of the output.
-        path: of the file.
-        uncalled: maps that never ran on the samples.
+    `metadata` is that of the file, its `buffers` by the names of the output.
     """
 
     def __init__(self, blocks: Sequence[MovedStatistics], stored: Statistics) -> None:
         self.blocks = {name: block for block in blocks for name in block.output_names}
         names = {name: block.own_names[block.output_names[name]] for name, block in self.blocks.items()}
         buffers = stored.metadata.get("buffers", ())
-        self.metadata: dict[str, Any] = {
-            **stored.metadata,
-            "buffers": [name for name, stored_name in names.items() if stored_name in buffers],
-        }
-        self.path, self.uncalled = (
-            stored.path,
-            frozenset(n for n, stored_name in names.items() if stored_name in stored.uncalled),
-        )
+        metadata = {**stored.metadata, "buffers": [name for name, own_name in names.items() if own_name in buffers]}
+        uncalled = frozenset(name for name, own_name in names.items() if own_name in stored.uncalled)
+        super().__init__(stored.tensors, stored.axes, stored.split, uncalled, metadata, stored.path)
 
     def gram(self, name: str) -> Gram | None:
         """The Gram of a map's inputs."""

@@ -52,16 +52,13 @@ def test_averages_by_hand(count: int):
     sources = []
     for number, share in enumerate(shares):
         inputs = some(9, 4)
-        held = {"gram": inputs.T @ inputs, "fisher": some(3, 4).square()}
-        sources.append(Source(some(3, 4), share, held, {"fisher_norm": 3.0 - number}))
+        held = {"gram": inputs.T @ inputs, "fisher": some(3, 4).square(), "norm": 3.0 - number}
+        sources.append(Source(some(3, 4), share, held))
     grams = [s.share * whole(s.inputs["gram"]) for s in sources]
     best = sum(s.weight @ g for s, g in zip(sources, grams, strict=True)) @ torch.linalg.inv(sum(grams))
     torch.testing.assert_close(RegMean().average(sources, parameters), best)
     floors = [0.4, 0.0, 0.0]
-    rows = [
-        s.share / s.metadata["fisher_norm"] * s.inputs["fisher"].clamp(min=f)
-        for s, f in zip(sources, floors, strict=False)
-    ]
+    rows = [s.share / s.inputs["norm"] * s.inputs["fisher"].clamp(min=f) for s, f in zip(sources, floors, strict=False)]
     best = sum(r * s.weight for r, s in zip(rows, sources, strict=True)) / sum(rows)
     torch.testing.assert_close(Fisher().average(sources, parameters), best)
 
