@@ -60,13 +60,16 @@ def averaged(
         if copied(name):
             return check_finite(stored[0], name, views[0].name)
         tensors = [check_finite(tensor, name, view.name) for tensor, view in zip(stored, views, strict=True)]
-        own, dtypes = isinstance(method, OwnMethod), [torch.promote_types(x.dtype, torch.float32) for x in tensors]
-        if not own:  # ours takes tensors as they are stored
+        takes_stored, dtypes = (
+            isinstance(method, OwnMethod),
+            [torch.promote_types(x.dtype, torch.float32) for x in tensors],
+        )
+        if not takes_stored:
             tensors = [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
         axis, base_index = places[name][1].vocabulary_axis, 0 if based else None
         group = TensorGroup.from_tensors(tensors, base_index=base_index, name=name, vocabulary_axis=axis)
         with seeded(zlib.crc32(f"{seed} {name}".encode())):
-            (result,) = method((group,), parameters=values(name), out_dtype=dtypes[0] if own else None)
+            (result,) = method((group,), parameters=values(name), out_dtype=dtypes[0] if takes_stored else None)
         return check_merged(result, name)
 
     def read(names: Names) -> Tensor:

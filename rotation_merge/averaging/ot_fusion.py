@@ -139,13 +139,13 @@ class Transport:
         streams = self._stream_plans(model) if parameters["stream"] == "transport" else {}
         if not _is_local(info, block):
             return streams
-        held = self._thread.__dict__
-        if held.get("block") is not block:
-            held.update(block=block, plans={})
-        if model not in held["plans"]:
+        latest = self._thread.__dict__
+        if latest.get("block") is not block:
+            latest.update(block=block, plans={})
+        if model not in latest["plans"]:
             solver, points = self._solvers[model, block.name], self._block_points(model, name, streams, device)
-            held["plans"][model] = block_plans(block, points, solver)
-        return {**streams, **held["plans"][model]}
+            latest["plans"][model] = block_plans(block, points, solver)
+        return {**streams, **latest["plans"][model]}
 
     def _stream_plans(self, model: Hashable) -> Plans:
         """The plan of each residual stream: from the tensors outside the layers, or from activations."""
@@ -159,7 +159,7 @@ class Transport:
         donor, architecture = self.models.views[model], self.anchor.architecture
         if self.models.samples is not None:
             pair = self.activations(self.models.base), self.activations(model)
-            return lambda stream: _both(*(stream_points(architecture, stream, seen, {}) for seen in pair))
+            return lambda stream: _both(*(stream_points(architecture, stream, activations, {}) for activations in pair))
         sources: list[TensorSource] = [
             translated(view.tensors, view.architecture, architecture) for view in (self.anchor, donor)
         ]
@@ -171,12 +171,12 @@ class Transport:
         """Points of every plan of an output tensor's block."""
         block, base = self.models.places[name][0], self.models.base
         if self.models.samples is not None:
-            anchor, donor = (activation_points(block, self.activations(one), {}) for one in (base, model))
+            anchor, donor = (activation_points(block, self.activations(id_), {}) for id_ in (base, model))
             return {key: (anchor[key], donor[key]) for key in anchor if key in donor}
         part = replace(block, tensors=tuple(info for info in block.tensors if _is_local(info, block)))
         anchor_tensors, donor_tensors = (
-            {key: tensor.to(device) for key, tensor in read_block(part, self.models.views[one].tensors).items()}
-            for one in (base, model)
+            {key: tensor.to(device) for key, tensor in read_block(part, self.models.views[id_].tensors).items()}
+            for id_ in (base, model)
         )
         return weight_points(block, anchor_tensors, donor_tensors, streams)
 

@@ -197,7 +197,7 @@ class _Polish:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         draw = torch.Generator().manual_seed(options.seed)
         parts = [self._parts(number, draw) for number in range(len(answered))]
-        self.held, self.training = [held for held, _ in parts], [training for _, training in parts]
+        self.held, self.training = [part for part, _ in parts], [part for _, part in parts]
         tokens = sum(answers.tokens / answers.count for answers in answered)
         wanted = round(STEP_TOKENS / tokens) if tokens else 1
         self.batches = options.batches or max(1, min(wanted, *map(len, self.training)))
@@ -208,10 +208,10 @@ class _Polish:
         if count < 2:
             problem, remedy = f"{count} batches of samples are too few to hold one out", "give more of them ('samples')"
             raise DataError(problem, where=f"teacher {teacher + 1}", remedy=remedy)
-        order, held = torch.randperm(count, generator=draw).tolist(), max(1, round(count * HELD_OUT))
+        order, size = torch.randperm(count, generator=draw).tolist(), max(1, round(count * HELD_OUT))
         if self.options.last:
-            order, held = list(reversed(range(count))), self.options.last[teacher]
-        return order[:held], order[held:]
+            order, size = list(reversed(range(count))), self.options.last[teacher]
+        return order[:size], order[size:]
 
     def run(self) -> PolishReport:
         began = time.perf_counter()
@@ -311,7 +311,7 @@ class _Polish:
     @torch.no_grad()
     def score(self) -> float:
         """Divergence on held-out samples, the mean over teachers."""
-        each = [fmean(float(self.divergence(k, number)) for number in held) for k, held in enumerate(self.held)]
+        each = [fmean(float(self.divergence(k, number)) for number in numbers) for k, numbers in enumerate(self.held)]
         return fmean(each)
 
     def kept(self) -> dict[str, Tensor]:

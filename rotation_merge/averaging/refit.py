@@ -153,7 +153,7 @@ class Refit:
         watch: called for every block and its progress with a label, the count done and the total.
         shape: function applied to a solved change (out, in [+ 1 for a bias]), given the Gram of the inputs and a one.
         softmax: ridge of a map that gives the model's logits, which is then fitted to the answers' probabilities from
-            the least-squares change on (`linalg.softmax`); None: its logits are solved like other outputs.
+            the least-squares change on (`averaging.softmax`); None: its logits are solved like other outputs.
     """
 
     merge: Runner

@@ -218,7 +218,11 @@ class ModelRefit:
             self._runner(str(number), teacher.original, source, batches if self.pooled else part)
             for number, (teacher, source, part) in enumerate(zip(self.teachers, self.sources, parts, strict=True))
         ]
-        answering, weights = self._assigned([len(part) for part in parts])
+        shares = [teacher.share for teacher in self.teachers]
+        answering = [[(k, i, 1.0)] for k, part in enumerate(parts) for i in range(len(part))]
+        if self.pooled:
+            answering = [[(k, i, share) for k, share in enumerate(shares)] for i in range(len(batches))]
+        weights = [1.0 if self.pooled else shares[each[0][0]] * len(shares) for each in answering]
         held_out = [(teacher.share, teacher.held_out) for teacher in self.teachers if teacher.held_out is not None]
         judged = [] if self.own_heads else held_out  # whose heads are not the merge's
         beside = [batch for _, data in judged for batch in data.batches]
@@ -231,19 +235,6 @@ class ModelRefit:
             if result.losses is not None and result.losses[1] > result.losses[0]:
                 self.written.names.clear()
         return result
-
-    def _assigned(self, counts: Sequence[int]) -> tuple[list[list[tuple[int, int, float]]], list[float]]:
-        """The teachers that answer to each batch (number, its batch, its share), and the weight of each batch.
-
-        Args:
-            counts: of the batches that each teacher brings.
-        """
-        shares = [teacher.share for teacher in self.teachers]
-        if self.pooled:
-            total = sum(counts)
-            return [[(k, i, share) for k, share in enumerate(shares)] for i in range(total)], [1.0] * total
-        pairs = [(k, i) for k, count in enumerate(counts) for i in range(count)]
-        return [[(k, i, 1.0)] for k, i in pairs], [shares[k] * len(shares) for k, _ in pairs]
 
     def _batches(self, number: int) -> list[Batch]:
         """The samples that a teacher brings; those of its own are written now."""

@@ -72,21 +72,15 @@ class SlicedMatrix:
         """
         if len(self.parts) == 1:
             u, s, v = torch.linalg.svd(self.whole(), full_matrices=False)
-            return lambda count: self._constant(u[:, :count].clone()), s, v
+            return lambda count: SlicedMatrix.of(u[:, :count].clone()), s, v
         _, s, v = torch.linalg.svd(self._square_factor())
         return lambda count: self @ (v[:count].mT / s[:count].clamp_min(TINY)), s, v
 
     def polar(self) -> SlicedMatrix:
         """The nearest matrix with orthonormal columns, or rows; of less than full rank, its partial isometry."""
-        if len(self.parts) == 1:
-            return self._constant(polar(self.whole()))
-        _, s, v = torch.linalg.svd(self._square_factor())
+        left_vectors, s, v = self.svd()
         rank = int((s > NULL * s[0]).sum())
-        return self @ ((v[:rank].mT / s[:rank]) @ v[:rank])
-
-    def _constant(self, matrix: Tensor) -> SlicedMatrix:
-        """A matrix in this one's single slice."""
-        return replace(self, rows=lambda part: matrix)
+        return left_vectors(rank) @ v[:rank]
 
     def _square_factor(self) -> Tensor:
         """C (inputs, inputs) with ``C^T C = D^T D``.
@@ -105,10 +99,3 @@ class SlicedMatrix:
 def combined(matrices: Sequence[SlicedMatrix], function: Callable[[list[Tensor]], Tensor]) -> SlicedMatrix:
     """A function of the rows of matrices in the same slices, such as their sum."""
     return replace(matrices[0], rows=lambda part: function([matrix.rows(part) for matrix in matrices]))
-
-
-def polar(matrix: Tensor) -> Tensor:
-    """The nearest matrix with orthonormal rows or columns; of less than full rank, its partial isometry."""
-    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    rank = int((s > NULL * s[0]).sum())
-    return u[:, :rank] @ v[:rank]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from mergekit.merge_methods.base import MergeMethodSpec
 
-from rotation_merge.averaging.sliced import SlicedMatrix, combined, polar
+from rotation_merge.averaging.sliced import SlicedMatrix, combined
 from rotation_merge.averaging.task_vectors import COMMON, CONTRACT, TaskVectorMethod
 
 ZERO = 1e-9
@@ -52,7 +52,7 @@ class Tsv(TaskVectorMethod):
             values.append(weight * s[:rank])
             rights.append(v[:rank].clone())  # or all of it stays in memory
         beside = combined(lefts, lambda parts: torch.cat(parts, 1))
-        return (beside.polar() * torch.cat(values)) @ polar(torch.cat(rights))
+        return (beside.polar() * torch.cat(values)) @ SlicedMatrix.of(torch.cat(rights)).polar().whole()
 
 
 class Iso(TaskVectorMethod):
