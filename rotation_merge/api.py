@@ -187,7 +187,15 @@ def _pool(models: Sequence[View], method: str, samples: Samples, limit: int, see
     if any(source is not first for source in others):
         problem = f"delegate {method} compares activations on the same samples, but models have their own 'data'"
         raise RecipeError(problem, remedy="write 'data' once, under the recipe's parameters")
+    for view in models[1:]:
+        _check_one_vocabulary(models[0], view, f"{method} compares activations on")
     return read_samples(models[0], first, limit, seed=seed).batches
+
+
+def _check_one_vocabulary(base: View, view: View, why: str) -> None:
+    if shared_rows([base, view]) is not None:
+        problem = f"its tokens are not those of {base.name}, but {why} one set of token ids"
+        raise RecipeError(problem, where=view.name, remedy="use another method")
 
 
 def _check_alike(views: Sequence[View], models: Sequence[View]) -> None:
@@ -358,9 +366,7 @@ def _refitted(
     _check_folded(views)
     for view in views[1:]:
         pair = check_pair(base, view.as_filed, NOTHING, excluded=excluded, averaged=True)
-        if shared_rows([base, view]) is not None:
-            problem = f"its tokens are not those of {base.name}, but refit runs all models on one set of token ids"
-            raise RecipeError(problem, where=view.name, remedy="use another method")
+        _check_one_vocabulary(base, view, "refit runs all models on")
         notes += [*pair.warnings, *pair.notes]
         alike.append(in_class_order(view.as_filed, pair.rows))
     merged = refitted_later(alike, samples, config, weights, excluded)

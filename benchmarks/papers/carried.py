@@ -28,7 +28,7 @@ from rotation_merge.architecture import Architecture
 from rotation_merge.averaging.ot_fusion import (
     REGULARISATION,
     Plans,
-    TransportOptions,
+    Solver,
     block_plans,
     stream_ends,
     stream_plans,
@@ -284,18 +284,12 @@ def _moved(change: Delta) -> dict[str, tuple[Tensor, Tensor]]:
 
 def _plans(new: Model, old: Model) -> Plans:
     """Soft plans from the old base's coordinates to the new one's, from weights, as delegate `ot_fusion` makes them."""
-    how = TransportOptions(hard=False, regularisation=REGULARISATION["weights"])
-    found = stream_plans(
-        new.architecture, lambda stream: stream_ends(new.architecture, stream, new.state, old.state), how
-    )
-    for block in new.architecture.blocks:
-        donor = {
-            key: transported(tensor, info, found, None)
-            for key, tensor in read_block(block, old.state).items()
-            if (info := block.tensor(key)) is not None
-        }
-        points = [weight_points(block, tensors) for tensors in (donor, read_block(block, new.state))]
-        found |= block_plans(block, *points, how.hard, how.regularisation)
+    solver, architecture = Solver(hard=False, regularisation=REGULARISATION["weights"]), new.architecture
+    streams = stream_plans(architecture, lambda stream: stream_ends(architecture, stream, new.state, old.state), solver)
+    found = dict(streams)
+    for block in architecture.blocks:
+        points = weight_points(block, read_block(block, new.state), read_block(block, old.state), streams)
+        found |= block_plans(block, points, solver)
     return found
 
 
@@ -305,7 +299,7 @@ def _transported(delta: Delta, plans: Plans) -> Iterator[tuple[str, tuple[Tensor
         old, fine, new = (read_block(block, source) for source in (delta.old, delta.tuned, delta.base.tensors))
         for info in block.tensors:
             if info.key in new:
-                moved = transported(fine[info.key] - old[info.key], info, plans, None)
+                moved = transported(fine[info.key] - old[info.key], info, plans)
                 starts = unstack(info, new[info.key])
                 for name, change in unstack(info, moved.float()).items():
                     yield name, (starts[name], change)

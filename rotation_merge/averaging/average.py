@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +11,6 @@ from mergekit.merge_methods.base import MergeMethod, TensorGroup
 from torch import Tensor
 
 from rotation_merge.averaging.methods import OwnMethod
-from rotation_merge.averaging.models import MergedModels, Place
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
@@ -40,7 +37,7 @@ def averaged(
 
     Args:
         views: of one architecture, the anchor first; the result has its names.
-        method: one of ours that was told about no models is told about these, by their numbers.
+        method: one of ours was told about these models, by their numbers.
         parameters: for each output tensor, or for all; those that are not given have their defaults.
         seed: of what the method draws; each tensor draws its own numbers, in whatever order tensors are asked for.
         excluded: says of a tensor that it is the anchor's, as are those outside the architecture.
@@ -52,69 +49,38 @@ def averaged(
     Raises:
         RotationMergeError: when a tensor is read: it holds NaN or infinity, or would.
     """
-    values = parameters if callable(parameters) else lambda _: parameters
-    average = _Average(views, _told(method, views), values, seed, excluded, based)
-    sources = average.sources
-    common = sources[0].only(name for name in sources[0] if all(name in source for source in sources))
-    return Tensors(common.shapes, common.dtypes, average.read)
+    known = views[0].architecture
+    places, values = known.places(), parameters if callable(parameters) else lambda _: parameters
+    sources = [with_tied(known, translated(view.tensors, view.architecture, known)) for view in views]
 
+    def copied(name: str) -> bool:
+        return not sources[0].dtypes[name].is_floating_point or name not in places or excluded(name)
 
-@dataclass(frozen=True)
-class _Average:
-    """An average in progress; attributes are the arguments of `averaged`."""
-
-    views: Sequence[View]
-    method: MergeMethod
-    parameters: Parameters
-    seed: int
-    excluded: Callable[[str], bool]
-    based: bool
-
-    @cached_property
-    def places(self) -> Mapping[str, Place]:
-        return self.views[0].architecture.places()
-
-    @cached_property
-    def sources(self) -> list[Tensors]:
-        """The models' tensors by the anchor's names."""
-        known = self.views[0].architecture
-        return [with_tied(known, translated(view.tensors, view.architecture, known)) for view in self.views]
-
-    def read(self, names: Names) -> Tensor:
-        """One tensor of the average, or several stacked."""
-        every = (names,) if isinstance(names, str) else names
-        sources = self.sources[:1] if all(map(self._copied, every)) else self.sources
-        stored = [source.read(names) for source in sources]
-        if isinstance(names, str):
-            return self._tensor(names, stored)
-        return torch.stack([self._tensor(name, [tensor[i] for tensor in stored]) for i, name in enumerate(names)])
-
-    def _copied(self, name: str) -> bool:
-        """Whether a tensor is the anchor's."""
-        floating = self.sources[0].dtypes[name].is_floating_point
-        return not floating or name not in self.places or self.excluded(name)
-
-    def _tensor(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        if self._copied(name):
-            return check_finite(tensors[0], name, self.views[0].name)
-        tensors = [check_finite(tensor, name, view.name) for tensor, view in zip(tensors, self.views, strict=True)]
-        out_dtype = None
-        if isinstance(self.method, OwnMethod):  # which takes tensors as they are stored
-            out_dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-        else:
-            tensors = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
-        axis = self.places[name][1].vocabulary_axis
-        base_index = 0 if self.based else None
+    def merged(name: str, stored: Sequence[Tensor]) -> Tensor:
+        if copied(name):
+            return check_finite(stored[0], name, views[0].name)
+        tensors = [check_finite(tensor, name, view.name) for tensor, view in zip(stored, views, strict=True)]
+        takes_stored, dtypes = (
+            isinstance(method, OwnMethod),
+            [torch.promote_types(x.dtype, torch.float32) for x in tensors],
+        )
+        if not takes_stored:
+            tensors = [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+        axis, base_index = places[name][1].vocabulary_axis, 0 if based else None
         group = TensorGroup.from_tensors(tensors, base_index=base_index, name=name, vocabulary_axis=axis)
-        with seeded(zlib.crc32(f"{self.seed} {name}".encode())):
-            (result,) = self.method((group,), parameters=self.parameters(name), out_dtype=out_dtype)
+        with seeded(zlib.crc32(f"{seed} {name}".encode())):
+            (result,) = method((group,), parameters=values(name), out_dtype=dtypes[0] if takes_stored else None)
         return check_merged(result, name)
 
+    def read(names: Names) -> Tensor:
+        every = (names,) if isinstance(names, str) else names
+        stored = [source.read(names) for source in (sources[:1] if all(map(copied, every)) else sources)]
+        if isinstance(names, str):
+            return merged(names, stored)
+        return torch.stack([merged(name, [tensor[i] for tensor in stored]) for i, name in enumerate(names)])
 
-def _told(method: MergeMethod, views: Sequence[View]) -> MergeMethod:
-    if isinstance(method, OwnMethod) and method.bound is None:
-        return method.on(MergedModels.of(views))
-    return method
+    common = sources[0].only(name for name in sources[0] if all(name in source for source in sources))
+    return Tensors(common.shapes, common.dtypes, read)
 
 
 def check_finite(tensor: Tensor, name: str, model: object) -> Tensor:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec
 from torch import Tensor
 
-from rotation_merge.averaging.methods import Source
+from rotation_merge.averaging.methods import Inputs, Source
 from rotation_merge.averaging.parameters import WEIGHT, parameter
 from rotation_merge.averaging.statistics import StatisticsMethod
 from rotation_merge.config import NotNegative
@@ -38,8 +38,16 @@ class Fisher(StatisticsMethod):
         contract=InputContract(base=BasePolicy.OPTIONAL),
     )
 
+    def measured(self, name: str, model: Hashable, device: torch.device) -> Inputs:
+        """The Fisher diagonal of a tensor, of its shape, and the norm of the model's whole one."""
+        _, info, piece = self.models.places[name]
+        statistics, key = self.models.statistics[model], f"{info.names[piece]}.fisher"
+        if key not in statistics:
+            raise StatisticsError(f"hold nothing of tensor '{info.name}'", where=statistics.path)
+        return {"fisher": statistics[key].to(device), "norm": float(statistics.metadata.get("fisher_norm") or 0.0)}
+
     def average(self, sources: Sequence[Source], parameters: Mapping[str, Any]) -> Tensor:
-        norms = [float(s.metadata.get("fisher_norm") or 0.0) if parameters["normalize"] else 1.0 for s in sources]
+        norms = [s.inputs["norm"] if parameters["normalize"] else 1.0 for s in sources]
         if not all(norms):
             raise StatisticsError("a model's Fisher vanishes everywhere", remedy="measure on other samples")
         shares = [s.share / norm for s, norm in zip(sources, norms, strict=True)]

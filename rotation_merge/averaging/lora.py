@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,12 @@ from mergekit.merge_methods.base import TensorGroup
 from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
 from torch import Tensor
 
+from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.config import AUTO, AdapterMergeConfig
+from rotation_merge.averaging.methods import Source, Target
 from rotation_merge.averaging.parameters import check_known, checked, numbers_for
 from rotation_merge.averaging.registry import TASK_VECTORS
-from rotation_merge.averaging.task_vectors import TaskVectorMethod, mean_of, shortening
+from rotation_merge.averaging.task_vectors import TaskVectorMethod, shortening
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.files import FILE, FOLDER, Input, Output, check_output
 from rotation_merge.linalg.finite import all_finite
@@ -146,9 +148,12 @@ def merge_adapters(
         raise RecipeError(f"'energy' has no effect with rank {chosen.rank or 'not given'}", remedy="choose rank auto")
     read = [plain_adapter(path) for path in paths]
     base_weights = _check_alike(read, same_base)
-    rule = _rule(method, dict(parameters or {}))
+    rule = _Rule.of(method, dict(parameters or {}))
     shares = _weights(weights, len(read))
-    _check_rank(chosen.rank, read)
+    most = sum(adapter.rank for adapter in read)
+    if isinstance(chosen.rank, int) and chosen.rank > most:
+        problem, remedy = f"option 'rank' is {chosen.rank}", f"it must be from 1 to {most}, the ranks together"
+        raise RecipeError(problem, remedy=remedy)
     maps: dict[str, LowRank] = {}
     maps_by_module: dict[str, MergedMap] = {}
     modules = {change.module: name for adapter in read for name, change in adapter.changes.items()}
@@ -160,47 +165,40 @@ def merge_adapters(
 
 
 def _merged(
-    parts: Sequence[LowRank | None],
-    weights: Sequence[float],
-    rule: _Rule,
-    config: AdapterMergeConfig,
+    parts: Sequence[LowRank | None], weights: Sequence[float], rule: _Rule, config: AdapterMergeConfig
 ) -> tuple[LowRank, MergedMap]:
     """One map of the new adapter; None if the adapter leaves the map unchanged."""
-    present = [part for part in parts if part is not None]
-    like, most = present[0], sum(part.rank for part in present)
+    like, most = next(part for part in parts if part is not None), sum(part.rank for part in parts if part is not None)
     flats = [None if part is None else part.flat() for part in parts]
     outputs = torch.linalg.qr(torch.cat([flat[1] for flat in flats if flat is not None], 1))[0]
     inputs = torch.linalg.qr(torch.cat([flat[0] for flat in flats if flat is not None], 0).mT)[0]
     unchanged = outputs.new_zeros(outputs.shape[1], inputs.shape[1])
     cores = [unchanged if flat is None else (outputs.mT @ flat[1]) @ (flat[0] @ inputs) for flat in flats]
-    shares_kept, ratio = shortening([float(core.norm()) for core in cores])
-    if rule.shortens:
-        cores = [share * core for share, core in zip(shares_kept, cores, strict=True)]
+    _, ratio = shortening([float(core.norm()) for core in cores])
     if rule.entrywise:
-        merged = rule.merge([outputs @ core @ inputs.mT for core in cores], weights, like.shape)
+        merged = rule.merge([outputs @ core @ inputs.mT for core in cores], weights, like)
         u, s, v = _decomposed(merged, most)
     else:
-        merged = rule.mean(cores, weights) if like.embedding else rule.merge(cores, weights, like.shape)
+        merged = rule.merge(cores, weights, like)
         u, s, v = torch.linalg.svd(merged, full_matrices=False)
         u, v = outputs @ u, v @ inputs.mT
     total = float(merged.square().sum())
     count = _count(s[:most], total, config)
     root = s[:count].sqrt()
     a, b = root[:, None] * v[:count], u[:, :count] * root
-    retained = float(s[:count].square().sum()) / total if total else 1.0
-    shares: list[float | None] = []
-    for flat in flats:
-        if flat is None:
-            shares.append(None)
-            continue
-        own_a, own_b = flat
-        squared = float(((own_b.mT @ own_b) * (own_a @ own_a.mT)).sum())
-        shares.append(float(((b.mT @ own_b) * (a @ own_a.mT)).sum()) / squared if squared else 1.0)
     factors = like.with_flat(a, b)
     if not all_finite([factors.a, factors.b]):
         problem = f"the merged change exceeds the range of {str(factors.a.dtype).removeprefix('torch.')}"
         raise RecipeError(problem, remedy="a smaller 'lambda' or smaller weights keep it in range")
-    return factors, MergedMap(count, tuple(shares), retained, ratio)
+    shares = tuple(None if flat is None else _share(a, b, *flat) for flat in flats)
+    retained = float(s[:count].square().sum()) / total if total else 1.0
+    return factors, MergedMap(count, shares, retained, ratio)
+
+
+def _share(a: Tensor, b: Tensor, own_a: Tensor, own_b: Tensor) -> float:
+    """The component of ``b a`` along ``own_b own_a``, over the latter."""
+    squared = float(((own_b.mT @ own_b) * (own_a @ own_a.mT)).sum())
+    return float(((b.mT @ own_b) * (a @ own_a.mT)).sum()) / squared if squared else 1.0
 
 
 def _count(values: Tensor, total: float, config: AdapterMergeConfig) -> int:
@@ -229,61 +227,47 @@ def _decomposed(matrix: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Rule:
-    """The rule that merges changes.
+    """A method that merges changes, with its parameters."""
 
-    Attributes:
-        merge: changes (outputs, inputs), weights, and the shape of the whole map, to the merged change.
-        mean: the same for cores of embeddings, which are no linear maps.
-        entrywise: whether it looks at single entries, so that cores do not do.
-        shortens: whether long changes are shortened first.
-    """
+    method: TaskVectorMethod | GeneralizedTaskArithmeticMerge
+    values: Mapping[str, Any]
 
-    merge: Callable[[Sequence[Tensor], Sequence[float], tuple[int, int]], Tensor]
-    mean: Callable[[Sequence[Tensor], Sequence[float]], Tensor]
-    entrywise: bool = False
-    shortens: bool = False
+    @classmethod
+    def of(cls, name: str, parameters: Mapping[str, Any]) -> _Rule:
+        """The rule of a method, its parameters checked.
 
+        Raises:
+            RecipeError: there is no such method or parameter, or a value means nothing.
+        """
+        if name == LINEAR:
+            check_known(name, parameters, {})
+            return cls(_ENTRYWISE["task_arithmetic"], {"normalize": True})
+        method = _ENTRYWISE.get(name) or _OWN.get(name)
+        if method is None:
+            remedy = f"{nearest(str(name), METHODS)}; there are {', '.join(METHODS)}"
+            raise RecipeError(f"adapters are not merged by '{name}'", remedy=remedy)
+        specs = {spec.name: spec for spec in method.spec.parameters if spec.name != "weight"}
+        check_known(name, parameters, specs)
+        return cls(method, {key: checked(spec, parameters.get(key, spec.default)) for key, spec in specs.items()})
 
-def _rule(name: str, parameters: Mapping[str, Any]) -> _Rule:
-    """The rule of a method, its parameters checked.
+    @property
+    def entrywise(self) -> bool:
+        """Whether it looks at single entries, so that cores do not do."""
+        method = self.method
+        if isinstance(method, TaskVectorMethod):
+            return False
+        return method.sparsification_method is not None or method.consensus_method is not None
 
-    Raises:
-        RecipeError: there is no such method or parameter, or a value means nothing.
-    """
-    if name == LINEAR:
-        check_known(name, parameters, {})
-        return _Rule(lambda changes, weights, _: mean_of(changes, weights), mean_of)
-    method = _ENTRYWISE.get(name) or _OWN.get(name)
-    if method is None:
-        remedy = f"{nearest(str(name), METHODS)}; there are {', '.join(METHODS)}"
-        raise RecipeError(f"adapters are not merged by '{name}'", remedy=remedy)
-    specs = {spec.name: spec for spec in method.spec.parameters if spec.name != "weight"}
-    check_known(name, parameters, specs)
-    values = {key: checked(spec, parameters.get(key, spec.default)) for key, spec in specs.items()}
-    return _of_task_vectors(method, values) if isinstance(method, TaskVectorMethod) else _of_mergekit(method, values)
-
-
-def _of_mergekit(method: GeneralizedTaskArithmeticMerge, values: Mapping[str, Any]) -> _Rule:
-    def merge(changes: Sequence[Tensor], weights: Sequence[float], _: tuple[int, int]) -> Tensor:
-        group = TensorGroup.from_tensors([torch.zeros_like(changes[0]), *changes], base_index=0)
-        (merged,) = method((group,), parameters={**values, "weight": list(weights)})
+    def merge(self, changes: Sequence[Tensor], weights: Sequence[float], like: LowRank) -> Tensor:
+        """The merged change of a map, or its core; an embedding is no linear map."""
+        base = torch.zeros_like(changes[0])
+        if isinstance(self.method, TaskVectorMethod):
+            sources = [Source(change, weight) for change, weight in zip(changes, weights, strict=True)]
+            target = Target(TensorInfo("", ("",), ()), linear=not like.embedding)
+            return self.method.merge([Source(base, 0.0), *sources], target, {**self.values, "size": min(like.shape)})
+        group = TensorGroup.from_tensors([base, *changes], base_index=0)
+        (merged,) = self.method((group,), parameters={**self.values, "weight": list(weights)})
         return merged
-
-    entrywise = method.sparsification_method is not None or method.consensus_method is not None
-    return _Rule(merge, lambda changes, weights: merge(changes, weights, (0, 0)), entrywise)
-
-
-def _of_task_vectors(method: TaskVectorMethod, values: Mapping[str, Any]) -> _Rule:
-    def merge(changes: Sequence[Tensor], weights: Sequence[float], shape: tuple[int, int]) -> Tensor:
-        if not any(bool(change.any()) for change in changes):
-            return torch.zeros_like(changes[0])
-        return float(values["lambda"]) * method.change(changes, weights, {**values, "size": min(shape)})
-
-    def mean(changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        merged = mean_of(changes, weights) * (sum(weights) if values["others"] == "sum" else 1.0)
-        return float(values["lambda"]) * merged
-
-    return _Rule(merge, mean, shortens=values["lengths"] == "auto")
 
 
 def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
@@ -299,7 +283,7 @@ def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
 def _check_alike(read: Sequence[Adapter], same_base: bool) -> dict[str, Tensor]:
     """Refuse adapters of different forms, bases, or shapes of one map; returns weights of the base beside factors."""
     first, known = read[0], dict[str, Tensor]()
-    shapes: dict[str, tuple[tuple[int, int], str]] = {}
+    shapes: dict[str, tuple[list[int], str]] = {}
     for adapter in read:
         if adapter.form != first.form:
             problem = f"is in the format of {adapter.form}, {first.path} in that of {first.form}"
@@ -310,10 +294,10 @@ def _check_alike(read: Sequence[Adapter], same_base: bool) -> dict[str, Tensor]:
             remedy = "carry one of them first; if the two are the same model, use --force (in Python: same_base=False)"
             raise CheckpointError(problem, where=adapter.path, remedy=remedy)
         for name, change in adapter.changes.items():
-            shape = _shape(adapter, name)
+            shape = [adapter.shapes[change.b][0], math.prod(adapter.shapes[change.a][1:])]
             first_shape, first_path = shapes.setdefault(name, (shape, adapter.path))
             if shape != first_shape:
-                problem = f"changes '{change.module}' of shape {list(shape)}, {first_path} of {list(first_shape)}"
+                problem = f"changes '{change.module}' of shape {shape}, {first_path} of {first_shape}"
                 raise CheckpointError(problem, where=adapter.path, remedy="they belong to different models")
             weight = adapter.tensor(change.value) if change.value else None
             if weight is not None and not torch.equal(known.setdefault(change.value, weight), weight):
@@ -325,18 +309,6 @@ def _check_alike(read: Sequence[Adapter], same_base: bool) -> dict[str, Tensor]:
     return known
 
 
-def _shape(adapter: Adapter, name: str) -> tuple[int, int]:
-    """(outputs, inputs) of an adapter's change of one map."""
-    change = adapter.changes[name]
-    return adapter.shapes[change.b][0], math.prod(adapter.shapes[change.a][1:])
-
-
 def _place(base: str | None) -> str | None:
     """A base's folder without links and relative parts; another name unchanged."""
     return os.path.realpath(base) if base and os.path.isdir(base) else base
-
-
-def _check_rank(rank: int | str | None, read: Sequence[Adapter]) -> None:
-    most = sum(adapter.rank for adapter in read)
-    if isinstance(rank, int) and rank > most:
-        raise RecipeError(f"option 'rank' is {rank}", remedy=f"it must be from 1 to {most}, the ranks together")

@@ -28,18 +28,15 @@ class Source:
         weight: the tensor, in the anchor's coordinates; of a linear map (outputs, inputs).
         share: its weight among the models.
         inputs: what else the method takes of the model (`OwnMethod.inputs`).
-        metadata: of the model's statistics.
     """
 
     weight: Tensor
     share: float
     inputs: Inputs = field(default_factory=dict)
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self, number: int) -> Source:
         """The part of one expert, where the first dimension counts them."""
-        inputs = {name: value[number] for name, value in self.inputs.items()}
-        return Source(self.weight[number], self.share, inputs, self.metadata)
+        return Source(self.weight[number], self.share, {name: value[number] for name, value in self.inputs.items()})
 
 
 @dataclass(frozen=True)
@@ -97,8 +94,6 @@ class OwnMethod(MergeMethod):
             raise RecipeError(problem, where=base.name, remedy=remedy)
         method = copy.copy(self)
         method.bound = models
-        if self.tied and models.tied_head is not None:
-            models.log.note("tied", models.tied_head)
         return method
 
     @property
@@ -121,7 +116,7 @@ class OwnMethod(MergeMethod):
         """
         raise NotImplementedError
 
-    def words(self, log: MergeLog) -> list[str]:
+    def words(self) -> list[str]:
         """Lines for the report, once all is merged."""
         return []
 
@@ -185,18 +180,15 @@ class OwnMethod(MergeMethod):
         if not first.is_floating_point():
             return first
         linear = self.linear(name)
-        flipped = linear is not None and linear.reads < linear.gives
+        turned = linear.as_matrices if linear is not None else lambda tensor: tensor
         try:
             inputs = self.inputs(name, models, shared, first.device)
-            sources = [
-                Source(tensors[m].mT if flipped else tensors[m], weights[m], inputs.get(m, {}), self._metadata(m))
-                for m in models
-            ]
+            sources = [Source(turned(tensors[model]), weights[model], inputs.get(model, {})) for model in models]
             merged = self._average(name, sources, linear, shared)
         except StatisticsError as error:
             raise StatisticsError(error.what, where=error.where or name, remedy=error.remedy) from error
         dtype = out_dtype or self.models.storage(name) or first.dtype
-        return (merged.mT if flipped else merged).to(first.device, dtype)
+        return turned(merged).to(first.device, dtype)
 
     def _average(
         self, name: str, sources: list[Source], linear: LinearMap | None, parameters: Mapping[str, Any]
@@ -209,10 +201,6 @@ class OwnMethod(MergeMethod):
             return self.merge(sources, target, parameters)
         rows = range(len(sources[0].weight))
         return torch.stack([self.merge([source.row(i) for source in sources], target, parameters) for i in rows])
-
-    def _metadata(self, model: Hashable) -> Mapping[str, Any]:
-        statistics = self.models.statistics.get(model)
-        return {} if statistics is None else statistics.metadata
 
 
 def weighted_mean(sources: Sequence[Source]) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,14 +22,10 @@ class MergeLog:
     """What a method notes while it merges.
 
     Attributes:
-        base: the anchor's name.
-        with_statistics: names of the tensors that statistics weighed.
         facts: numbers and words of the method, by name.
         lines: for the report, each once.
     """
 
-    base: str = ""
-    with_statistics: set[str] = field(default_factory=set)
     facts: dict[str, list[Any]] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
 
@@ -50,11 +45,10 @@ class MergedModels:
 
     Attributes:
         base: id of the anchor.
-        places: by name of an output tensor, its place in the anchor; all other tensors get the weighted mean.
+        places: by name of an output tensor, its place in every model; all other tensors get the weighted mean.
         tied_head: name of a head that stays the embedding's tensor.
         views: the models, by id.
         statistics: of each model, by id, moved with it; empty where the method needs none.
-        source_name: name that an output tensor has in one model.
         storage: dtype that a tensor of the result is rounded to; None: that of the first model's tensor.
         samples: gives the batches that activations are compared on; None: weights are compared.
         log: takes the notes for the report.
@@ -65,7 +59,6 @@ class MergedModels:
     tied_head: str | None = None
     views: Mapping[Hashable, View] = field(default_factory=dict)
     statistics: Mapping[Hashable, Statistics] = field(default_factory=dict)
-    source_name: Callable[[Hashable, str], str] = lambda _, name: name
     storage: Callable[[str], torch.dtype | None] = lambda _: None
     samples: Callable[[], Sequence[Batch]] | None = None
     log: MergeLog = field(default_factory=MergeLog)
@@ -74,18 +67,9 @@ class MergedModels:
     def of(cls, views: Sequence[View], **facts: Any) -> MergedModels:
         """Models by their numbers, the anchor first; `facts` are further attributes."""
         first = views[0]
-        facts = {"tied_head": first.tied_head, "log": MergeLog(first.name), **facts}
+        facts = {"tied_head": first.tied_head, **facts}
         return cls(0, first.architecture.places(), views=dict(enumerate(views)), **facts)
 
     def name(self, model: Hashable) -> str:
         """What a model is called in messages."""
         return self.views[model].name if model in self.views else str(model)
-
-    def place(self, model: Hashable, name: str) -> Place:
-        """The place of an output tensor in one model, by that model's names."""
-        own_name = self.source_name(model, name)
-        return self._places.get(model, {}).get(own_name) or self.places[name]
-
-    @cached_property
-    def _places(self) -> dict[Hashable, dict[str, Place]]:
-        return {model: view.architecture.places() for model, view in self.views.items()}

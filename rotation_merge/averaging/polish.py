@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
 from pydantic.dataclasses import dataclass as config_dataclass
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from rotation_merge.averaging.low_rank import initialise_along_gradient
 from rotation_merge.config import Config, Count, Length, Rate, option
@@ -100,11 +103,6 @@ class PolishOptions:
     seed: int = 0
     state: Path | None = None
     batches: int = 0
-
-    @property
-    def usual(self) -> tuple[float, ...]:
-        """The learning rates that are tried first."""
-        return self.rates or RATES["weights" if not self.lora else "new lora" if self.new else "lora"]
 
 
 @dataclass
@@ -195,28 +193,25 @@ class _Polish:
     ) -> None:
         torch.manual_seed(options.seed)
         self.model, self.answered, self.options, self.watch = model, answered, options, watch
-        self.students = _students(model, answered)
-        self.device = device_of(model)
+        self.students, self.device = _students(model, answered), device_of(model)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         draw = torch.Generator().manual_seed(options.seed)
-        self.held: list[list[int]] = []
-        self.training: list[list[int]] = []
-        for number, answers in enumerate(answered):
-            if answers.count < 2:
-                problem, where = (
-                    f"{answers.count} batches of samples are too few to hold one out",
-                    f"teacher {number + 1}",
-                )
-                raise DataError(problem, where=where, remedy="give more of them ('samples')")
-            order = torch.randperm(answers.count, generator=draw).tolist()
-            held_count = max(1, round(answers.count * HELD_OUT))
-            if options.last:
-                order, held_count = list(reversed(range(answers.count))), options.last[number]
-            self.held.append(order[:held_count])
-            self.training.append(order[held_count:])
+        parts = [self._parts(number, draw) for number in range(len(answered))]
+        self.held, self.training = [part for part, _ in parts], [part for _, part in parts]
         tokens = sum(answers.tokens / answers.count for answers in answered)
         wanted = round(STEP_TOKENS / tokens) if tokens else 1
         self.batches = options.batches or max(1, min(wanted, *map(len, self.training)))
+
+    def _parts(self, teacher: int, draw: torch.Generator) -> tuple[list[int], list[int]]:
+        """The batches of a teacher that are held out, and those that are trained on."""
+        count = self.answered[teacher].count
+        if count < 2:
+            problem, remedy = f"{count} batches of samples are too few to hold one out", "give more of them ('samples')"
+            raise DataError(problem, where=f"teacher {teacher + 1}", remedy=remedy)
+        order, size = torch.randperm(count, generator=draw).tolist(), max(1, round(count * HELD_OUT))
+        if self.options.last:
+            order, size = list(reversed(range(count))), self.options.last[teacher]
+        return order[:size], order[size:]
 
     def run(self) -> PolishReport:
         began = time.perf_counter()
@@ -226,17 +221,16 @@ class _Polish:
         if self.options.new:
             initialise_along_gradient(self.model, self.accumulate_gradients)
         start = self.kept()
-        resumed = self.options.state is not None and self.options.state.exists()
-        if not resumed:
+        if self.options.state is None or not self.options.state.exists():
             report.rate = self.chosen_rate(start, report)
-        best = self.train(report, began, start)
-        self.restore(best)
+        self.restore(self.train(report, began, start))
         report.seconds = time.perf_counter() - began
         return report
 
     def chosen_rate(self, start: dict[str, Tensor], report: PolishReport) -> float:
         """The learning rate that trials choose, from `start`, which the model then is again."""
-        rates = list(self.options.usual)
+        kind = "weights" if not self.options.lora else "new lora" if self.options.new else "lora"
+        rates = list(self.options.rates or RATES[kind])
         lower = [] if self.options.rates else [rate for rate in LOWER if rate < min(rates)]
         for rate in rates if len(rates) > 1 else ():
             report.trials[f"{rate:g}"] = self.trial(rate, start)
@@ -248,38 +242,31 @@ class _Polish:
 
     def trial(self, rate: float, start: dict[str, Tensor]) -> float:
         """The held-out divergence after a whole schedule of a tenth of the steps; infinite if it is not finite."""
-        steps = max(1, round(self.options.steps * TRIAL))
-        optimiser = self.optimiser(rate)
-        schedule = one_cycle(optimiser, rate, steps)
-        batches = self.draws(torch.Generator().manual_seed(self.options.seed + 1))
+        steps, optimiser = max(1, round(self.options.steps * TRIAL)), self.optimiser(rate)
+        schedule, generator = one_cycle(optimiser, rate, steps), torch.Generator().manual_seed(self.options.seed + 1)
         for step in range(steps):
-            self.step(optimiser, next(batches))
-            schedule.step()
+            self.step(optimiser, schedule, generator)
             self.watch(f"learning rate {rate:g}", step + 1, steps)
         held_out_divergence = self.score()
         self.restore(start)
         return held_out_divergence if math.isfinite(held_out_divergence) else math.inf
 
     def train(self, report: PolishReport, began: float, start: dict[str, Tensor]) -> dict[str, Tensor]:
-        steps = self.options.steps
-        optimiser = self.optimiser(report.rate or 1.0)
+        steps, optimiser = self.options.steps, self.optimiser(report.rate or 1.0)
         schedule = one_cycle(optimiser, report.rate or 1.0, steps)
         generator = torch.Generator().manual_seed(self.options.seed + 1)
         state = TrainingState(self.options.state, self.model, optimiser, schedule, generator, self.mark(start))
         first, best = state.restore(report)
         best = best if first else start
-        every = max(1, steps // LOOKS)
-        batches = self.draws(generator)
-        for step in range(first, steps):
-            _check_number(self.step(optimiser, next(batches)))
-            schedule.step()
-            if (step + 1) % every == 0 or step + 1 == steps:
+        for step in range(first + 1, steps + 1):
+            _check_number(self.step(optimiser, schedule, generator))
+            if step % max(1, steps // LOOKS) == 0 or step == steps:
                 value = self.score()
-                report.history.append((step + 1, time.perf_counter() - began, value))
+                report.history.append((step, time.perf_counter() - began, value))
                 if value < report.after:
-                    report.after, report.best_step, best = value, step + 1, self.kept()
-                state.save(step + 1, best, report)
-            self.watch("polishing", step + 1, steps)
+                    report.after, report.best_step, best = value, step, self.kept()
+                state.save(step, best, report)
+            self.watch("polishing", step, steps)
         state.remove()
         return best
 
@@ -291,20 +278,17 @@ class _Polish:
         chosen = {name: value for name, value in asdict(self.options).items() if name != "state"}
         return fingerprint.hexdigest({"answers": [answers.mark for answers in self.answered], **chosen})
 
-    def optimiser(self, rate: float) -> torch.optim.Optimizer:
+    def optimiser(self, rate: float) -> Optimizer:
         return torch.optim.AdamW(self.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
 
-    def draws(self, generator: torch.Generator) -> Iterator[list[Tensor]]:
-        """Yield the batch numbers of each teacher for every step."""
-        while True:
-            yield [torch.tensor(t)[torch.randint(len(t), (self.batches,), generator=generator)] for t in self.training]
-
-    def step(self, optimiser: torch.optim.Optimizer, numbers: Sequence[Tensor]) -> float:
-        """Run one step and return the divergence before it."""
+    def step(self, optimiser: Optimizer, schedule: LRScheduler, generator: torch.Generator) -> float:
+        """Run one step on random batches of each teacher and return the divergence before it."""
         optimiser.zero_grad()
+        numbers = [torch.tensor(t)[torch.randint(len(t), (self.batches,), generator=generator)] for t in self.training]
         total = sum(self.gradient(k, number) for k, batch in enumerate(numbers) for number in batch.tolist())
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         optimiser.step()
+        schedule.step()
         return total
 
     def gradient(self, teacher: int, number: int) -> float:
@@ -327,11 +311,8 @@ class _Polish:
     @torch.no_grad()
     def score(self) -> float:
         """Divergence on held-out samples, the mean over teachers."""
-        each = []
-        for teacher, numbers in enumerate(self.held):
-            values = [float(self.divergence(teacher, number)) for number in numbers]
-            each.append(sum(values) / len(values))
-        return sum(each) / len(each)
+        each = [fmean(float(self.divergence(k, number)) for number in numbers) for k, numbers in enumerate(self.held)]
+        return fmean(each)
 
     def kept(self) -> dict[str, Tensor]:
         return {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
@@ -357,11 +338,11 @@ def best_rate(rates: Sequence[float], trials: Mapping[str, float], before: float
     return max(rate for rate in rates if gains[rate] >= LEAST_SHARE * gains[best])
 
 
-def one_cycle(optimiser: torch.optim.Optimizer, rate: float, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+def one_cycle(optimiser: Optimizer, rate: float, steps: int) -> LRScheduler:
     """A schedule that rises to a rate in a tenth of the steps, then falls to zero."""
     total = max(steps, 1 + WARM)
     warm = max(0.1, WARM / total)
-    return torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, total_steps=total, pct_start=warm, cycle_momentum=False)
+    return OneCycleLR(optimiser, rate, total_steps=total, pct_start=warm, cycle_momentum=False)
 
 
 def _check_number(loss: float) -> None:

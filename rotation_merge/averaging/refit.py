@@ -11,7 +11,7 @@ Targets are pluggable (`Targets`): the donors' answers here, a carried change el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
@@ -22,7 +22,6 @@ from transformers.pytorch_utils import Conv1D
 from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.averaging.ridge import RidgeSums
 from rotation_merge.averaging.softmax import softmax_change
-from rotation_merge.model.fingerprint import compared_config
 from rotation_merge.run.maps import linear_map, same_map
 from rotation_merge.run.recorder import BlockActivations, BlockHooks
 from rotation_merge.run.runner import Runner
@@ -40,15 +39,8 @@ Answer = dict[str, Tensor]
 class Targets(Protocol):
     """The target outputs of a model's maps, block by block."""
 
-    @property
-    def runners(self) -> Sequence[Runner]:
-        """The runners of the models that compute the targets."""
-
     def compute_answers(self, block: Block, answer_keys: frozenset[str]) -> bool:
         """Compute the targets of one block (by the merge's names) for every batch; False if there are none."""
-
-    def computes_as_anchor(self, merge: Runner, names: Collection[str]) -> bool:
-        """Whether newly opened blocks of the merge equal those behind the targets, bit for bit."""
 
     def __call__(self, batch: int) -> Answer:
         """The answers to one batch."""
@@ -69,8 +61,7 @@ class Teachers:
     def __init__(
         self, runners: Sequence[Runner], batch_teachers: Sequence[Sequence[tuple[int, int, float]]], store: StateStore
     ) -> None:
-        self.runners: Sequence[Runner] = runners
-        self.batch_teachers, self.kept = batch_teachers, BatchStore(store, "answer")
+        self.runners, self.batch_teachers, self.kept = runners, batch_teachers, BatchStore(store, "answer")
 
     def compute_answers(self, block: Block, answer_keys: frozenset[str]) -> bool:
         opened = [runner.advance() for runner in self.runners]
@@ -90,9 +81,6 @@ class Teachers:
             self.kept.put(batch, {key: total[key] for key in sorted(answer_keys) if key in total})
         return True
 
-    def computes_as_anchor(self, merge: Runner, names: Collection[str]) -> bool:
-        return all(computes_the_same(merge, runner, names) for runner in self.runners)
-
     def __call__(self, batch: int) -> Answer:
         return self.kept.get(batch, self.runners[0].device)
 
@@ -106,14 +94,6 @@ def same_place(first: Block, second: Block) -> bool:
         return False
     keys = {info.key for info in first.tensors}
     return first.index is not None or any(info.key in keys for info in second.tensors)
-
-
-def computes_the_same(first: Runner, second: Runner, names: Collection[str]) -> bool:
-    """Whether two models have equal weights in the open blocks, and equivalent configs."""
-    configs = [compared_config(runner.model.config.to_dict()) for runner in (first, second)]
-    weights = [runner.weights(names) for runner in (first, second)]
-    same = configs[0] == configs[1] and weights[0].keys() == weights[1].keys()
-    return same and all(not x.is_meta and torch.equal(x, weights[1][name]) for name, x in weights[0].items())
 
 
 @dataclass(frozen=True)
@@ -132,13 +112,11 @@ class RefitResult:
     Attributes:
         maps: the maps that were solved.
         kept: by reason, names of linear maps' weights that are unchanged.
-        alike: whether all models compute the same, bit for bit, so that no map was changed.
         losses: on samples held out, before and after, where they judged.
     """
 
     maps: list[MapErrors] = field(default_factory=list)
     kept: dict[str, list[str]] = field(default_factory=dict)
-    alike: bool = False
     losses: tuple[float, float] | None = None
 
 
@@ -175,7 +153,7 @@ class Refit:
         watch: called for every block and its progress with a label, the count done and the total.
         shape: function applied to a solved change (out, in [+ 1 for a bias]), given the Gram of the inputs and a one.
         softmax: ridge of a map that gives the model's logits, which is then fitted to the answers' probabilities from
-            the least-squares change on (`linalg.softmax`); None: its logits are solved like other outputs.
+            the least-squares change on (`averaging.softmax`); None: its logits are solved like other outputs.
     """
 
     merge: Runner
@@ -189,45 +167,36 @@ class Refit:
     shape: Callable[[Tensor, Tensor], Tensor] | None = None
     softmax: float | None = None
     _fused: dict[str, Tensor] = field(default_factory=dict, init=False)
-    _alike: bool = field(default=True, init=False)
-    """Whether all that ran before is the same in the merge and where the answers come from. While it is, no output
-    lacks anything: maps are written as they are, without arithmetic that would round them."""
 
     def run(self) -> RefitResult:
         """Solve every map, in the order of the forward."""
-        result = RefitResult()
-        total, before = len(self.merge.architecture.blocks), set(self.merge.opened)
-        self._alike = not before  # after a merge that ran before, nothing is known
-        progress = _BlockProgress(self.watch, total, len(self.merge.batches))
-        for runner in (self.merge, *self.answers.runners):
-            runner.each_run = progress.ran
+        result, total = RefitResult(), len(self.merge.architecture.blocks)
         while (block := self.merge.advance()) is not None:
-            progress.begin(len(self.merge.opened) - 1, block)
+            self.watch("refitting", len(self.merge.opened) - 1, total)
             taps = BlockHooks(self.merge, block)
-            self._block(block, taps, result, self.merge.opened - before)
+            self._block(block, taps, result)
             self._fused.clear()
-            before = set(self.merge.opened)
             for batch in range(len(self.merge.batches)) if block.index is not None else ():
                 taps.pass_on(batch)
             taps.forget()
         self.watch("refitting", total, total)
-        result.alike = self._alike
         return result
 
-    def _block(self, block: Block, taps: BlockHooks, result: RefitResult, opened: Collection[str]) -> None:
+    def _block(self, block: Block, taps: BlockHooks, result: RefitResult) -> None:
         places = self._places(block, taps, result)
         chosen = stages(taps, set(places))
         solved = {key for stage in chosen for key in stage.keys}
         _keep(result, UNSEEN, [slot.name for key, slots in places.items() if key not in solved for slot in slots])
         answer_keys: frozenset[str] = frozenset().union(*(stage.wanted for stage in chosen))
         taps.settled.pending.update(solved & taps.modules.keys())
-        learned = self.answers.compute_answers(block, answer_keys)
-        self._alike = self._alike and learned and self.answers.computes_as_anchor(self.merge, opened)
-        if learned:
+        if self.answers.compute_answers(block, answer_keys):
+            done, total = len(self.merge.opened) - 1, len(self.merge.architecture.blocks)
             for number, stage in enumerate(chosen, 1):
+                self.watch("refitting", round(done + number / (len(chosen) + 2), 2), total)
                 result.maps += self._solve(taps, stage, places)
                 taps.settled.settle(stage.keys)
                 self.answers.keep(frozenset().union(*(later.wanted for later in chosen[number:])))
+            self.watch("refitting", round(done + 1 - 1 / (len(chosen) + 2), 2), total)
 
     def _places(self, block: Block, taps: BlockHooks, result: RefitResult) -> dict[str, list[_SolvedTensor]]:
         """Checkpoint tensors that each solvable map is written to, by the map's key."""
@@ -255,10 +224,6 @@ class Refit:
         return slots
 
     def _solve(self, taps: BlockHooks, stage: Stage, places: Mapping[str, list[_SolvedTensor]]) -> list[MapErrors]:
-        if self._alike:
-            for key in stage.keys:
-                self._set(key, taps, None, places[key])
-            return [MapErrors(places[key][0].name, 0.0, 0.0) for key in stage.keys]
         sums: RidgeSums | None = None
         is_head = self._gives_logits(taps, stage)
         head_inputs: dict[int, Tensor] = {}
@@ -324,66 +289,28 @@ class Refit:
         shares = [self.weights[batch] for batch in batches]
         return softmax_change(weight, start, list(head_inputs.values()), answer, shares, cast(float, self.softmax))
 
-    def _set(self, key: str, taps: BlockHooks, change: Tensor | None, places: Sequence[_SolvedTensor]) -> None:
-        """Write a map with its change (out, in [+ 1 for a bias]); None leaves it unchanged."""
+    def _set(self, key: str, taps: BlockHooks, change: Tensor, places: Sequence[_SolvedTensor]) -> None:
+        """Write a map with its change, (out, in [+ 1 for a bias])."""
         module, name = cast(Any, taps.modules[key]), taps.maps[key].info.name
         turned = isinstance(module, Conv1D)
-        weight = (module.weight.mT if turned else module.weight).double()
+        weight = module.weight.mT if turned else module.weight
         width = weight.shape[1]
-        moved = weight if change is None else weight + change[:, :width]
-        stored = torch.cat([self._store(slot, moved[slot.rows], turned) for slot in places])
-        self._alike = self._alike and torch.equal(stored, weight)  # else it was rounded
-        if (bias := getattr(module, "bias", None)) is not None:
-            added = bias.double() if change is None else bias.double() + change[:, width]
-            names = [replace(slot, name=slot.name.removesuffix("weight") + "bias") for slot in places]
-            parts = torch.cat([self._written(slot, added[slot.rows]) for slot in names])
-            self._alike = self._alike and torch.equal(parts, bias.double())
-            self.merge.set(name.removesuffix("weight") + "bias", parts)
+        stored = torch.cat([self._stored(slot, (weight + change[:, :width])[slot.rows], turned) for slot in places])
         self.merge.set(name, stored.mT if turned else stored)
+        if change.shape[1] > width:
+            stem, bias = name.removesuffix("weight"), module.bias + change[:, width]
+            slots = [replace(slot, name=slot.name.removesuffix("weight") + "bias") for slot in places]
+            self.merge.set(f"{stem}bias", torch.cat([self._stored(slot, bias[slot.rows]) for slot in slots]))
 
-    def _store(self, slot: _SolvedTensor, weight: Tensor, turned: bool) -> Tensor:
-        """A weight (out, in) as written, and the same after rounding, (out, in)."""
-        rounded = self._written(slot, weight.mT if turned else weight)
-        return rounded.mT if turned else rounded
-
-    def _written(self, slot: _SolvedTensor, tensor: Tensor) -> Tensor:
-        """A tensor in storage, or the part of it that belongs to one map."""
+    def _stored(self, slot: _SolvedTensor, tensor: Tensor, turned: bool = False) -> Tensor:
+        """Write a weight (out, in), or a bias; returns it as it is after rounding."""
         if slot.part is None:
-            return self.write(slot.name, tensor)
+            return self.write(slot.name, tensor.mT).mT if turned else self.write(slot.name, tensor)
         if slot.name not in self._fused:
             self._fused[slot.name] = self.merge.stored[slot.name].to(tensor, copy=True)
         whole = self._fused[slot.name]
         whole[slot.part] = tensor
         return self.write(slot.name, whole)[slot.part]
-
-
-class _BlockProgress:
-    """Progress through the blocks of a model; inside a layer by forwards, estimated from the layer before.
-
-    Args:
-        batches: on which models are run.
-    """
-
-    def __init__(self, watch: Progress, total: int, batches: int) -> None:
-        self.watch, self.total = watch, total
-        self.done = self.runs = 0
-        self.expected = RUNS * batches
-        self.layer = False
-
-    def begin(self, done: int, block: Block) -> None:
-        if self.layer:
-            self.expected = self.runs
-        self.done, self.runs, self.layer = done, 0, block.index is not None
-        self.watch("refitting", done, self.total)
-
-    def ran(self) -> None:
-        self.runs += 1
-        share = min(self.runs / max(self.expected, 1), 0.99) if self.layer else 0.0
-        self.watch("refitting", round(self.done + share, 2), self.total)
-
-
-RUNS = 7
-"""So often each batch is run through a layer: by its teachers, by the merge before each solve, and once to go on."""
 
 
 def _keep(result: RefitResult, why: str, names: Sequence[str]) -> None:

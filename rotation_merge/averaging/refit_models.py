@@ -15,23 +15,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from mergekit import merge_methods
 from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.averaging.average import averaged
+from rotation_merge.averaging.average import averaged, check_merged
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.models import MergedModels
 from rotation_merge.averaging.refit import Refit, RefitResult, Teachers
 from rotation_merge.averaging.registry import TASK_VECTORS
-from rotation_merge.averaging.teachers import Teacher, read_teachers, samples_of, teachers_in_memory
-from rotation_merge.errors import DataError, RotationMergeError
-from rotation_merge.linalg.finite import all_finite
-from rotation_merge.model.blocks import read_tensor, unstack, with_tied
+from rotation_merge.averaging.teachers import Teacher, read_teachers, teachers_in_memory
+from rotation_merge.errors import DataError
+from rotation_merge.model.blocks import with_tied
 from rotation_merge.model.forms import translated
 from rotation_merge.model.heads import head_names, is_head
-from rotation_merge.model.tensors import Tensors, by_name, extrapolated, selected, weighted_mean
+from rotation_merge.model.tensors import Tensors, by_name, selected
 from rotation_merge.model.view import View
-from rotation_merge.run.data import Data, Samples, with_small_first_batch
+from rotation_merge.run.data import Data, Samples, read_samples, with_small_first_batch
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.maps import linear_map
@@ -66,47 +66,6 @@ class RefittedModel:
     close: Callable[[], None] = field(repr=False)
 
 
-def refitted(
-    base: View,
-    teachers: Sequence[Teacher],
-    config: RefitConfig,
-    *,
-    pooled: bool,
-    exclude: Chosen = lambda _: False,
-    own_heads: bool = False,
-    dtype: torch.dtype | None = None,
-    device: str = "cpu",
-    progress: Progress = lambda *_: None,
-) -> RefittedModel:
-    """Average models and solve the average's linear maps, layer by layer (`averaging.refit`).
-
-    Args:
-        base: in the coordinates of the merge, folded where the teachers' views are.
-        teachers, pooled: as `read_teachers` gives them.
-        exclude: tensors, by the base's names, that stay the base's.
-        own_heads: every teacher answers under its own head, and without a pool each head is solved, too.
-        dtype: of the result; None: each tensor has that of the base's files.
-
-    Raises:
-        RotationMergeError: models or samples are of no use.
-    """
-    in_files = base.files is not None and config.spill is None
-    store = StateStore(gettempdir(), ELSEWHERE) if in_files else StateStore(config.spill)
-    states, written = StateStore(config.spill), _WrittenTensors(base, _source(base, base), dtype, store)
-    try:
-        work = _Refit(base, teachers, config, pooled, exclude, own_heads, device, states, written)
-        result = work.solve(progress)
-        work.write_rest()
-        if own_heads and not pooled and not result.alike:
-            work.solve_heads()
-    except BaseException:
-        store.close()
-        raise
-    finally:
-        states.close()
-    return RefittedModel(written.view(), [*work.notes, *work.words(result)], work.heads, store.close)
-
-
 def refitted_later(
     views: Sequence[View],
     samples: Samples,
@@ -124,7 +83,7 @@ def refitted_later(
 
     @cache
     def solved() -> View:
-        return refitted(base, teachers, config, pooled=pooled, exclude=exclude, progress=listener()).view
+        return ModelRefit(base, teachers, config, pooled, exclude).run(listener()).view
 
     return _with_tensors(base, lambda name: solved()[name], base.dtype)
 
@@ -142,14 +101,14 @@ def _source(view: View, base: View) -> Tensors:
 
 @dataclass(frozen=True)
 class _WrittenTensors:
-    """The tensors of the merge: those that are done in a store, as they are stored, all others the base's.
+    """The tensors of the merge: those that are done in a store, as they are stored, all others those of its start.
 
     Attributes:
         names: of those that are done.
     """
 
     base: View
-    anchor: Tensors
+    start: Tensors
     dtype: torch.dtype | None
     store: StateStore
     names: set[str] = field(default_factory=set)
@@ -165,75 +124,91 @@ class _WrittenTensors:
     def write(self, name: str, tensor: Tensor) -> Tensor:
         """Write a tensor; returns it rounded, in the dtype and on the device that it had."""
         stored = self.rounded(name, tensor)
-        if not all_finite([stored]):
-            problem = f"tensor '{name}' of the merged model would hold NaN or infinity"
-            raise RotationMergeError(problem, remedy="look at the weights of the models and at the samples")
-        self.store.put(name, [stored])
+        self.store.put(name, [check_merged(stored, name)])
         self.names.add(name)
         return stored.to(tensor)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.store.get(name)[0] if name in self.names else self.anchor[name]
+        return self.store.get(name)[0] if name in self.names else self.start[name]
 
     def view(self) -> View:
-        """The merge; the base's tensors in it are rounded as the others are."""
+        """The merge; what was not solved is rounded as the others are."""
         return _with_tensors(self.base, lambda name: self.rounded(name, self[name]), self.dtype)
 
 
 @dataclass
-class _Refit:
-    """One refit in progress; arguments as of `refitted`.
+class ModelRefit:
+    """Averages models and solves the average's linear maps, layer by layer (`averaging.refit`).
 
     Attributes:
-        start: the weights before solving; the merge runs as it is written.
+        base: in the coordinates of the merge, folded where the teachers' views are.
+        teachers, pooled: as `read_teachers` gives them.
+        exclude: tensors, by the base's names, that stay the base's.
+        own_heads: every teacher answers under its own head, and without a pool each head is solved, too.
+        dtype: of the result; None: each tensor has that of the base's files.
     """
 
     base: View
     teachers: Sequence[Teacher]
     config: RefitConfig
     pooled: bool
-    exclude: Chosen
-    own_heads: bool
-    device: str
-    states: StateStore
-    written: _WrittenTensors
-    notes: list[str] = field(default_factory=list)
-    heads: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    exclude: Chosen = lambda _: False
+    own_heads: bool = False
+    dtype: torch.dtype | None = None
+    device: str = "cpu"
 
-    def __post_init__(self) -> None:
-        self.architecture, self.anchor = self.base.architecture, self.written.anchor
+    def run(self, progress: Progress = lambda *_: None) -> RefittedModel:
+        """The refitted merge.
+
+        Raises:
+            RotationMergeError: models or samples are of no use.
+        """
+        in_files = self.base.files is not None and self.config.spill is None
+        store = StateStore(gettempdir(), ELSEWHERE) if in_files else StateStore(self.config.spill)
+        self.states = StateStore(self.config.spill)
+        try:
+            self._begin(store)
+            result = self.solve(progress)
+            if self.own_heads and not self.pooled:
+                self.solve_heads()
+        except BaseException:
+            store.close()
+            raise
+        finally:
+            self.states.close()
+        return RefittedModel(self.written.view(), [*self.notes, *self.words(result)], self.heads, store.close)
+
+    def _begin(self, store: StateStore) -> None:
+        """Settle the weights before solving; the merge runs as it is written."""
+        self.notes, self.heads = list[str](), dict[str, dict[str, Tensor]]()
+        self.architecture, anchor = self.base.architecture, _source(self.base, self.base)
         self.tied_head = None if self.base.untie else self.base.tied_head
         self.head_names = head_names(self.architecture)
         self.large = {i.name for i in self.architecture.tensors() if len(i.axes) > 1 and not i.stacked}
-        self.exact = torch.promote_types(self.written.dtype_of(self.base.names[0]), torch.float32)
         self.sources = [_source(teacher.view, self.base) for teacher in self.teachers]
-        merged = self.anchor if self.config.start == "anchor" else self._merged()
-        self.start = merged if merged is self.anchor else selected(merged, self.anchor, self.excluded)
+        self.start = anchor
+        if self.config.start != "anchor":
+            self.start = selected(anchor, self._merged(), lambda name: not self.excluded(name))
+        self.written = _WrittenTensors(self.base, self.start, self.dtype, store)
+        self.exact = torch.promote_types(self.written.dtype_of(self.base.names[0]), torch.float32)
 
     def excluded(self, name: str) -> bool:
         """Whether a tensor of the merge stays the base's."""
         return self.exclude(name) or (self.own_heads and name in self.head_names)
 
     def _merged(self) -> Tensors:
-        """The models' average, or a merge of the task vectors."""
-        scale = self.config.lambda_
-        if self.config.start == "average":
-            average = weighted_mean(self.sources, [teacher.share for teacher in self.teachers])
-            return average if scale == 1.0 else extrapolated(average, self.anchor, scale)
+        """The models' average, or a merge of the task vectors, by a merge method."""
+        name = self.config.start
         tuned = [teacher for teacher in self.teachers if teacher.view is not self.base]
-        total = sum(teacher.share for teacher in tuned)
-        shares = [teacher.share / total for teacher in tuned]
-        if self.config.start == "task_arithmetic":
-            mean = weighted_mean([_source(teacher.view, self.base) for teacher in tuned], shares)
-            return extrapolated(mean, self.anchor, scale * len(tuned))
-        views, weights = [teacher.view for teacher in tuned], [share * len(tuned) for share in shares]
-        return self._by_task_vectors([self.base, *views], [1.0, *weights])
-
-    def _by_task_vectors(self, views: Sequence[View], weights: Sequence[float]) -> Tensors:
-        """Models merged by the method that the start names, the base first."""
-        method = next(method for method in TASK_VECTORS if method.spec.name == self.config.start)
-        models = replace(MergedModels.of(views), tied_head=self.tied_head)
-        return averaged(views, method.on(models), {"lambda": self.config.lambda_, "weight": list(weights)})
+        total = 1.0 if name == "average" else sum(teacher.share for teacher in tuned) / len(tuned)
+        weights, scale = [teacher.share / total for teacher in tuned], {"lambda": self.config.lambda_}
+        views = [self.base, *(teacher.view for teacher in tuned)]
+        for method in TASK_VECTORS:
+            if method.spec.name == name:
+                models = replace(MergedModels.of(views), tied_head=self.tied_head)
+                return averaged(views, method.on(models), {**scale, "weight": [1.0, *weights]})
+        summed = {**scale, "weight": weights, "normalize": False}
+        return averaged(views, merge_methods.get("task_arithmetic"), summed)
 
     def solve(self, progress: Progress) -> RefitResult:
         """Solve the merge's maps; where held-out samples say that this is worse, the start will be written."""
@@ -243,7 +218,11 @@ class _Refit:
             self._runner(str(number), teacher.original, source, batches if self.pooled else part)
             for number, (teacher, source, part) in enumerate(zip(self.teachers, self.sources, parts, strict=True))
         ]
-        answering, weights = self._assigned([len(part) for part in parts])
+        shares = [teacher.share for teacher in self.teachers]
+        answering = [[(k, i, 1.0)] for k, part in enumerate(parts) for i in range(len(part))]
+        if self.pooled:
+            answering = [[(k, i, share) for k, share in enumerate(shares)] for i in range(len(batches))]
+        weights = [1.0 if self.pooled else shares[each[0][0]] * len(shares) for each in answering]
         held_out = [(teacher.share, teacher.held_out) for teacher in self.teachers if teacher.held_out is not None]
         judged = [] if self.own_heads else held_out  # whose heads are not the merge's
         beside = [batch for _, data in judged for batch in data.batches]
@@ -251,33 +230,20 @@ class _Refit:
         answers = Teachers(self.runners, [*answering, *([] for _ in beside)], self.states)
         solving = self.architecture, answers, [*weights, *(0.0 for _ in beside)], self.config.ridge
         result = Refit(self.merge, *solving, self.written.write, self.excluded, progress).run()
-        if judged and not result.alike:
+        if judged:
             result.losses = self._losses(judged, len(batches))
             if result.losses is not None and result.losses[1] > result.losses[0]:
                 self.written.names.clear()
         return result
-
-    def _assigned(self, counts: Sequence[int]) -> tuple[list[list[tuple[int, int, float]]], list[float]]:
-        """The teachers that answer to each batch (number, its batch, its share), and the weight of each batch.
-
-        Args:
-            counts: of the batches that each teacher brings.
-        """
-        shares = [teacher.share for teacher in self.teachers]
-        if self.pooled:
-            total = sum(counts)
-            return [[(k, i, share) for k, share in enumerate(shares)] for i in range(total)], [1.0] * total
-        pairs = [(k, i) for k, count in enumerate(counts) for i in range(count)]
-        return [[(k, i, 1.0)] for k, i in pairs], [shares[k] * len(shares) for k, _ in pairs]
 
     def _batches(self, number: int) -> list[Batch]:
         """The samples that a teacher brings; those of its own are written now."""
         teacher = self.teachers[number]
         if teacher.batches is not None:
             return teacher.batches
-        model, config = teacher.original, teacher.original.transformers_config
-        writer = filled_model(config, model.tensors, model.architecture, self.exact, self.device)
-        return samples_of(teacher, writer, teacher.samples, self.config.seed + number).batches
+        model, seed = teacher.original, self.config.seed + number
+        writer = filled_model(model.transformers_config, model.tensors, model.architecture, self.exact, self.device)
+        return read_samples(model, teacher.source, teacher.samples, seed=seed, module=writer).batches
 
     def _runner(self, prefix: str, model: View, source: Tensors, batches: list[Batch], **fill: Any) -> Runner:
         """Runs tensors by the base's names as a model of another's config."""
@@ -317,21 +283,12 @@ class _Refit:
                 return None
         return losses[0], losses[1]
 
-    def write_rest(self) -> None:
-        """Write the start's tensors that were not solved."""
-        for info in self.architecture.tensors():
-            rest = [name for name in info.names if name not in self.written.names and not self.excluded(name)]
-            tensor = read_tensor(info, self.start) if rest else None
-            pieces = {} if tensor is None else unstack(info, tensor)
-            for name in filter(pieces.__contains__, rest):
-                self.written.write(name, pieces[name])
-
     def solve_heads(self) -> None:
         """Solve every teacher's own head, on its own samples under the merged body: the last maps of its refit.
 
         All layers have been run on these samples, by the merge and by the teachers.
         """
-        body, first = Tensors(self.anchor.shapes, self.anchor.dtypes, by_name(self.written.__getitem__)), 0
+        body, first = Tensors(self.start.shapes, self.start.dtypes, by_name(self.written.__getitem__)), 0
         for teacher, source, runner in zip(self.teachers, self.sources, self.runners, strict=True):
             solved = self.heads.setdefault(teacher.original.name, {})
             if teacher.view is not self.base and not all(map(self.exclude, self.head_names)):

@@ -8,19 +8,14 @@ from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.fisher import Fisher
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.averaging.ot_fusion import OtFusion
-from rotation_merge.averaging.parameters import WEIGHT, DelegateParameter, described_parameter
+from rotation_merge.averaging.parameters import WEIGHT, described_parameter
 from rotation_merge.averaging.regmean import RegMean
 from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.averaging.tsv import Iso, Tsv
 from rotation_merge.averaging.wudi import Wudi
 
-SOLVING = ("ridge", "lambda_")
+SOLVING = {field: RefitConfig.options()[field] for field in ("ridge", "lambda_")}
 """Fields that are parameters of the delegate; the others name its inputs and are parameters of the recipe."""
-
-
-def _parameter(field: str) -> DelegateParameter:
-    described = RefitConfig.options()[field]
-    return described_parameter(described.key or field, getattr(RefitConfig, field), described)
 
 
 class RefitMethod(OwnMethod):
@@ -35,7 +30,10 @@ class RefitMethod(OwnMethod):
     spec = MergeMethodSpec(
         name="refit",
         pretty_name="Refit",
-        parameters=(WEIGHT, *map(_parameter, SOLVING)),
+        parameters=(
+            WEIGHT,
+            *(described_parameter(o.key or name, getattr(RefitConfig, name), o) for name, o in SOLVING.items()),
+        ),
         contract=InputContract(base=BasePolicy.OPTIONAL),
     )
 

@@ -5,18 +5,20 @@ Directions: a weight here is W, shape (outputs, inputs), so that ``y = W x``; G 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec
 from torch import Tensor
 
-from rotation_merge.averaging.methods import Source, mean
+from rotation_merge.averaging.methods import Inputs, Source, mean
 from rotation_merge.averaging.parameters import WEIGHT, parameter
 from rotation_merge.averaging.statistics import StatisticsMethod
 from rotation_merge.config import NotNegative, Share
 from rotation_merge.errors import StatisticsError
+from rotation_merge.model.blocks import read_tensor
+from rotation_merge.run.maps import linear_map
 
 RIDGE_REMEDY = "set 'ridge' (0.001 is a good start), or measure on more samples"
 
@@ -36,6 +38,31 @@ class RegMean(StatisticsMethod):
         ),
         contract=InputContract(base=BasePolicy.OPTIONAL),
     )
+
+    def measured(self, name: str, model: Hashable, device: torch.device) -> Inputs:
+        """The Gram of a map's inputs, (inputs, inputs), float64; where one tensor holds experts, (experts, ...).
+
+        Where a norm feeds the map, what was measured is the Gram of its normalised inputs (x_hat, 1); the map reads
+        ``x = D x_hat + c`` with the norm's gain D and shift c.
+        """
+        block, info, piece = self.models.places[name]
+        statistics, linear = self.models.statistics[model], linear_map(block, info)
+        gram = statistics.gram(info.name)
+        if gram is None or linear is None:
+            problem, remedy = f"hold nothing of tensor '{info.name}'", "if transformers runs it in parts, use 'refit'"
+            raise StatisticsError(problem, where=statistics.path, remedy=f"measure again; {remedy}")
+        norm, view = linear.norm, self.models.views[model]
+
+        def stored(key: str | None) -> Tensor | None:
+            part = None if key is None else block.tensor(key)
+            tensor = None if part is None or not gram.split else read_tensor(part, view.tensors)
+            return None if tensor is None else tensor.to(device).double()
+
+        gain, shift = (None, None) if norm is None else (stored(norm.gain), stored(norm.shift))
+        if norm is not None and gain is not None:
+            gain = gain + norm.offset
+        inputs = gram.to(str(device)).behind_norm(linear, gain, shift).matrix[..., :-1, :-1]
+        return {"gram": inputs[piece] if info.stacked else inputs}
 
     def average(self, sources: Sequence[Source], parameters: Mapping[str, Any]) -> Tensor:
         grams = [shrunk(s.inputs["gram"], parameters["shrink"], parameters["ridge"]) for s in sources]

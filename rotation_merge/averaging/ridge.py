@@ -34,7 +34,7 @@ def ridge_change(gram: Tensor, cross: Tensor, penalty: Tensor) -> Tensor | None:
         D, shape (out, in), float64; None where the sum is singular.
     """
     factor = ridge_factor(gram, penalty)
-    return None if factor is None else solved_with(factor, cross)
+    return None if factor is None else torch.cholesky_solve(cross.double(), factor).mT
 
 
 def ridge_factor(gram: Tensor, penalty: Tensor) -> Tensor | None:
@@ -45,14 +45,8 @@ def ridge_factor(gram: Tensor, penalty: Tensor) -> Tensor | None:
     diagonal.add_(penalty)  # and put back: the whole is large
     factor, failed = torch.linalg.cholesky_ex(whole.mT)  # which is read below its diagonal, and columns first
     diagonal.copy_(before)
-    if int(failed) or bool((factor.diagonal() < 1e-7 * before.clamp_min(1e-300).sqrt()).any()):
-        return None
-    return factor
-
-
-def solved_with(factor: Tensor, cross: Tensor) -> Tensor:
-    """The change of a map from the factor of its inputs; see `ridge_change`."""
-    return torch.cholesky_solve(cross.double(), factor).mT
+    singular = int(failed) or bool((factor.diagonal() < 1e-7 * before.clamp_min(1e-300).sqrt()).any())
+    return None if singular else factor
 
 
 class RidgeSums:
@@ -121,7 +115,7 @@ class RidgeSums:
                 f"{self.rows:.0f} positions of the samples do not determine '{name}' ({self.width} inputs)",
                 remedy="give more samples, or a ridge above 0 ('ridge: 0.01')",
             )
-        return solved_with(factor, self.cross[key][:size])
+        return torch.cholesky_solve(self.cross[key][:size], factor).mT
 
     def _penalty(self, ridge: float) -> Tensor:
         """Ridge penalties of each input and of the bias, (in + 1,)."""

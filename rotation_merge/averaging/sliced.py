@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import EllipsisType
 
@@ -51,12 +51,19 @@ class SlicedMatrix:
         """Each column times a number."""
         return replace(self, rows=lambda part: self.rows(part) * columns)
 
+    def scaled(self, factor: float) -> SlicedMatrix:
+        """The matrix times a number, in place if it is held."""
+        return self * factor if len(self.parts) > 1 else SlicedMatrix.of(self.whole().mul_(factor))
+
     def norm(self) -> float:
         return math.hypot(*(float(self.rows(part).norm()) for part in self.parts))
 
     def gram(self) -> Tensor:
         """``D^T D``."""
-        return _summed(rows.mT @ rows for rows in map(self.rows, self.parts))
+        total = torch.zeros((), dtype=torch.float64)
+        for number, rows in enumerate(map(self.rows, self.parts)):
+            total = total.addmm_(rows.mT, rows) if number else rows.mT @ rows
+        return total
 
     def svd(self) -> tuple[Callable[[int], SlicedMatrix], Tensor, Tensor]:
         """The thin singular value decomposition: the first columns of U as a function of their number, s and V^T.
@@ -65,21 +72,15 @@ class SlicedMatrix:
         """
         if len(self.parts) == 1:
             u, s, v = torch.linalg.svd(self.whole(), full_matrices=False)
-            return lambda count: self._constant(u[:, :count].clone()), s, v
+            return lambda count: SlicedMatrix.of(u[:, :count].clone()), s, v
         _, s, v = torch.linalg.svd(self._square_factor())
         return lambda count: self @ (v[:count].mT / s[:count].clamp_min(TINY)), s, v
 
     def polar(self) -> SlicedMatrix:
         """The nearest matrix with orthonormal columns, or rows; of less than full rank, its partial isometry."""
-        if len(self.parts) == 1:
-            return self._constant(polar(self.whole()))
-        _, s, v = torch.linalg.svd(self._square_factor())
+        left_vectors, s, v = self.svd()
         rank = int((s > NULL * s[0]).sum())
-        return self @ ((v[:rank].mT / s[:rank]) @ v[:rank])
-
-    def _constant(self, matrix: Tensor) -> SlicedMatrix:
-        """A matrix in this one's single slice."""
-        return replace(self, rows=lambda part: matrix)
+        return left_vectors(rank) @ v[:rank]
 
     def _square_factor(self) -> Tensor:
         """C (inputs, inputs) with ``C^T C = D^T D``.
@@ -95,29 +96,6 @@ class SlicedMatrix:
         return (values.clamp_min(0.0).sqrt()[:, None] * inner.mT * scales) @ vectors.mT
 
 
-def _summed(terms: Iterator[Tensor]) -> Tensor:
-    total = next(terms)
-    for term in terms:
-        total.add_(term)
-    return total
-
-
-def beside(matrices: Sequence[SlicedMatrix]) -> SlicedMatrix:
-    """Matrices in the same slices, one beside another."""
-    return replace(matrices[0], rows=lambda part: torch.cat([matrix.rows(part) for matrix in matrices], 1))
-
-
-def weighted_sum(matrices: Sequence[SlicedMatrix], weights: Sequence[float]) -> SlicedMatrix:
-    def rows(part: Part) -> Tensor:
-        return torch.stack([weight * matrix.rows(part) for matrix, weight in zip(matrices, weights, strict=True)]).sum(
-            0
-        )
-
-    return replace(matrices[0], rows=rows)
-
-
-def polar(matrix: Tensor) -> Tensor:
-    """The nearest matrix with orthonormal rows or columns; of less than full rank, its partial isometry."""
-    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    rank = int((s > NULL * s[0]).sum())
-    return u[:, :rank] @ v[:rank]
+def combined(matrices: Sequence[SlicedMatrix], function: Callable[[list[Tensor]], Tensor]) -> SlicedMatrix:
+    """A function of the rows of matrices in the same slices, such as their sum."""
+    return replace(matrices[0], rows=lambda part: function([matrix.rows(part) for matrix in matrices]))

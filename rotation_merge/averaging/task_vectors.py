@@ -8,8 +8,6 @@ gives ``L f(D) R^T``: an alignment may come before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -17,9 +15,8 @@ from mergekit.merge_methods.base import BasePolicy, InputContract, ParameterScop
 from torch import Tensor
 
 from rotation_merge.averaging.methods import OwnMethod, Source, Target
-from rotation_merge.averaging.models import MergeLog
 from rotation_merge.averaging.parameters import parameter
-from rotation_merge.averaging.sliced import Part, SlicedMatrix
+from rotation_merge.averaging.sliced import Part, SlicedMatrix, combined
 from rotation_merge.model.rows import row_slices
 
 SLICE = 1 << 22
@@ -66,7 +63,7 @@ class TaskVectorMethod(OwnMethod):
     sees_rounding = False
 
     def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
-        """The merged change of one map, before `lambda`.
+        """The merged change of one map, before `lambda`; a rule is this function, or `in_slices`.
 
         Args:
             changes: of the models, (outputs, inputs) each, float64; not all zero.
@@ -75,7 +72,7 @@ class TaskVectorMethod(OwnMethod):
                 value that the rounding of its weights gives it, over its norm (without that entry changes are exact);
                 `size`: the smaller side of the map, where the changes are given in smaller orthonormal bases.
         """
-        raise NotImplementedError
+        return self.in_slices(list(map(SlicedMatrix.of, changes)), weights, parameters).whole()
 
     def in_slices(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
@@ -93,37 +90,39 @@ class TaskVectorMethod(OwnMethod):
         parts: list[Part] = [...]
         if target.info.vocabulary_axis is not None:
             parts = [*row_slices(start, 0, SLICE)]
-        changes = [TensorChange.of(start, source.weight, parts) for source in tuned_sources]
-        lengths = [change.length for change in changes]
+        changes = [change_of(start, source.weight, parts) for source in tuned_sources]
+        lengths = [change.norm() for change in changes]
         if not any(lengths):
             return start
         factors, ratio = shortening(lengths)
         if parameters["lengths"] == "auto":
-            changes = [change.scaled(factor) for change, factor in zip(changes, factors, strict=True)]
-        matrices = [change.matrix() for change in changes]
+            changes = [c if factor == 1.0 else c.scaled(factor) for c, factor in zip(changes, factors, strict=True)]
         if target.linear:
             target.log.note("ratios", ratio)
             target.log.note("lengths", parameters["lengths"])
             if self.sees_rounding:
-                parameters = {**parameters, "rounding": _rounding_shares(tuned_sources, lengths)}
+                errors = [rounding_error(source.weight) for source in tuned_sources]
+                shares = [error / max(length, 1e-300) for error, length in zip(errors, lengths, strict=True)]
+                parameters = {**parameters, "rounding": shares}
             if target.info.vocabulary_axis is not None and "sides" in parameters:
                 # with both sides, rows of rare tokens, which have next to no change, would grow
                 parameters = {**parameters, "sides": "one"}
-            change = self.in_slices(matrices, weights, parameters)
+            change = self.in_slices(changes, weights, parameters)
         else:
             target.log.note("others", parameters["others"])
             scale = sum(weights) if parameters["others"] == "sum" else 1.0
-            change = SlicedMatrix(lambda part: scale * mean_of([each.rows(part) for each in changes], weights))
+            change = combined(changes, lambda rows: scale * mean_of(rows, weights))
         merged = torch.empty(start.shape, dtype=torch.float64, device=start.device)
         for part in parts:
             merged[part] = start[part].double() + parameters["lambda"] * change.rows(part)
         return merged
 
-    def words(self, log: MergeLog) -> list[str]:
+    def words(self) -> list[str]:
+        log = self.models.log
         ratios = log.facts.get("ratios", [])
         rule = " or ".join(sorted(set(log.facts.get("others", [])))) or "mean"
-        tied = ", the embedding among them, which is the head, too" if log.facts.get("tied") else ""
-        how = f"merged the changes of {len(ratios)} linear maps{tied}, relative to {log.base}"
+        tied = "" if self.models.tied_head is None else ", the embedding among them, which is the head, too"
+        how = f"merged the changes of {len(ratios)} linear maps{tied}, relative to {self.models.name(self.models.base)}"
         scope = f"Norms, biases, {'' if tied else 'embeddings '}and other tensors got the {rule} of their changes."
         span = f" Lengths of changes of one map differ by a factor of up to {max(ratios):.3g}." if ratios else ""
         lines = [f"Delegate {self.spec.name} {how}. {scope}{span}"]
@@ -137,64 +136,24 @@ class TaskVectorMethod(OwnMethod):
         return lines
 
 
-@dataclass(frozen=True)
-class TensorChange:
-    """The change of a model's tensor, computed in float64; of a long vocabulary in slices of its rows.
+def change_of(base: Tensor, tuned: Tensor, parts: Sequence[Part] = (...,)) -> SlicedMatrix:
+    """The change of a model's tensor from a base, in float64; in several parts it is computed when it is asked for.
 
-    Attributes:
-        start: type that the base is rounded to.
-        parts: the slices.
-        factor: of the change.
+    A model may be stored in a narrower type than its base, and have been trained from the base in that type. Where it
+    is nearer to the rounded base, by more than a tenth, the base's rounding is no part of its change.
     """
 
-    base: Tensor
-    tuned: Tensor
-    start: torch.dtype
-    parts: Sequence[Part] = (...,)
-    factor: float = 1.0
+    def since(start: torch.dtype) -> SlicedMatrix:
+        def rows(part: Part) -> Tensor:
+            return (tuned[part].double() - base[part].to(start)).contiguous()  # no copy of all in float64
 
-    @classmethod
-    def of(cls, base: Tensor, tuned: Tensor, parts: Sequence[Part] = (...,)) -> TensorChange:
-        """The change from a base.
+        return SlicedMatrix(rows, parts) if len(parts) > 1 else SlicedMatrix.of(rows(parts[0]))
 
-        A model may be stored in a narrower type than its base, and have been trained from the base in that type. Where
-        it is nearer to the rounded base, by more than a tenth, the base's rounding is no part of its change.
-        """
-        exact = cls(base, tuned, base.dtype, parts)
-        if torch.promote_types(base.dtype, tuned.dtype) == tuned.dtype:
-            return exact
-        from_rounded = cls(base, tuned, tuned.dtype, parts)
-        return from_rounded if from_rounded.length < NEARER * exact.length else exact
-
-    def scaled(self, factor: float) -> TensorChange:
-        return self if factor == 1.0 else replace(self, factor=factor)
-
-    def rows(self, part: Part = ...) -> Tensor:
-        """The change of some rows; not given: of all."""
-        return self._whole if part is ... else self._computed(part)
-
-    def matrix(self) -> SlicedMatrix:
-        return SlicedMatrix(self.rows, self.parts)
-
-    @cached_property
-    def length(self) -> float:
-        """Norm of the change."""
-        return self.matrix().norm()
-
-    @cached_property
-    def _whole(self) -> Tensor:
-        return self._computed(...)
-
-    def _computed(self, part: Part) -> Tensor:
-        change = (self.tuned[part].double() - self.base[part].to(self.start)).contiguous()  # no copy of all in float64
-        return change if self.factor == 1.0 else change.mul_(self.factor)
-
-
-def _rounding_shares(sources: Sequence[Source], lengths: Sequence[float]) -> list[float]:
-    """`rounding_error` of each model's weights over the norm of its change."""
-    return [
-        rounding_error(source.weight) / max(length, 1e-300) for source, length in zip(sources, lengths, strict=True)
-    ]
+    exact = since(base.dtype)
+    if torch.promote_types(base.dtype, tuned.dtype) == tuned.dtype:
+        return exact
+    from_rounded = since(tuned.dtype)
+    return from_rounded if from_rounded.norm() < NEARER * exact.norm() else exact
 
 
 def rounding_error(weight: Tensor) -> float:

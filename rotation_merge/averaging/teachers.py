@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.errors import RecipeError
@@ -14,17 +13,16 @@ from rotation_merge.run.data import (
     Samples,
     batched_by_length,
     for_each,
-    read_batches,
     read_samples,
     split_batches,
     unpadded,
 )
 from rotation_merge.run.empty_models import empty_model
-from rotation_merge.run.functions import Batch, local_path
+from rotation_merge.run.functions import Batch
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC, writes_text
 
-AT_ONCE, LENGTH = 16, 128
-"""Examples in a batch, and tokens of a text."""
+TOKENS = 2048
+"""In a batch of several texts, at most."""
 
 HELD_OUT = 8
 """Of samples with labels a quarter judges the refit, and at least so many."""
@@ -115,7 +113,8 @@ def _read(teacher: Teacher, seed: int) -> Teacher:
     if teacher.batches is not None or teacher.source == SELF:
         return teacher
     beyond = 0 if teacher.source == SYNTHETIC else max(HELD_OUT, teacher.samples // 3)
-    samples = samples_of(teacher, empty_model(teacher.original.transformers_config), teacher.samples + beyond, seed)
+    kind = empty_model(teacher.original.transformers_config)
+    samples = read_samples(teacher.original, teacher.source, teacher.samples + beyond, seed=seed, module=kind)
     held_out = None
     if beyond and samples.examples >= 2 * HELD_OUT:
         count = min(teacher.samples, samples.examples - max(HELD_OUT, samples.examples // 4))
@@ -125,14 +124,8 @@ def _read(teacher: Teacher, seed: int) -> Teacher:
     return replace(teacher, batches=batches, samples=samples.examples, held_out=held_out)
 
 
-def samples_of(teacher: Teacher, model: Any, count: int, seed: int) -> Data:
-    """Samples of a teacher's source, for a model of its class; of its own, written by it."""
-    path = local_path(teacher.original.reference.model.path)
-    return read_batches(teacher.source, path, model, count, AT_ONCE, LENGTH, seed)
-
-
 def _in_batches(samples: Data, source: str) -> list[Batch]:
-    return batched_by_length(unpadded(samples.batches, source), AT_ONCE * LENGTH)
+    return batched_by_length(unpadded(samples.batches, source), TOKENS)
 
 
 def teachers_in_memory(

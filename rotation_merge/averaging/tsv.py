@@ -7,25 +7,15 @@ from typing import Any
 
 import torch
 from mergekit.merge_methods.base import MergeMethodSpec
-from torch import Tensor
 
-from rotation_merge.averaging.sliced import SlicedMatrix, beside, polar, weighted_sum
+from rotation_merge.averaging.sliced import SlicedMatrix, combined
 from rotation_merge.averaging.task_vectors import COMMON, CONTRACT, TaskVectorMethod
 
 ZERO = 1e-9
 """Singular values below this share of the largest have no direction, in a change that is exact in float64."""
 
 
-class SingularMethod(TaskVectorMethod):
-    """A rule on singular values and vectors, which are found of maps in slices as of any other."""
-
-    sees_rounding = True
-
-    def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
-        return self.in_slices(list(map(SlicedMatrix.of, changes)), weights, parameters).whole()
-
-
-class Tsv(SingularMethod):
+class Tsv(TaskVectorMethod):
     """TSV-M: the largest singular triples of each change, directions made orthogonal to those of the others.
 
     Of each of T changes at most size / T triples are kept (fewer of a change of lower rank, such as a LoRA's), those of
@@ -35,6 +25,7 @@ class Tsv(SingularMethod):
     Source: Gargiulo and others 2025 (Task Singular Vectors, arXiv 2412.00081), algorithm 1.
     """
 
+    sees_rounding = True
     spec = MergeMethodSpec(
         name="tsv",
         pretty_name="TSV-M",
@@ -60,10 +51,11 @@ class Tsv(SingularMethod):
             lefts.append(left_vectors(rank))
             values.append(weight * s[:rank])
             rights.append(v[:rank].clone())  # or all of it stays in memory
-        return (beside(lefts).polar() * torch.cat(values)) @ polar(torch.cat(rights))
+        beside = combined(lefts, lambda parts: torch.cat(parts, 1))
+        return (beside.polar() * torch.cat(values)) @ SlicedMatrix.of(torch.cat(rights)).polar().whole()
 
 
-class Iso(SingularMethod):
+class Iso(TaskVectorMethod):
     """Iso-C: the sum of the changes with all its singular values replaced by their mean.
 
     Changes of low rank get the mean over the directions that they span.
@@ -71,6 +63,7 @@ class Iso(SingularMethod):
     Source: Marczak and others 2025 (No Task Left Behind, arXiv 2502.04959), algorithm 1.
     """
 
+    sees_rounding = True
     spec = MergeMethodSpec(
         name="iso",
         pretty_name="Iso-C",
@@ -83,7 +76,7 @@ class Iso(SingularMethod):
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
         weighed = [change * weight for change, weight in zip(changes, weights, strict=True)]
-        left_vectors, s, v = weighted_sum(changes, weights).svd()
+        left_vectors, s, v = combined(weighed, lambda rows: torch.stack(rows).sum(0)).svd()
         shares = parameters.get("rounding", [0.0] * len(weighed))
         least = sum(share * change.norm() for share, change in zip(shares, weighed, strict=True))
         count = max(1, int((s > max(ZERO * float(s[0]), least)).sum()))

@@ -3,7 +3,6 @@ r"""WUDI: RegMean with the Grams that the changes imply, in closed form."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,7 +10,7 @@ from mergekit.merge_methods.base import MergeMethodSpec
 from torch import Tensor
 
 from rotation_merge.averaging.parameters import parameter
-from rotation_merge.averaging.sliced import Part, SlicedMatrix
+from rotation_merge.averaging.sliced import SlicedMatrix, combined
 from rotation_merge.averaging.task_vectors import COMMON, CONTRACT, TaskVectorMethod, mean_of
 from rotation_merge.config import NotNegative
 
@@ -77,15 +76,14 @@ class Wudi(TaskVectorMethod):
             total.add_(gram, alpha=share)
         solve = _ridge_solver(total, parameters["ridge"])
 
-        def merged(part: Part) -> Tensor:
-            rows = [change.rows(part) for change in changes]
+        def merged(rows: list[Tensor]) -> Tensor:
             prior = mean_of(rows, weights)
             right = torch.zeros_like(prior)
             for change, gram, share in zip(rows, grams, shares, strict=True):
                 right.addmm_(change - prior, gram, alpha=share)
             return prior + solve(right)
 
-        return replace(changes[0], rows=merged)
+        return combined(changes, merged)
 
 
 def _is_wide(shape: Sequence[int]) -> bool:

@@ -12,7 +12,7 @@ maps between activations as in Theseus (2026).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -140,10 +140,6 @@ class ChangedAnswers:
             self.store.drop(f"own:{batch}")
             self.store.drop(f"change:{batch}")
         return True
-
-    def computes_as_anchor(self, merge: Runner, names: Collection[str]) -> bool:
-        """They are no model's own: a change is added to them."""
-        return False
 
     def __call__(self, batch: int) -> Answer:
         return self._kept.get(batch, self.runners[0].device)

@@ -37,7 +37,7 @@ def told(method: OwnMethod, views: RecipeViews, placed: Placed, dtype: torch.dty
     Raises:
         RotationMergeError: weights are of no use, statistics or samples are missing.
     """
-    base, run, log = views.recipe.base, views.session.run, MergeLog(str(views.recipe.base))
+    base, run, log = views.recipe.base, views.session.run, MergeLog()
     pairs = [pair for out in views.blocks for pair in zip(out.block.tensors, out.anchor.tensors, strict=True)]
     stored = {name: info for named, info in pairs for name in named.names}
     models = MergedModels(
@@ -58,7 +58,7 @@ def told(method: OwnMethod, views: RecipeViews, placed: Placed, dtype: torch.dty
     known = tuple(log.lines)
     for line in known:
         run.note(line)
-    run.add_notes_later(lambda: [*(line for line in log.lines if line not in known), *method.words(log)])
+    run.add_notes_later(lambda: [*(line for line in log.lines if line not in known), *method.words()])
     return method
 
 

@@ -12,7 +12,7 @@ from mergekit.config import ConfigReader
 from torch import Tensor
 
 from rotation_merge.averaging.config import RefitConfig
-from rotation_merge.averaging.refit_models import refitted
+from rotation_merge.averaging.refit_models import ModelRefit
 from rotation_merge.averaging.teachers import Teacher, read_teachers, shares_of, usual_source
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.views import RecipeViews
@@ -47,17 +47,16 @@ def refitted_view(views: RecipeViews) -> tuple[View, Callable[[], View]]:
     def merged() -> View:
         views.donors.match_wholes()
         with progress_bar("Refitting", options.quiet) as progress:
-            result = refitted(
+            result = ModelRefit(
                 base,
                 teachers,
                 refit,
-                pooled=pooled,
+                pooled,
                 exclude=lambda name: any(part in name for part in recipe.exclude),
                 own_heads=recipe.value("heads_of") == "each",
                 dtype=recipe.dtype,
                 device=str(options.device or "cpu"),
-                progress=progress,
-            )
+            ).run(progress)
         run.endings.append(result.close)
         run.heads.update(result.heads)
         for note in result.notes:

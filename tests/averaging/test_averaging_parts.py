@@ -17,7 +17,7 @@ from torch import Tensor
 from rotation_merge.averaging.fisher import Fisher
 from rotation_merge.averaging.low_rank import initialise_along_gradient, with_lora
 from rotation_merge.averaging.methods import Source
-from rotation_merge.averaging.ot_fusion import plan
+from rotation_merge.averaging.ot_fusion import Solver
 from rotation_merge.averaging.polish import LEAST_GAIN, PolishReport
 from rotation_merge.averaging.regmean import RegMean
 from rotation_merge.matching.teachers import AnsweredSamples, answer, divergence, write_answers
@@ -27,12 +27,12 @@ from rotation_merge.run.measure import scores
 def test_plans_by_hand():
     """Two points that change places; a soft plan between equidistant points shares them out."""
     a = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    assert plan(a, a.flip(0), True, 0.06).tolist() == [[0.0, 1.0], [1.0, 0.0]]
-    soft = plan(a, a.flip(0), False, 0.06)
+    assert Solver(True, 0.06).plan(a, a.flip(0)).tolist() == [[0.0, 1.0], [1.0, 0.0]]
+    soft = Solver(False, 0.06).plan(a, a.flip(0))
     torch.testing.assert_close(soft.sum(1), torch.ones(2, dtype=torch.float64))
     assert 0 < float(soft[0, 0]) < 0.1
     torch.testing.assert_close(
-        plan(a, a, False, 100.0), torch.full((2, 2), 0.5, dtype=torch.float64), atol=0.01, rtol=0
+        Solver(False, 100.0).plan(a, a), torch.full((2, 2), 0.5, dtype=torch.float64), atol=0.01, rtol=0
     )
 
 
@@ -52,16 +52,13 @@ def test_averages_by_hand(count: int):
     sources = []
     for number, share in enumerate(shares):
         inputs = some(9, 4)
-        held = {"gram": inputs.T @ inputs, "fisher": some(3, 4).square()}
-        sources.append(Source(some(3, 4), share, held, {"fisher_norm": 3.0 - number}))
+        held = {"gram": inputs.T @ inputs, "fisher": some(3, 4).square(), "norm": 3.0 - number}
+        sources.append(Source(some(3, 4), share, held))
     grams = [s.share * whole(s.inputs["gram"]) for s in sources]
     best = sum(s.weight @ g for s, g in zip(sources, grams, strict=True)) @ torch.linalg.inv(sum(grams))
     torch.testing.assert_close(RegMean().average(sources, parameters), best)
     floors = [0.4, 0.0, 0.0]
-    rows = [
-        s.share / s.metadata["fisher_norm"] * s.inputs["fisher"].clamp(min=f)
-        for s, f in zip(sources, floors, strict=False)
-    ]
+    rows = [s.share / s.inputs["norm"] * s.inputs["fisher"].clamp(min=f) for s, f in zip(sources, floors, strict=False)]
     best = sum(r * s.weight for r, s in zip(rows, sources, strict=True)) / sum(rows)
     torch.testing.assert_close(Fisher().average(sources, parameters), best)
 

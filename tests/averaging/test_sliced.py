@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rotation_merge.averaging.sliced import SlicedMatrix, beside, polar, weighted_sum
+from rotation_merge.averaging.sliced import SlicedMatrix, combined
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -42,15 +42,18 @@ def test_the_polar_factor_of_slices(step: int) -> None:
     stretch = factor.mT @ matrix
     torch.testing.assert_close(stretch, stretch.mT)
     assert torch.linalg.eigvalsh(stretch).min() > 0
-    twice = beside([sliced(matrix, step), sliced(matrix, step)])
+    twice = combined([sliced(matrix, step), sliced(matrix, step)], lambda rows: torch.cat(rows, 1))
     torch.testing.assert_close(twice.polar().whole(), torch.cat([factor, factor], 1) / 2**0.5)
-    torch.testing.assert_close(polar(torch.cat([matrix, matrix], 1).mT).mT, torch.cat([factor, factor], 1) / 2**0.5)
+    wide = SlicedMatrix.of(torch.cat([matrix, matrix], 1).mT).polar().whole()
+    torch.testing.assert_close(wide.mT, torch.cat([factor, factor], 1) / 2**0.5)
 
 
 def test_sums_and_products_of_slices() -> None:
     one, two, right = random(50, 6), random(50, 6, seed=1), random(6, 4, seed=2)
     first, second = sliced(one, 8), sliced(two, 8)
     torch.testing.assert_close((first @ right * 3.0).whole(), 3 * one @ right)
-    torch.testing.assert_close(weighted_sum([first, second], [0.5, 2.0]).whole(), 0.5 * one + 2 * two)
+    torch.testing.assert_close(
+        combined([first, second], lambda rows: 0.5 * rows[0] + 2 * rows[1]).whole(), 0.5 * one + 2 * two
+    )
     torch.testing.assert_close(first.gram(), one.mT @ one)
     assert first.norm() == pytest.approx(float(one.norm()))

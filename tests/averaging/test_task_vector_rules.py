@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import rotation_merge as rm
 from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.averaging.sliced import SlicedMatrix
-from rotation_merge.averaging.task_vectors import TaskVectorMethod, TensorChange, mean_of, shortening
+from rotation_merge.averaging.task_vectors import TaskVectorMethod, change_of, mean_of, shortening
 from rotation_merge.averaging.wudi import added_by_wudi, both_sides, one_side
 
 BY_NAME = {method.spec.name: method for method in TASK_VECTORS}
@@ -208,13 +208,13 @@ def test_long_changes_of_tensors_that_are_no_maps_are_shortened_too(
 
 def test_the_rounding_of_a_base_is_no_change_of_a_model_that_was_trained_from_the_rounded_base() -> None:
     base = random(20, 30).float()
-    assert not TensorChange.of(base, base.bfloat16()).rows().any()
+    assert not change_of(base, base.bfloat16()).whole().any()
     step = torch.where(random(20, 30, seed=1) > 1.5, 1 + 2**-7, 1.0).float()
     tuned = (base.bfloat16().float() * step).bfloat16()
-    assert torch.equal(TensorChange.of(base, tuned).rows(), tuned.double() - base.bfloat16().double())
+    assert torch.equal(change_of(base, tuned).whole(), tuned.double() - base.bfloat16().double())
     tuned = (base + 0.1 * random(20, 30, seed=2).float()).bfloat16()  # trained from the base itself
-    assert torch.equal(TensorChange.of(base, tuned).rows(), tuned.double() - base.double())
-    assert torch.equal(TensorChange.of(base.bfloat16(), base).rows(), base.double() - base.bfloat16().double())
+    assert torch.equal(change_of(base, tuned).whole(), tuned.double() - base.double())
+    assert torch.equal(change_of(base.bfloat16(), base).whole(), base.double() - base.bfloat16().double())
 
 
 @pytest.mark.parametrize("others", ["mean", "sum"])

@@ -43,7 +43,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("model",): (4000, 6560),
     ("run",): (2400, 5680),
     ("matching",): (3400, 6800),
-    ("averaging",): (2000, 4300),
+    ("averaging",): (2000, 3900),
     ("carrying",): (1500, 3060),
     ("report",): (1400, 2230),
     ("mergekit_plugin",): (2500, 5650),
