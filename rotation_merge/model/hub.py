@@ -75,12 +75,12 @@ def no_answer() -> tuple[str, str]:
 
 
 def in_cache(repo: str, revision: str | None = None, cache: str | None = None) -> str | None:
-    """The folder of a repository's files in the hub's cache; None if there is none."""
+    """The folder of a repository's files in the hub's cache, however many; None if there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return snapshot_download(repo, revision=revision, cache_dir=cache, local_files_only=True)
+        return snapshot_download(repo, revision=revision, cache_dir=cache, allow_patterns=[], local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
 
