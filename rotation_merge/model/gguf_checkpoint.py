@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +158,12 @@ def read_config(gguf: GgufFile, family: Family) -> dict[str, Any]:
     """The content of config.json, from a GGUF's metadata.
 
     Raises:
-        CheckpointError: the metadata lack an entry, or transformers' config cannot express one.
+        CheckpointError: the metadata lack a size, or transformers' config cannot express one.
     """
-    _check_sizes(gguf)
+    for key in ("embedding_length", "block_count", "attention.head_count"):  # from which all other sizes follow
+        size = _single(gguf, key)
+        if not isinstance(size, int) or size < 1:
+            raise gguf.refusal(f"'{gguf.architecture}.{key}' is {size!r}, which is no size")
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, **family.fixed}
     stored = {entry: _single(gguf, key) for entry, key in family.config.items()}
     config.update({entry: value for entry, value in stored.items() if value is not None})
@@ -175,30 +177,6 @@ def read_config(gguf: GgufFile, family: Family) -> dict[str, Any]:
     config["dtype"] = str(max(matrices, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
     none = {key for key in family.fixed if config[key] == 0 and config[key] is not False}
     return {key: None if key in none else value for key, value in config.items()}
-
-
-def _check_sizes(gguf: GgufFile) -> None:
-    """Check that the sizes from which all others follow are there, and fit the tensors.
-
-    Raises:
-        CheckpointError: names the first that does not.
-    """
-    sizes = {key: _single(gguf, key) for key in ("embedding_length", "block_count", "attention.head_count")}
-    for key, size in sizes.items():
-        if size is None:
-            raise gguf.refusal(f"its metadata lack '{gguf.architecture}.{key}'")
-        if not isinstance(size, int) or size < 1:
-            raise gguf.refusal(f"'{gguf.architecture}.{key}' is {size!r}, which is no size")
-    if "token_embd.weight" not in gguf.tensors:
-        raise gguf.refusal("has no tensor 'token_embd.weight'")
-    last = f"blk.{sizes['block_count'] - 1}"
-    if not any(name.startswith(f"{last}.") for name in gguf.tensors):
-        raise gguf.refusal(f"its metadata say {sizes['block_count']} layers, but no tensor is named '{last}...'")
-    experts = gguf.value("expert_count") or 0
-    stored = sorted({gguf.shape(name)[0] for name in gguf.tensors if name.endswith("_exps.weight")})
-    if experts and stored != [experts]:
-        words = " or ".join(map(str, stored)) or "none"
-        raise gguf.refusal(f"its metadata say {experts} experts, its tensors hold {words}")
 
 
 def _single(gguf: GgufFile, key: str) -> Any:
@@ -343,19 +321,23 @@ def _types(model: GgufFile) -> str:
 
 def _places(model: GgufFile, family: Family, config: Mapping[str, Any]) -> dict[str, tuple[str, str, int | None]]:
     """Each tensor's name in the file, its layout there, and which expert of those in it."""
-    heads = {"output.weight"} if config["tie_word_embeddings"] else set()
-    names = set(model.tensors) - set(ROPE_FACTORS) - heads
-    layers, experts = range(model.value("block_count")), range(model.value("expert_count") or 0)
-    places = {}
+    stems: dict[str, tuple[str, str]] = {}
     for stem, place in family.tensors.items():
         template, layout = (place, "") if isinstance(place, str) else place
-        each = product(layers if "{i}" in stem else [0], experts if "{e}" in stem else [None], (".weight", ".bias"))
-        for i, e, end in each:
-            if (stored := template.format(i=i) + end) in names:
-                places[stem.format(i=i, e=e) + end] = stored, layout, e
-    if unknown := sorted(names - {stored for stored, _, _ in places.values()}):
-        raise model.refusal(f"tensor '{unknown[0]}' has no place in a {family.class_name}", SAFETENSORS)
-    return places
+        stems[template] = stem, layout
+    places: dict[str, tuple[str, str, int | None]] = {}
+    for stored in sorted(
+        model.tensors.keys() - {*ROPE_FACTORS, "output.weight" if config["tie_word_embeddings"] else ""}
+    ):
+        template, _, end = stored.rpartition(".")
+        layer = re.match(r"blk\.(\d+)\.", stored)
+        stem, layout = stems.get(template if layer is None else template.replace(layer[1], "{i}", 1), ("", ""))
+        if not stem or end not in ("weight", "bias"):
+            raise model.refusal(f"tensor '{stored}' has no place in a {family.class_name}", SAFETENSORS)
+        for expert in range(model.shape(stored)[0]) if "{e}" in stem else [None]:
+            name = stem.format(i=layer and layer[1], e=expert)
+            places[f"{name}.{end}"] = stored, layout, expert
+    return dict(sorted(places.items()))
 
 
 def _write_tokenizer(model: GgufFile, folder: str) -> None:

@@ -18,7 +18,7 @@ from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.card import class_of, kept_figures, updated_card
 from rotation_merge.model.folder import folder_of
 from rotation_merge.model.gguf import is_gguf
-from rotation_merge.model.headers import holds_model
+from rotation_merge.model.headers import opened_file
 from rotation_merge.model.hub import no_answer, reachable
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.open import open_model, parse_reference
@@ -274,7 +274,7 @@ def check_whole(folder: str, report: MergeReport) -> None:
     Raises:
         RotationMergeError: names the first defect.
     """
-    if not holds_model(folder):
+    if opened_file(folder) is None:
         return
     models = report.models.items()
     places = [_parent(name, facts) for name, facts in models]

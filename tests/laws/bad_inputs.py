@@ -99,7 +99,7 @@ LINES = [
     call("verify anchor vit", "one class"),
     call("verify vit anchor", "one class"),
     call("doctor vit/preprocessor", "vit/preprocessor"),
-    call("doctor empty", "there are no weights", spoil=lambda bench: Path("empty").mkdir()),
+    call("doctor empty", "config.json is missing", spoil=lambda bench: Path("empty").mkdir()),
     call("doctor file", "names no merge_method"),
     call("push anchor a/b/c", "names no repository"),
     call("push anchor org/name", "no such file"),
