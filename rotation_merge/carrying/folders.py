@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-from torch import Tensor
 
 from rotation_merge.carrying.bases import Bases, Execution, is_adapter_folder, open_bases
 from rotation_merge.carrying.chat import chat_folder
@@ -17,12 +15,12 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapters import placed_changes
 from rotation_merge.model.card import metadata, notes, section, with_metadata
-from rotation_merge.model.checkpoint import write_checkpoint
+from rotation_merge.model.checkpoint import write_checkpoint, write_notes
 from rotation_merge.model.markdown import code, prose
 from rotation_merge.model.open import open_model
 from rotation_merge.model.staging import staged
 from rotation_merge.model.view import View
-from rotation_merge.record import REPORT_FILE, MergeReport, versions
+from rotation_merge.record import MergeReport, versions
 from rotation_merge.workers import Progress
 
 ASK = (
@@ -127,22 +125,18 @@ def _written(job: Transfer, value: View | AdapterWeights, out: str, progress: Pr
     assert value.report is not None
     report = replace(value.report, notes=lines)
     if isinstance(value, View):
-        storage = job.execution.storage
+        stale = bases.new.ignored if value.left_out or job.carrier.alignment.folded else []
+        value = replace(value, tensors=value.tensors.only(name for name in value if name not in stale))
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            stale = bases.new.ignored if value.left_out or job.carrier.alignment.folded else []
-            yield from ((name, tensor) for name, tensor in value.blocks() if name not in stale)
+        def text() -> str:
             lines.extend(filter(None, [job.size_note()]))
+            return card(bases, work, report, out)
 
-        write_checkpoint(
-            value, tensors(), report, lambda: card(bases, work, report, out), out, storage, progress, left_out=[*value]
-        )
+        write_checkpoint(value, report, text, out, job.execution.storage, progress)
     else:
         with staged(out) as staging:
             value.write(staging)
-            report.write(os.path.join(staging, REPORT_FILE))
-            with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
-                file.write(card(bases, work, report, out))
+            write_notes(staging, report, card(bases, work, report, out))
     return TransferResult(work, out, [verdict(bases, report), *report.notes], report)
 
 

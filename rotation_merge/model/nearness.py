@@ -53,12 +53,9 @@ def nearness(architecture: Architecture, first: TensorSource, second: TensorSour
     """
     cosines = []
     for name in _spread(architecture, first, second):
-        first_matrix, second_matrix = first[name], second[name]
-        if first_matrix.shape != second_matrix.shape:
-            continue
-        first_matrix, second_matrix = first_matrix.flatten().float(), second_matrix.flatten().float()
-        if bool(first_matrix.any()) and bool(second_matrix.any()):
-            cosines.append(float(torch.nn.functional.cosine_similarity(first_matrix, second_matrix, dim=0)))
+        matrices = [source[name].float() for source in (first, second)]
+        if matrices[0].shape == matrices[1].shape and all(bool(matrix.any()) for matrix in matrices):
+            cosines.append(float(torch.cosine_similarity(*map(torch.flatten, matrices), dim=0)))
     return Nearness(tuple(cosines))
 
 

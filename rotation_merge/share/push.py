@@ -378,7 +378,7 @@ def _pinned(target: str) -> str:
         raise RotationMergeError(f"its revision is unknown ({no_answer()[0]})", where=target, remedy=remedy)
     try:
         return f"{target}@{HfApi().model_info(target).sha}"
-    except Exception as error:  # as in `_asked`
+    except Exception as error:  # of the client of HTTP below, which is another each year
         problem = f"its revision is unknown ({short(error)})"
         raise RotationMergeError(problem, where=target, remedy=remedy) from error
 
@@ -391,7 +391,7 @@ def _licence(hub: str, revision: str | None) -> str | None:
         return None
     try:
         return licence(os.path.dirname(hf_hub_download(hub, "README.md", revision=revision)))
-    except Exception:  # as in `_asked`
+    except Exception:  # of the client of HTTP below, which is another each year
         return None
 
 

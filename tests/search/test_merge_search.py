@@ -50,7 +50,7 @@ def test_the_verdict_stands_in_report_and_card(tmp_path: Path, only: Callable[..
     assert [tried["name"] for tried in verdict["tried"]] == [tried["name"] for tried in found["tried"]]
     assert verdict["left_out"] == found["left_out"]
     assert "llama-0-english alone" in card
-    assert "Merges tried, with scores on the selection samples: " in card
+    assert "Merges tried, with scores on the selection samples:\n" in card
     assert "aligned merges (the models share their coordinates" in card
     assert str(CHECKPOINTS) not in card
     assert "Nothing was matched" not in card
