@@ -16,7 +16,7 @@ from rotation_merge.errors import CheckpointError, RotationMergeError, printable
 from rotation_merge.files import write_text
 from rotation_merge.model.headers import read_json
 from rotation_merge.model.markdown import code, encoded, plain, prose
-from rotation_merge.model.naming import without_paths
+from rotation_merge.model.naming import shortened
 from rotation_merge.model.verdict import markdown
 from rotation_merge.record import MergeReport
 
@@ -48,6 +48,15 @@ def front_matter(text: str) -> tuple[dict[str, Any], str]:
     except (yaml.YAMLError, RecursionError):
         metadata = None
     return (metadata, text[header.end() :]) if header and isinstance(metadata, dict) else ({}, text)
+
+
+def metadata_in(folder: str) -> dict[str, Any]:
+    """The metadata of the card in a folder; empty if there is none."""
+    try:
+        with open(os.path.join(folder, "README.md"), encoding="utf-8") as file:
+            return front_matter(file.read())[0]
+    except (OSError, UnicodeDecodeError):
+        return {}
 
 
 def with_metadata(metadata: Mapping[str, Any], body: str) -> str:
@@ -340,10 +349,14 @@ def updated_card(
 
 def _without_paths(report: MergeReport) -> Callable[[str], str]:
     """A function that replaces this machine's paths that the report knows: models, samples, files."""
-    names = [*_model_names(report), *_files(report)]
+    known = {*_model_names(report), *_files(report)}
+    paths = [name for name in known if name.startswith((".", "~", "/")) or ("/" in name and os.path.exists(name))]
     hub = {name: facts["hub"] for name, facts in _parents(report).items() if facts.get("hub")}
-    written = [form(name) for name in names for form in (str, plain, encoded)]
-    return without_paths(written, {form(name): known for name, known in hub.items() for form in (str, plain, encoded)})
+    shown = {path: hub.get(path, short) for path, short in shortened(paths).items()}
+    words = {form(path): form(short) for path, short in shown.items() for form in (encoded, plain, str)}
+    longest_first = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+    pattern = re.compile(rf"(?<![\w./~@-])(?:{longest_first})(?![\w/@-])(?!\.\w)")
+    return lambda text: pattern.sub(lambda match: words[match[0]], text) if words else text
 
 
 def _model_names(report: MergeReport) -> list[str]:

@@ -155,7 +155,13 @@ def decoded(path: str) -> str:
         except CheckpointError:
             raise
         except Exception as error:  # numpy, torch, safetensors and tokenizers raise errors of many classes
-            raise _explained(error, path, folder) from error
+            if isinstance(error, OSError | NotImplementedError | RotationMergeError) or no_space(error):
+                reason = short(getattr(error, "strerror", None) or error)
+                problem = f"the weights of {path} cannot be written ({reason})"
+                remedy = "set HF_HOME to a folder of your own, with room for all weights as float32"
+                raise CheckpointError(problem, where=folder, remedy=remedy) from error
+            problem = f"its metadata are damaged ({short(error)})"
+            raise CheckpointError(problem, where=path, remedy="download it again") from error
     return folder
 
 
@@ -165,15 +171,6 @@ def _mark(paths: Sequence[str]) -> str:
     files = [os.path.realpath(path) for path in [*paths, beside] if os.path.exists(path)]
     facts = [(path, os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files]
     return hashlib.blake2b(json.dumps([FORMAT, facts]).encode(), digest_size=6).hexdigest()
-
-
-def _explained(error: Exception, path: str, folder: str) -> CheckpointError:
-    """The error for whatever damaged metadata or a full disk make a library raise: the file, or the folder."""
-    if isinstance(error, OSError | NotImplementedError | RotationMergeError) or no_space(error):  # no disk with locks
-        problem = f"the weights of {path} cannot be written ({short(getattr(error, 'strerror', None) or error)})"
-        remedy = "set HF_HOME to a folder of your own, with room for all weights as float32"
-        return CheckpointError(problem, where=folder, remedy=remedy)
-    return CheckpointError(f"its metadata are damaged ({short(error)})", where=path, remedy="download it again")
 
 
 def _decode(paths: Sequence[str], folder: str) -> None:

@@ -53,9 +53,9 @@ def nearness(architecture: Architecture, first: TensorSource, second: TensorSour
     """
     cosines = []
     for name in _spread(architecture, first, second):
-        matrices = [source[name].float() for source in (first, second)]
-        if matrices[0].shape == matrices[1].shape and all(bool(matrix.any()) for matrix in matrices):
-            cosines.append(float(torch.cosine_similarity(*map(torch.flatten, matrices), dim=0)))
+        a, b = first[name].float(), second[name].float()
+        if a.shape == b.shape and bool(a.any()) and bool(b.any()):
+            cosines.append(float(torch.cosine_similarity(a.flatten(), b.flatten(), dim=0)))
     return Nearness(tuple(cosines))
 
 

@@ -34,7 +34,7 @@ OUTPUTS = [
 
 LINES = [
     call("align anchor donor", "OUT"),
-    call("align anchor donor out --dtype float23", "did you mean 'float32'?"),
+    call("align anchor donor out --dtype float23", "'float23' is not one of", "'float32'"),
     call("align anchor donor out --shard-size x", "is not a size"),
     call("align anchor donor out --layers x", "ranges"),
     call("align anchor donor out --layers 9", "layer 9"),
