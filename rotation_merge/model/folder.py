@@ -80,15 +80,15 @@ def fetched_weights(part: ModelPath, cache: str | None = None) -> str:
 
 def absent_parts(reference: ModelReference) -> list[ModelPath]:
     """A model, or its adapter, where it is on the hub and has not been downloaded; nothing is fetched."""
-    parts = [part for part in (reference.model, reference.lora) if part is not None]
-    on_hub = [part for part in parts if is_hub_name(part.path) or gguf.hub_files(part.path, None)]
-    return [part for part in on_hub if not os.path.exists(part.path) and not _holds_weights(place_of(part))]
-
-
-def _holds_weights(place: str | None) -> bool:
-    """Whether a folder in the hub's cache has more than small files."""
-    names = os.listdir(place) if place is not None and os.path.isdir(place) else [place or ""]
-    return any(name.lower().endswith((".safetensors", ".bin", ".gguf")) for name in names)
+    absent = []
+    for part in filter(None, (reference.model, reference.lora)):
+        on_hub = is_hub_name(part.path) or gguf.hub_files(part.path, None)
+        place = place_of(part) or ""
+        names = os.listdir(place) if os.path.isdir(place) else [place]  # in the cache may be small files alone
+        weights = any(name.lower().endswith((".safetensors", ".bin", ".gguf")) for name in names)
+        if on_hub and not os.path.exists(part.path) and not weights:
+            absent.append(part)
+    return absent
 
 
 def _as_folder(place: str) -> str:

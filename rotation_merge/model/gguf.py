@@ -18,7 +18,7 @@ from typing import Any
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, named, nearest, nearest_path, no_space, short
 from rotation_merge.files import locked, write_json
-from rotation_merge.model.headers import read_json
+from rotation_merge.model.headers import AGAIN, read_json
 from rotation_merge.model.hub import HubFile, is_gguf_file, reachable
 from rotation_merge.model.staging import staged
 
@@ -161,7 +161,7 @@ def decoded(path: str) -> str:
                 remedy = "set HF_HOME to a folder of your own, with room for all weights as float32"
                 raise CheckpointError(problem, where=folder, remedy=remedy) from error
             problem = f"its metadata are damaged ({short(error)})"
-            raise CheckpointError(problem, where=path, remedy="download it again") from error
+            raise CheckpointError(problem, where=path, remedy=AGAIN) from error
     return folder
 
 

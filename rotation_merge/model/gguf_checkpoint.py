@@ -29,7 +29,7 @@ from rotation_merge.architecture.registry import overlay
 from rotation_merge.errors import CheckpointError, nearest, short
 from rotation_merge.files import write_json
 from rotation_merge.model.gguf_file import GgufFile, open_gguf
-from rotation_merge.model.headers import FLOATS, TOKENIZER
+from rotation_merge.model.headers import FLOATS, TOKENIZER, read_json
 
 SAFETENSORS = "take the model in safetensors"
 
@@ -46,30 +46,11 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ORIGINAL_LENGTHS = [1 << power for power in (13, *range(9, 13), *range(14, 21))]
 """Candidate parameters of Llama 3's rule for frequencies; a GGUF stores only its results."""
 
-NO_MODELS = {
-    "imatrix": ("an importance matrix for quantisation", "name the model's own file"),
-    "adapter": ("a LoRA adapter", "name the LoRA in peft's format (BASE+ADAPTER): the folder it was converted from"),
-}
-"""What other files in GGUF hold, by their `general.type`, and what to do instead."""
-
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """transformers' words for special tokens, and those of metadata."""
 OWN_TOKENIZER = "put the model's tokenizer.json beside the file"
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-"""GPT-2's rule for splitting text into words, which transformers takes for every rule that it does not know."""
-THREES = {"type": "Split", "pattern": {"Regex": "[0-9][0-9][0-9]"}, "behavior": "Isolated", "invert": False}
 LIKE_GPT2 = "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "gigachat", "roberta-bpe"
 SINGLE_DIGITS = "smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b"
-SPLITS: dict[str, tuple[dict[str, Any], ...]] = {
-    **dict.fromkeys(LIKE_GPT2, (BYTES,)),
-    **dict.fromkeys(SINGLE_DIGITS, ({"type": "Digits", "individual_digits": True}, BYTES)),
-    "falcon": (
-        {"type": "Punctuation", "behavior": "Contiguous"},
-        BYTES,
-        {"type": "Digits", "individual_digits": False},
-        THREES,
-    ),
-}
 """Rules for splitting text that transformers' reader does not tell from GPT-2's, by llama.cpp's names."""
 UNNAMED_SPLITS = {"gpt2": "gpt-2", "falcon": "falcon", "starcoder2": "starcoder"}
 """Those of architectures whose older files name none."""
@@ -144,8 +125,8 @@ def family_of(gguf: GgufFile) -> Family:
     architecture = gguf.architecture
     kind = "imatrix" if gguf.metadata("imatrix.datasets") else gguf.metadata("general.type", "model")
     if kind != "model" or architecture == "clip":
-        content, remedy = NO_MODELS.get(kind, (f"a '{kind}' of architecture '{architecture}'", "name the model's file"))
-        raise gguf.refusal(f"holds {content}, not a language model", remedy)
+        problem = f"is of type '{kind}', architecture '{architecture}': not a language model"
+        raise gguf.refusal(problem, "name the model's own file; an adapter in peft's format, as BASE+ADAPTER")
     fitting = [family for family in families() if family.fits(gguf)]
     if not fitting:
         known = sorted({family.architecture for family in families()})
@@ -381,6 +362,7 @@ def _check_vocabulary(path: str, tokens: Sequence[str], file: str) -> None:
 
 def _convert_tokenizer(model: GgufFile, tokens: Sequence[str], folder: str) -> None:
     """The file's tokenizer as transformers reads it, without tokens that transformers adds or pads."""
+    from tokenizers.pre_tokenizers import ByteLevel
     from transformers import PreTrainedTokenizerFast
 
     source, file = os.path.split(os.path.abspath(model.paths[0]))
@@ -392,30 +374,38 @@ def _convert_tokenizer(model: GgufFile, tokens: Sequence[str], folder: str) -> N
             number = model.metadata(f"tokenizer.ggml.{key}_token_id")
             if number is not None:
                 setattr(tokenizer, f"{word}_token", tokens[number])
-        tokenizer.save_pretrained(folder)
+        backend = tokenizer.backend_tokenizer
     except Exception as error:  # transformers and tokenizers raise errors of many classes
         raise model.refusal(f"its tokenizer cannot be read by transformers ({short(error)})", OWN_TOKENIZER) from error
+    if model.metadata("tokenizer.ggml.model") == "gpt2" and isinstance(backend.pre_tokenizer, ByteLevel):
+        backend.pre_tokenizer = _splitting(model)
+    tokenizer.save_pretrained(folder)
     path = os.path.join(folder, "tokenizer.json")
-    with open(path, encoding="utf-8") as stream:
-        content = json.load(stream)
+    content = read_json(path)
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < len(tokens)]
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, dict):
         content["model"]["vocab"] = {token: number for token, number in vocabulary.items() if number < len(tokens)}
-    if model.metadata("tokenizer.ggml.model") == "gpt2" and content["pre_tokenizer"]["type"] == "ByteLevel":
-        content["pre_tokenizer"] = _splitting(model)
     write_json(path, content)
 
 
-def _splitting(model: GgufFile) -> dict[str, Any]:
+def _splitting(model: GgufFile) -> Any:
     """The rule for splitting text that a file names, where transformers' reader took GPT-2's.
 
     Raises:
         CheckpointError: it names none, or one that is not known.
     """
+    from tokenizers import Regex, pre_tokenizers
+
     name = model.metadata("tokenizer.ggml.pre") or UNNAMED_SPLITS.get(model.architecture)
-    if name not in SPLITS:
-        words = f"by '{name}', which is not known" if name else "in a way that it does not name"
-        raise model.refusal(f"its tokenizer splits text {words}", OWN_TOKENIZER)
-    parts = SPLITS[name]
-    return parts[0] if len(parts) == 1 else {"type": "Sequence", "pretokenizers": parts}
+    like_gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if name in LIKE_GPT2:
+        return like_gpt2
+    if name in SINGLE_DIGITS:
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), like_gpt2])
+    if name == "falcon":
+        threes = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
+        words = pre_tokenizers.Punctuation("contiguous"), like_gpt2, pre_tokenizers.Digits(individual_digits=False)
+        return pre_tokenizers.Sequence([*words, threes])
+    problem = f"by '{name}', which is not known" if name else "in a way that it does not name"
+    raise model.refusal(f"its tokenizer splits text {problem}", OWN_TOKENIZER)

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, short
-from rotation_merge.model.headers import FLOATS, reason
-
-AGAIN = "download it again"
+from rotation_merge.model.headers import AGAIN, FLOATS, reason
 
 
 class CheckedReader(gguf.GGUFReader):

@@ -451,8 +451,8 @@ GGUFS = [
     *(
         in_gguf(f"{key} {value}", rewritten(**{key: value}), words)
         for key, value, words in (
-            ("general.type", "imatrix", "importance matrix"),
-            ("general.type", "adapter", "a LoRA adapter, not a language model"),
+            ("general.type", "imatrix", "is of type 'imatrix'"),
+            ("general.type", "adapter", "in peft's format"),
             ("general.type", "mmproj", "not a language model"),
             ("llama.block_count", None, "'llama.block_count' is None, which is no size"),
             ("llama.block_count", 2_000_000_000, "'num_hidden_layers' is 2000000000 in config.json, but"),
