@@ -180,17 +180,17 @@ def command(name: str, *arguments: object, **options: Any) -> subprocess.Complet
 
 
 def reads_of_files(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """From now on, the folder and the name of each tensor that mergekit reads from a file, in order."""
-    from mergekit.io.lazy_tensor_loader import LazyTensorLoader
+    """From now on, the folder and the name of each tensor that is read from a file, in order."""
+    from rotation_merge.model.folder import ShardReader
 
     reads: list[tuple[str, str]] = []
-    real = LazyTensorLoader.get_tensor
+    real = ShardReader.__call__
 
-    def counting(self: LazyTensorLoader, key: str, *given: Any, **options: Any) -> torch.Tensor | None:
-        reads.append((str(self.index.base_path), key))
-        return real(self, key, *given, **options)
+    def counting(self: ShardReader, name: str) -> torch.Tensor:
+        reads.append((self.folder, name))
+        return real(self, name)
 
-    monkeypatch.setattr(LazyTensorLoader, "get_tensor", counting)
+    monkeypatch.setattr(ShardReader, "__call__", counting)
     return reads
 
 

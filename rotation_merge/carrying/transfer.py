@@ -17,12 +17,13 @@ from rotation_merge.carrying.sampled import sampled_change
 from rotation_merge.carrying.tokens import tokenizer_files
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.card import metadata, notes, section, with_metadata
+from rotation_merge.model.checkpoint import write_notes
 from rotation_merge.model.markdown import code, prose
 from rotation_merge.model.run_keys import unchanged
 from rotation_merge.model.staging import staged
 from rotation_merge.model.view import View
 from rotation_merge.model.writing import StorageOptions
-from rotation_merge.record import REPORT_FILE, MergeReport, versions
+from rotation_merge.record import MergeReport, versions
 from rotation_merge.run.data import Samples
 from rotation_merge.workers import Progress
 
@@ -197,9 +198,7 @@ def _written(
         else:
             value.write(staging)
         report = replace(report, notes=[*lines, *job.size_note()])
-        report.write(os.path.join(staging, REPORT_FILE))
-        with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
-            file.write(card(bases, work, report, out))
+        write_notes(staging, report, card(bases, work, report, out))
     return TransferResult(work, out, [verdict(bases, report), *report.notes], report)
 
 

@@ -20,6 +20,7 @@ from rotation_merge.cli.options import (
 )
 from rotation_merge.cli.paths import MODEL, NEW_ALIGNMENT, NEW_MODEL, SAMPLE_SOURCE, WORD, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
+from rotation_merge.config import DTYPES
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
 
@@ -42,7 +43,7 @@ SAMPLED = ("match_on", "data", "samples", "seed")
 )
 @click.option("--half", is_flag=True, help="Store the maps of --alignment in half precision.")
 @click.option("--shard-size", type=WORD, default="5B", show_default=True, help="Largest weight file, e.g. 500M.")
-@click.option("--dtype", type=WORD, help="Storage of the output; the donor's if not given.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Storage of the output; the donor's if not given.")
 @device_option(" to compute on")
 @backend_option
 @click.option("--verify/--no-verify", default=True, help="Compare OUT's outputs with the donor's.")
@@ -75,7 +76,7 @@ def command(
     from rotation_merge.matching.aligned_output import match_pair, write_aligned, write_alignment
     from rotation_merge.matching.pair import open_pair
     from rotation_merge.model.run_keys import mark_of, unchanged
-    from rotation_merge.model.writing import StorageOptions, check_dtype, parse_size
+    from rotation_merge.model.writing import StorageOptions, parse_size
     from rotation_merge.run.ledger import kept_beside
     from rotation_merge.run.proof import Proof, prove
     from rotation_merge.workers import on_backend
@@ -90,7 +91,6 @@ def command(
     if on and backend != THREADS:
         problem = f"--backend {backend} works for matching on weights only"
         raise RotationMergeError(problem, remedy="leave out --match-on, or --backend")
-    check_dtype(dtype)
     shard_bytes = parse_size(shard_size)
     device, worker_device = devices(device, backend)
     pair = open_pair(anchor, donor, options, untie, device)

@@ -20,6 +20,7 @@ from rotation_merge.cli.options import (
 )
 from rotation_merge.cli.paths import ALIGNMENT, MODEL, NEW_MODEL, SAMPLE_SOURCE, WORD, inputs_of, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
+from rotation_merge.config import DTYPES
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import FOLDER, Output, check_output
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 @click.option(
     "--shard-size", type=WORD, default="5B", show_default=True, help="Largest weight file of a model, e.g. 500M."
 )
-@click.option("--dtype", type=WORD, help="Storage of a carried model; the new base's if not given.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Storage of a carried model; the new base's if not given.")
 @device_option(" to compute on")
 @partial(matching_options, defaults=TransferConfig().match)
 @json_option
@@ -75,7 +76,7 @@ def command(
     """
     from rotation_merge.carrying.bases import Execution
     from rotation_merge.carrying.transfer import carry
-    from rotation_merge.model.writing import check_dtype, parse_size
+    from rotation_merge.model.writing import parse_size
     from rotation_merge.run.ledger import kept_beside
 
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
@@ -83,7 +84,6 @@ def command(
         for place in places:
             check_output(Output(place, "OUT", FOLDER), inputs_of(context), force=True)
     given_options = {name for name in values if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
-    check_dtype(dtype)
     size = parse_size(shard_size)
     device = usable_device(device)
     match = config_of(AlignConfig, values)

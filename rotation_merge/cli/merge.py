@@ -139,16 +139,17 @@ def _polished(search: Search, out: str) -> dict[str, Any]:
 
 def _show(outcome: Outcome, out: str | None) -> None:
     from rotation_merge.model.naming import shortened
-    from rotation_merge.model.verdict import attempt_rows, headers, rows, sentences
+    from rotation_merge.model.verdict import TRIED, attempts, results, sentences
 
     verdict = outcome.verdict
     parents = [parent.name for parent in verdict.parents]
     first, *details = sentences(verdict)
     say(first)
-    columns = headers(verdict)
-    table(f"On {verdict.samples}:", columns, rows(verdict, shortened(parents)), [*range(1, len(columns))])
-    caption = "Merges tried, with scores on the selection samples:"
-    table(caption, [*columns, "seconds"], attempt_rows(verdict), [*range(1, len(columns) + 1)])
+    for caption, (headers, *rows) in (
+        (f"On {verdict.samples}:", results(verdict, shortened(parents))),
+        (TRIED, attempts(verdict)),
+    ):
+        table(caption, headers, rows, range(1, len(headers)))
     for name, why in verdict.left_out.items():
         note(f"not tried: {name} ({why})")
     for words in details:

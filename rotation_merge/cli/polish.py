@@ -18,7 +18,6 @@ from rotation_merge.run.data import KINDS
 
 if TYPE_CHECKING:
     from rotation_merge.averaging.polish import PolishReport
-    from rotation_merge.averaging.polish_models import PolishedModel
     from rotation_merge.record import MergeReport
 
 
@@ -99,7 +98,9 @@ def write_polished(
         RotationMergeError: models, data or the place are of no use.
     """
     from rotation_merge.averaging.polish_models import polished
+    from rotation_merge.model.checkpoint import write_notes
     from rotation_merge.model.open import open_model, parse_reference
+    from rotation_merge.model.staging import staged
 
     read = [*(Input(name, "model") for name in (merged, *teachers)), *(Input(source, DATA) for source in sources)]
     check_output(Output(out, "OUT", FOLDER), read, force=True)
@@ -117,20 +118,11 @@ def write_polished(
         if result.report.gained:
             if config.merge_lora:
                 result.merge_lora()
-            _write(result, out, _record(merged, teachers, sources, result.report, config))
+            record = _record(merged, teachers, sources, result.report, config)
+            with staged(out) as staging:
+                result.write(staging)
+                write_notes(staging, record, _card(record, out, result.merged.folder))
     return result.report
-
-
-def _write(result: PolishedModel, out: str, record: MergeReport) -> None:
-    """Write what was trained, its report and its card, atomically."""
-    from rotation_merge.model.staging import staged
-    from rotation_merge.record import REPORT_FILE
-
-    with staged(out) as staging:
-        result.write(staging)
-        record.write(os.path.join(staging, REPORT_FILE))
-        with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
-            file.write(_card(record, out, result.merged.folder))
 
 
 def _record(

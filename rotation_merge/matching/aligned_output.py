@@ -146,7 +146,7 @@ def write_aligned(
     report = alignment.report or pair_report(pair, Run())
     report = replace(report, notes=[*report.notes, *view.notes])
     text = card(pair, report, os.path.basename(out))
-    write_checkpoint(pair.donor, view.blocks(), report, text, out, storage, progress, check, view.left_out)
+    write_checkpoint(view, report, text, out, storage, progress, check)
     return view
 
 

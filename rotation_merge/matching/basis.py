@@ -44,7 +44,7 @@ class Identity:
     def of(model: View) -> Identity:
         """A model's identity; one that is not as it is stored is read once."""
         if not model.as_filed.is_stored:
-            return Identity(model.name, model.fingerprint, model.mark.sums())
+            return Identity(model.name, model.fingerprint, model.mark)
         return Identity(model.name, view=model)
 
     def is_view(self, model: View) -> bool:
@@ -71,7 +71,7 @@ class Identity:
             if stamps_of(self._view) != self._stamps:
                 problem = "was changed after it was aligned"
                 raise AlignmentError(problem, where=self.name, remedy="align it again")
-            self._marks, self._view = (self._view.fingerprint, self._view.mark.sums()), None
+            self._marks, self._view = (self._view.fingerprint, self._view.mark), None
         return self._marks
 
     def __eq__(self, other: object) -> bool:

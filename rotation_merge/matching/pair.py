@@ -205,7 +205,7 @@ class Pair:
         """Return the facts on both models that an alignment stores. Biases of folded streams are folded."""
         if self.watched:
             marks = zip((self.anchor, self.donor), self.fingerprints(), self.marks, strict=True)
-            anchor, donor = (Identity(model.name, mark, known.sums()) for model, mark, known in marks)
+            anchor, donor = (Identity(model.name, mark, dict(known)) for model, mark, known in marks)
         else:
             anchor, donor = Identity.of(self.anchor), Identity.of(self.donor)
         biases, donor_biases = (hidden_biases(self.architecture, source, streams) for source in self.sources)

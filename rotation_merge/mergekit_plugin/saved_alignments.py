@@ -108,4 +108,4 @@ def _identity(session: Session, reference: ModelReference) -> Identity:
     model = session.models[reference]
     mark = session.run.marks.setdefault(str(reference), Fingerprint())
     mark.complete(model.architecture.named(), model.as_filed.tensors)
-    return Identity(str(reference), mark.hexdigest(model.as_filed.config), mark.sums())
+    return Identity(str(reference), mark.hexdigest(model.as_filed.config), dict(mark))

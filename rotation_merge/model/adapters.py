@@ -25,7 +25,7 @@ from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
 from rotation_merge.linalg.finite import all_finite
-from rotation_merge.model.headers import ADAPTER_CONFIG, Shapes, file_shapes, holds_model, read_json, tensor_files
+from rotation_merge.model.headers import ADAPTER_CONFIG, Shapes, header, opened_file, read_json, tensor_files
 from rotation_merge.model.low_rank import LowRank, stacks, transposed
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -73,7 +73,7 @@ def is_adapter(path: str) -> bool:
         CheckpointError: it holds both.
     """
     has_config = os.path.isfile(os.path.join(path, ADAPTER_CONFIG))
-    if has_config and holds_model(path):
+    if has_config and opened_file(path):
         tensor_files(path)
     return has_config
 
@@ -160,7 +160,7 @@ class Adapter:
         if not files:
             raise CheckpointError("the adapter has no weights", where=path, remedy=f"{WEIGHTS[0]} is needed")
         self._file = files[0]
-        self.shapes: Shapes = file_shapes(self._file)
+        self.shapes: Shapes = header(self._file).shapes
         kohya = any(".lora_down." in key for key in self.shapes)
         self.form = PEFT if not single else KOHYA if kohya else DIFFUSERS
         self.changes = self._read_names()

@@ -7,14 +7,16 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import yaml
 
-from rotation_merge.errors import RotationMergeError, printable, short
+from rotation_merge.errors import CheckpointError, RotationMergeError, printable, short
 from rotation_merge.files import write_text
+from rotation_merge.model.headers import read_json
 from rotation_merge.model.markdown import code, encoded, plain, prose
-from rotation_merge.model.naming import without_paths
+from rotation_merge.model.naming import shortened
 from rotation_merge.model.verdict import markdown
 from rotation_merge.record import MergeReport
 
@@ -46,6 +48,15 @@ def front_matter(text: str) -> tuple[dict[str, Any], str]:
     except (yaml.YAMLError, RecursionError):
         metadata = None
     return (metadata, text[header.end() :]) if header and isinstance(metadata, dict) else ({}, text)
+
+
+def metadata_in(folder: str) -> dict[str, Any]:
+    """The metadata of the card in a folder; empty if there is none."""
+    try:
+        with open(os.path.join(folder, "README.md"), encoding="utf-8") as file:
+            return front_matter(file.read())[0]
+    except (OSError, UnicodeDecodeError):
+        return {}
 
 
 def with_metadata(metadata: Mapping[str, Any], body: str) -> str:
@@ -216,7 +227,9 @@ def _data(report: MergeReport) -> list[str]:
 
 def usage_lines(report: MergeReport, name: str, model_class: str | None, first: Sequence[str]) -> list[str]:
     """Card lines: running the model, and making it again with and without the plugin."""
+    needs = "model: nothing beside transformers"
     if report.relation == "adapter":
+        needs = "adapter: nothing beside peft"
         base = next(iter(_hub_ids(report)), report.base or report.anchor)
         loading = [
             "from peft import PeftModel",
@@ -228,41 +241,25 @@ def usage_lines(report: MergeReport, name: str, model_class: str | None, first: 
     else:
         kind = model_class if model_class and model_class.isidentifier() else "AutoModel"
         loading = [f"from transformers import {kind}", "", f"model = {kind}.from_pretrained({json.dumps(name)})"]
-    runs = "adapter: nothing beside peft" if report.relation == "adapter" else "model: nothing beside transformers"
-    lines = ["", "### How to run it", "", f"Like any {runs} is needed.", "", "```python"]
-    lines += [*loading, "```"]
+    lines = ["", "### How to run it", "", f"Like any {needs} is needed.", "", "```python", *loading, "```"]
     return lines if report.relation != "merge" else [*lines, *_again(report, name, first)]
 
 
 def _again(report: MergeReport, name: str, first: Sequence[str]) -> list[str]:
     """Card lines: making a merge again, with and without the plugin."""
-    makers = ", ".join(
-        f"{n} {plain(v)}" for n, v in report.versions.items() if n in ("rotation-merge", "mergekit", "torch")
-    )
+    makers = [f"{n} {plain(v)}" for n, v in report.versions.items() if n in ("rotation-merge", "mergekit", "torch")]
     folder = os.path.basename(name)
-    commands = [shlex.join(["mergekit-yaml", f"{folder}/mergekit_config.yml", "again"])]
     if name.count("/") == 1:
-        commands = [f"hf download {name} --local-dir {folder}", f"mergekit-yaml {folder}/recipe.yml again"]
-    again = shlex.join(["rotation-merge", "verify", folder, "again"])
-    if first:
-        commands = [
-            f"hf download {name} --local-dir {folder}",
-            f"cd {folder}",
-            *first,
-            "mergekit-yaml recipe.yml ../again",
-        ]
-        again = "rotation-merge verify . ../again"
-    lines = ["", "### How to make it again", "", f"With {makers}:", "", "```bash", *commands, "```", ""]
-    same = "On the same machine with the same versions"
-    if first:
-        lines += [
-            "Its statistics are not published. Measure them first, on the same samples.",
-            "",
-        ]
-        same += " and samples"
+        merge = [f"hf download {name} --local-dir {folder}", f"cd {folder}", *first]
+        merge, compare = [*merge, "mergekit-yaml recipe.yml ../again"], "rotation-merge verify . ../again"
+    else:
+        merge = [shlex.join(["mergekit-yaml", f"{folder}/mergekit_config.yml", "again"])]
+        compare = shlex.join(["rotation-merge", "verify", folder, "again"])
+    lines = ["", "### How to make it again", "", f"With {', '.join(makers)}:", "", "```bash", *merge, "```", ""]
+    lines += ["Its statistics are not published. They are measured first, on the same samples.", ""] if first else []
     lines.append(
-        f"{same} the bytes are the same. With other CPU kernels most weights differ by up to {TOLERANCE:g}; "
-        f"{code(again)} tells you whether both models compute the same."
+        "On the same machine with the same versions and samples the bytes are the same. With other CPU kernels most "
+        f"weights differ by up to {TOLERANCE:g}; {code(compare)} tells you whether both models compute the same."
     )
     return [*lines, "", _without_plugin(report)]
 
@@ -302,12 +299,10 @@ def kept_figures(folder: str) -> list[dict[str, Any]]:
 
 def class_of(folder: str) -> str | None:
     """The class of transformers that a checkpoint's config names."""
-    try:
-        with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-            classes = json.load(file).get("architectures")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-    return str(classes[0]) if isinstance(classes, list) and classes else None
+    with suppress(CheckpointError):
+        classes = read_json(os.path.join(folder, "config.json")).get("architectures")
+        return str(classes[0]) if isinstance(classes, list) and classes else None
+    return None
 
 
 def add_section(path: str, report: MergeReport) -> None:
@@ -354,10 +349,14 @@ def updated_card(
 
 def _without_paths(report: MergeReport) -> Callable[[str], str]:
     """A function that replaces this machine's paths that the report knows: models, samples, files."""
-    names = [*_model_names(report), *_files(report)]
+    known = {*_model_names(report), *_files(report)}
+    paths = [name for name in known if name.startswith((".", "~", "/")) or ("/" in name and os.path.exists(name))]
     hub = {name: facts["hub"] for name, facts in _parents(report).items() if facts.get("hub")}
-    written = [form(name) for name in names for form in (str, plain, encoded)]
-    return without_paths(written, {form(name): known for name, known in hub.items() for form in (str, plain, encoded)})
+    shown = {path: hub.get(path, short) for path, short in shortened(paths).items()}
+    words = {form(path): form(short) for path, short in shown.items() for form in (encoded, plain, str)}
+    longest_first = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+    pattern = re.compile(rf"(?<![\w./~@-])(?:{longest_first})(?![\w/@-])(?!\.\w)")
+    return lambda text: pattern.sub(lambda match: words[match[0]], text) if words else text
 
 
 def _model_names(report: MergeReport) -> list[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator
 
 from mergekit.common import dtype_from_name
 from torch import Tensor
@@ -23,53 +22,46 @@ Check = Callable[[str], tuple[bool, str]]
 
 
 def write_checkpoint(
-    like: View,
-    tensors: Iterable[tuple[str, Tensor]],
+    view: View,
     report: MergeReport,
     text: str | Callable[[], str],
     out: str,
     storage: StorageOptions,
     progress: Progress | None = None,
     check: Check | None = None,
-    left_out: Collection[str] = (),
-    as_they_are: Iterable[tuple[str, Tensor]] = (),
 ) -> None:
     """A model as a normal checkpoint, whole or not at all.
 
     Args:
-        like: whose config and tokenizer it has, and those of its tensors that `tensors` leaves out.
         text: the model card, or a function that returns it once all tensors are written.
         check: checks the written files before they take their place.
-        left_out: those of its tensors that are not written at all.
-        as_they_are: further tensors, which are not rounded.
 
     Raises:
         CheckpointError: it has not passed; it is kept as OUT.rejected.
     """
     dtype = dtype_from_name(storage.dtype)
-    written: set[str] = set()
 
-    def complete() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in as_they_are:
-            written.add(name)
-            yield name, tensor
-        remaining = ((name, like[name]) for name in like.names if name not in written and name not in left_out)
-        for name, tensor in chain(tensors, remaining):
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for number, (name, tensor) in enumerate(view.blocks()):
             if progress is not None:
-                progress("writing", len(written), len(like.names))
-            written.add(name)
-            yield name, tensor.to(stored_dtype(tensor, dtype or like.stored_dtypes.get(name)))
+                progress("writing", number, len(view))
+            yield name, tensor.to(stored_dtype(tensor, dtype or view.stored_dtypes.get(name)))
 
     with staged(out) as staging:
-        with unchanged([like]):
-            like.write(staging, complete(), storage)
-        report.write(os.path.join(staging, REPORT_FILE))
+        with unchanged([view]):
+            view.write(staging, tensors(), storage)
+        text = text if isinstance(text, str) else text()
         passed, words = check(staging) if check is not None else (True, "")
+        write_notes(staging, report, f"{text}\n{words[:1].upper()}{words[1:]}.\n" if words else text)
         if not passed:
             rejected = free_name(f"{out.rstrip(os.sep)}.rejected")
             shutil.move(staging, rejected)
-            problem = f"does not compute what {like.name} computes ({words})"
+            problem = f"does not compute what {view.name} computes ({words})"
             raise CheckpointError(problem, where=rejected, remedy="nothing else was written; please report it")
-        text = text if isinstance(text, str) else text()
-        with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
-            file.write(f"{text}\n{words[:1].upper()}{words[1:]}.\n" if words else text)
+
+
+def write_notes(folder: str, report: MergeReport, text: str) -> None:
+    """Write the report and the card beside a model."""
+    report.write(os.path.join(folder, REPORT_FILE))
+    with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as file:
+        file.write(text)

@@ -27,39 +27,29 @@ def checksum(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(data.data):08x}"
 
 
-class Fingerprint:
-    """The fingerprint of one model, built from its tensors in any order.
+class Fingerprint(dict[str, str]):
+    """The checksums of one model's tensors by name (see `checksum`), added in any order.
 
     A CRC-32 of every tensor's bytes, then a hash over the config and the names, dtypes, shapes and sums of all tensors.
     It tells models apart at a few gigabytes a second; it is no protection against forgery.
     """
 
-    def __init__(self) -> None:
-        self._tensors: dict[str, str] = {}
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
     def add(self, name: str, tensor: Tensor) -> Tensor:
         """Add a stored tensor, and return it; each name counts once."""
-        if name not in self._tensors:
-            self._tensors[name] = checksum(tensor)
+        if name not in self:
+            self[name] = checksum(tensor)
         return tensor
-
-    def sums(self) -> dict[str, str]:
-        """Checksums of the tensors so far, by name (see `checksum`)."""
-        return dict(self._tensors)
 
     def complete(self, names: Iterable[str], source: TensorSource) -> None:
         """Read the tensors that have not been added yet."""
         for name in names:
-            if name not in self._tensors and name in source:
+            if name not in self and name in source:
                 self.add(name, source[name])
 
     def hexdigest(self, config: Mapping[str, Any]) -> str:
         """The digest of the config and the tensors so far, 40 characters."""
         digest = hashlib.blake2b(digest_size=20)
         digest.update(json.dumps(compared_config(config), sort_keys=True, default=str).encode())
-        for name in sorted(self._tensors):
-            digest.update(f"\n{name} {self._tensors[name]}".encode())
+        for name in sorted(self):
+            digest.update(f"\n{name} {self[name]}".encode())
         return digest.hexdigest()

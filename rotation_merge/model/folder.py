@@ -9,12 +9,12 @@ from threading import Lock
 from typing import Any
 
 from mergekit.common import ModelPath, ModelReference
-from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
+from mergekit.io.loader import TensorLoader
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, nearest_path
 from rotation_merge.model import gguf
-from rotation_merge.model.headers import Header, file_shapes, header, holds_model, tensor_files
+from rotation_merge.model.headers import Header, header, opened_file, tensor_files
 from rotation_merge.model.hub import downloaded, in_cache, is_hub_name
 from rotation_merge.model.sentence import module_files
 from rotation_merge.model.tensors import Tensors, by_name
@@ -26,8 +26,8 @@ _UNPICKLING = Lock()
 """Held by whoever unpickles lazily: mergekit has all of torch read otherwise meanwhile, and two threads at once would
 leave it so."""
 
-_open: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Loaders whose files may be mapped into memory."""
+_readers: weakref.WeakSet[ShardReader] = weakref.WeakSet()
+"""Those whose files may be mapped into memory."""
 
 
 def place_of(part: ModelPath, cache: str | None = None) -> str | None:
@@ -75,20 +75,20 @@ def fetched(part: ModelPath, cache: str | None = None, patterns: Sequence[str] =
 def fetched_weights(part: ModelPath, cache: str | None = None) -> str:
     """`fetched` with the weights: safetensors, or pickles where there are none."""
     folder = fetched(part, cache, [*SMALL, "*.safetensors"])
-    return folder if holds_model(folder) else fetched(part, cache, [*SMALL, "*.bin"])
+    return folder if opened_file(folder) else fetched(part, cache, [*SMALL, "*.bin"])
 
 
 def absent_parts(reference: ModelReference) -> list[ModelPath]:
     """A model, or its adapter, where it is on the hub and has not been downloaded; nothing is fetched."""
-    parts = [part for part in (reference.model, reference.lora) if part is not None]
-    on_hub = [part for part in parts if is_hub_name(part.path) or gguf.hub_files(part.path, None)]
-    return [part for part in on_hub if not os.path.exists(part.path) and not _holds_weights(place_of(part))]
-
-
-def _holds_weights(place: str | None) -> bool:
-    """Whether a folder in the hub's cache has more than small files."""
-    names = os.listdir(place) if place is not None and os.path.isdir(place) else [place or ""]
-    return any(name.lower().endswith((".safetensors", ".bin", ".gguf")) for name in names)
+    absent = []
+    for part in filter(None, (reference.model, reference.lora)):
+        on_hub = is_hub_name(part.path) or gguf.hub_files(part.path, None)
+        place = place_of(part) or ""
+        names = os.listdir(place) if os.path.isdir(place) else [place]  # in the cache may be small files alone
+        weights = any(name.lower().endswith((".safetensors", ".bin", ".gguf")) for name in names)
+        if on_hub and not os.path.exists(part.path) and not weights:
+            absent.append(part)
+    return absent
 
 
 def _as_folder(place: str) -> str:
@@ -97,32 +97,36 @@ def _as_folder(place: str) -> str:
 
 
 class ShardReader:
-    """Reads tensors of a folder by name; in another process it opens the files anew.
+    """Reads tensors of a folder by name, one file open at a time; in another process it opens the files anew.
 
     Attributes:
-        files: by name of a tensor, the file that holds it, from the folder.
-        prefixes: by file, what its tensors' names begin with in the whole model: modules of sentence-transformers.
+        places: by name of a tensor, the file that holds it, from the folder, and its name there.
     """
 
-    def __init__(
-        self, folder: str, files: Mapping[str, str], prefixes: Mapping[str, str], lazy_unpickle: bool = False
-    ) -> None:
-        self.folder, self.files, self.prefixes, self.lazy_unpickle = folder, files, prefixes, lazy_unpickle
-        self._loaders: dict[str, Any] = {}
+    def __init__(self, folder: str, places: Mapping[str, tuple[str, str]], lazy_unpickle: bool) -> None:
+        self.folder, self.places, self.lazy_unpickle = os.path.abspath(folder), places, lazy_unpickle
+        self._lock = _UNPICKLING if lazy_unpickle else Lock()
+        self._open: tuple[str, Any] = ("", None)
+        _readers.add(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "folder": os.path.abspath(self.folder), "_loaders": {}}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardReader, (self.folder, self.places, self.lazy_unpickle)
 
     def __call__(self, name: str) -> Tensor:
-        file = self.files[name]
-        prefix = self.prefixes.get(file)
-        place = self.folder if prefix is None else os.path.join(self.folder, os.path.dirname(file))
-        if not os.path.isdir(place):  # where it was opened it was there
-            raise CheckpointError("no such directory", where=place, remedy="put the model under the same path")
-        if place not in self._loaders:
-            self._loaders[place] = _loader(place, self.lazy_unpickle)
-        tensor: Tensor = self._loaders[place].get_tensor(name.removeprefix(prefix or ""))
+        file, key = self.places[name]
+        if not os.path.isdir(self.folder):  # where it was opened it was there
+            raise CheckpointError("no such directory", where=self.folder, remedy="put the model under the same path")
+        with self._lock:
+            if self._open[0] != file:
+                self._open = "", None  # a pickle is in memory
+                self._open = file, TensorLoader.get(os.path.join(self.folder, file), self.lazy_unpickle)
+            tensor: Tensor = self._open[1].get_tensor(key)
         return tensor
+
+    def close(self) -> None:
+        """Close the file that is mapped into memory."""
+        with self._lock:
+            self._open = "", None
 
 
 def stored_tensors(
@@ -136,27 +140,16 @@ def stored_tensors(
     Raises:
         CheckpointError: names the file that cannot be read.
     """
-    prefixes, files = module_files(folder, modules), tensor_files(folder)
-    for file, prefix in prefixes.items():
-        files |= {prefix + name: file for name in file_shapes(os.path.join(folder, file))}
-    headers = [(prefixes.get(file, ""), header(os.path.join(folder, file))) for file in sorted(set(files.values()))]
-    shapes = {prefix + name: shape for prefix, stored in headers for name, shape in stored.shapes.items()}
-    kinds = {prefix + name: kind for prefix, stored in headers for name, kind in stored.kinds.items()}
-    whole = Header({name: shapes[name] for name in files}, {name: kinds[name] for name in files})
-    reader = by_name(ShardReader(folder, files, prefixes, lazy_unpickle))
-    return Tensors(whole.shapes, whole.dtypes, reader), whole.kinds
-
-
-def _loader(folder: str, lazy_unpickle: bool) -> Any:
-    """mergekit's loader of a folder, which keeps one shard open."""
-    loader = LazyTensorLoader(ShardedTensorIndex.from_disk(folder), lazy_unpickle=lazy_unpickle)
-    if lazy_unpickle:
-        loader.lock = _UNPICKLING
-    _open.add(loader)
-    return loader
+    places = {name: (file, name) for name, file in tensor_files(folder).items()}
+    for file, prefix in module_files(folder, modules).items():
+        places |= {prefix + name: (file, name) for name in header(os.path.join(folder, file)).shapes}
+    headers = {file: header(os.path.join(folder, file)) for file in {file for file, _ in places.values()}}
+    shapes = {name: headers[file].shapes[key] for name, (file, key) in places.items()}
+    whole = Header(shapes, {name: headers[file].kinds[key] for name, (file, key) in places.items()})
+    return Tensors(shapes, whole.dtypes, by_name(ShardReader(folder, places, lazy_unpickle))), whole.kinds
 
 
 def close_files() -> None:
     """Close the weight files that are mapped into memory; the next read opens them again."""
-    for loader in list(_open):
-        loader.flush()
+    for reader in list(_readers):
+        reader.close()

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, named, nearest, nearest_path, no_space, short
-from rotation_merge.files import write_json
-from rotation_merge.model.headers import read_json
+from rotation_merge.files import locked, write_json
+from rotation_merge.model.headers import AGAIN, read_json
 from rotation_merge.model.hub import HubFile, is_gguf_file, reachable
 from rotation_merge.model.staging import staged
 
@@ -30,6 +30,9 @@ no ending, nothing copies it into other models."""
 
 FORMAT = 1
 """Counted up when the same file is decoded into another folder than before."""
+
+FOREVER = -1.0
+"""Seconds to wait for another process that decodes the same file."""
 
 WEIGHTS = (".safetensors", ".bin", ".index.json")
 
@@ -135,7 +138,6 @@ def decoded(path: str) -> str:
     Raises:
         CheckpointError: it is truncated or damaged, a file is missing, or it is of a kind that is not read.
     """
-    from filelock import FileLock
     from huggingface_hub import constants
 
     path = _model_in(path) if os.path.isdir(path) else path
@@ -143,18 +145,23 @@ def decoded(path: str) -> str:
     if missing := next((file for file in paths if not os.path.isfile(file)), None):
         problem = f"is one of {len(paths)} files, but {os.path.basename(missing)} is missing"
         raise CheckpointError(problem, where=path, remedy="download it, too")
-    parent = os.path.join(constants.HF_HOME, "rotation_merge", "gguf")
-    folder = os.path.join(parent, f"{Path(paths[0]).stem[:80]}-{_mark(paths)}")
+    name = f"{Path(paths[0]).stem[:80]}-{_mark(paths)}"
+    folder = os.path.join(constants.HF_HOME, "rotation_merge", "gguf", name)
     if not os.path.isdir(folder):
         try:
-            os.makedirs(parent, exist_ok=True)
-            with FileLock(f"{folder}.lock"):
+            with locked(folder, wait=FOREVER):
                 if not os.path.isdir(folder):
                     _decode(paths, folder)
-        except RotationMergeError:
+        except CheckpointError:
             raise
         except Exception as error:  # numpy, torch, safetensors and tokenizers raise errors of many classes
-            raise _explained(error, path, folder) from error
+            if isinstance(error, OSError | NotImplementedError | RotationMergeError) or no_space(error):
+                reason = short(getattr(error, "strerror", None) or error)
+                problem = f"the weights of {path} cannot be written ({reason})"
+                remedy = "set HF_HOME to a folder of your own, with room for all weights as float32"
+                raise CheckpointError(problem, where=folder, remedy=remedy) from error
+            problem = f"its metadata are damaged ({short(error)})"
+            raise CheckpointError(problem, where=path, remedy=AGAIN) from error
     return folder
 
 
@@ -164,15 +171,6 @@ def _mark(paths: Sequence[str]) -> str:
     files = [os.path.realpath(path) for path in [*paths, beside] if os.path.exists(path)]
     facts = [(path, os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files]
     return hashlib.blake2b(json.dumps([FORMAT, facts]).encode(), digest_size=6).hexdigest()
-
-
-def _explained(error: Exception, path: str, folder: str) -> CheckpointError:
-    """The error for whatever damaged metadata or a full disk make a library raise: the file, or the folder."""
-    if isinstance(error, OSError | NotImplementedError) or no_space(error):  # a disk without locks
-        problem = f"the weights of {path} cannot be written ({short(getattr(error, 'strerror', None) or error)})"
-        remedy = "set HF_HOME to a folder of your own, with room for all weights as float32"
-        return CheckpointError(problem, where=folder, remedy=remedy)
-    return CheckpointError(f"its metadata are damaged ({short(error)})", where=path, remedy="download it again")
 
 
 def _decode(paths: Sequence[str], folder: str) -> None:

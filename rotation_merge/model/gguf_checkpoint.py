@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from rotation_merge.architecture.registry import overlay
 from rotation_merge.errors import CheckpointError, nearest, short
 from rotation_merge.files import write_json
 from rotation_merge.model.gguf_file import GgufFile, open_gguf
-from rotation_merge.model.headers import FLOATS, TOKENIZER
+from rotation_merge.model.headers import FLOATS, TOKENIZER, read_json
 
 SAFETENSORS = "take the model in safetensors"
 
@@ -47,30 +46,11 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ORIGINAL_LENGTHS = [1 << power for power in (13, *range(9, 13), *range(14, 21))]
 """Candidate parameters of Llama 3's rule for frequencies; a GGUF stores only its results."""
 
-NO_MODELS = {
-    "imatrix": ("an importance matrix for quantisation", "name the model's own file"),
-    "adapter": ("a LoRA adapter", "name the LoRA in peft's format (BASE+ADAPTER): the folder it was converted from"),
-}
-"""What other files in GGUF hold, by their `general.type`, and what to do instead."""
-
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """transformers' words for special tokens, and those of metadata."""
 OWN_TOKENIZER = "put the model's tokenizer.json beside the file"
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-"""GPT-2's rule for splitting text into words, which transformers takes for every rule that it does not know."""
-THREES = {"type": "Split", "pattern": {"Regex": "[0-9][0-9][0-9]"}, "behavior": "Isolated", "invert": False}
 LIKE_GPT2 = "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "gigachat", "roberta-bpe"
 SINGLE_DIGITS = "smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b"
-SPLITS: dict[str, tuple[dict[str, Any], ...]] = {
-    **dict.fromkeys(LIKE_GPT2, (BYTES,)),
-    **dict.fromkeys(SINGLE_DIGITS, ({"type": "Digits", "individual_digits": True}, BYTES)),
-    "falcon": (
-        {"type": "Punctuation", "behavior": "Contiguous"},
-        BYTES,
-        {"type": "Digits", "individual_digits": False},
-        THREES,
-    ),
-}
 """Rules for splitting text that transformers' reader does not tell from GPT-2's, by llama.cpp's names."""
 UNNAMED_SPLITS = {"gpt2": "gpt-2", "falcon": "falcon", "starcoder2": "starcoder"}
 """Those of architectures whose older files name none."""
@@ -145,8 +125,8 @@ def family_of(gguf: GgufFile) -> Family:
     architecture = gguf.architecture
     kind = "imatrix" if gguf.metadata("imatrix.datasets") else gguf.metadata("general.type", "model")
     if kind != "model" or architecture == "clip":
-        content, remedy = NO_MODELS.get(kind, (f"a '{kind}' of architecture '{architecture}'", "name the model's file"))
-        raise gguf.refusal(f"holds {content}, not a language model", remedy)
+        problem = f"is of type '{kind}', architecture '{architecture}': not a language model"
+        raise gguf.refusal(problem, "name the model's own file; an adapter in peft's format, as BASE+ADAPTER")
     fitting = [family for family in families() if family.fits(gguf)]
     if not fitting:
         known = sorted({family.architecture for family in families()})
@@ -159,9 +139,12 @@ def read_config(gguf: GgufFile, family: Family) -> dict[str, Any]:
     """The content of config.json, from a GGUF's metadata.
 
     Raises:
-        CheckpointError: the metadata lack an entry, or transformers' config cannot express one.
+        CheckpointError: the metadata lack a size, or transformers' config cannot express one.
     """
-    _check_sizes(gguf)
+    for key in ("embedding_length", "block_count", "attention.head_count"):  # from which all other sizes follow
+        size = _single(gguf, key)
+        if not isinstance(size, int) or size < 1:
+            raise gguf.refusal(f"'{gguf.architecture}.{key}' is {size!r}, which is no size")
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, **family.fixed}
     stored = {entry: _single(gguf, key) for entry, key in family.config.items()}
     config.update({entry: value for entry, value in stored.items() if value is not None})
@@ -175,30 +158,6 @@ def read_config(gguf: GgufFile, family: Family) -> dict[str, Any]:
     config["dtype"] = str(max(matrices, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
     none = {key for key in family.fixed if config[key] == 0 and config[key] is not False}
     return {key: None if key in none else value for key, value in config.items()}
-
-
-def _check_sizes(gguf: GgufFile) -> None:
-    """Check that the sizes from which all others follow are there, and fit the tensors.
-
-    Raises:
-        CheckpointError: names the first that does not.
-    """
-    sizes = {key: _single(gguf, key) for key in ("embedding_length", "block_count", "attention.head_count")}
-    for key, size in sizes.items():
-        if size is None:
-            raise gguf.refusal(f"its metadata lack '{gguf.architecture}.{key}'")
-        if not isinstance(size, int) or size < 1:
-            raise gguf.refusal(f"'{gguf.architecture}.{key}' is {size!r}, which is no size")
-    if "token_embd.weight" not in gguf.tensors:
-        raise gguf.refusal("has no tensor 'token_embd.weight'")
-    last = f"blk.{sizes['block_count'] - 1}"
-    if not any(name.startswith(f"{last}.") for name in gguf.tensors):
-        raise gguf.refusal(f"its metadata say {sizes['block_count']} layers, but no tensor is named '{last}...'")
-    experts = gguf.value("expert_count") or 0
-    stored = sorted({gguf.shape(name)[0] for name in gguf.tensors if name.endswith("_exps.weight")})
-    if experts and stored != [experts]:
-        words = " or ".join(map(str, stored)) or "none"
-        raise gguf.refusal(f"its metadata say {experts} experts, its tensors hold {words}")
 
 
 def _single(gguf: GgufFile, key: str) -> Any:
@@ -343,19 +302,23 @@ def _types(model: GgufFile) -> str:
 
 def _places(model: GgufFile, family: Family, config: Mapping[str, Any]) -> dict[str, tuple[str, str, int | None]]:
     """Each tensor's name in the file, its layout there, and which expert of those in it."""
-    heads = {"output.weight"} if config["tie_word_embeddings"] else set()
-    names = set(model.tensors) - set(ROPE_FACTORS) - heads
-    layers, experts = range(model.value("block_count")), range(model.value("expert_count") or 0)
-    places = {}
+    stems: dict[str, tuple[str, str]] = {}
     for stem, place in family.tensors.items():
         template, layout = (place, "") if isinstance(place, str) else place
-        each = product(layers if "{i}" in stem else [0], experts if "{e}" in stem else [None], (".weight", ".bias"))
-        for i, e, end in each:
-            if (stored := template.format(i=i) + end) in names:
-                places[stem.format(i=i, e=e) + end] = stored, layout, e
-    if unknown := sorted(names - {stored for stored, _, _ in places.values()}):
-        raise model.refusal(f"tensor '{unknown[0]}' has no place in a {family.class_name}", SAFETENSORS)
-    return places
+        stems[template] = stem, layout
+    places: dict[str, tuple[str, str, int | None]] = {}
+    for stored in sorted(
+        model.tensors.keys() - {*ROPE_FACTORS, "output.weight" if config["tie_word_embeddings"] else ""}
+    ):
+        template, _, end = stored.rpartition(".")
+        layer = re.match(r"blk\.(\d+)\.", stored)
+        stem, layout = stems.get(template if layer is None else template.replace(layer[1], "{i}", 1), ("", ""))
+        if not stem or end not in ("weight", "bias"):
+            raise model.refusal(f"tensor '{stored}' has no place in a {family.class_name}", SAFETENSORS)
+        for expert in range(model.shape(stored)[0]) if "{e}" in stem else [None]:
+            name = stem.format(i=layer and layer[1], e=expert)
+            places[f"{name}.{end}"] = stored, layout, expert
+    return dict(sorted(places.items()))
 
 
 def _write_tokenizer(model: GgufFile, folder: str) -> None:
@@ -399,6 +362,7 @@ def _check_vocabulary(path: str, tokens: Sequence[str], file: str) -> None:
 
 def _convert_tokenizer(model: GgufFile, tokens: Sequence[str], folder: str) -> None:
     """The file's tokenizer as transformers reads it, without tokens that transformers adds or pads."""
+    from tokenizers.pre_tokenizers import ByteLevel
     from transformers import PreTrainedTokenizerFast
 
     source, file = os.path.split(os.path.abspath(model.paths[0]))
@@ -410,30 +374,38 @@ def _convert_tokenizer(model: GgufFile, tokens: Sequence[str], folder: str) -> N
             number = model.metadata(f"tokenizer.ggml.{key}_token_id")
             if number is not None:
                 setattr(tokenizer, f"{word}_token", tokens[number])
-        tokenizer.save_pretrained(folder)
+        backend = tokenizer.backend_tokenizer
     except Exception as error:  # transformers and tokenizers raise errors of many classes
         raise model.refusal(f"its tokenizer cannot be read by transformers ({short(error)})", OWN_TOKENIZER) from error
+    if model.metadata("tokenizer.ggml.model") == "gpt2" and isinstance(backend.pre_tokenizer, ByteLevel):
+        backend.pre_tokenizer = _splitting(model)
+    tokenizer.save_pretrained(folder)
     path = os.path.join(folder, "tokenizer.json")
-    with open(path, encoding="utf-8") as stream:
-        content = json.load(stream)
+    content = read_json(path)
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < len(tokens)]
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, dict):
         content["model"]["vocab"] = {token: number for token, number in vocabulary.items() if number < len(tokens)}
-    if model.metadata("tokenizer.ggml.model") == "gpt2" and content["pre_tokenizer"]["type"] == "ByteLevel":
-        content["pre_tokenizer"] = _splitting(model)
     write_json(path, content)
 
 
-def _splitting(model: GgufFile) -> dict[str, Any]:
+def _splitting(model: GgufFile) -> Any:
     """The rule for splitting text that a file names, where transformers' reader took GPT-2's.
 
     Raises:
         CheckpointError: it names none, or one that is not known.
     """
+    from tokenizers import Regex, pre_tokenizers
+
     name = model.metadata("tokenizer.ggml.pre") or UNNAMED_SPLITS.get(model.architecture)
-    if name not in SPLITS:
-        words = f"by '{name}', which is not known" if name else "in a way that it does not name"
-        raise model.refusal(f"its tokenizer splits text {words}", OWN_TOKENIZER)
-    parts = SPLITS[name]
-    return parts[0] if len(parts) == 1 else {"type": "Sequence", "pretokenizers": parts}
+    like_gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if name in LIKE_GPT2:
+        return like_gpt2
+    if name in SINGLE_DIGITS:
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), like_gpt2])
+    if name == "falcon":
+        threes = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
+        words = pre_tokenizers.Punctuation("contiguous"), like_gpt2, pre_tokenizers.Digits(individual_digits=False)
+        return pre_tokenizers.Sequence([*words, threes])
+    problem = f"by '{name}', which is not known" if name else "in a way that it does not name"
+    raise model.refusal(f"its tokenizer splits text {problem}", OWN_TOKENIZER)

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, short
-from rotation_merge.model.headers import FLOATS, reason
-
-AGAIN = "download it again"
+from rotation_merge.model.headers import AGAIN, FLOATS, reason
 
 
 class CheckedReader(gguf.GGUFReader):
@@ -63,7 +61,7 @@ class GgufFile:
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor when read: floating-point numbers keep theirs, codes become float32."""
-        return FLOATS.get(self.tensors[name].tensor_type.name, torch.float32)
+        return getattr(torch, FLOATS.get(self.tensors[name].tensor_type.name, "float32"))
 
     def refusal(self, problem: str, remedy: str = AGAIN) -> CheckpointError:
         return CheckpointError(problem, where=self.paths[0], remedy=remedy)
@@ -109,10 +107,8 @@ def open_gguf(paths: Sequence[str]) -> GgufFile:
 def _opened(path: str) -> CheckedReader:
     try:
         reader = CheckedReader(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {reason(error)}", where=path) from error
-    except (EOFError, ValueError, KeyError, OverflowError, MemoryError) as error:
-        problem = f"is no GGUF file that the gguf package can read, or truncated ({short(error)})"
+    except (OSError, EOFError, ValueError, KeyError, OverflowError, MemoryError) as error:
+        problem = f"is no GGUF file that the gguf package can read, or truncated ({short(reason(error))})"
         raise CheckpointError(problem, where=path, remedy=f"{AGAIN}, or update gguf") from error
     if reader.byte_order == "S":
         raise CheckpointError("is big-endian", where=path, remedy="write it again with llama.cpp")

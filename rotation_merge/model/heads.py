@@ -122,8 +122,7 @@ def write_heads(merged: str, donors: Sequence[View], report: MergeReport, shard_
         body = f"The merged body with the head of {code(view.reference)}."
         text = f"---\nlibrary_name: transformers\n---\n# {name}\n\n{body}\n"
         storage = StorageOptions(shard_size, str(view.dtype).removeprefix("torch."))
-        out = os.path.join(merged, HEADS, name)
-        write_checkpoint(view, (), report, text, out, storage, as_they_are=view.blocks())
+        write_checkpoint(view, report, text, os.path.join(merged, HEADS, name), storage)
 
 
 def heads_in(merged: str) -> dict[str, str]:

@@ -44,27 +44,20 @@ def reachable() -> bool:
     """Whether the hub answers; if not, the libraries are set offline, as each would try for half a minute."""
     global _silenced
     from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
 
     if constants.HF_HUB_OFFLINE and not _silenced:
         return False
     when, answer = _answers.get(constants.ENDPOINT, (-REMEMBERED, False))
-    now = time.monotonic()
-    if now - when >= REMEMBERED:
-        constants.HF_HUB_OFFLINE = False
-        answer = _asked(constants.ENDPOINT)
-        _answers[constants.ENDPOINT] = now, answer
+    if time.monotonic() - when >= REMEMBERED:
+        constants.HF_HUB_OFFLINE, answer = False, True
+        try:
+            get_session().head(constants.ENDPOINT, timeout=SECONDS)
+        except Exception:  # of the client of HTTP below, which is another each year
+            answer = False
+        _answers[constants.ENDPOINT] = time.monotonic(), answer
     constants.HF_HUB_OFFLINE = _silenced = not answer
     return answer
-
-
-def _asked(endpoint: str) -> bool:
-    from huggingface_hub.utils import get_session
-
-    try:
-        get_session().head(endpoint, timeout=SECONDS)
-    except Exception:  # of the client of HTTP below, which is another each year
-        return False
-    return True
 
 
 def no_answer() -> tuple[str, str]:
@@ -75,12 +68,12 @@ def no_answer() -> tuple[str, str]:
 
 
 def in_cache(repo: str, revision: str | None = None, cache: str | None = None) -> str | None:
-    """The folder of a repository's files in the hub's cache; None if there is none."""
+    """The folder of a repository's files in the hub's cache, however many; None if there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return snapshot_download(repo, revision=revision, cache_dir=cache, local_files_only=True)
+        return snapshot_download(repo, revision=revision, cache_dir=cache, allow_patterns=[], local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
 
@@ -99,7 +92,7 @@ def _fetched(name: str, cached: str | None, kind: str, remedy: str, download: Ca
         raise CheckpointError(problem, where=name, remedy=nearest_path(name, otherwise))
     try:
         return download()
-    except Exception as error:  # as in `_asked`
+    except Exception as error:  # as in `reachable`
         raise CheckpointError(f"cannot be downloaded ({short(error)})", where=name, remedy=remedy) from error
 
 

@@ -53,12 +53,9 @@ def nearness(architecture: Architecture, first: TensorSource, second: TensorSour
     """
     cosines = []
     for name in _spread(architecture, first, second):
-        first_matrix, second_matrix = first[name], second[name]
-        if first_matrix.shape != second_matrix.shape:
-            continue
-        first_matrix, second_matrix = first_matrix.flatten().float(), second_matrix.flatten().float()
-        if bool(first_matrix.any()) and bool(second_matrix.any()):
-            cosines.append(float(torch.nn.functional.cosine_similarity(first_matrix, second_matrix, dim=0)))
+        a, b = first[name].float(), second[name].float()
+        if a.shape == b.shape and bool(a.any()) and bool(b.any()):
+            cosines.append(float(torch.cosine_similarity(a.flatten(), b.flatten(), dim=0)))
     return Nearness(tuple(cosines))
 
 

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.blocks import check_shapes
 from rotation_merge.model.folder import SMALL, fetched, fetched_weights, stored_tensors
 from rotation_merge.model.gguf import quantised
-from rotation_merge.model.headers import check_codes, check_config, tensor_files
+from rotation_merge.model.headers import check_codes, check_config
 from rotation_merge.model.sentence import read_modules
 from rotation_merge.model.tensors import Shapes, Tensors, as_tensors
 from rotation_merge.model.view import Files, View
@@ -81,8 +80,7 @@ def open_model(
         values = {**_values(getattr(model, "config", None), name), "architectures": [type(model).__name__]}
         return _in_memory(name or type(model).__name__, model.state_dict(), values, untie, model)
     if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], Mapping):
-        label = name or "the state dict"
-        return _in_memory(label, model[0], _with_class(_values(model[1], name), model[0], label), untie)
+        return _in_memory(name or "the state dict", model[0], _with_class(_values(model[1], name), model[0]), untie)
     problem = (
         "is a state dict without its config" if isinstance(model, Mapping) else f"is of type {type(model).__name__}"
     )
@@ -98,9 +96,9 @@ def _in_memory(
         raise CheckpointError(problem, where=name, remedy="give a pair (state dict, config), with tensors of torch")
     tensors = as_tensors(state, name)
     if not stores_codes(config):
-        check_codes({key: str(dtype) for key, dtype in tensors.dtypes.items()}, tensors.shapes, name)
-    architecture = resolve(config, list(tensors), name, untie=untie)
-    check_shapes(architecture, tensors.shapes, name)
+        kinds = {key: str(dtype).removeprefix("torch.") for key, dtype in tensors.dtypes.items()}
+        check_codes(kinds, tensors.shapes, name)
+    architecture = _architecture(name, config, tensors.shapes, untie, "error")
     return View(name, config, architecture, tensors, module=module, untie=untie)
 
 
@@ -119,33 +117,20 @@ def _values(config: Any, name: str) -> dict[str, Any]:
     return values
 
 
-def _with_class(config: dict[str, Any], names: Collection[str], label: str) -> dict[str, Any]:
-    """A config with the class of transformers that the tensors show, where it names none.
-
-    Raises:
-        CheckpointError: they show none.
-    """
+def _with_class(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A config with the class of transformers whose tensors are most like these, where it names none."""
     specs = [spec for spec in families().values() if config.get("model_type") in spec.model_types]
     if config.get("architectures") or not specs:
         return config
-    candidates: list[tuple[int, dict[str, Any]]] = []
-    for kind in dict.fromkeys(kind for spec in specs for kind in spec.classes):
-        named = {**config, "architectures": [kind]}
-        with suppress(ArchitectureError, CheckpointError):
-            resolve(named, list(names), label)
-            candidates.append((len(_keys_of(kind, named) ^ set(names)), named))
-    if not candidates:
-        example = next(kind for spec in specs for kind in spec.classes)
-        problem = f"its config names no 'architectures', and its tensors are those of no {config['model_type']} model"
-        raise CheckpointError(problem, where=label, remedy=f"name its class, such as '{example}', and give all tensors")
-    return min(candidates, key=lambda candidate: candidate[0])[1]
+    configs = [{**config, "architectures": [kind]} for spec in specs for kind in spec.classes]
+    return min(configs, key=lambda named: len(_keys_of(named) ^ set(names)))
 
 
-def _keys_of(kind: str, config: Mapping[str, Any]) -> set[str]:
-    """Names of the tensors of a new model of a class of transformers; none where there is no such class."""
+def _keys_of(config: Mapping[str, Any]) -> set[str]:
+    """Names of the tensors of a new model of a config's class; none where transformers has no such class."""
     import transformers
 
-    model_class = getattr(transformers, kind, None)
+    model_class = getattr(transformers, config["architectures"][0], None)
     if model_class is None or model_class.config_class.model_type != config["model_type"]:
         return set()
     verbosity = transformers.logging.get_verbosity()
@@ -197,8 +182,6 @@ def read_stored(reference: ModelReference, options: MergeOptions) -> tuple[str, 
     """
     cache = options.transformers_cache
     folder = fetched(reference.model, cache)
-    if os.path.exists(reference.model.path):
-        tensor_files(folder)
     check_config(folder)
     stored = reference.model_copy(update={"model": ModelPath(path=folder), "lora": None})
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mergekit.common import ModelPath, ModelReference
 
-from rotation_merge.model.card import front_matter
+from rotation_merge.model.card import metadata_in
 from rotation_merge.model.folder import place_of
 from rotation_merge.model.hub import is_hub_name
 
@@ -43,9 +43,5 @@ def _of(part: ModelPath, cache: str | None) -> dict[str, Any]:
 
 def licence(folder: str) -> str | None:
     """The licence in the card beside a model; None if it states none."""
-    try:
-        with open(os.path.join(folder, "README.md"), encoding="utf-8") as file:
-            stated = front_matter(file.read())[0].get("license")
-    except (OSError, UnicodeDecodeError):
-        return None
+    stated = metadata_in(folder).get("license")
     return stated if isinstance(stated, str) and stated.strip() else None

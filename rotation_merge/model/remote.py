@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,16 +18,14 @@ from typing import Any
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
 from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.gguf import refuse_bare_repository
-from rotation_merge.model.headers import weight_map
+from rotation_merge.model.headers import INDEX, WEIGHT_FILES, weight_map
 from rotation_merge.model.hub import is_gguf_file, reachable
 
-SMALL = ("config.json", "generation_config.json", "adapter_config.json")
-INDEX, SINGLE, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
+SMALL = ("config.json", "generation_config.json", "adapter_config.json", WEIGHT_FILES[0] + INDEX)
+SINGLE = (WEIGHT_FILES[0], "adapter_model.safetensors")
 DOWNLOADED = (".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken")
 """Endings of the files that a merge downloads."""
 WORKERS = 16
-LARGEST = 1 << 24
-"""Bytes of a small file at most; an index of ten thousand tensors has one million."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +33,13 @@ class RemoteModel:
     """A model of the hub.
 
     Attributes:
-        revision: the commit.
-        sizes: bytes of its files by name.
+        bytes: of its files that a merge downloads.
         licence: as its card says; None where it says nothing.
     """
 
     name: str
-    revision: str
-    sizes: Mapping[str, int]
+    bytes: int
     licence: str | None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the model that a merge downloads."""
-        return sum(size for name, size in self.sizes.items() if name.endswith(DOWNLOADED) and "/" not in name)
 
 
 @dataclass(frozen=True)
@@ -81,9 +71,20 @@ def remote_headers(names: Sequence[str], offline: bool) -> Iterator[RemoteHeader
     if offline or not names or not reachable():
         yield headers
         return
+
+    def fetch(name: str) -> RemoteModel | RotationMergeError:
+        try:
+            return _fetched(name, folder)
+        except RotationMergeError as error:
+            return error
+        except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
+            problem = f"its headers cannot be fetched from the hub ({short(error)})"
+            remedy = "check the name, and 'hf auth login' where it is gated"
+            return CheckpointError(problem, where=name, remedy=remedy)
+
     with TemporaryFolder() as folder:
         with ThreadPoolExecutor(WORKERS) as pool:
-            for name, fetched in zip(names, pool.map(lambda name: _fetched(name, folder), names), strict=True):
+            for name, fetched in zip(names, pool.map(fetch, names), strict=True):
                 if isinstance(fetched, RotationMergeError):
                     headers.errors[name] = fetched
                 else:
@@ -113,64 +114,32 @@ def _in_place_of_cache(folder: str) -> Iterator[None]:
                 del LoaderCache.loaders[reference]
 
 
-def _fetched(name: str, cache: str) -> RemoteModel | RotationMergeError:
-    """Fetch a model's headers into a cache; an error message if that fails."""
-    repo, _, revision = name.partition("@")
-    if not re.fullmatch(r"[\w./-]*", revision) or ".." in revision:
-        return CheckpointError(f"'{revision}' is not a revision", where=repo, remedy="write org/name@revision")
-    try:
-        return _fetch(name, repo, revision or "main", cache)
-    except RotationMergeError as error:
-        return error
-    except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
-        problem = f"its headers cannot be fetched from the hub ({short(error)})"
-        return CheckpointError(problem, where=name, remedy="check the name, and 'hf auth login' where it is gated")
+def _fetched(name: str, cache: str) -> RemoteModel:
+    """Download a model's small files into a cache, and write weight files that have their headers alone."""
+    from huggingface_hub import HfApi, snapshot_download
 
-
-def _fetch(name: str, repo: str, revision: str, cache: str) -> RemoteModel:
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    info = api.model_info(repo, revision=revision, files_metadata=True)
+    api, (repo, _, revision) = HfApi(), name.partition("@")
+    info = api.model_info(repo, revision=revision or None, files_metadata=True)
     sizes = {file.rfilename: int(file.size or 0) for file in info.siblings or []}
-    card = getattr(info, "card_data", None)
-    model = RemoteModel(name, str(info.sha), sizes, card.get("license") if card is not None else None)
-    folder = os.path.join(cache, f"models--{repo.replace('/', '--')}")
-    snapshot = os.path.join(folder, "snapshots", model.revision)
+    snapshot = snapshot_download(repo, revision=revision or None, cache_dir=cache, allow_patterns=list(SMALL))
     os.makedirs(snapshot, exist_ok=True)
-    if revision != model.revision:
-        _write(os.path.join(folder, "refs", revision), model.revision.encode())
-    for file in (*SMALL, INDEX):
-        if sizes.get(file, LARGEST) < LARGEST:
-            _write(os.path.join(snapshot, file), _content(repo, file, model.revision))
-    index = os.path.join(snapshot, INDEX)
-    names = sorted(set(weight_map(index).values())) if INDEX in sizes else (SINGLE, ADAPTER)
-    files = [file for file in names if file in sizes]
+    shards = set(weight_map(os.path.join(snapshot, SMALL[-1])).values()) if SMALL[-1] in sizes else SINGLE
+    files = [file for file in shards if file in sizes]
     if not files:
         refuse_bare_repository(name, sorted(filter(is_gguf_file, sizes)))
         remedy = "download it; headers of pickles cannot be read without running them"
         raise CheckpointError("has no weights in safetensors", where=name, remedy=remedy)
-    with ThreadPoolExecutor(WORKERS) as shards:
-        each = shards.map(lambda file: api.parse_safetensors_file_metadata(repo, file, revision=model.revision), files)
-        for file, head in zip(files, each, strict=True):
-            _write_holes(os.path.join(snapshot, file), head)
-    return model
 
+    def fetch(file: str) -> None:
+        _write_holes(
+            os.path.join(snapshot, file), api.parse_safetensors_file_metadata(repo, file, revision=str(info.sha))
+        )
 
-def _content(repo: str, file: str, revision: str) -> bytes:
-    """A small file, by one request."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
-
-    response = get_session().get(hf_hub_url(repo, file, revision=revision), headers=build_hf_headers(), timeout=10)
-    hf_raise_for_status(response)
-    return bytes(response.content)
-
-
-def _write(path: str, content: bytes) -> None:
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "wb") as file:
-        file.write(content)
+    with ThreadPoolExecutor(WORKERS) as pool:
+        list(pool.map(fetch, files))
+    size = sum(size for file, size in sizes.items() if file.endswith(DOWNLOADED) and "/" not in file)
+    card: Mapping[str, Any] = getattr(info, "card_data", None) or {}
+    return RemoteModel(name, size, card.get("license"))
 
 
 def _write_holes(path: str, head: Any) -> None:

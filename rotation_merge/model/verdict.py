@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rotation_merge.record import Score, Verdict
 
 CORRELATIONS = ("Pearson", "Spearman")
 """Figures that are no shares."""
+
+TRIED = "Merges tried, with scores on the selection samples:"
+
+Table = list[list[str]]
+"""Rows of cells, the headers first."""
 
 
 def sentences(verdict: Verdict) -> list[str]:
@@ -33,15 +38,8 @@ def _share(verdict: Verdict, value: float | None) -> str:
     return f"{value:.4f}" if verdict.figure in CORRELATIONS else f"{value:.1%}"
 
 
-def headers(verdict: Verdict) -> list[str]:
-    """Headers of a table with one row for each model."""
-    beside = [verdict.figure] if verdict.best.accuracy is not None else []
-    own_text = [] if verdict.base is None else [f"base's own text ({verdict.base:.4f})"]
-    return ["", verdict.unit, *beside, *own_text]
-
-
-def rows(verdict: Verdict, names: Mapping[str, str]) -> list[list[str]]:
-    """Rows of that table: parents, ensemble, plain average and the best merge.
+def results(verdict: Verdict, names: Mapping[str, str]) -> Table:
+    """Parents, ensemble, plain average and the best merge, with their scores.
 
     Args:
         names: names of models to show.
@@ -49,43 +47,34 @@ def rows(verdict: Verdict, names: Mapping[str, str]) -> list[list[str]]:
     scores = [(f"{names.get(parent.name, parent.name)} alone", parent) for parent in verdict.parents]
     beside = (("ensemble of all", verdict.ensemble), ("plain average", verdict.plain))
     scores += [(words, score) for words, score in beside if score is not None]
-    scores.append((f"best merge: {verdict.best.name}", verdict.best))
-    return [_row(verdict, words, score) for words, score in scores]
+    return _table(verdict, [*scores, (f"best merge: {verdict.best.name}", verdict.best)])
 
 
-def attempt_rows(verdict: Verdict) -> list[list[str]]:
-    """Rows of a table of all attempts: `headers`, and seconds."""
-    names = [f"{attempt.name}{' (stopped early)' if attempt.unfinished else ''}" for attempt in verdict.tried]
-    attempts = zip(names, verdict.tried, strict=True)
-    return [[*_row(verdict, name, attempt), f"{attempt.seconds:.0f}"] for name, attempt in attempts]
+def attempts(verdict: Verdict) -> Table:
+    """All merges that were tried, with their scores and seconds."""
+    names = (f"{attempt.name}{' (stopped early)' if attempt.unfinished else ''}" for attempt in verdict.tried)
+    headers, *rows = _table(verdict, zip(names, verdict.tried, strict=True))
+    seconds = (f"{attempt.seconds:.0f}" for attempt in verdict.tried)
+    return [[*headers, "seconds"], *([*row, time] for row, time in zip(rows, seconds, strict=True))]
 
 
-def _row(verdict: Verdict, words: str, score: Score) -> list[str]:
-    """One row of a table with `headers`; unknown cells are empty."""
-    row = [words, f"{score.score:.4f}"]
-    if verdict.best.accuracy is not None:
-        row.append(_share(verdict, score.accuracy))
-    if verdict.base is not None:
-        row.append("" if score.on_base is None else f"{score.on_base:.4f}")
-    return row
+def _table(verdict: Verdict, scores: Iterable[tuple[str, Score]]) -> Table:
+    """Scores by their names, with the figures that the verdict has; unknown cells are empty."""
+    rows = [["", verdict.unit, verdict.figure, f"base's own text ({verdict.base or 0:.4f})"]]
+    for words, score in scores:
+        on_base = "" if score.on_base is None else f"{score.on_base:.4f}"
+        rows.append([words, f"{score.score:.4f}", _share(verdict, score.accuracy), on_base])
+    columns = [0, 1] + [2] * (verdict.best.accuracy is not None) + [3] * (verdict.base is not None)
+    return [[row[column] for column in columns] for row in rows]
 
 
 def markdown(verdict: Verdict) -> list[str]:
     """The verdict as Markdown lines for a model card."""
-    table = [headers(verdict), ["---"] * len(headers(verdict)), *rows(verdict, {})]
-    lines = ["", "### How this merge was chosen", "", " ".join(sentences(verdict)), ""]
-    lines += [f"On {verdict.samples}, less is better:", "", *(f"| {' | '.join(row)} |" for row in table)]
-    return [*lines, "", " ".join(_attempts(verdict))]
-
-
-def _attempts(verdict: Verdict) -> list[str]:
-    """Sentences on the merges that were tried and those that were not."""
-    tried = "; ".join(map(_words, verdict.tried))
+    lines = ["", "### How this merge was chosen", "", " ".join(sentences(verdict))]
+    tables = {f"On {verdict.samples}, less is better:": results(verdict, {}), TRIED: attempts(verdict)}
+    for caption, (headers, *rows) in tables.items():
+        if rows:
+            table = (headers, ["---"] * len(headers), *rows)
+            lines += ["", caption, "", *(f"| {' | '.join(row)} |" for row in table)]
     left_out = "; ".join(f"{name} ({why})" for name, why in verdict.left_out.items())
-    lines = [f"Merges tried, with scores on the selection samples: {tried}."] if tried else []
-    return [*lines, *([f"Not tried: {left_out}."] if left_out else [])]
-
-
-def _words(attempt: Score) -> str:
-    early = " estimated from its first samples, stopped early" if attempt.unfinished else ""
-    return f"{attempt.name} {attempt.score:.4f}{early}"
+    return [*lines, *(["", f"Not tried: {left_out}."] if left_out else [])]

@@ -12,8 +12,7 @@ from mergekit.common import parse_kmb
 from mergekit.io.tensor_writer import TensorWriter
 from torch import Tensor
 
-from rotation_merge.config import DTYPES
-from rotation_merge.errors import RotationMergeError, nearest
+from rotation_merge.errors import RotationMergeError
 from rotation_merge.model.sentence import in_module, write_modules
 
 KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
@@ -44,16 +43,6 @@ def parse_size(text: str) -> int:
         if (size := parse_kmb(text)) > 0:
             return size
     raise RotationMergeError(f"'{text}' is not a size", remedy="write a number of bytes above 0, or 500M, or 5B")
-
-
-def check_dtype(name: str | None) -> None:
-    """Refuse a dtype that weights cannot be stored in.
-
-    Raises:
-        RotationMergeError: names the nearest known one.
-    """
-    if name is not None and name not in DTYPES:
-        raise RotationMergeError(f"there is no dtype '{name}'", remedy=nearest(name, DTYPES))
 
 
 def write_weights(

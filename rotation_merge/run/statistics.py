@@ -233,9 +233,7 @@ def stored_in(path: Path | str) -> tuple[Tensors, Mapping[str, str]]:
         OSError, SafetensorError: it cannot be read.
     """
     file = safe_open(str(path), framework="pt")
-    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-    head = Header(shapes, {name: part.get_dtype() for name, part in slices.items()}, file.metadata() or {})
+    head = Header.of(file)
     return Tensors(head.shapes, head.dtypes, by_name(file.get_tensor)), head.metadata
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import open_pair
-from rotation_merge.model.card import front_matter
+from rotation_merge.model.card import metadata_in
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.headers import read_json
 from rotation_merge.model.hub import is_hub_name
@@ -110,11 +110,7 @@ def _places(stated: str, folder: str) -> Iterator[str]:
 
 def _stated(folder: str) -> str:
     """The base in a model's card; empty for a merge, which has several."""
-    try:
-        with open(os.path.join(folder, "README.md"), encoding="utf-8") as file:
-            stated = front_matter(file.read())[0].get("base_model")
-    except (OSError, UnicodeDecodeError):
-        return ""
+    stated = metadata_in(folder).get("base_model")
     names = [stated] if isinstance(stated, str) else stated if isinstance(stated, list) else []
     return str(names[0]) if len(names) == 1 else ""
 

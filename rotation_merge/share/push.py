@@ -18,7 +18,7 @@ from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.card import class_of, kept_figures, updated_card
 from rotation_merge.model.folder import folder_of
 from rotation_merge.model.gguf import is_gguf
-from rotation_merge.model.headers import holds_model
+from rotation_merge.model.headers import opened_file
 from rotation_merge.model.hub import no_answer, reachable
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.open import open_model, parse_reference
@@ -274,7 +274,7 @@ def check_whole(folder: str, report: MergeReport) -> None:
     Raises:
         RotationMergeError: names the first defect.
     """
-    if not holds_model(folder):
+    if opened_file(folder) is None:
         return
     models = report.models.items()
     places = [_parent(name, facts) for name, facts in models]
@@ -378,7 +378,7 @@ def _pinned(target: str) -> str:
         raise RotationMergeError(f"its revision is unknown ({no_answer()[0]})", where=target, remedy=remedy)
     try:
         return f"{target}@{HfApi().model_info(target).sha}"
-    except Exception as error:  # as in `_asked`
+    except Exception as error:  # of the client of HTTP below, which is another each year
         problem = f"its revision is unknown ({short(error)})"
         raise RotationMergeError(problem, where=target, remedy=remedy) from error
 
@@ -391,7 +391,7 @@ def _licence(hub: str, revision: str | None) -> str | None:
         return None
     try:
         return licence(os.path.dirname(hf_hub_download(hub, "README.md", revision=revision)))
-    except Exception:  # as in `_asked`
+    except Exception:  # of the client of HTTP below, which is another each year
         return None
 
 

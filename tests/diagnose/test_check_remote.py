@@ -13,7 +13,7 @@ from hub_support import Hub
 from plugin_support import write_recipe
 
 NAMES = ("org/one", "org/two", "org/three")
-SMALL, SHARD = 4, 2
+SMALL, SHARD = 10, 1
 """Requests for a model, and for each of its shards, at most."""
 
 

@@ -206,7 +206,9 @@ FITTING = [
     in_donor(
         "codes without a sign", quantised(torch.uint8), "quantised (uint8, the first", "'quantization_config' back"
     ),
-    in_donor("floats of eight bits", quantised(torch.float8_e4m3fn), "quantised (fp8, the first", "dtype='bfloat16'"),
+    in_donor(
+        "floats of eight bits", quantised(torch.float8_e4m3fn), "quantised (F8_E4M3, the first", "dtype='bfloat16'"
+    ),
     in_donor(
         "config of quantised weights",
         config(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}),
@@ -449,14 +451,14 @@ GGUFS = [
     *(
         in_gguf(f"{key} {value}", rewritten(**{key: value}), words)
         for key, value, words in (
-            ("general.type", "imatrix", "importance matrix"),
-            ("general.type", "adapter", "a LoRA adapter, not a language model"),
+            ("general.type", "imatrix", "is of type 'imatrix'"),
+            ("general.type", "adapter", "in peft's format"),
             ("general.type", "mmproj", "not a language model"),
-            ("llama.block_count", None, "lack 'llama.block_count'"),
-            ("llama.block_count", 2_000_000_000, "2000000000 layers, but no tensor is named 'blk.1999999999...'"),
+            ("llama.block_count", None, "'llama.block_count' is None, which is no size"),
+            ("llama.block_count", 2_000_000_000, "'num_hidden_layers' is 2000000000 in config.json, but"),
             ("llama.block_count", 0, "'llama.block_count' is 0, which is no size"),
             ("llama.block_count", "two", "'llama.block_count' is 'two', which is no size"),
-            ("llama.expert_count", 2_000_000_000, "2000000000 experts, its tensors hold none"),
+            ("llama.expert_count", 2_000_000_000, "has no place in a MixtralForCausalLM"),
             ("llama.attention.head_count", 5, "download it again"),
             ("llama.feed_forward_length", [48, 64], "not the same in all layers"),
             ("llama.rope.scaling.type", "of-nobody", "'of-nobody'"),

@@ -34,7 +34,7 @@ OUTPUTS = [
 
 LINES = [
     call("align anchor donor", "OUT"),
-    call("align anchor donor out --dtype float23", "did you mean 'float32'?"),
+    call("align anchor donor out --dtype float23", "'float23' is not one of", "'float32'"),
     call("align anchor donor out --shard-size x", "is not a size"),
     call("align anchor donor out --layers x", "ranges"),
     call("align anchor donor out --layers 9", "layer 9"),
@@ -99,7 +99,7 @@ LINES = [
     call("verify anchor vit", "one class"),
     call("verify vit anchor", "one class"),
     call("doctor vit/preprocessor", "vit/preprocessor"),
-    call("doctor empty", "there are no weights", spoil=lambda bench: Path("empty").mkdir()),
+    call("doctor empty", "config.json is missing", spoil=lambda bench: Path("empty").mkdir()),
     call("doctor file", "names no merge_method"),
     call("push anchor a/b/c", "names no repository"),
     call("push anchor org/name", "no such file"),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from mergekit.io import LazyTensorLoader, loader
+from mergekit.io import loader
 from mergekit.scripts.run_yaml import main as run_yaml
 from plugin_support import (
     build,
@@ -34,6 +34,8 @@ from plugin_support import (
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from rotation_merge.model.folder import ShardReader
 
 Pair = tuple[Path, Path]
 
@@ -367,7 +369,7 @@ def test_a_checkpoint_that_changes_while_it_is_read(
 ) -> None:
     """Half of one model and half of another is neither."""
     anchor, donor = pair[0], Path(shutil.copytree(pair[1], tmp_path / "donor"))
-    other, stock = make("llama", tmp_path / "other", seed=7), LazyTensorLoader.get_tensor
+    other, stock = make("llama", tmp_path / "other", seed=7), ShardReader.__call__
 
     def exchanged(*given: Any, **options: Any) -> Any:
         new = tmp_path / f"new-{threading.get_ident()}"  # tensors are read by several threads
@@ -375,7 +377,7 @@ def test_a_checkpoint_that_changes_while_it_is_read(
         new.rename(donor / "model.safetensors")
         return stock(*given, **options)
 
-    monkeypatch.setattr(LazyTensorLoader, "get_tensor", exchanged)
+    monkeypatch.setattr(ShardReader, "__call__", exchanged)
     line = one_error(mergekit_yaml(recipe_for("linear", anchor, donor), tmp_path / "out").output)
     assert line.startswith(f"Error: {donor}/model.safetensors: was changed while it was read")
     assert not (tmp_path / "out").exists()

@@ -122,6 +122,7 @@ def test_push(model: Path, nobody: None, tmp_path: Path) -> None:
 def test_what_is_in_the_cache_works(model: Path, hub: Hub, tmp_path: Path) -> None:
     """Merged, compared and inspected with a hub, then without: the same bytes."""
     hub.publish("org/anchor", model)
+    hub.commit("models/org/anchor", {"README.md": b"# A model"})  # which nobody downloads
     donor = make("llama", tmp_path / "donor", 1)
     with pytest.MonkeyPatch.context() as patch:
         at_home(hub, tmp_path / "cache", patch)

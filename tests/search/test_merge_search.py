@@ -50,7 +50,7 @@ def test_the_verdict_stands_in_report_and_card(tmp_path: Path, only: Callable[..
     assert [tried["name"] for tried in verdict["tried"]] == [tried["name"] for tried in found["tried"]]
     assert verdict["left_out"] == found["left_out"]
     assert "llama-0-english alone" in card
-    assert "Merges tried, with scores on the selection samples: " in card
+    assert "Merges tried, with scores on the selection samples:\n" in card
     assert "aligned merges (the models share their coordinates" in card
     assert str(CHECKPOINTS) not in card
     assert "Nothing was matched" not in card
@@ -244,6 +244,4 @@ def test_what_was_given_up_is_said_and_ranks_last(tmp_path: Path, monkeypatch: p
     tried = json.loads(done.stdout)["tried"]
     assert [(one["name"], one["figures"]["unfinished"]) for one in tried] == [("plain", False), ("bad", True)]
     assert "estimated from its first samples, stopped early" in done.stderr
-    assert re.search(
-        r"; bad [\d.]+ estimated from its first samples, stopped early", (tmp_path / "out" / "README.md").read_text()
-    )
+    assert re.search(r"\| bad \(stopped early\) \| [\d.]+ \|", (tmp_path / "out" / "README.md").read_text())

@@ -106,9 +106,8 @@ def _wrong_scaling(scaling: Mapping[str, Any], part: Mapping[str, Any]) -> str |
 
 def _dtype(contents: Contents) -> Iterator[Defect]:
     """Weights of another dtype than the config has transformers load them in, and roles of several dtypes."""
-    names = {code: str(dtype).removeprefix("torch.") for code, dtype in FLOATS.items()}
-    kinds = {name: names.get(tensor.dtype, tensor.dtype) for name, tensor in contents.tensors.items()}
-    floats = Counter(kind for kind in kinds.values() if kind in names.values())
+    kinds = {name: tensor.dtype for name, tensor in contents.tensors.items()}
+    floats = Counter(kind for kind in kinds.values() if kind in FLOATS.values())
     key = next((key for key in DTYPE if isinstance(contents.config.get(key), str)), None)
     if key and floats and contents.config[key] not in floats and not contents.config.get("quantization_config"):
         most = floats.most_common(1)[0][0]

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from rotation_merge.errors import CheckpointError, named, short
-from rotation_merge.model.headers import FLOATS, check_config
+from rotation_merge.model.headers import check_config
 from rotation_merge.report.integrity.contents import CONFIG, Contents
 from rotation_merge.report.integrity.defect import Defect, JsonEntries, ShardHeader
 
@@ -210,7 +210,7 @@ def _base_class(settings: Any) -> Any:
 def _dtype(code: str) -> Any:
     import torch
 
-    return FLOATS.get(code) or getattr(torch, code.removeprefix("torch."), torch.float32)
+    return getattr(torch, code, torch.float32)
 
 
 @contextmanager
