@@ -247,18 +247,15 @@ class Config:
         return cls(**values)
 
     @classmethod
-    def or_default(cls: type[C], config: C | None, otherwise: str = "") -> C:
+    def or_default(cls: type[C], config: C | None) -> C:
         """A config that a caller gave; None: the defaults.
-
-        Args:
-            otherwise: what the remedy ends in.
 
         Raises:
             RecipeError: it is no such config.
         """
         if config is not None and not isinstance(config, cls):
             problem = f"the config is of type {type(config).__name__}"
-            raise RecipeError(problem, remedy=f"it must be of type {cls.__name__}{otherwise}")
+            raise RecipeError(problem, remedy=f"it must be of type {cls.__name__}; or give its fields as options")
         return cls() if config is None else config
 
     @classmethod
@@ -268,5 +265,5 @@ class Config:
         Raises:
             RecipeError: it is no such config, or an option does not exist or has no such value.
         """
-        start = cls.or_default(config, "; or give its fields as options")
+        start = cls.or_default(config)
         return cls.from_values({**vars(start), **options}) if options else start

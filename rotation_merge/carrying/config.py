@@ -98,7 +98,7 @@ class TransferConfig(Config):
             if name not in (*known, *matching):
                 raise RecipeError(f"there is no option '{name}'", remedy=nearest(name, [*known, *matching]))
         config = replace(
-            cls.or_default(start, "; or give its fields as options"),
+            cls.or_default(start),
             **{name: value for name, value in values.items() if name in known},
         )
         groups = {name: value for name, value in values.items() if name in matching}
