@@ -29,7 +29,7 @@ from rotation_merge.linalg.finite import all_finite
 from rotation_merge.model.blocks import read_tensor, unstack, with_tied
 from rotation_merge.model.forms import translated
 from rotation_merge.model.heads import head_names, is_head
-from rotation_merge.model.tensors import Tensors, by_name, extrapolated, selected, weighted_mean
+from rotation_merge.model.tensors import Tensors, by_name, selected, weighted_mean
 from rotation_merge.model.view import View
 from rotation_merge.run.data import Data, Samples, with_small_first_batch
 from rotation_merge.run.evaluate import score
@@ -219,13 +219,13 @@ class _Refit:
         scale = self.config.lambda_
         if self.config.start == "average":
             average = weighted_mean(self.sources, [teacher.share for teacher in self.teachers])
-            return average if scale == 1.0 else extrapolated(average, self.anchor, scale)
+            return average if scale == 1.0 else weighted_mean([self.anchor, average], [1 - scale, scale])
         tuned = [teacher for teacher in self.teachers if teacher.view is not self.base]
         total = sum(teacher.share for teacher in tuned)
         shares = [teacher.share / total for teacher in tuned]
         if self.config.start == "task_arithmetic":
             mean = weighted_mean([_source(teacher.view, self.base) for teacher in tuned], shares)
-            return extrapolated(mean, self.anchor, scale * len(tuned))
+            return weighted_mean([self.anchor, mean], [1 - scale * len(tuned), scale * len(tuned)])
         views, weights = [teacher.view for teacher in tuned], [share * len(tuned) for share in shares]
         return self._by_task_vectors([self.base, *views], [1.0, *weights])
 

@@ -20,7 +20,7 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.moving import Mover
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.output import OutputBlock
-from rotation_merge.model.biases import inputs
+from rotation_merge.model import biases
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.model.rows import padded_as, vocabulary_axes
@@ -113,7 +113,7 @@ class MovedBlock:
         """Whether a transform may touch a tensor, or it takes biases of the anchor's."""
         if self.maps is None:
             return False
-        return touches(info, self.block, self.whole) or bool(inputs(self.block, info))
+        return touches(info, self.block, self.whole) or biases.touches(self.block, info)
 
     def _moved(self, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
         mover = self._mover if self.moves(info) else self._still

@@ -160,56 +160,27 @@ def as_tensors(source: Mapping[str, Tensor], model: str = "") -> Tensors:
     return Tensors(shapes, {name: tensor.dtype for name, tensor in source.items()}, by_name(read))
 
 
-def combined(sources: Sequence[Mapping[str, Tensor]], compute: Callable[[Sequence[Tensor]], Tensor]) -> Tensors:
-    """Tensors computed from those of one name in several sources; only names that all of them have."""
-    every = [as_tensors(source) for source in sources]
-    first = every[0].only(name for name in every[0] if all(name in tensors for tensors in every))
-    return Tensors(first.shapes, first.dtypes, lambda names: compute([tensors.read(names) for tensors in every]))
-
-
-def mean_of(sources: Sequence[Mapping[str, Tensor]]) -> Tensors:
-    """The mean of several sources, in float32."""
-
-    def mean(tensors: Sequence[Tensor]) -> Tensor:
-        total = tensors[0].to(torch.float32)
-        for tensor in tensors[1:]:
-            total = total + tensor.to(torch.float32)
-        return total / len(tensors)
-
-    return combined(sources, mean)
-
-
-def weighted_mean(sources: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> Tensors:
-    """The weighted mean of several sources, in float32 at least; equal sources give the same, bit for bit.
+def weighted_mean(sources: Sequence[Mapping[str, Tensor]], shares: Sequence[float] = ()) -> Tensors:
+    """The mean of tensors that all sources have, in float32 at least; equal sources give the same, bit for bit.
 
     Args:
-        shares: of the sources; their sum is one.
+        shares: of the sources, their sum one; below zero, too, so that 1 - t and t lead from the first one past the
+            second. None: equal ones.
     """
+    every, weights = [as_tensors(source) for source in sources], shares or [1 / len(sources)] * len(sources)
 
-    def mean(tensors: Sequence[Tensor]) -> Tensor:
-        first = tensors[0]
+    def read(names: Names) -> Tensor:
+        first = every[0].read(names)
         if not first.is_floating_point():
             return first
         start = first.to(torch.promote_types(first.dtype, torch.float32))
         total, apart = start.clone(), torch.empty_like(start)
-        for tensor, share in zip(tensors[1:], shares[1:], strict=True):
-            total.add_(torch.sub(tensor.to(start), start, out=apart), alpha=share)
+        for tensors, share in zip(every[1:], weights[1:], strict=True):
+            total.add_(torch.sub(tensors.read(names).to(start), start, out=apart), alpha=share)
         return total
 
-    return combined(sources, mean)
-
-
-def extrapolated(source: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float) -> Tensors:
-    """A source moved along its difference to a reference r: ``r + scale (source - r)``, in float32 at least."""
-
-    def along(tensors: Sequence[Tensor]) -> Tensor:
-        tensor, start = tensors
-        if not tensor.is_floating_point():
-            return tensor
-        work = torch.promote_types(tensor.dtype, torch.float32)
-        return torch.lerp(start.to(tensor.device, work), tensor.to(work), scale)
-
-    return combined([source, reference], along)
+    common = every[0].only(name for name in every[0] if all(name in tensors for tensors in every))
+    return Tensors(common.shapes, common.dtypes, read)
 
 
 def selected(source: Mapping[str, Tensor], alternative: Mapping[str, Tensor], chosen: Callable[[str], bool]) -> Tensors:
