@@ -19,7 +19,7 @@ from rotation_merge.model.labels import with_classes_of
 from rotation_merge.model.open import ModelLike, open_model
 from rotation_merge.model.staging import HEADS, write_files
 from rotation_merge.model.view import View, as_stored
-from rotation_merge.model.vocabulary import check_same_tokens
+from rotation_merge.model.vocabulary import same_tokens
 from rotation_merge.model.writing import small_files
 from rotation_merge.run.data import Samples, for_each, read_samples, unpadded
 from rotation_merge.run.functions import copy_parameters, load, module_of, stored_dtype, take_rows
@@ -124,8 +124,11 @@ def polished(
         problem = "is a sentence-transformers folder, whose modules cannot be trained"
         remedy = "leave it out of polish; merge with 'delegate: regmean' for a better average"
         raise RotationMergeError(problem, where=merged.name, remedy=remedy)
-    if merged.files is not None:
-        check_same_tokens(merged, *(teacher for teacher in teachers if teacher.files is not None))
+    for teacher in teachers if merged.files is not None else ():
+        if teacher.files is not None and not same_tokens(merged, teacher):
+            problem = f"its tokens are not those of {merged.reference}"
+            remedy = "give teachers with the merge's tokenizer"
+            raise RotationMergeError(problem, where=str(teacher.reference), remedy=remedy)
     with seeded(config.seed):
         answered = _answers(students, teachers, for_each(samples, len(teachers)), config, work, device)
         modules = {view.name: _in_memory(view).to(device).requires_grad_(True) for view in (merged, *students)}

@@ -259,18 +259,16 @@ class Adapter:
             CheckpointError: there is none.
         """
         config = self.config if self.form == PEFT else self._config_in_file(module, rank)
-        patterns = config.get("alpha_pattern") or {}
-        if not isinstance(patterns, dict):
-            raise self._damaged("'alpha_pattern' is not a mapping")
         try:
-            special = [alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)]
-        except re.error as error:
-            raise self._damaged(f"'alpha_pattern' holds a pattern that cannot be read ({error})") from error
-        alpha = [*special, config.get("lora_alpha")][0]
-        number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
-        if not number or rank < 1:
-            raise self._damaged(f"lora_alpha of '{module}' is {alpha!r}")
-        return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+            patterns = (config.get("alpha_pattern") or {}).items()
+            special = (alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", module))
+            alpha = float(next(special, config.get("lora_alpha")))
+        except (AttributeError, TypeError, ValueError, re.error) as error:
+            problem = f"'lora_alpha' or 'alpha_pattern' gives no number for '{module}' ({error})"
+            raise self._damaged(problem) from error
+        if not math.isfinite(alpha) or rank < 1:
+            raise self._damaged(f"lora_alpha of '{module}' is {alpha}, its rank {rank}")
+        return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
     def _config_in_file(self, module: str, rank: int) -> dict[str, Any]:
         """Config of a module in a single file: its `alpha`, else what stands in the header, else the scale 1."""
@@ -286,12 +284,9 @@ class Adapter:
         with safe_open(self._file, framework="pt") as file:
             stored = (file.metadata() or {}).get(HEADER_CONFIG, "{}")
         try:
-            config = json.loads(stored)
-        except ValueError:
-            config = None
-        if not isinstance(config, dict):
-            raise self._damaged(f"'{HEADER_CONFIG}' in its header is no mapping")
-        return config
+            return dict(json.loads(stored))
+        except (TypeError, ValueError) as error:
+            raise self._damaged(f"'{HEADER_CONFIG}' in its header is no mapping") from error
 
 
 def placed_changes(adapter: Adapter, base: Mapping[str, Any]) -> list[PlacedChange]:
