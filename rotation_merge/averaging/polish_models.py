@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from rotation_merge.averaging.polish import PolishConfig, PolishOptions, PolishR
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.teachers import AnsweredSamples, write_answers
-from rotation_merge.model.heads import head_names, heads_in, heads_of_teachers
+from rotation_merge.model.heads import head_names, heads_of_teachers
 from rotation_merge.model.labels import with_classes_of
-from rotation_merge.model.open import ModelLike, open_model
+from rotation_merge.model.open import open_model
 from rotation_merge.model.staging import HEADS, write_files
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import same_tokens
@@ -115,7 +115,7 @@ def polished(
     """
     if not teachers:
         raise RecipeError("no teachers are given", remedy="give the models that were merged")
-    heads = _heads(merged, teachers)
+    heads = heads_of_teachers(merged, teachers)
     students = [head or merged for head in heads]
     if config.lora and any(heads):
         problem = "has a separate head for each teacher, but one LoRA cannot hold them"
@@ -181,13 +181,3 @@ def _in_memory(view: View, like: View | None = None) -> Any:
     module = module_of(ordered).float()
     copy_parameters(module)
     return module
-
-
-def _heads(merged: View, teachers: Sequence[View]) -> list[View | None]:
-    """The merge's body under the head of each teacher, where it has that."""
-    known: Mapping[str, ModelLike] = merged.heads
-    if merged.is_stored and merged.adapter is None:
-        known = heads_in(merged.folder)
-    references = [None if teacher.files is None else teacher.files.reference for teacher in teachers]
-    heads = heads_of_teachers(known, references, merged.name)
-    return [None if head is None else open_model(head, unsupported="merge") for head in heads]

@@ -124,7 +124,7 @@ Whole = Callable[[], Alignment]
 def _on(source: TensorSource, device: str) -> Tensors:
     """A source with its tensors moved to a device on access."""
     tensors = as_tensors(source)
-    return tensors if device == "cpu" else tensors.to(device)
+    return tensors if device == "cpu" else tensors.on(device)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ class Tensors(Mapping[str, Tensor]):
 
         return Tensors(shapes or self.shapes, dtypes or self.dtypes, read)
 
-    def to(self, device: torch.device | str) -> Tensors:
+    def on(self, device: torch.device | str) -> Tensors:
         """The same with tensors brought to a device when they are read."""
         return Tensors(self.shapes, self.dtypes, lambda names: self.read(names).to(device))
 
@@ -145,9 +145,8 @@ def as_tensors(source: Mapping[str, Tensor], model: str = "") -> Tensors:
         model: name of the state dict's model, for the error of a tensor without numbers (device 'meta').
     """
     if isinstance(source, Tensors):
-        return source
-    if isinstance(tensors := getattr(source, "tensors", None), Tensors):  # a view
-        return tensors
+        tensors: Tensors = getattr(source, "tensors", source)
+        return tensors  # of a view its own
 
     def read(name: str) -> Tensor:
         tensor = source[name]
