@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,7 +18,7 @@ from rotation_merge.model.blocks import blockwise, read_tensor, unstack
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.low_rank import LowRank, dense, stacks, transposed
 from rotation_merge.model.open import ModelLike, check_names, open_model
-from rotation_merge.model.rows import in_slices, views
+from rotation_merge.model.rows import in_slices
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import row_pair
@@ -180,18 +180,17 @@ class Delta:
         if stored is None or not stored.is_floating_point():
             return stored
         same = info.vocabulary_axis is not None and self.carrier.rows is None
-        norms, parts_of = list[tuple[float, float]](), views(block, sources if same else [])
+        norms = list[tuple[float, float]]()
         whole = replace(self, carrier=replace(self.carrier, dtype=self.carrier.dtype or dtype))
 
-        def computed(part: slice | None) -> Tensor:
-            delta = whole._of(*(sources if part is None else parts_of(part)))
+        def computed(parts: Sequence[Tensors] | None) -> Tensor:
+            delta = whole._of(*(parts or sources))
             tensor, *squares = delta._with_change(block, info)
             norms.append((squares[0], squares[1]))
             return tensor
 
-        known = [tensor for source in sources if same and (tensor := read_tensor(info, source)) is not None]
         rounded = dtype or stored.dtype
-        result = in_slices(info, known, rounded, computed) if known else computed(None)
+        result = in_slices(block, info, sources if same else [], rounded, computed)
         if record is not None:
             record(*map(sum, zip(*norms, strict=True)))
         return result.to(rounded).contiguous()

@@ -86,34 +86,17 @@ class Tensors(Mapping[str, Tensor]):
         Args:
             names: by new name the present one; all other tensors keep theirs.
         """
-        present = {new: old for new, old in names.items() if old in self.shapes}
-        present |= {name: name for name in self.shapes if name not in names}
-        return self._picked(present)
+        kept = {name: name for name in self.shapes if name not in names}
+        return _picked({new: (self, old) for new, old in {**names, **kept}.items() if old in self.shapes})
 
     def only(self, names: Iterable[str]) -> Tensors:
         """Those of some names, in this order; names that are not here are left out."""
-        return self._picked({name: name for name in names if name in self.shapes})
-
-    def _picked(self, present: Mapping[str, str]) -> Tensors:
-        return Tensors(
-            {new: self.shapes[old] for new, old in present.items()},
-            {new: self.dtypes[old] for new, old in present.items()},
-            lambda names: self.read(
-                present[names] if isinstance(names, str) else tuple(map(present.__getitem__, names))
-            ),
-        )
+        return _picked({name: (self, name) for name in names if name in self.shapes})
 
     def replaced(self, replacements: Mapping[str, Tensor]) -> Tensors:
         """The same with some tensors replaced, or added."""
         further = as_tensors(replacements)
-
-        def read(names: Names) -> Tensor:
-            holders = {name in further for name in ((names,) if isinstance(names, str) else names)}
-            if len(holders) > 1:
-                return torch.stack([read(name) for name in names])
-            return (further if True in holders else self).read(names)
-
-        return Tensors({**self.shapes, **further.shapes}, {**self.dtypes, **further.dtypes}, read)
+        return _picked({name: (source, name) for source in (self, further) for name in source.shapes})
 
     def cached(self, room: int = KEPT) -> Tensors:
         """The same with the tensors that were read kept in memory, up to a limit in bytes."""
@@ -131,6 +114,22 @@ class Tensors(Mapping[str, Tensor]):
             return tensor
 
         return Tensors(self.shapes, self.dtypes, read)
+
+
+def _picked(places: Mapping[str, tuple[Tensors, str]]) -> Tensors:
+    """Tensors of several sources, by new name the source and its name of each."""
+
+    def read(names: Names) -> Tensor:
+        if isinstance(names, str):
+            source, name = places[names]
+            return source.read(name)
+        source = places[names[0]][0]
+        if any(places[name][0] is not source for name in names):
+            return torch.stack([read(name) for name in names])
+        return source.read(tuple(places[name][1] for name in names))
+
+    shapes = {new: source.shapes[name] for new, (source, name) in places.items()}
+    return Tensors(shapes, {new: source.dtypes[name] for new, (source, name) in places.items()}, read)
 
 
 def by_name(read: Callable[[str], Tensor]) -> Read:
