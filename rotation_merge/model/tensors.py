@@ -86,8 +86,8 @@ class Tensors(Mapping[str, Tensor]):
         Args:
             names: by new name the present one; all other tensors keep theirs.
         """
-        kept = {name: name for name in self.shapes if name not in names}
-        return _picked({new: (self, old) for new, old in {**names, **kept}.items() if old in self.shapes})
+        unchanged = {name: name for name in self.shapes if name not in names}
+        return _picked({new: (self, old) for new, old in {**names, **unchanged}.items() if old in self.shapes})
 
     def only(self, names: Iterable[str]) -> Tensors:
         """Those of some names, in this order; names that are not here are left out."""

@@ -122,11 +122,11 @@ def moved_tokens(anchor: View, donor: View, both: bool = False) -> tuple[int, in
         return 0, 0
     if _contents(anchor.folder) == _contents(donor.folder):
         return 0, 0
-    known, others = tokens_of(anchor), tokens_of(donor)
-    if known is None or others is None:
+    known, ids = tokens_of(anchor), tokens_of(donor)
+    if known is None or ids is None:
         return 0, 0
-    at = {} if both else {number: token for token, number in others.items()}
-    moved = (others.get(token, id_) != id_ or at.get(id_, token) != token for token, id_ in known.items())
+    at = {} if both else {number: token for token, number in ids.items()}
+    moved = (ids.get(token, id_) != id_ or at.get(id_, token) != token for token, id_ in known.items())
     return sum(moved), len(known)
 
 
