@@ -6,10 +6,10 @@ strictly: literals, numbers with bounds, and the kinds of text that are named he
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from functools import cache, cached_property
 from pathlib import Path
 from types import NoneType, UnionType
@@ -68,10 +68,11 @@ def option(default: Any, help: str, **place: Any) -> Any:
     return Field(default, description=help, json_schema_extra=place)
 
 
+@dataclasses.dataclass(eq=False)
 class Option:
     """One option of a job.
 
-    Args:
+    Attributes:
         type: of its values.
         help: description in Markdown.
         key: its name in recipes and commands, if not the field's name.
@@ -79,8 +80,6 @@ class Option:
         command: whether the command line has it.
         scope: where recipes may have it; empty: nowhere.
         delegates: our own delegates that read it in recipes; empty: it holds whatever the delegate.
-
-    Attributes:
         choices: the only values that it may have; of a tuple, its words.
         words: literals that it may have beside values of its kind.
         kind: the type of all others, or a `Kind`.
@@ -88,19 +87,16 @@ class Option:
         optional: whether it may be None.
     """
 
-    def __init__(
-        self,
-        type: Any,
-        help: str,
-        key: str = "",
-        recipe_key: str = "",
-        command: bool = True,
-        scope: str = "",
-        delegates: tuple[str, ...] = (),
-    ) -> None:
-        self.type, self.help, self.key, self.recipe_key = type, help, key, recipe_key
-        self.command, self.scope, self.delegates = command, scope, delegates
-        members = dict(_members(type))
+    type: Any
+    help: str
+    key: str = ""
+    recipe_key: str = ""
+    command: bool = True
+    scope: str = ""
+    delegates: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        members = dict(_members(self.type))
         self.optional = members.pop(NoneType, None) is not None
         literals = tuple(word for member in members if get_origin(member) is Literal for word in get_args(member))
         plain_type = next((member for member in members if get_origin(member) is not Literal), None)
@@ -240,25 +236,22 @@ class Config:
         Raises:
             RecipeError: a name is none of its fields; names the nearest.
         """
-        known = [f.name for f in fields(cls)]
+        known = [f.name for f in dataclasses.fields(cls)]
         for name in values:
             if name not in known:
                 raise RecipeError(f"there is no option '{name}'", remedy=nearest(name, known))
         return cls(**values)
 
     @classmethod
-    def or_default(cls: type[C], config: C | None, otherwise: str = "") -> C:
+    def or_default(cls: type[C], config: C | None) -> C:
         """A config that a caller gave; None: the defaults.
-
-        Args:
-            otherwise: what the remedy ends in.
 
         Raises:
             RecipeError: it is no such config.
         """
         if config is not None and not isinstance(config, cls):
             problem = f"the config is of type {type(config).__name__}"
-            raise RecipeError(problem, remedy=f"it must be of type {cls.__name__}{otherwise}")
+            raise RecipeError(problem, remedy=f"it must be of type {cls.__name__}; or give its fields as options")
         return cls() if config is None else config
 
     @classmethod
@@ -268,5 +261,5 @@ class Config:
         Raises:
             RecipeError: it is no such config, or an option does not exist or has no such value.
         """
-        start = cls.or_default(config, "; or give its fields as options")
+        start = cls.or_default(config)
         return cls.from_values({**vars(start), **options}) if options else start

@@ -8,6 +8,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 INTERRUPTED = 130
@@ -31,7 +32,7 @@ class RotationMergeError(Exception):
         super().__init__(printable(" ".join("; ".join(parts).split())))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (type(self), self.what, self.where, self.remedy)
+        return partial(type(self), where=self.where, remedy=self.remedy), (self.what,)
 
 
 class RecipeError(RotationMergeError):
@@ -82,70 +83,42 @@ def no_space(error: object) -> bool:
     return disk_full or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
 
 
-def _again(kind: type[RotationMergeError], what: str, where: str | None, remedy: str | None) -> RotationMergeError:
-    """Rebuilds an error that was pickled in another process."""
-    return kind(what, where=where, remedy=remedy)
-
-
 def short(error: object) -> str:
     """The message of another library's error, shortened to part of a line."""
     lacks = isinstance(error, KeyError) and str(error).strip("'").isidentifier()
     return textwrap.shorten(f"{error} is missing" if lacks else str(error), 160, placeholder=" ...")
 
 
-_REMOVED: dict[tuple[str, ...], str] = {
-    (
-        "genome",
-    ): "mergekit has deprecated mergekit-evolve; align once with 'rotation-merge align', search over its models",
-    (
-        "inspect tensor",
-    ): "one tensor's way through a merge; rotation_merge.json beside the merge holds its space's figures",
-    (
-        "barrier anchors",
-    ): "barriers with each model as the anchor in turn; run 'barrier' once for each, with two models",
-    (
-        "gguf",
-        "align gguf",
-        "align gguf_type",
-        "merge gguf",
-        "merge gguf_type",
-    ): "writing GGUF; convert the merged folder with llama.cpp's convert_hf_to_gguf.py",
-    ("report", "align html", "inspect html"): "the report as a page; the model card and rotation_merge.json hold it, "
-    "'barrier --plot' draws paths",
-    ("attention: invertible",): "any invertible map in a head; use 'rotation', an orthogonal map with a scale",
-    ("doctor mend_weights",): "dropping or copying tensors of a merged model; correct the recipe and merge again",
-    ("subsets", "merge subsets"): "merges of some of the models; run 'merge' on those models",
-    ("widths", "align widths", "carry widths"): "a base of another width brings -3 to 16% of a change; take models of "
-    "equal sizes, or train anew",
-    (
-        "layers_map",
-        "carry layers_map",
-    ): "a base of another depth brings -3 to 16% of a change; take bases of equal depth, or train anew",
-    ("rooted",): "only the widening of models read it; leave the entry out",
-    (
-        "kfac",
-    ): "K-FAC, which kept less than solving on samples (74.3 against 94.6%); use 'refit', 'regmean' or 'fisher'",
-    ("kinds: kfac",): "K-FAC factors; measure 'gram' for 'regmean' or 'fisher' for 'fisher', or use delegate 'refit'",
-    ("kinds: moments",): "means and mean squares, which no average read; 'gram' holds both",
-    (
-        "gram_norm",
-    ): "other divisors of Grams, which never won; leave it out, for the norm in 'wudi' and none in 'refit'",
-    ("share",): "Iso-CTS, which never won; 'iso' keeps the directions of the sum, leave it out",
-    ("alpha",): "refit's targets from the merge's own inputs, which gained less; leave it out, or raise 'ridge'",
-    ("norms",): "refit's solving of gains and shifts of norms, which never won; leave it out",
-    ("measure rank",): "Grams of low rank in statistics files; leave it out, and 'measure' keeps them whole",
-    (
-        "carry: activations",
-        "method: activations",
-    ): "maps from activations bring 18 to 22% of a change, a refit 44 to 79%; use 'refit'",
-    ("controls", "carry controls"): "random changes are measured in the project's benchmarks; leave it out",
-    ("align ray",): "the workers of a Ray cluster; use '--backend ray', with the cluster's address in RAY_ADDRESS",
-    ("judge", "carry judge"): "a quarter of the samples judges; leave it out, and name samples of your task as 'data'",
+_REMOVED = {
+    "genome": "mergekit has deprecated mergekit-evolve; use 'align' once, and search over its models",
+    "inspect tensor": "rotation_merge.json beside the merge holds the figures of a tensor's space",
+    "barrier anchors": "run 'barrier' once for each anchor, with two models",
+    "gguf, align gguf, align gguf_type, merge gguf, merge gguf_type": "convert the merged folder with llama.cpp's "
+    "convert_hf_to_gguf.py",
+    "report, align html, inspect html": "the model card and rotation_merge.json hold it; 'barrier --plot' draws paths",
+    "attention: invertible": "use 'rotation', an orthogonal map with a scale",
+    "doctor mend_weights": "correct the recipe and merge again",
+    "subsets, merge subsets": "run 'merge' on some of the models",
+    "widths, align widths, carry widths": "take models of equal sizes, or train anew",
+    "layers_map, carry layers_map": "take bases of equal depth, or train anew",
+    "rooted": "leave it out",
+    "kfac": "use 'refit', 'regmean' or 'fisher'",
+    "kinds: kfac": "measure 'gram' for 'regmean' or 'fisher' for 'fisher', or use delegate 'refit'",
+    "kinds: moments": "'gram' holds means and mean squares",
+    "gram_norm": "leave it out, for the norm in 'wudi' and none in 'refit'",
+    "share": "leave it out; 'iso' keeps the directions of the sum",
+    "alpha": "leave it out, or raise 'ridge'",
+    "norms": "leave it out",
+    "measure rank": "leave it out; Grams are kept whole",
+    "carry: activations, method: activations": "use 'refit', which keeps more of a change",
+    "controls, carry controls": "leave it out",
+    "align ray": "use '--backend ray', with the cluster's address in RAY_ADDRESS",
+    "judge, carry judge": "leave it out, and name samples of your task as 'data'",
 }
-"""What was removed before the first release: what it was and what to do instead, by recipe keys, options of Python and
-methods (NAME), their values (KEY: VALUE), commands (COMMAND), and their options (COMMAND OPTION)."""
+"""What was removed before the first release, and what to do instead, by recipe keys, options of Python and methods
+(NAME), their values (KEY: VALUE), commands (COMMAND), and their options (COMMAND OPTION)."""
 
-REMOVED = {name: words for names, words in _REMOVED.items() for name in names}
+REMOVED = {name: remedy for names, remedy in _REMOVED.items() for name in names.split(", ")}
 
 
 def removed(name: str) -> str:
@@ -159,26 +132,18 @@ FEW = 20
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A remedy with the closest known word; without a close one all words, or the closest of many.
+    """A remedy with the closest known word; without a close one all words, or the closest three of many.
 
     A name that was removed gets what to do instead.
     """
     words = sorted(known)
     if name not in words and (remedy := removed(name)):
         return remedy
-    close = difflib.get_close_matches(name, words, n=1, cutoff=0.6)
-    if close:
+    if close := difflib.get_close_matches(name, words, n=1, cutoff=0.6):
         return f"did you mean '{close[0]}'?"
-    return nearest_three(name, words) if len(words) > FEW else f"known: {', '.join(words)}" if words else NONE_KNOWN
-
-
-NONE_KNOWN = "none exists here"
-
-
-def nearest_three(name: str, known: Iterable[str]) -> str:
-    """A remedy naming the three known words closest to `name`, however far they are."""
-    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.0)
-    return f"the nearest are {', '.join(map(repr, close))}" if close else NONE_KNOWN
+    if len(words) <= FEW:
+        return f"known: {', '.join(words)}" if words else "none exists here"
+    return f"the nearest are {', '.join(map(repr, difflib.get_close_matches(name, words, n=3, cutoff=0.0)))}"
 
 
 def nearest_path(path: str, otherwise: str = "check the path", of: Callable[[str], bool] = os.path.isdir) -> str:

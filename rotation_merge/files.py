@@ -18,7 +18,7 @@ from pickle import UnpicklingError
 from types import TracebackType
 from typing import Any
 
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import FileLock, Timeout
 
 from rotation_merge.errors import RotationMergeError, SpaceError, no_space, short
 
@@ -131,7 +131,14 @@ def _locked(path: str, wait: float) -> Iterator[None]:
     missing = [folder for folder in Path(path).parents if not folder.exists()]
     lock = FileLock(companion(path, LOCK), is_singleton=True)
     try:
-        _acquire(lock, path, wait)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            lock.acquire(timeout=wait, poll_interval=0.05)
+        except OSError as error:
+            busy = isinstance(error, Timeout) and os.path.exists(lock.lock_file)
+            why = f"cannot be written ({short(error.strerror or error).lower()})"
+            remedy = f"{'wait until that has ended, or ' if busy else ''}write somewhere else"
+            raise RotationMergeError("another run is writing it" if busy else why, where=path, remedy=remedy) from error
         yield
     finally:
         with suppress(OSError):
@@ -143,18 +150,6 @@ def _locked(path: str, wait: float) -> Iterator[None]:
         for folder in missing:
             with suppress(OSError):
                 folder.rmdir()
-
-
-def _acquire(lock: BaseFileLock, path: str, wait: float) -> None:
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        lock.acquire(timeout=wait, poll_interval=0.05)
-    except OSError as error:
-        if isinstance(error, Timeout) and os.path.exists(lock.lock_file):
-            remedy = "wait until that has ended, or write somewhere else"
-            raise RotationMergeError("another run is writing it", where=path, remedy=remedy) from error
-        problem = f"cannot be written ({short(error.strerror or error).lower()})"
-        raise RotationMergeError(problem, where=path, remedy="write somewhere else") from error
 
 
 # --- checked ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from rotation_merge.averaging.polish import PolishConfig, PolishOptions, PolishR
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.teachers import AnsweredSamples, write_answers
-from rotation_merge.model.heads import head_names, heads_in, heads_of_teachers
+from rotation_merge.model.heads import head_names, heads_of_teachers
 from rotation_merge.model.labels import with_classes_of
-from rotation_merge.model.open import ModelLike, open_model
+from rotation_merge.model.open import open_model
 from rotation_merge.model.staging import HEADS, write_files
 from rotation_merge.model.view import View, as_stored
-from rotation_merge.model.vocabulary import check_same_tokens
+from rotation_merge.model.vocabulary import same_tokens
 from rotation_merge.model.writing import small_files
 from rotation_merge.run.data import Samples, for_each, read_samples, unpadded
 from rotation_merge.run.functions import copy_parameters, load, module_of, stored_dtype, take_rows
@@ -115,7 +115,7 @@ def polished(
     """
     if not teachers:
         raise RecipeError("no teachers are given", remedy="give the models that were merged")
-    heads = _heads(merged, teachers)
+    heads = heads_of_teachers(merged, teachers)
     students = [head or merged for head in heads]
     if config.lora and any(heads):
         problem = "has a separate head for each teacher, but one LoRA cannot hold them"
@@ -124,8 +124,11 @@ def polished(
         problem = "is a sentence-transformers folder, whose modules cannot be trained"
         remedy = "leave it out of polish; merge with 'delegate: regmean' for a better average"
         raise RotationMergeError(problem, where=merged.name, remedy=remedy)
-    if merged.files is not None:
-        check_same_tokens(merged, *(teacher for teacher in teachers if teacher.files is not None))
+    for teacher in teachers if merged.files is not None else ():
+        if teacher.files is not None and not same_tokens(merged, teacher):
+            problem = f"its tokens are not those of {merged.reference}"
+            remedy = "give teachers with the merge's tokenizer"
+            raise RotationMergeError(problem, where=str(teacher.reference), remedy=remedy)
     with seeded(config.seed):
         answered = _answers(students, teachers, for_each(samples, len(teachers)), config, work, device)
         modules = {view.name: _in_memory(view).to(device).requires_grad_(True) for view in (merged, *students)}
@@ -178,13 +181,3 @@ def _in_memory(view: View, like: View | None = None) -> Any:
     module = module_of(ordered).float()
     copy_parameters(module)
     return module
-
-
-def _heads(merged: View, teachers: Sequence[View]) -> list[View | None]:
-    """The merge's body under the head of each teacher, where it has that."""
-    known: Mapping[str, ModelLike] = merged.heads
-    if merged.is_stored and merged.adapter is None:
-        known = heads_in(merged.folder)
-    references = [None if teacher.files is None else teacher.files.reference for teacher in teachers]
-    heads = heads_of_teachers(known, references, merged.name)
-    return [None if head is None else open_model(head, unsupported="merge") for head in heads]

@@ -9,7 +9,7 @@ this is exact if the new base is the old one in other coordinates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,7 +25,7 @@ from rotation_merge.model.blocks import Get, read_tensor, reader, unstack
 from rotation_merge.model.fold import Fold, folded_tensors, weight_key
 from rotation_merge.model.low_rank import LowRank, dense, factor_infos
 from rotation_merge.model.open import ModelLike, check_names, open_model
-from rotation_merge.model.rows import in_slices, views
+from rotation_merge.model.rows import in_slices
 from rotation_merge.model.tensors import Tensors, as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import row_pair
@@ -169,10 +169,9 @@ class Delta:
             return stored
         sliced = sources if info.vocabulary_axis is not None and self.rows is None and not self.low else []
         architecture = self.base.architecture
-        part_of, copies = views(block, sliced), [read_tensor(info, source) for source in sliced]
 
-        def changed(part: slice | None) -> Tensor:
-            base, old, tuned = sources if part is None else part_of(part)
+        def changed(parts: Sequence[Tensors] | None) -> Tensor:
+            base, old, tuned = parts or sources
             if self.folding is not None:
                 base = as_tensors(folded_tensors(architecture, base, self.folding.streams, self.folding.dtype))
             delta = replace(self, base=replace(self.base, tensors=base), old=old, tuned=tuned)
@@ -181,8 +180,7 @@ class Delta:
             return before.to(torch.promote_types(before.dtype, change.dtype)) + change
 
         rounded = dtype or stored.dtype
-        whole = in_slices(info, [copy for copy in copies if copy is not None], rounded, changed)
-        return whole.to(rounded).contiguous()
+        return in_slices(block, info, sliced, rounded, changed).to(rounded).contiguous()
 
     def change(self, block: Block, info: TensorInfo) -> Change:
         """The change of one tensor in the base's storage form, unrounded; of low rank where it is known by factors.

@@ -311,7 +311,7 @@ class _Fit:
             gauge = random_gauge(self.architecture, self.match, torch.Generator().manual_seed(0))
             starts["identity"] = [identities(gauge) for _ in self.states[1:]]
         if self.options.start != "identity":
-            anchor, *donors = (as_tensors(state).to(self.device) for state in self.states)
+            anchor, *donors = (as_tensors(state).on(self.device) for state in self.states)
             starts["matched"] = [
                 self._matcher(number)(self.architecture, anchor, donor, self.match, None).transforms
                 for number, donor in enumerate(donors, start=1)

@@ -21,7 +21,7 @@ from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import in_coordinates, without_biases
 from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import folded_tensors
-from rotation_merge.model.tensors import TensorSource, mean_of
+from rotation_merge.model.tensors import TensorSource, weighted_mean
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.symmetry import Transform, Translation
 from rotation_merge.workers import Progress, Spread, in_threads
@@ -75,7 +75,7 @@ def match_to_mean(
             ]
             match = partial(match_model, over=over, ledger=ledger.under(f"round {turn}/{name}"))
             proposed[name] = _towards(
-                architecture, mean_of(others), renamed_sources[name], options, proposed[name], progress, match
+                architecture, weighted_mean(others), renamed_sources[name], options, proposed[name], progress, match
             )
         now = _spread(architecture, renamed_sources, proposed)
         if now < spread[-1]:
@@ -154,7 +154,7 @@ def _records(
 def _spread(architecture: Architecture, sources: Mapping[str, TensorSource], frames: Mapping[str, Transforms]) -> float:
     """Sum over models of the squared distance from their mean."""
     moved = [in_coordinates(architecture, source, frames[name]) for name, source in sources.items()]
-    mean = mean_of(moved)
+    mean = weighted_mean(moved)
     total = 0.0
     for name in architecture.named():
         if all(name in source for source in moved):

@@ -12,7 +12,7 @@ from rotation_merge.matching.stream import Transforms
 from rotation_merge.model.biases import in_coordinates
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.fold import folded_tensors
-from rotation_merge.model.rows import in_slices, views
+from rotation_merge.model.rows import in_slices
 from rotation_merge.model.tensors import Names, Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import stored_dtype
 
@@ -82,15 +82,14 @@ class Mover:
 
     def _moved(self, block: Block, info: TensorInfo, stored: Tensor, dtype: torch.dtype | None) -> Tensor:
         rounded = stored_dtype(stored, dtype)
-        part_of = views(block, [self.source] if info.vocabulary_axis is not None else [])
 
-        def moved(part: slice | None) -> Tensor:
-            aligned = self._aligned(dtype) if part is None else self._of(part_of(part)[0], None, dtype)
+        def moved(parts: Sequence[Tensors] | None) -> Tensor:
+            aligned = self._aligned(dtype) if parts is None else self._of(parts[0], None, dtype)
             tensor = read_tensor(info, aligned)
             assert tensor is not None
             return tensor
 
-        return in_slices(info, [stored], rounded, moved).to(rounded).contiguous()
+        return in_slices(block, info, [self.source], rounded, moved).to(rounded).contiguous()
 
     def _aligned(self, dtype: torch.dtype | None) -> Tensors:
         """The whole aligned source, cached for each dtype."""

@@ -165,7 +165,7 @@ class Pair:
 
     def _source(self, model: View, mark: Fingerprint) -> Tensors:
         tensors = with_tied(self.architecture, watched(model, mark.add) if self.watched else model.tensors)
-        return tensors if self.device == "cpu" else tensors.to(self.device)
+        return tensors if self.device == "cpu" else tensors.on(self.device)
 
     @cached_property
     def shared(self) -> tuple[Tensor, Tensor] | None:

@@ -101,7 +101,7 @@ class Visits:
 
     def _source(self, source: TensorSource) -> TensorSource:
         if self.device is not None:
-            source = as_tensors(source).to(self.device)
+            source = as_tensors(source).on(self.device)
         if self.folded:
             source = folded_tensors(self.architecture, source, self.folded)
         return as_tensors(source).cached() if self.cached else source
@@ -225,7 +225,7 @@ class Visits:
 
     def _stored(self, block: Block, source: TensorSource) -> dict[str, Tensor]:
         """A block's stored tensors by name."""
-        return stored_tensors(block, source if self.device is None else as_tensors(source).to(self.device))
+        return stored_tensors(block, source if self.device is None else as_tensors(source).on(self.device))
 
 
 def _long(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> list[slice]:

@@ -80,7 +80,7 @@ def match_mean(
 def _on(source: TensorSource, device: str) -> Tensors:
     """A source with its tensors moved to a device on access."""
     tensors = as_tensors(source)
-    return tensors if device == "cpu" else tensors.to(device)
+    return tensors if device == "cpu" else tensors.on(device)
 
 
 @contextmanager

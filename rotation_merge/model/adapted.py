@@ -1,36 +1,33 @@
 """A model's tensors with a LoRA adapter merged into them, tensor by tensor.
 
 An adapter may change in one form what a checkpoint stores in another: experts apart or all in one tensor, gates and
-values (or queries, keys and values) apart or one after the other.
+values (or queries, keys and values) apart or one after the other. Such a tensor is composed of the stored ones, changed
+as the model's class has it, and cut into the stored ones again.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rotation_merge.architecture.model import Architecture, TensorInfo
-from rotation_merge.architecture.registry import PossibleTensor, every_name
+from rotation_merge.architecture.registry import every_name
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.adapters import Adapter, Change, PlacedChange, placed
-from rotation_merge.model.forms import ComposedTensor, other_form
+from rotation_merge.model.forms import ComposedTensor, TensorSlice, other_form
 from rotation_merge.model.low_rank import LowRank, stacks, transposed
 from rotation_merge.model.tensors import Tensors
 
-ANOTHER_MODEL = "was it trained on another model?"
 CACHED = 3
-"""Changes of fused experts that stay in memory, where a checkpoint stores experts apart."""
+"""Composed tensors that stay in memory, where a checkpoint stores their parts apart."""
 
 KINDS: dict[int, type[nn.Module]] = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 """Layers by the number of dimensions of their weights."""
-
-Index = tuple[int | slice, ...]
 
 
 def adapted(
@@ -52,70 +49,179 @@ def adapted(
     Raises:
         CheckpointError: the adapter changes something that the model does not have, or that has another shape.
     """
-    parts = _Checkpoint(adapter, architecture, tensors.shapes, config, tied, model).parts()
-    latest: dict[tuple[Change, torch.dtype], Tensor] = {}  # not a cache of functools', which no cluster can be sent
-
-    def of_experts(change: Change, dtype: torch.dtype) -> Tensor:
-        dense = latest.get((change, dtype))
-        if dense is None:
-            while len(latest) >= CACHED:
-                latest.pop(next(iter(latest)), None)
-            dense = latest[change, dtype] = _fused_experts(_factors(adapter, change, dtype), change.experts)
-        return dense
-
-    def changed(name: str, tensor: Tensor) -> Tensor:
-        if name not in parts:
-            return tensor
-        tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
-        for part in parts[name]:
-            region = tensor[part.target]
-            if part.change.a and part.change.experts:
-                dense = of_experts(part.change, tensor.dtype)
-                region += (dense if part.flipped else dense.mT)[part.source]
-            else:
-                _apply(adapter, part, region)
-        return tensor
-
-    wide = {name: torch.promote_types(kind, torch.float32) for name, kind in tensors.dtypes.items() if name in parts}
-    return tensors.map(changed, dtypes={**tensors.dtypes, **wide})
+    merging = _Merging(adapter, architecture, tensors, tied, model)
+    merging.place(config)
+    changed = merging.changes.keys() | merging.parts.keys()
+    wide = {name: _wide(dtype) for name, dtype in tensors.dtypes.items() if name in changed}
+    return tensors.map(merging.changed, dtypes={**tensors.dtypes, **wide})
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A part of an adapter's change, and the part of a stored tensor that it falls on.
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(eq=False)
+class _Composed:
+    """A tensor of the model's class that the checkpoint stores in other tensors, and its changes."""
+
+    form: ComposedTensor
+    changes: list[PlacedChange] = field(default_factory=list)
+
+
+Part = tuple[_Composed, slice, TensorSlice, int]
+"""A composed tensor, the entries of it that a stored tensor holds, where that holds them, and the number of the expert,
+where these are stored apart."""
+
+
+@dataclass
+class _Merging:
+    """An adapter and the checkpoint that it is merged into; see `adapted`.
 
     Attributes:
-        flipped: the adapter takes the weight for [in, out].
-        source, target: indices of the parts in the change and in the stored tensor; empty: all.
+        changes: of tensors as they are stored, by name.
+        parts: of composed tensors, by the name of the stored tensor that they lie in.
+        latest: composed tensors that were used last, changed.
     """
 
-    change: Change
-    flipped: bool
-    source: Index = ()
-    target: Index = ()
+    adapter: Adapter
+    architecture: Architecture
+    tensors: Tensors
+    tied: str | None
+    model: str
+    changes: dict[str, tuple[Change, bool]] = field(default_factory=dict)
+    parts: dict[str, list[Part]] = field(default_factory=dict)
+    latest: dict[_Composed, Tensor] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "latest": {}}
+
+    def place(self, config: Mapping[str, Any]) -> None:
+        """Find the tensor of every change."""
+        infos, names, composed = self.architecture.named(), every_name(config), dict[str, _Composed]()
+        for name, change in self.adapter.changes.items():
+            info, is_stored = infos.get(name), name in self.tensors
+            if is_stored and (info is None or info.stacked or not stacks(info)):
+                self._add(name, change, info)
+            elif is_stored or not self._adds_nothing(change):
+                self._place(change, placed(self.adapter, change, names), composed)
+
+    def _adds_nothing(self, change: Change) -> bool:
+        """Whether it is a bias of zeros: peft's `lora_bias` gives one to every module, also to those without a bias."""
+        return bool(change.shift) and not change.value and not bool(self.adapter.tensor(change.shift).any())
+
+    def _refused(self, problem: str, remedy: str = "was it trained on another model?") -> CheckpointError:
+        return CheckpointError(f"the adapter {problem}", where=self.model, remedy=remedy)
+
+    def _add(self, name: str, change: Change, info: TensorInfo | None) -> None:
+        """Add the change of a whole stored tensor."""
+        shape = self.tensors.shapes[name]
+        if self.tied is not None and info is not None and info.vocabulary_axis is not None and len(shape) == 2:
+            raise self._refused(
+                f"changes '{name}' and not the head '{self.tied}', which is tied to it",
+                "store the head as a tensor of its own, with 'tie_word_embeddings': false",
+            )
+        flipped = change.transposed
+        if change.a and len(shape) == 2:
+            labelled = info is not None and any(axis.parts for axis in info.axes)
+            flipped = transposed(info) if info and labelled else bool(self.adapter.config.get("fan_in_fan_out"))
+            if shape[0] != shape[1] or change.embedding:
+                flipped = change.embedding or shape == self._low_rank_shape(change)[::-1]
+        self._check_shape(change, flipped, shape)
+        self.changes[name] = change, flipped
+
+    def _place(self, change: Change, place: PlacedChange | None, composed: dict[str, _Composed]) -> None:
+        """Add a change of a tensor that the checkpoint stores under another name, or in another form."""
+        blocks = (block for block in self.architecture.blocks if place and place.spot.in_block(block))
+        if place is None or (block := next(blocks, None)) is None:
+            raise self._absent(change)
+        info, stored = place.spot.info, block.tensor(place.spot.info.key)
+        if stored is not None and stored.names[place.expert or 0] in self.tensors:
+            self._add(stored.names[place.expert or 0], place, stored)
+            return
+        form = other_form(block, replace(block, tensors=(*block.tensors, info))).get(info.key)
+        if form is None or _is_another_vector(info, form):
+            raise self._absent(change)
+        shape = tuple(axis.size or 0 for axis in info.axes)
+        self._check_shape(place, place.transposed, shape if place.expert is None else shape[1:])
+        if info.name not in composed:
+            composed[info.name] = _Composed(form)
+            self._cut(composed[info.name])
+        composed[info.name].changes.append(place)
+
+    def _cut(self, whole: _Composed) -> None:
+        """Find the parts of a composed tensor in the stored ones."""
+        start, dim = 0, whole.form.dim
+        for cut in whole.form.cuts:
+            length = cut.length if cut.dim == dim else cut.info.axes[dim].size or 0
+            for number, name in enumerate(cut.info.names):
+                self.parts.setdefault(name, []).append((whole, slice(start, start + length), cut, number))
+            start += length
+
+    def _absent(self, change: Change) -> CheckpointError:
+        return self._refused(f"changes '{change.name}', which the model does not store")
+
+    def _low_rank_shape(self, change: Change) -> tuple[int, ...]:
+        """Shape of a low-rank change, (out, in) or (out, in, kernel...)."""
+        return self.adapter.shapes[change.b][0], *self.adapter.shapes[change.a][1:]
+
+    def _check_shape(self, change: Change, flipped: bool, shape: tuple[int, ...]) -> None:
+        """Refuse a change of another shape than the tensor that it falls on."""
+        shapes = [self.adapter.shapes[name] for name in (change.value, change.shift) if name]
+        if change.a:
+            low = self._low_rank_shape(change)[:: -1 if flipped else 1]
+            shapes.append((change.experts, *low) if change.experts else low)
+        if odd := next((known for known in shapes if known != shape), None):
+            raise self._refused(f"has {list(odd)} for '{change.name}', the model has {list(shape)}")
+
+    def changed(self, name: str, tensor: Tensor) -> Tensor:
+        """A stored tensor with its changes."""
+        if name not in self.changes and name not in self.parts:
+            return tensor
+        tensor = tensor.to(_wide(tensor.dtype), copy=True)
+        if name in self.changes:
+            _apply(self.adapter, *self.changes[name], tensor)
+        for whole, entries, cut, number in self.parts.get(name, ()):
+            part = self._whole(whole)[(slice(None),) * whole.form.dim + (entries,)]
+            place = (slice(None),) * cut.dim + (slice(cut.start, cut.start + cut.length),)
+            tensor[place[cut.info.stacked :]] = part[number] if cut.info.stacked else part
+        return tensor
+
+    def _whole(self, whole: _Composed) -> Tensor:
+        """A composed tensor (stacked, if the class has it in pieces) with its changes."""
+        tensor = self.latest.get(whole)
+        if tensor is None:
+            while len(self.latest) >= CACHED:
+                self.latest.pop(next(iter(self.latest)), None)
+            stored = whole.form.read(self.tensors)
+            tensor = stored.to(_wide(stored.dtype), copy=True)
+            for change in whole.changes:
+                part = tensor if change.expert is None else tensor[change.expert]
+                _apply(self.adapter, change, change.transposed, part)
+            self.latest[whole] = tensor
+        return tensor
 
 
-def _factors(adapter: Adapter, change: Change, dtype: torch.dtype) -> LowRank:
-    low = adapter.low_rank(change)
-    return replace(low, a=low.a.to(dtype), b=low.b.to(dtype))
+def _is_another_vector(info: TensorInfo, form: ComposedTensor) -> bool:
+    """Whether a vector only looks like a stored one, as the biases of two maps into one stream do."""
+    cut = form.cuts[0]
+    return len(info.axes) == len(form.cuts) == 1 and cut.length == cut.info.axes[0].size
 
 
-def _apply(adapter: Adapter, part: _Part, region: Tensor) -> None:
-    """Put a part of a change into a tensor, in place."""
-    change = part.change
+def _apply(adapter: Adapter, change: Change, flipped: bool, tensor: Tensor) -> None:
+    """Change a tensor in place; flipped: the adapter takes it for [in, out]."""
     if change.value:
-        region.copy_(adapter.tensor(change.value)[part.source])
+        tensor.copy_(adapter.tensor(change.value))
     if change.shift:
-        region += (change.scale * adapter.tensor(change.shift).to(region.dtype))[part.source]
+        tensor += change.scale * adapter.tensor(change.shift).to(tensor.dtype)
     if not change.a:
         return
-    low = _factors(adapter, change, region.dtype)
+    low = adapter.low_rank(change).to(tensor.dtype)
     if change.magnitude:
-        weight = region.T if part.flipped and not change.embedding else region
-        magnitude = adapter.tensor(change.magnitude).to(region.dtype)
-        weight.copy_(_dora(weight.contiguous(), low, magnitude))
-    else:
-        region += (low.product().mT if part.flipped else low.product())[part.source]
+        weight = tensor.T if flipped and not change.embedding else tensor
+        weight.copy_(_dora(weight.contiguous(), low, adapter.tensor(change.magnitude).to(tensor.dtype)))
+        return
+    product = _fused_experts(low, change.experts) if change.experts else low.product()
+    tensor += product.mT if flipped != bool(change.experts) else product
 
 
 def _dora(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
@@ -151,15 +257,9 @@ def _fused_experts(change: LowRank, count: int) -> Tensor:
 
 
 def _by_peft(layer: nn.Module, change: LowRank, rank: int, magnitude: Tensor | None = None, **targets: Any) -> Tensor:
-    """The weight of a layer with a change merged by peft.
+    """The weight of a layer with a change merged by peft."""
+    import peft  # which takes seconds
 
-    Raises:
-        CheckpointError: peft is missing.
-    """
-    try:
-        import peft
-    except ImportError as error:
-        raise CheckpointError("DoRA and adapters of fused experts need peft", remedy="pip install peft") from error
     config = peft.LoraConfig(r=rank, lora_alpha=change.scale * rank, use_dora=magnitude is not None, **targets)
     a, b = ("lora_embedding_A", "lora_embedding_B") if change.embedding else ("lora_A.weight", "lora_B.weight")
     state = {f"layer.{a}": change.a, f"layer.{b}": change.b}
@@ -174,133 +274,3 @@ def _by_peft(layer: nn.Module, change: LowRank, rank: int, magnitude: Tensor | N
         parent.layer.merge()
     merged: Tensor = parent.layer.get_base_layer().weight.data
     return merged
-
-
-@dataclass(frozen=True)
-class _Checkpoint:
-    """The model that an adapter is merged into; see `adapted`."""
-
-    adapter: Adapter
-    architecture: Architecture
-    shapes: Mapping[str, tuple[int, ...]]
-    config: Mapping[str, Any]
-    tied: str | None
-    model: str
-
-    @cached_property
-    def _names(self) -> dict[str, PossibleTensor]:
-        return every_name(self.config)
-
-    def parts(self) -> dict[str, list[_Part]]:
-        """The parts of all changes, by the stored tensor that each falls on."""
-        result: dict[str, list[_Part]] = {}
-        infos = self.architecture.named()
-        for name, change in self.adapter.changes.items():
-            info = infos.get(name)
-            if name in self.shapes and (info is None or info.stacked or not stacks(info)):
-                parts: Iterable[tuple[str, _Part]] = [self._whole(change, name, info)]
-            elif name not in self.shapes and self._adds_nothing(change):
-                continue
-            else:
-                parts = self._in_another_form(change)
-            for key, part in parts:
-                self._check_shape(key, part)
-                result.setdefault(key, []).append(part)
-        return result
-
-    def _adds_nothing(self, change: Change) -> bool:
-        """Whether it is a bias of zeros: peft's `lora_bias` gives one to every module, also to those without a bias."""
-        return bool(change.shift) and not change.value and not bool(self.adapter.tensor(change.shift).any())
-
-    def _refused(self, problem: str, remedy: str = ANOTHER_MODEL) -> CheckpointError:
-        return CheckpointError(f"the adapter {problem}", where=self.model, remedy=remedy)
-
-    def _absent(self, change: Change) -> CheckpointError:
-        return self._refused(f"changes '{change.name}', which the model does not store")
-
-    def _whole(self, change: Change, place: str, info: TensorInfo | None) -> tuple[str, _Part]:
-        """The change of a whole stored tensor, `place`."""
-        if place not in self.shapes:
-            raise self._absent(change)
-        shape = self.shapes[place]
-        if self.tied is not None and info is not None and info.vocabulary_axis is not None and len(shape) == 2:
-            raise self._refused(
-                f"changes '{place}' and not the head '{self.tied}', which is tied to it",
-                "store the head as a tensor of its own, with 'tie_word_embeddings': false",
-            )
-        if not change.a or len(shape) != 2:
-            flipped = change.transposed
-        elif change.embedding:
-            flipped = True
-        elif shape[0] != shape[1]:
-            flipped = shape == _low_rank_shape(self.adapter, change)[::-1]
-        else:
-            labelled = info is not None and any(axis.parts for axis in info.axes)
-            flipped = transposed(info) if info and labelled else bool(self.adapter.config.get("fan_in_fan_out"))
-        return place, _Part(change, flipped)
-
-    def _in_another_form(self, change: Change) -> Iterable[tuple[str, _Part]]:
-        """A change's parts, by the tensors that the checkpoint stores for the parameter."""
-        place = placed(self.adapter, change, self._names)
-        block = next((block for block in self.architecture.blocks if place and place.spot.in_block(block)), None)
-        if place is None or block is None:
-            raise self._absent(change)
-        info, stored = place.spot.info, block.tensor(place.spot.info.key)
-        if stored is not None:
-            return [self._whole(place, stored.names[place.expert or 0], stored)]
-        form = other_form(block, replace(block, tensors=(*block.tensors, info))).get(info.key)
-        if form is None or change.magnitude or _is_another_vector(info, form):
-            raise self._absent(change)
-        return _cuts(place, form)
-
-    def _check_shape(self, key: str, part: _Part) -> None:
-        """Refuse a change of another shape than the tensor that it falls on."""
-        adapter, change, stored = self.adapter, part.change, self.shapes[key]
-        shapes = [adapter.shapes[name] for name in (change.value, change.shift) if name]
-        if change.a:
-            shape = _low_rank_shape(adapter, change)[:: -1 if part.flipped else 1]
-            shapes.append((change.experts, *shape) if change.experts else shape)
-        for shape in shapes:
-            if _shape_at(shape, part.source) != _shape_at(stored, part.target):
-                problem = f"has {list(shape)} for '{change.name}', the model has {list(stored)}"
-                raise self._refused(problem if key == change.name else f"{problem} in '{key}'")
-
-
-def _cuts(change: PlacedChange, form: ComposedTensor) -> Iterator[tuple[str, _Part]]:
-    """The parts of a change of a tensor that the checkpoint stores in another form; of one expert, or of all."""
-    start, axes = 0, len(change.spot.info.axes)
-    for cut in form.cuts:
-        length = cut.length if cut.dim == form.dim else (cut.info.axes[form.dim].size or 0)
-        source, target = [slice(None)] * axes, [slice(None)] * axes
-        source[form.dim], target[cut.dim] = slice(start, start + length), slice(cut.start, cut.start + cut.length)
-        start += length
-        for each in range(change.experts) if change.experts and cut.info.stacked else (change.expert,):
-            key = cut.info.names[each or 0] if cut.info.stacked else cut.info.name
-            indices = _of_expert(source, each, change.expert is None), _of_expert(target, each, not cut.info.stacked)
-            yield key, _Part(change, change.transposed, *indices)
-
-
-def _of_expert(index: list[slice], expert: int | None, holds_all: bool) -> Index:
-    """An index of one expert, if it is of one; holds_all: whether the tensor is one of all experts."""
-    if expert is None:
-        return tuple(index)
-    return (expert, *index[1:]) if holds_all else tuple(index[1:])
-
-
-def _low_rank_shape(adapter: Adapter, change: Change) -> tuple[int, ...]:
-    """Shape of a low-rank change, (out, in) or (out, in, kernel...)."""
-    return adapter.shapes[change.b][0], *adapter.shapes[change.a][1:]
-
-
-def _shape_at(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
-    """Shape of a part of a tensor; of all of it, if it lacks this part."""
-    try:
-        return tuple(torch.empty(shape, device="meta")[index].shape)
-    except IndexError:
-        return shape
-
-
-def _is_another_vector(info: TensorInfo, form: ComposedTensor) -> bool:
-    """Whether a vector only looks like a stored one, as the biases of two maps into one stream do."""
-    cut = form.cuts[0]
-    return len(info.axes) == len(form.cuts) == 1 and cut.length == cut.info.axes[0].size

@@ -102,15 +102,14 @@ def plain_adapter(path: str) -> Adapter:
     """
     remote = is_hub_name(path) and not os.path.exists(path) and not path.endswith(SUFFIX)
     adapter = Adapter(fetched(ModelPath(path=path), patterns=ADAPTER_FILES) if remote else path)
-    problems = [
-        f"changes '{change.name}' otherwise than by two factors"
-        for change in adapter.changes.values()
-        if change.magnitude or change.shift or not change.a or (change.value and BASE_LAYER not in change.value)
-    ]
-    if adapter.config.get("target_parameters"):
-        problems = ["changes stacked experts ('target_parameters')"]
-    elif adapter.config.get("use_dora"):
-        problems = ["is a DoRA: its changes are not of low rank"]
+    reasons = {
+        "target_parameters": "changes stacked experts ('target_parameters')",
+        "use_dora": "is a DoRA: its changes are not of low rank",
+    }
+    problems = [words for entry, words in reasons.items() if adapter.config.get(entry)]
+    for change in adapter.changes.values():
+        if change.magnitude or change.shift or not change.a or (change.value and BASE_LAYER not in change.value):
+            problems.append(f"changes '{change.name}' otherwise than by two factors")
     if problems:
         remedy = "merge it into its base model first, then merge the models"
         raise CheckpointError(problems[0], where=path, remedy=remedy)

@@ -34,12 +34,11 @@ SUFFIX = ".safetensors"
 PREFIX = "base_model.model."
 
 PEFT, KOHYA, DIFFUSERS = "peft", "kohya", "diffusers"
-FACTORS = {
-    PEFT: r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<part>A|B|magnitude)(_vector)?(\.(?P<leaf>weight|bias))?",
-    KOHYA: r"(?P<module>.+)\.lora_(?P<part>down|up)\.weight",
-    DIFFUSERS: r"(?P<module>.+)\.lora_(?P<part>A|B)\.weight",
-}
-"""Names of the factors A and B (and of what stands beside them), by who writes them so."""
+FACTOR = re.compile(
+    r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<part>A|B|magnitude|down|up)(_vector)?(\.(?P<leaf>weight|bias))?"
+)
+"""Names of the factors A and B, which kohya calls down and up, and of what stands beside them."""
+PARTS = {"A": "a", "down": "a", "B": "b", "up": "b", "magnitude": "magnitude"}
 
 HEADER_CONFIG = "lora_adapter_metadata"
 """Name under which diffusers stores peft's configs in a file's header, by `PREFIX.ENTRY`."""
@@ -222,13 +221,10 @@ class Adapter:
         parts: dict[str, dict[str, Any]] = {}
         for key in sorted(self.shapes):
             stem = key.removeprefix(PREFIX) if self.form == PEFT else key
-            if match := re.fullmatch(FACTORS[self.form], stem):
-                words = match.groupdict()
-                bias = words.get("leaf") == "bias"
-                change = parts.setdefault(f"{words['module']}.{'bias' if bias else 'weight'}", {})
-                part = {"down": "a", "up": "b"}.get(words["part"], words["part"].lower())
-                change["shift" if bias else part] = key
-                change["embedding"] = bool(words.get("embedding")) or change.get("embedding", False)
+            if match := FACTOR.fullmatch(stem):
+                module, embedding, part, leaf = match.group("module", "embedding", "part", "leaf")
+                change = parts.setdefault(f"{module}.{leaf or 'weight'}", {"embedding": bool(embedding)})
+                change["shift" if leaf == "bias" else PARTS[part]] = key
             elif self.form == PEFT and "lora_" not in stem and ".token_adapter." not in stem:
                 parts.setdefault(re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", stem), {})["value"] = key
             elif self.form == PEFT or not stem.endswith(".alpha"):
@@ -259,18 +255,17 @@ class Adapter:
             CheckpointError: there is none.
         """
         config = self.config if self.form == PEFT else self._config_in_file(module, rank)
-        patterns = config.get("alpha_pattern") or {}
-        if not isinstance(patterns, dict):
-            raise self._damaged("'alpha_pattern' is not a mapping")
         try:
-            special = [alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)]
-        except re.error as error:
-            raise self._damaged(f"'alpha_pattern' holds a pattern that cannot be read ({error})") from error
-        alpha = [*special, config.get("lora_alpha")][0]
-        number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
-        if not number or rank < 1:
-            raise self._damaged(f"lora_alpha of '{module}' is {alpha!r}")
-        return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+            patterns = (config.get("alpha_pattern") or {}).items()
+            special = (alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", module))
+            stated: Any = next(special, config.get("lora_alpha"))
+            alpha = float(stated)
+        except (AttributeError, TypeError, ValueError, re.error) as error:
+            problem = f"'lora_alpha' or 'alpha_pattern' gives no number for '{module}' ({error})"
+            raise self._damaged(problem) from error
+        if not math.isfinite(alpha) or rank < 1:
+            raise self._damaged(f"lora_alpha of '{module}' is {alpha}, its rank {rank}")
+        return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
     def _config_in_file(self, module: str, rank: int) -> dict[str, Any]:
         """Config of a module in a single file: its `alpha`, else what stands in the header, else the scale 1."""
@@ -286,12 +281,9 @@ class Adapter:
         with safe_open(self._file, framework="pt") as file:
             stored = (file.metadata() or {}).get(HEADER_CONFIG, "{}")
         try:
-            config = json.loads(stored)
-        except ValueError:
-            config = None
-        if not isinstance(config, dict):
-            raise self._damaged(f"'{HEADER_CONFIG}' in its header is no mapping")
-        return config
+            return dict(json.loads(stored))
+        except (TypeError, ValueError) as error:
+            raise self._damaged(f"'{HEADER_CONFIG}' in its header is no mapping") from error
 
 
 def placed_changes(adapter: Adapter, base: Mapping[str, Any]) -> list[PlacedChange]:
@@ -335,23 +327,22 @@ def placed(adapter: Adapter, change: Change, names: Mapping[str, PossibleTensor]
     expert = info.names.index(parameter) if info.stacked else None
     experts = (info.axes[0].size or 1) if stacks(info) and expert is None else 0
     known = {**vars(change), "experts": experts, "transposed": transposed(info)}
-    place = PlacedChange(**known, spot=names[parameter], expert=expert)
-    if not change.a or expert is not None or (parameter == plain and not experts):
-        return place
-    scale = adapter.scale(parameter, adapter.shapes[change.b][1] // max(experts, 1))
-    return replace(place, scale=scale, transposed=_reads_first(adapter, change, info))
+    if change.a and expert is None and (parameter != plain or experts):
+        known["scale"] = adapter.scale(parameter, adapter.shapes[change.b][1] // max(experts, 1))
+        known["transposed"] = _reads_first(adapter, change, info)
+    return PlacedChange(**known, spot=names[parameter], expert=expert)
 
 
 def _target_parameter(adapter: Adapter, change: Change, names: Mapping[str, PossibleTensor]) -> str | None:
     """The tensor of peft's `target_parameters` inside a changed module, identified by its sizes."""
     module = change.module.replace(".base_layer", "")
-    targets = [str(target).rpartition(".")[2] for target in adapter.config.get("target_parameters") or []]
-    infos = {place: names[place].info for name in targets if (place := f"{module}.{name}") in names}
+    targets = (str(target).rpartition(".")[2] for target in adapter.config.get("target_parameters") or [])
+    infos = {place: names[place].info for name in targets if change.a and (place := f"{module}.{name}") in names}
     for turned in (False, True):  # peft takes some for [out, in] that are [in, out], or the other way round
         matching = [
             place
             for place, info in infos.items()
-            if change.a and _fits(adapter, change, info, turned != bool(stacks(info) and transposed(info)))
+            if _fits(adapter, change, info, turned != bool(stacks(info) and transposed(info)))
         ]
         if len(matching) == 1:
             return matching[0]
@@ -365,11 +356,11 @@ def _reads_first(adapter: Adapter, change: Change, info: TensorInfo) -> bool:
         return not as_stored
     if not stacks(info) or transposed(info):
         return bool(stacks(info))
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", str(adapter.config.get("peft_version") or ""))
-    version = tuple(map(int, numbers.groups())) if numbers else None
+    written = str(adapter.config.get("peft_version") or "")
+    version = tuple(map(int, numbers.groups())) if (numbers := re.match(r"(\d+)\.(\d+)\.(\d+)", written)) else None
     if version is None or READS_STORED_ORDER <= version < READS_BY_CLASS:
-        written = "does not say which peft wrote it" if version is None else "was written by peft 0.19.0"
-        raise adapter.refusal(f"{written}, so inputs and outputs of '{info.name}', which is square, cannot be told")
+        why = "does not say which peft wrote it" if version is None else "was written by peft 0.19.0"
+        raise adapter.refusal(f"{why}, so inputs and outputs of '{info.name}', which is square, cannot be told")
     return version < READS_STORED_ORDER
 
 

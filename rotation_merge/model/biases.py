@@ -32,23 +32,14 @@ class HiddenBias:
 
     Attributes:
         info: the tensor that holds them.
+        output, bias: of values: the map that reads them, and its bias, which theirs can be moved into.
     """
 
     space: Space
     role: str
     info: TensorInfo
-
-
-@dataclass(frozen=True)
-class ValueBias(HiddenBias):
-    """Biases of values.
-
-    Attributes:
-        output, bias: the map that reads the values, and its bias, which theirs can be moved into.
-    """
-
-    output: TensorInfo
-    bias: TensorInfo
+    output: TensorInfo | None = None
+    bias: TensorInfo | None = None
 
 
 def block_hidden_biases(block: Block) -> tuple[HiddenBias, ...]:
@@ -69,15 +60,13 @@ def _of_space(block: Block, space: Space) -> list[HiddenBias]:
         len(readers) != 1 for readers in maps.values()
     ):
         return []
-    result: list[HiddenBias] = []
     keys, values = (_bias(infos, space, role) for role in "kv")
-    if keys is not None and not space.rotary and space.norm is None:
-        result.append(HiddenBias(space, "k", keys))
     output = maps["o"][0]
     bias = block.tensor(output.key.removesuffix("weight") + "bias")
+    hidden = [HiddenBias(space, "k", keys)] if keys is not None and not space.rotary and space.norm is None else []
     if values is not None and bias is not None and space.values == "free":
-        result.append(ValueBias(space, "v", values, output, bias))
-    return result
+        hidden.append(HiddenBias(space, "v", values, output, bias))
+    return hidden
 
 
 def _bias(infos: list[TensorInfo], space: Space, role: str) -> TensorInfo | None:
@@ -91,15 +80,10 @@ def _place(axis: Axis, space: Space, role: str) -> int:
     return axis.pieces.index((Part(space, role),))
 
 
-def inputs(block: Block, info: TensorInfo) -> list[str]:
-    """Keys of the donor's tensors needed to give `info` the anchor's biases, itself included; empty if it has none."""
-    keys: dict[str, None] = {}
-    for hidden in block_hidden_biases(block):
-        if hidden.info.key == info.key:
-            keys[info.key] = None
-        if isinstance(hidden, ValueBias) and hidden.bias.key == info.key:
-            keys |= dict.fromkeys((info.key, hidden.output.key, hidden.info.key))
-    return list(keys)
+def touches(block: Block, info: TensorInfo) -> bool:
+    """Whether a tensor holds hidden biases, or those of values can be moved into it."""
+    parts = (part for hidden in block_hidden_biases(block) for part in (hidden.info, hidden.bias))
+    return any(part.key == info.key for part in parts if part is not None)
 
 
 def holders(block: Block) -> list[TensorInfo]:
@@ -108,10 +92,10 @@ def holders(block: Block) -> list[TensorInfo]:
     return [info for info in block.tensors if info.key in hidden]
 
 
-def read_by(block: Block, info: TensorInfo) -> ValueBias | None:
+def read_by(block: Block, info: TensorInfo) -> HiddenBias | None:
     """The hidden value bias that an output map reads; None for any other tensor."""
-    values = (bias for bias in block_hidden_biases(block) if isinstance(bias, ValueBias))
-    return next((bias for bias in values if bias.output.key == info.key), None)
+    every = block_hidden_biases(block)
+    return next((hidden for hidden in every if hidden.output and hidden.output.key == info.key), None)
 
 
 def with_biases(
@@ -127,17 +111,17 @@ def with_biases(
     Returns:
         The very same tensor where nothing changes, else a new one in float32 at least; None where there is none.
     """
-    tensor = moved(info.key)
-    for hidden in block_hidden_biases(block) if tensor is not None else ():
-        assert tensor is not None
+    if (tensor := moved(info.key)) is None:
+        return None
+    for hidden in block_hidden_biases(block):
         if hidden.space.name not in spaces:
             continue
         if hidden.info.key == info.key:
             tensor = _with_piece(at_least_float32(tensor), hidden, required(anchor, info.key))
-        if isinstance(hidden, ValueBias) and hidden.bias.key == info.key:
+        if hidden.output and hidden.bias and hidden.bias.key == info.key:
             shift = shifted(hidden, moved, anchor)
             if shift is not None and bool(shift.any()):
-                tensor = at_least_float32(tensor) - _through(hidden, shift, moved)
+                tensor = at_least_float32(tensor) - _through(hidden.space, hidden.output, shift, moved)
     return tensor
 
 
@@ -157,21 +141,19 @@ def _without(block: Block, info: TensorInfo, get: Get, spaces: Collection[str]) 
     return with_biases(block, info, get, zeros, spaces)
 
 
-def shifted(hidden: ValueBias, moved: Get, anchor: Get) -> Tensor | None:
+def shifted(hidden: HiddenBias, moved: Get, anchor: Get) -> Tensor | None:
     """The shift of the output map's inputs: the anchor's value bias minus the donor's, (groups, value_dim).
 
     None if a model has no value bias.
     """
-    biases = anchor(hidden.info.key), moved(hidden.info.key)
-    if biases[0] is None or biases[1] is None:
+    a, b = anchor(hidden.info.key), moved(hidden.info.key)
+    if a is None or b is None:
         return None
-    axis = hidden.info.axes[0]
-    place = _place(axis, hidden.space, "v")
-    a, b = (split_axis(at_least_float32(x), 0, axis)[place] for x in biases if x is not None)
-    return a.to(b) - b
+    axis, b = hidden.info.axes[0], at_least_float32(b)
+    return split_axis(a.to(b) - b, 0, axis)[_place(axis, hidden.space, "v")]
 
 
-def along(hidden: ValueBias, info: TensorInfo, dim: int, shift: Tensor) -> Tensor:
+def along(hidden: HiddenBias, info: TensorInfo, dim: int, shift: Tensor) -> Tensor:
     """A constant of the values, shape (groups, value_dim), along the axis of the output map that reads them, (in,)."""
     axis = info.axes[dim]
     pieces = split_axis(shift.new_zeros(axis.size or 0), 0, axis)
@@ -210,7 +192,7 @@ def without_biases(architecture: Architecture, source: TensorSource, spaces: Col
     stored = as_tensors(source)
 
     def compute(block: Block, info: TensorInfo) -> Tensor | None:
-        return _without(block, info, reader(block, stored), spaces) if inputs(block, info) else None
+        return _without(block, info, reader(block, stored), spaces) if touches(block, info) else None
 
     return blockwise(architecture, stored, compute)
 
@@ -224,11 +206,10 @@ def _with_piece(tensor: Tensor, hidden: HiddenBias, replacement: Tensor) -> Tens
     return join_axis(pieces, 0, axis)
 
 
-def _through(hidden: ValueBias, shift: Tensor, moved: Get) -> Tensor:
+def _through(space: Space, output: TensorInfo, shift: Tensor, moved: Get) -> Tensor:
     """The output map applied to a constant that all heads of a group read, shape (out,)."""
-    weight = at_least_float32(required(moved, hidden.output.key))
-    axes = enumerate(hidden.output.axes)
-    dim, axis = next((dim, axis) for dim, axis in axes if (Part(hidden.space, "o"),) in axis.pieces)
-    piece = split_axis(weight, dim, axis)[_place(axis, hidden.space, "o")]
-    heads = shift.to(weight)[:, None].expand(hidden.space.factors("o"))
+    weight = at_least_float32(required(moved, output.key))
+    dim, axis = next((dim, axis) for dim, axis in enumerate(output.axes) if (Part(space, "o"),) in axis.pieces)
+    piece = split_axis(weight, dim, axis)[_place(axis, space, "o")]
+    heads = shift.to(weight)[:, None].expand(space.factors("o"))
     return torch.tensordot(piece, heads, dims=([dim, dim + 1, dim + 2], [0, 1, 2]))

@@ -45,7 +45,7 @@ class Fold:
 
     def touches(self, block: Block, info: TensorInfo) -> bool:
         """Whether folding may change a tensor of a block."""
-        return bool(self._norms(block, info) or self._scales(block, info) or self._centred_dims(info))
+        return bool(self._norms(block, info) or self._scales(block, info) or _dims(info, self.centred, "write"))
 
     def inputs(self, block: Block, info: TensorInfo) -> list[str]:
         """Keys of the block's tensors that a folded one is computed from, itself included."""
@@ -75,7 +75,7 @@ class Fold:
                 tensor = torch.ones_like(tensor)
             else:
                 tensor = times_gain(at_least_float32(tensor), info, required(get, scale.gain), scale.stream, "write")
-        for dim in self._centred_dims(info):
+        for dim in _dims(info, self.centred, "write"):
             tensor = at_least_float32(tensor)
             tensor = tensor - tensor.mean(dim, keepdim=True)
         return tensor
@@ -128,14 +128,6 @@ class Fold:
         """Folded layer scales that a tensor holds, or that stand behind it."""
         return [s for s in block.scales if s.stream in self.streams and info.key in (s.gain, *s.writes)]
 
-    def _centred_dims(self, info: TensorInfo) -> list[int]:
-        """Dimensions along which a tensor writes to centred streams."""
-        return [
-            dim
-            for dim, axis in enumerate(info.axes)
-            if any(part.role == "write" and part.space.name in self.centred for part in axis.parts)
-        ]
-
     def _with_norm(self, block: Block, info: TensorInfo, tensor: Tensor, norm: Norm, get: Get) -> Tensor:
         if info.key == norm.gain:
             return torch.full_like(tensor, 1.0 - norm.offset)
@@ -176,18 +168,16 @@ def unfolded_gain(architecture: Architecture, source: TensorSource, streams: Col
 
 def times_gain(tensor: Tensor, info: TensorInfo, gain: Tensor, stream: str, role: str = "read") -> Tensor:
     """Times the gain along the axis of a stream, which may hold it several times over; a factor may lack that axis."""
-    dim = _dim(info, stream, role)
-    if dim is None:
-        return tensor
-    axis = info.axes[dim]
-    pieces = split_axis(tensor, dim, axis)
-    for position, piece in enumerate(axis.pieces):
-        for part, start in placed(piece, dim):
-            if part.space.name == stream and part.role == role:
-                pieces[position] = pieces[position] * gain.to(tensor).reshape(
-                    -1, *[1] * (pieces[position].ndim - start - 1)
-                )
-    return join_axis(pieces, dim, axis)
+    for dim in _dims(info, (stream,), role)[:1]:
+        axis = info.axes[dim]
+        pieces = split_axis(tensor, dim, axis)
+        for number, piece in enumerate(axis.pieces):
+            for part, start in placed(piece, dim):
+                if part.space.name == stream and part.role == role:
+                    shape = [-1, *[1] * (pieces[number].ndim - start - 1)]
+                    pieces[number] = pieces[number] * gain.to(tensor).reshape(shape)
+        tensor = join_axis(pieces, dim, axis)
+    return tensor
 
 
 def weight_key(bias: str) -> str:
@@ -207,10 +197,10 @@ def required(get: Get, key: str) -> Tensor:
     return tensor
 
 
-def _dim(info: TensorInfo, stream: str, role: str = "read") -> int | None:
-    """The dimension along which a tensor reads a stream, or has another role in it."""
+def _dims(info: TensorInfo, streams: Collection[str], role: str = "read") -> list[int]:
+    """The dimensions along which a tensor reads some streams, or has another role in them."""
     axes = enumerate(info.axes)
-    return next((d for d, axis in axes if any(p.space.name == stream and p.role == role for p in axis.parts)), None)
+    return [d for d, axis in axes if any(p.role == role and p.space.name in streams for p in axis.parts)]
 
 
 def _gain(norm: Norm, get: Get) -> Tensor:
@@ -229,10 +219,8 @@ def _reads(key: str, norm: Norm) -> bool:
 def _absorbs_shift(block: Block, norm: Norm) -> bool:
     """Whether every map that reads the norm has a bias that its shift can go into."""
     weights = [info for info in block.tensors if _reads(info.key, norm) and not info.key.endswith(".bias")]
-    return all(
-        info.key.endswith(".weight") and block.tensor(info.key.removesuffix("weight") + "bias") is not None
-        for info in weights
-    )
+    stems = [info.key.removesuffix("weight") for info in weights]
+    return all(stem.endswith(".") and block.tensor(f"{stem}bias") is not None for stem in stems)
 
 
 def _constant(block: Block, bias: TensorInfo, norm: Norm, get: Get, weights: Get, ndim: int) -> Tensor | None:
@@ -245,7 +233,7 @@ def _constant(block: Block, bias: TensorInfo, norm: Norm, get: Get, weights: Get
     if shift is None or info is None or not _absorbs_shift(block, norm):
         return None
     weight = at_least_float32(required(weights, info.key))
-    added = times_gain(weight, info, shift, norm.stream).sum(_dim(info, norm.stream))
+    added = times_gain(weight, info, shift, norm.stream).sum(_dims(info, (norm.stream,)))
     return added.flatten(ndim).sum(-1) if added.ndim > ndim else added
 
 

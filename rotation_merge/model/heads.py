@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
-from mergekit.common import ModelReference
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
@@ -18,14 +16,12 @@ from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.checkpoint import write_checkpoint
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.markdown import code
-from rotation_merge.model.open import open_model
+from rotation_merge.model.open import ModelLike, open_model
 from rotation_merge.model.staging import HEADS, free_name
 from rotation_merge.model.view import View
 from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import MergeReport
 from rotation_merge.symmetry import Transform
-
-T = TypeVar("T")
 
 
 def is_head(block: Block, info: TensorInfo) -> bool:
@@ -125,28 +121,22 @@ def write_heads(merged: str, donors: Sequence[View], report: MergeReport, shard_
         write_checkpoint(view, report, text, os.path.join(merged, HEADS, name), storage)
 
 
-def heads_in(merged: str) -> dict[str, str]:
-    """Folders in `merged`/heads by name: the merged body under heads of models."""
-    folder = os.path.join(merged, HEADS)
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    return {name: path for name in names if os.path.isdir(path := os.path.join(folder, name))}
-
-
-def heads_of_teachers(heads: Mapping[str, T], teachers: Sequence[ModelReference | None], merged: str) -> list[T | None]:
-    """Of each teacher the merged body under its head; None: under the merge's own.
-
-    Args:
-        heads: by the name of the model's folder.
-        teachers: None: one in memory.
+def heads_of_teachers(merged: View, teachers: Sequence[View]) -> list[View | None]:
+    """The merged body under the head of each teacher, in memory or in `merged`/heads; None: it has no such head.
 
     Raises:
         RotationMergeError: teachers cannot be told apart by their names.
     """
-    if heads and not all(teachers):
+    known: Mapping[str, ModelLike] = merged.heads
+    if merged.is_stored and merged.adapter is None:
+        folder = os.path.join(merged.folder, HEADS)
+        names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        known = {name: path for name in names if os.path.isdir(path := os.path.join(folder, name))}
+    if known and any(teacher.files is None for teacher in teachers):
         problem = "a teacher in memory has no name, so its head cannot be found among those of the merge"
-        raise RotationMergeError(problem, where=merged, remedy="give the teachers' folders")
-    names = [os.path.basename(str(teacher.model.path).rstrip("/")) if teacher else "" for teacher in teachers]
-    if twice := next((name for name in names if name in heads and names.count(name) > 1), None):
-        problem = f"two teachers are called '{twice}', so their heads in {merged} cannot be told apart"
+        raise RotationMergeError(problem, where=merged.name, remedy="give the teachers' folders")
+    names = [os.path.basename(str(teacher.reference.model.path).rstrip("/")) for teacher in teachers]
+    if twice := next((name for name in names if name in known and names.count(name) > 1), None):
+        problem = f"two teachers are called '{twice}', so their heads in {merged.name} cannot be told apart"
         raise RotationMergeError(problem, remedy="give each teacher's folder another name before the merge")
-    return [heads.get(name) for name in names]
+    return [open_model(known[name], unsupported="merge") if name in known else None for name in names]

@@ -45,7 +45,9 @@ def label_rows(anchor: View, donor: View, excluded: Callable[[str], bool] = lamb
             says both.
     """
     ours, donor_labels = labels(anchor.config), labels(donor.config)
-    if not (ours and donor_labels) or ours == donor_labels or not all(map(_classifies, (anchor, donor))):
+    classes = [view.config.get("architectures") or ["Classification"] for view in (anchor, donor)]
+    classify = all(any("Classification" in str(name) for name in names) for names in classes)
+    if not (ours and donor_labels) or ours == donor_labels or not classify:
         return {}
     heads = _heads(donor, len(donor_labels))
     if heads and all(map(excluded, heads)):
@@ -60,7 +62,11 @@ def label_rows(anchor: View, donor: View, excluded: Callable[[str], bool] = lamb
         why = "some labels occur twice" if heads else "its head is not known"
         problem = f"'id2label' has the names of {anchor.name} in another order, and {why}"
         remedy = f"reorder the rows of one model's head, with its 'id2label' and 'label2id'; or {remedy}"
-    raise CheckpointError(f"{problem}: {_differing(ours, donor_labels)}", where=donor.name, remedy=remedy)
+    pairs = itertools.zip_longest(donor_labels, ours)
+    row, pair = next((row, pair) for row, pair in enumerate(pairs) if pair[0] != pair[1])
+    its, anchor_label = ("nothing" if name is None else short(repr(name)) for name in pair)
+    problem += f": row {row} is {its}, against {anchor_label}"
+    raise CheckpointError(problem, where=donor.name, remedy=remedy)
 
 
 def rows_note(anchor: str, donor: str, rows: LabelRows) -> list[str]:
@@ -118,17 +124,3 @@ def _heads(member: View, count: int) -> dict[str, int]:
         for dim, axis in enumerate(info.axes)
         if axis.label == "classes" and member.shapes.get(info.name, ())[dim : dim + 1] == (count,)
     }
-
-
-def _classifies(member: View) -> bool:
-    """Whether the model is, or may be, a classifier."""
-    classes = member.config.get("architectures") or []
-    return not classes or any("Classification" in str(name) for name in classes)
-
-
-def _differing(ours: tuple[str, ...], donor_labels: tuple[str, ...]) -> str:
-    """The first row that differs, with both values."""
-    pairs = itertools.zip_longest(donor_labels, ours)
-    row, names = next((row, pair) for row, pair in enumerate(pairs) if pair[0] != pair[1])
-    its, anchor_label = ("nothing" if name is None else short(repr(name)) for name in names)
-    return f"row {row} is {its}, against {anchor_label}"

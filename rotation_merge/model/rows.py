@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 
 LONG = 1 << 25
@@ -102,26 +103,27 @@ def stored_tensors(block: Block, source: TensorSource) -> dict[str, Tensor]:
     return {name: source[name] for name in dict.fromkeys(names) if name in source}
 
 
-def views(block: Block, sources: Iterable[TensorSource]) -> Callable[[slice], list[Tensors]]:
-    """Several models' tensors of a block, with a slice of its vocabularies."""
-    axes, known = vocabulary_axes(block.tensors), [stored_tensors(block, source) for source in sources]
-    return lambda part: [with_rows(source, axes, part) for source in known]
-
-
 def in_slices(
-    info: TensorInfo, stored: Sequence[Tensor], dtype: torch.dtype, make: Callable[[slice | None], Tensor]
+    block: Block,
+    info: TensorInfo,
+    sources: Sequence[TensorSource],
+    dtype: torch.dtype,
+    make: Callable[[Sequence[Tensors] | None], Tensor],
 ) -> Tensor:
-    """Applies `make` to a tensor, in slices of a long vocabulary, each rounded at once to save memory.
+    """Computes a tensor of a block, in slices of a long vocabulary, each rounded at once to save memory.
 
     Args:
-        stored: the tensor in all models that are looked at, see `vocabulary_slices`.
+        sources: that it is computed from; none: in one piece.
         dtype: that the slices are rounded to.
-        make: told which slice; None: all of it.
+        make: gets the sources with a slice of the vocabulary; None: the whole tensor is wanted.
     """
-    parts = vocabulary_slices(info, stored)
-    if not parts:
+    stored = [tensor for source in sources if (tensor := read_tensor(info, source)) is not None]
+    slices = vocabulary_slices(info, stored)
+    if not slices:
         return make(None)
+    axes, parts = vocabulary_axes(block.tensors), [stored_tensors(block, source) for source in sources]
     result = torch.empty(stored[0].shape, dtype=dtype, device=stored[0].device)
-    for part in parts:
-        result.narrow(info.vocabulary_axis or 0, part.start, part.stop - part.start).copy_(make(part))
+    for rows in slices:
+        place = result.narrow(info.vocabulary_axis or 0, rows.start, rows.stop - rows.start)
+        place.copy_(make([with_rows(part, axes, rows) for part in parts]))
     return result

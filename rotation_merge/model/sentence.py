@@ -6,18 +6,18 @@ alignment, merge and carrying treat it as any other part of the model.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rotation_merge.architecture.sentence import MODES, dense
-from rotation_merge.errors import CheckpointError
+from rotation_merge.errors import CheckpointError, short
 from rotation_merge.model.headers import WEIGHT_FILES, read_json, reason
 
 FILE = "modules.json"
@@ -37,8 +37,15 @@ def read_modules(folder: str) -> list[dict[str, Any]]:
         CheckpointError: a module is of an unknown kind, or damaged.
     """
     place = os.path.join(folder, FILE)
+    if not os.path.isfile(place):
+        return []
+    try:
+        entries = TypeAdapter(list[dict[str, Any]]).validate_json(Path(place).read_bytes())
+    except (OSError, ValueError) as error:
+        problem = f"holds no list of modules ({short(reason(error))})"
+        raise CheckpointError(problem, where=place, remedy="download it again") from error
     modules = []
-    for entry in _listed(place) if os.path.isfile(place) else []:
+    for entry in entries:
         kind, path = str(entry.get("type", "")).rsplit(".", 1)[-1], str(entry.get("path", ""))
         if kind not in KINDS:
             raise CheckpointError(f"its module '{kind}' is not known", where=place, remedy=f"known: {', '.join(KINDS)}")
@@ -54,21 +61,11 @@ def read_modules(folder: str) -> list[dict[str, Any]]:
     return modules
 
 
-def _listed(path: str) -> list[dict[str, Any]]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot be read: {reason(error)}", where=path, remedy="download it again") from error
-    if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
-        raise CheckpointError("does not hold a list of modules", where=path, remedy="download it again")
-    return content
-
-
 def _settings(folder: str, kind: str, path: str) -> dict[str, Any]:
     if kind not in ("Pooling", "Dense"):
         return {}
-    config = read_json(os.path.join(folder, path, "config.json"))
+    settings_path = os.path.join(folder, path, "config.json")
+    config = read_json(settings_path)
     try:
         if kind == "Dense":
             act = str(config.get("activation_function") or "Identity").rsplit(".", 1)[-1]
@@ -79,7 +76,6 @@ def _settings(folder: str, kind: str, path: str) -> dict[str, Any]:
         flags = {m: [config.get(f"pooling_mode_{m}{end}") for end in ("", "_token", "_tokens")] for m in MODES}
         chosen = [mode for mode in MODES if any(flags[mode]) or mode.removesuffix("_tokens") in modes]
     except (KeyError, TypeError, ValueError) as error:
-        settings_path = os.path.join(folder, path, "config.json")
         raise CheckpointError(f"lacks {error}", where=settings_path, remedy="download it again") from error
     prompt = {} if config.get("include_prompt", True) else {"include_prompt": False}
     return {"modes": chosen or ["mean"], **prompt}

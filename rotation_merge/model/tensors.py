@@ -76,7 +76,7 @@ class Tensors(Mapping[str, Tensor]):
 
         return Tensors(shapes or self.shapes, dtypes or self.dtypes, read)
 
-    def to(self, device: torch.device | str) -> Tensors:
+    def on(self, device: torch.device | str) -> Tensors:
         """The same with tensors brought to a device when they are read."""
         return Tensors(self.shapes, self.dtypes, lambda names: self.read(names).to(device))
 
@@ -86,34 +86,17 @@ class Tensors(Mapping[str, Tensor]):
         Args:
             names: by new name the present one; all other tensors keep theirs.
         """
-        present = {new: old for new, old in names.items() if old in self.shapes}
-        present |= {name: name for name in self.shapes if name not in names}
-        return self._picked(present)
+        unchanged = {name: name for name in self.shapes if name not in names}
+        return _picked({new: (self, old) for new, old in {**names, **unchanged}.items() if old in self.shapes})
 
     def only(self, names: Iterable[str]) -> Tensors:
         """Those of some names, in this order; names that are not here are left out."""
-        return self._picked({name: name for name in names if name in self.shapes})
-
-    def _picked(self, present: Mapping[str, str]) -> Tensors:
-        return Tensors(
-            {new: self.shapes[old] for new, old in present.items()},
-            {new: self.dtypes[old] for new, old in present.items()},
-            lambda names: self.read(
-                present[names] if isinstance(names, str) else tuple(map(present.__getitem__, names))
-            ),
-        )
+        return _picked({name: (self, name) for name in names if name in self.shapes})
 
     def replaced(self, replacements: Mapping[str, Tensor]) -> Tensors:
         """The same with some tensors replaced, or added."""
         further = as_tensors(replacements)
-
-        def read(names: Names) -> Tensor:
-            holders = {name in further for name in ((names,) if isinstance(names, str) else names)}
-            if len(holders) > 1:
-                return torch.stack([read(name) for name in names])
-            return (further if True in holders else self).read(names)
-
-        return Tensors({**self.shapes, **further.shapes}, {**self.dtypes, **further.dtypes}, read)
+        return _picked({name: (source, name) for source in (self, further) for name in source.shapes})
 
     def cached(self, room: int = KEPT) -> Tensors:
         """The same with the tensors that were read kept in memory, up to a limit in bytes."""
@@ -133,6 +116,22 @@ class Tensors(Mapping[str, Tensor]):
         return Tensors(self.shapes, self.dtypes, read)
 
 
+def _picked(places: Mapping[str, tuple[Tensors, str]]) -> Tensors:
+    """Tensors of several sources, by new name the source and its name of each."""
+
+    def read(names: Names) -> Tensor:
+        if isinstance(names, str):
+            source, name = places[names]
+            return source.read(name)
+        source = places[names[0]][0]
+        if any(places[name][0] is not source for name in names):
+            return torch.stack([read(name) for name in names])
+        return source.read(tuple(places[name][1] for name in names))
+
+    shapes = {new: source.shapes[name] for new, (source, name) in places.items()}
+    return Tensors(shapes, {new: source.dtypes[name] for new, (source, name) in places.items()}, read)
+
+
 def by_name(read: Callable[[str], Tensor]) -> Read:
     """Reads several tensors one by one."""
     return lambda names: read(names) if isinstance(names, str) else torch.stack([read(name) for name in names])
@@ -145,9 +144,8 @@ def as_tensors(source: Mapping[str, Tensor], model: str = "") -> Tensors:
         model: name of the state dict's model, for the error of a tensor without numbers (device 'meta').
     """
     if isinstance(source, Tensors):
-        return source
-    if isinstance(tensors := getattr(source, "tensors", None), Tensors):  # a view
-        return tensors
+        tensors: Tensors = getattr(source, "tensors", source)
+        return tensors  # of a view its own
 
     def read(name: str) -> Tensor:
         tensor = source[name]
@@ -160,56 +158,27 @@ def as_tensors(source: Mapping[str, Tensor], model: str = "") -> Tensors:
     return Tensors(shapes, {name: tensor.dtype for name, tensor in source.items()}, by_name(read))
 
 
-def combined(sources: Sequence[Mapping[str, Tensor]], compute: Callable[[Sequence[Tensor]], Tensor]) -> Tensors:
-    """Tensors computed from those of one name in several sources; only names that all of them have."""
-    every = [as_tensors(source) for source in sources]
-    first = every[0].only(name for name in every[0] if all(name in tensors for tensors in every))
-    return Tensors(first.shapes, first.dtypes, lambda names: compute([tensors.read(names) for tensors in every]))
-
-
-def mean_of(sources: Sequence[Mapping[str, Tensor]]) -> Tensors:
-    """The mean of several sources, in float32."""
-
-    def mean(tensors: Sequence[Tensor]) -> Tensor:
-        total = tensors[0].to(torch.float32)
-        for tensor in tensors[1:]:
-            total = total + tensor.to(torch.float32)
-        return total / len(tensors)
-
-    return combined(sources, mean)
-
-
-def weighted_mean(sources: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> Tensors:
-    """The weighted mean of several sources, in float32 at least; equal sources give the same, bit for bit.
+def weighted_mean(sources: Sequence[Mapping[str, Tensor]], shares: Sequence[float] = ()) -> Tensors:
+    """The mean of tensors that all sources have, in float32 at least; equal sources give the same, bit for bit.
 
     Args:
-        shares: of the sources; their sum is one.
+        shares: of the sources, their sum one; below zero, too, so that 1 - t and t lead from the first one past the
+            second. None: equal ones.
     """
+    every, weights = [as_tensors(source) for source in sources], shares or [1 / len(sources)] * len(sources)
 
-    def mean(tensors: Sequence[Tensor]) -> Tensor:
-        first = tensors[0]
+    def read(names: Names) -> Tensor:
+        first = every[0].read(names)
         if not first.is_floating_point():
             return first
         start = first.to(torch.promote_types(first.dtype, torch.float32))
         total, apart = start.clone(), torch.empty_like(start)
-        for tensor, share in zip(tensors[1:], shares[1:], strict=True):
-            total.add_(torch.sub(tensor.to(start), start, out=apart), alpha=share)
+        for tensors, share in zip(every[1:], weights[1:], strict=True):
+            total.add_(torch.sub(tensors.read(names).to(start), start, out=apart), alpha=share)
         return total
 
-    return combined(sources, mean)
-
-
-def extrapolated(source: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float) -> Tensors:
-    """A source moved along its difference to a reference r: ``r + scale (source - r)``, in float32 at least."""
-
-    def along(tensors: Sequence[Tensor]) -> Tensor:
-        tensor, start = tensors
-        if not tensor.is_floating_point():
-            return tensor
-        work = torch.promote_types(tensor.dtype, torch.float32)
-        return torch.lerp(start.to(tensor.device, work), tensor.to(work), scale)
-
-    return combined([source, reference], along)
+    common = every[0].only(name for name in every[0] if all(name in tensors for tensors in every))
+    return Tensors(common.shapes, common.dtypes, read)
 
 
 def selected(source: Mapping[str, Tensor], alternative: Mapping[str, Tensor], chosen: Callable[[str], bool]) -> Tensors:

@@ -60,7 +60,7 @@ class Files:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class View(Mapping[str, Tensor]):
+class View(Tensors):
     """A model: a lazy, read-only mapping from names to tensors, with config and architecture.
 
     Nothing is read before it is asked for. Functions such as `Alignment.apply` give another view; a tensor of it is
@@ -70,7 +70,7 @@ class View(Mapping[str, Tensor]):
         name: in messages and reports.
         config: as in config.json; of a module with its class under `architectures`.
         architecture: names the tensors, and the space that each of their axes lives in.
-        tensors: by name, nothing read.
+        tensors: by name, nothing read: its `shapes`, `dtypes` and `read` are the view's.
         files: where the model is stored; None: in memory.
         module: where the model is one.
         untie: whether a head that shares the embedding's tensor is given one of its own.
@@ -114,23 +114,13 @@ class View(Mapping[str, Tensor]):
     folded: tuple[str, ...] = ()
     heads: Mapping[str, View] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name in ("shapes", "dtypes", "read"):
+            object.__setattr__(self, name, getattr(self.tensors, name))
+
     def __repr__(self) -> str:
         stored = "" if self.dtype is None else f", {self.dtype}"
         return f"View({self.name}, {len(self)} tensors{stored})"
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    __eq__, __hash__ = object.__eq__, object.__hash__  # a mapping would compare all tensors
 
     @property
     def as_filed(self) -> View:
@@ -146,16 +136,6 @@ class View(Mapping[str, Tensor]):
     def names(self) -> list[str]:
         """Names of all tensors."""
         return list(self.tensors)
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of all tensors, by name."""
-        return self.tensors.shapes
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Storage dtypes of all tensors, by name."""
-        return self.tensors.dtypes
 
     @property
     def stored_dtypes(self) -> Mapping[str, torch.dtype]:

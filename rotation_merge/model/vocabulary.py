@@ -6,8 +6,8 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,9 +37,18 @@ def shared_rows(models: Sequence[View]) -> list[Tensor] | None:
     sizes = [size for model in models if (size := vocabulary_size(model)) is not None]
     if len(sizes) < len(models):
         return None
-    tokens = [tokens for model in models if (tokens := tokens_of(model)) is not None]
+    known = [tokens_of(model) for model in models]
+    tokens = [tokens for tokens in known if tokens is not None]
     if len(tokens) < len(models):
-        _check_sizes(models, sizes)
+        lacking = known.index(None)
+        for model, size in zip(models, sizes, strict=True):
+            if size != sizes[lacking]:
+                problem = f"has {sizes[lacking]} tokens, {model.name} has {size}"
+                raise CheckpointError(
+                    f"{problem}, and no tokenizer says which tokens are the same",
+                    where=str(models[lacking].reference),
+                    remedy="put both models' tokenizers beside their weights",
+                )
         return None
     if all(t == tokens[0] for t in tokens) and len(set(sizes)) == 1:
         return None
@@ -59,19 +68,6 @@ def row_pair(first: View, second: View) -> tuple[Tensor, Tensor] | None:
     """Rows of the tokens that both of two models have, of the first and of the second; as of `shared_rows`."""
     rows = shared_rows([first, second])
     return None if rows is None else (rows[0], rows[1])
-
-
-def _check_sizes(models: Sequence[View], sizes: Sequence[int]) -> None:
-    """Refuse vocabularies of different sizes, one of them without a tokenizer."""
-    lacking = next(number for number, model in enumerate(models) if tokens_of(model) is None)
-    for model, size in zip(models, sizes, strict=True):
-        if size != sizes[lacking]:
-            raise CheckpointError(
-                f"has {sizes[lacking]} tokens, {model.name} has {size}, and no tokenizer says which tokens are the "
-                "same",
-                where=str(models[lacking].reference),
-                remedy="put both models' tokenizers beside their weights",
-            )
 
 
 def matched_on(anchor: View, donor: View, count: int) -> str:
@@ -106,19 +102,6 @@ def same_tokens(first: View, second: View) -> bool:
     return shared_rows([first, second]) is None and not other_ids(first, second)
 
 
-def check_same_tokens(merged: View, *teachers: View) -> None:
-    """Check that teachers' outputs mean the same for the merge that learns from them.
-
-    Raises:
-        RotationMergeError: one is not there, or has another vocabulary.
-    """
-    for teacher in teachers:
-        if not same_tokens(merged, teacher):
-            problem = f"its tokens are not those of {merged.reference}"
-            remedy = "give teachers with the merge's tokenizer"
-            raise RotationMergeError(problem, where=str(teacher.reference), remedy=remedy)
-
-
 def other_ids(anchor: View, donor: View, both: bool = False) -> str:
     """The number of tokens that have other ids in the donor, as part of a sentence; empty if none has."""
     moved, whole = moved_tokens(anchor, donor, both)
@@ -137,15 +120,13 @@ def moved_tokens(anchor: View, donor: View, both: bool = False) -> tuple[int, in
         return 0, 0
     if not both and vocabulary_size(anchor) != vocabulary_size(donor):
         return 0, 0
-    if _Tokenizer.of(anchor.folder) == _Tokenizer.of(donor.folder):
+    if _contents(anchor.folder) == _contents(donor.folder):
         return 0, 0
-    known, donor_tokens = tokens_of(anchor), tokens_of(donor)
-    if known is None or donor_tokens is None:
+    known, ids = tokens_of(anchor), tokens_of(donor)
+    if known is None or ids is None:
         return 0, 0
-    at = {} if both else {number: token for token, number in donor_tokens.items()}
-    moved = (
-        donor_tokens.get(token, number) != number or at.get(number, token) != token for token, number in known.items()
-    )
+    at = {} if both else {number: token for token, number in ids.items()}
+    moved = (ids.get(token, id_) != id_ or at.get(id_, token) != token for token, id_ in known.items())
     return sum(moved), len(known)
 
 
@@ -165,37 +146,26 @@ def tokens_of(model: View) -> Mapping[str, int] | None:
 
 def tokenizer_in(folder: str, trust_remote_code: bool = False) -> Any | None:
     """The tokenizer in a folder, read-only; None if it has none."""
-    return _loaded(_Tokenizer.of(folder), trust_remote_code)
+    return _loaded(folder, _contents(folder), trust_remote_code)
 
 
-@dataclass(frozen=True)
-class _Tokenizer:
-    """A tokenizer, equal to another one where their files are equal.
-
-    Attributes:
-        contents: a digest of its files.
-    """
-
-    folder: str = field(compare=False)
-    contents: str
-
-    @classmethod
-    def of(cls, folder: str) -> _Tokenizer:
-        digest = hashlib.blake2b(digest_size=20)
-        for name in sorted(filter(TOKENIZER.fullmatch, os.listdir(folder))):
-            with open(os.path.join(folder, name), "rb") as file:
-                digest.update(name.encode() + b"\0" + file.read())
-        with suppress(RotationMergeError):
-            digest.update(str(read_json(os.path.join(folder, "config.json")).get("model_type")).encode())
-        return cls(folder, digest.hexdigest())
+def _contents(folder: str) -> str:
+    """A digest of a tokenizer's files."""
+    digest = hashlib.blake2b(digest_size=20)
+    for name in sorted(filter(TOKENIZER.fullmatch, os.listdir(folder))):
+        digest.update(name.encode() + b"\0" + Path(folder, name).read_bytes())
+    with suppress(RotationMergeError):
+        digest.update(str(read_json(os.path.join(folder, "config.json")).get("model_type")).encode())
+    return digest.hexdigest()
 
 
 @lru_cache(maxsize=4)
-def _loaded(tokenizer: _Tokenizer, trust_remote_code: bool) -> Any | None:
+def _loaded(folder: str, contents: str, trust_remote_code: bool) -> Any | None:
+    """The tokenizer in a folder, loaded again where its contents have changed."""
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(tokenizer.folder, trust_remote_code=trust_remote_code)
+        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
         return None
     return None if has_only_special_tokens(loaded) else loaded

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,12 +151,6 @@ def test_square_experts_of_no_known_layout(version: str | None, square: tuple[Pa
     spoil_config(peft_version=version)(tmp_path / "lora")
     with pytest.raises(rm.RotationMergeError, match="which is square, cannot be told; merge it into its base"):
         tensors(base, tmp_path / "lora")
-
-
-def test_without_peft(square: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(rm.RotationMergeError, match="fused experts need peft; pip install peft"):
-        tensors(*square)
 
 
 @pytest.fixture(scope="module")
