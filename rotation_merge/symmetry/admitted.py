@@ -213,12 +213,8 @@ def stream_group(kind: str, size: int, fixes_ones: bool, name: str = "stream") -
 
 def rotary_pairs(space: Space) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """First and second coordinates of the RoPE pairs: (i, i + d/2), or (2i, 2i + 1) if interleaved; in each part."""
-    size = space.rotary // space.rotary_parts
-    first, second = list[int](), list[int]()
-    for start in range(0, space.rotary, size):
-        part = range(start, start + size)
-        first += part[0::2] if space.interleaved else part[: size // 2]
-        second += part[1::2] if space.interleaved else part[size // 2 :]
+    places = torch.arange(space.rotary).reshape(space.rotary_parts, *((-1, 2) if space.interleaved else (2, -1)))
+    first, second = (places if space.interleaved else places.mT).reshape(-1, 2).T.tolist()
     return tuple(first), tuple(second)
 
 

@@ -158,13 +158,8 @@ class Transform:
 
     @property
     def words(self) -> str:
-        """What the transform consists of, for reports."""
-        parts = ["order of " + ("heads" if len(self.orders) > 1 else "experts")] if not all(self._still) else []
-        parts += [] if self.shift is None or self.is_identity() else ["added vector"]
-        for name, element in self.elements.items():
-            moves = [part for part, distance in element.distances().items() if distance > SEEN]
-            parts += [f"{name}: {' and '.join(moves)}"] if moves else []
-        return ", ".join(parts).replace("map: ", "").replace("neurons: ", "") or "identity"
+        """The parts that move, for reports."""
+        return ", ".join(part for part, distance in self.distances().items() if distance > SEEN) or "identity"
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the transform, by name: `order0`, `order1`, `shift`, `qk.matrix`."""

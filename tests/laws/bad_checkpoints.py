@@ -320,11 +320,11 @@ ALIGNMENTS: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], object
     "index beyond the neurons": (lambda x, _: x["layers.0.ffn|neurons.index"].add_(99999), NO_ORDER),
     "index of another shape": (
         lambda x, _: x.update({"layers.0.ffn|neurons.index": x["layers.0.ffn|neurons.index"][None]}),
-        "neurons",
+        NO_ORDER,
     ),
     "shorter index": (
         lambda x, _: x.update({"layers.0.ffn|neurons.index": x["layers.0.ffn|neurons.index"][:, :-1]}),
-        "neurons",
+        NO_ORDER,
     ),
     "factor of zero": (lambda x, _: x["layers.0.ffn|neurons.factor"].zero_(), NO_ORDER),
     "factor that is no number": (

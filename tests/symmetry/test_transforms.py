@@ -169,7 +169,7 @@ def test_translations() -> None:
     close((g.added(rows) @ x).softmax(0), (rows @ x).softmax(0))
     assert g.added(rows.bfloat16()).dtype == torch.bfloat16
     assert g.moves("")
-    assert g.words == "added vector"
+    assert g.words == "shift"
 
 
 @pytest.mark.parametrize("name", ["attention", "one group", "one head each", "norm of all heads", "gated values"])
