@@ -14,6 +14,9 @@ from pathlib import Path
 import click
 
 import rotation_merge  # noqa: F401  (registers the method)
+from rotation_merge.architecture.registry import shipped
+from rotation_merge.architecture.schema import ArchitectureSpec
+from rotation_merge.architecture.table import sample
 from rotation_merge.averaging.config import AdapterMergeConfig, RefitConfig
 from rotation_merge.averaging.polish import PolishConfig
 from rotation_merge.carrying.config import TransferConfig
@@ -26,6 +29,8 @@ from rotation_merge.mergekit_plugin.keys import BLOCK, DONOR_ONLY, EACH, PLACES,
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig
 from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.search.config import MergeConfig
+from rotation_merge.symmetry import Space
+from rotation_merge.symmetry.admitted import admitted
 
 FOLDER = Path(__file__).resolve().parent
 VERSION = f"mergekit {version('mergekit')}:"
@@ -119,6 +124,69 @@ def commands() -> str:
     return "\n".join(parts)
 
 
+def families() -> list[ArchitectureSpec]:
+    """The shipped families by title."""
+    return sorted(shipped().values(), key=lambda spec: spec.title.lower())
+
+
+def known_models() -> str:
+    """The names under which people know models, and their families."""
+    models = [(name, spec.title) for spec in families() for name in spec.models or [spec.title]]
+    return table(("Model", "Family"), sorted(models, key=lambda row: row[0].lower()))
+
+
+def family_groups() -> str:
+    """The largest group of each space of every family."""
+    head = (
+        "Family",
+        "Residual stream",
+        "Queries and keys",
+        "Gains of their norms",
+        "Values and outputs",
+        "Heads",
+        "Others",
+    )
+    return table(head, [_family(spec) for spec in families()])
+
+
+def _family(spec: ArchitectureSpec) -> tuple[str, ...]:
+    architecture = sample(spec)
+    spaces: dict[str, Space] = {}
+    for block in architecture.blocks:
+        module = f"{block.module} " if len(architecture.layers_key) > 1 else ""
+        spaces.update({module + name: space for name, space in block.spaces.items() if not space.head})
+    attention = {name: space for name, space in spaces.items() if space.kind == "attention"}
+    inside = {name: admitted(space).groups for name, space in attention.items()}
+    words = {name: {part: group.words for part, (group, *_) in groups.items()} for name, groups in inside.items()}
+    return (
+        spec.title,
+        _joined({name: groups[-1] for name, groups in architecture.stream_groups.items()}),
+        _joined({name: sides["qk"] for name, sides in words.items()}),
+        _joined({name: sides["gains"] for name, sides in words.items() if "gains" in sides}),
+        _joined({name: sides["vo"] for name, sides in words.items()}),
+        _joined({name: "free" if space.free_order else "fixed" for name, space in attention.items()}),
+        _joined({name: admitted(space).words for name, space in spaces.items() if name not in attention}),
+    )
+
+
+def _joined(words: dict[str, str]) -> str:
+    """One word for all, or each with the name of its space."""
+    if len(set(words.values())) <= 1:
+        return next(iter(words.values()), "")
+    return "; ".join(f"{name}: {word or 'none'}" for name, word in words.items())
+
+
+def family_limits() -> str:
+    """What is not aligned in the families, and why."""
+    limited = [spec for spec in families() if spec.limits]
+    return "\n".join(f"**{s.title}**\n\n" + "".join(f"- {limit}\n" for limit in s.limits) for s in limited)
+
+
+def family_classes() -> str:
+    """The classes of every family."""
+    return "".join(f"- {spec.title}: {', '.join(map(code, spec.classes))}\n" for spec in families())
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "options": lambda: parameters(PLACES[BLOCK]),
     "donor parameters": lambda: parameters(PLACES[DONOR_ONLY], PLACES[EACH]),
@@ -127,6 +195,10 @@ GENERATED: dict[str, Callable[[], str]] = {
     "fit options": fit_options,
     "configs": python_configs,
     "commands": commands,
+    "known models": known_models,
+    "family groups": family_groups,
+    "family limits": family_limits,
+    "family classes": family_classes,
 }
 
 

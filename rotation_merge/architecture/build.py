@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from keyword import iskeyword
+from typing import Any
 
-from rotation_merge.architecture.expression import evaluate, word
+from rotation_merge.architecture.expression import evaluate
 from rotation_merge.architecture.model import (
-    ROLES,
-    STILL,
     Architecture,
     Axis,
     AxisPiece,
@@ -33,18 +32,18 @@ from rotation_merge.architecture.schema import (
     Expression,
     FfnSpec,
     FusedAxis,
-    LinearSpec,
     LocalSpace,
     ModuleSpec,
     NormSpec,
+    RotarySpec,
     Section,
+    Spec,
     TensorSpec,
     TranslationSpec,
 )
-from rotation_merge.errors import ArchitectureError, CheckpointError
-from rotation_merge.symmetry.admitted import QUERIES, VALUES
-
-T = TypeVar("T")
+from rotation_merge.errors import ArchitectureError, CheckpointError, nearest
+from rotation_merge.symmetry.admitted import QUERIES, STREAM_GROUPS, VALUES
+from rotation_merge.symmetry.space import ROLES, STILL
 
 
 def variables(spec: ArchitectureSpec, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def lay_out(spec: ArchitectureSpec, config: Mapping[str, Any], tensors: int | No
         inner = _named({**values, **nested[module]}, definition.variables)
         scope = replace(root, config=inner, spaces=streams)
         blocks += _module_blocks(scope, module, definition)
-    groups = {name: stream_groups(spec, values, name, blocks) for name in streams}
+    groups = {name: stream_groups(root, name, blocks) for name in streams}
     still = {name: spec.streams[name].output for name, admitted in groups.items() if admitted == ("none",)}
     outputs = {name: evaluate(output, values) if output else "last_hidden_state" for name, output in still.items()}
     return Architecture(
@@ -149,22 +148,21 @@ def _block(
     scope: Scope, section: Section, name: str, module: str, index: int | None, place: str, spaces: dict[str, Space]
 ) -> Block:
     tensors: list[TensorInfo] = []
-    for path, linear in section.linear.items():
-        tensors += _linear(scope, path, _chosen(scope, linear), conv1d=False)
-    for path, linear in section.conv1d.items():
-        tensors += _linear(scope, path, _chosen(scope, linear), conv1d=True)
-    for path, spec in section.tensors.items():
-        tensors += _tensor(scope, path, _chosen(scope, spec))
+    for path, linear in _chosen(scope, section.linear):
+        tensors += _linear(scope, path, linear, conv1d=False)
+    for path, linear in _chosen(scope, section.conv1d):
+        tensors += _linear(scope, path, linear, conv1d=True)
+    for path, spec in _chosen(scope, section.tensors):
+        tensors += _tensor(scope, path, spec)
     norms, scales = [], []
-    for path, entry in section.norms.items():
-        for norm in [n for n in _listed(entry) if holds(scope, n.when)][:1]:
-            tensors += _norm_tensors(scope, path, norm)
-            norms.append(_norm(scope, path, norm, tensors))
-    for path, choice in section.scales.items():
-        for scale in [s for s in _listed(choice) if holds(scope, s.when)][:1]:
-            tensors += _tensor(scope, path, TensorSpec(axes=[f"{scale.stream}.gain"]))
-            key = scope.prefix + scale.writes
-            scales.append(Scale(scope.spaces[scale.stream].name, scope.prefix + path, (f"{key}.weight", f"{key}.bias")))
+    for path, norm in _chosen(scope, section.norms):
+        gains, described = _norm(scope, path, norm, tensors)
+        tensors += gains
+        norms.append(described)
+    for path, scale in _chosen(scope, section.scales):
+        tensors += _tensor(scope, path, TensorSpec(axes=[f"{scale.stream}.gain"]))
+        key = scope.prefix + scale.writes
+        scales.append(Scale(scope.spaces[scale.stream].name, scope.prefix + path, (f"{key}.weight", f"{key}.bias")))
     used = {space.name for tensor in tensors for space in tensor.spaces()}
     present = {local: s for local, s in spaces.items() if s.name in used and s.kind not in STILL}
     for local, space in present.items():
@@ -173,52 +171,36 @@ def _block(
     return Block(name, module, index, place, tuple(tensors), present, tuple(norms), tuple(scales))
 
 
-def _listed(entry: T | list[T]) -> list[T]:
-    return entry if isinstance(entry, list) else [entry]
+def _chosen(scope: Scope, entries: Mapping[str, list[Spec]]) -> Iterator[tuple[str, Spec]]:
+    """By name the first of the entries whose `when` holds, where one does."""
+    for path, specs in entries.items():
+        yield from [(path, spec) for spec in specs if holds(scope, spec.when)][:1]
 
 
-def _chosen(scope: Scope, spec: LinearSpec) -> TensorSpec | None:
-    """The entry, or the first of several entries whose `when` holds."""
-    if isinstance(spec, TensorSpec):
-        return spec if holds(scope, spec.when) else None
-    entries = [item for item in spec if isinstance(item, TensorSpec)]
-    if not entries:
-        return TensorSpec(axes=[item for item in spec if not isinstance(item, TensorSpec)])
-    return next((entry for entry in entries if holds(scope, entry.when)), None)
-
-
-def _linear(scope: Scope, path: str, spec: TensorSpec | None, conv1d: bool) -> list[TensorInfo]:
-    if spec is None:
-        return []
+def _linear(scope: Scope, path: str, spec: TensorSpec, conv1d: bool) -> list[TensorInfo]:
     stacked = "{e}" in path
     rows = spec.axes[1] if conv1d or stacked else spec.axes[0]
     bias = TensorSpec(axes=[spec.axes[0], rows] if stacked else [rows], optional=True, common=spec.common_bias)
     return [*_tensor(scope, f"{path}.weight", spec), *_tensor(scope, f"{path}.bias", bias)]
 
 
-def _norm_tensors(scope: Scope, path: str, norm: NormSpec) -> list[TensorInfo]:
-    gain = TensorSpec(axes=[f"{norm.stream}.gain"], optional=norm.optional)
-    shift = TensorSpec(axes=[f"{norm.stream}.shift"], optional=True)
-    dot = "" if norm.gain == "" else f".{norm.gain}"
-    return [*_tensor(scope, f"{path}{dot}", gain), *_tensor(scope, f"{path}.bias", shift)]
+def _norm(scope: Scope, path: str, norm: NormSpec, tensors: list[TensorInfo]) -> tuple[list[TensorInfo], Norm]:
+    """A norm's gain and shift, and the norm without those of its readers that read something else in this model.
 
-
-def _norm(scope: Scope, path: str, norm: NormSpec, tensors: list[TensorInfo]) -> Norm:
-    """The norm, without those of its readers that read something else in a model of this config."""
-    kind = word(norm.kind, scope.config, ("rms", "layer"))
-    if kind not in ("rms", "layer"):
-        raise scope.error(f"norm '{path}' is of kind {kind!r}", "write rms or layer")
-    dot = "" if norm.gain == "" else f".{norm.gain}"
-    stream = scope.spaces[norm.stream].name
+    Args:
+        tensors: of the section.
+    """
+    weight, bias = f"{path}.{norm.gain}" if norm.gain else path, f"{path}.bias"
+    gain = _tensor(scope, weight, TensorSpec(axes=[f"{norm.stream}.gain"], optional=norm.optional))
+    shift = _tensor(scope, bias, TensorSpec(axes=[f"{norm.stream}.shift"], optional=True))
+    stream, layer = scope.spaces[norm.stream].name, word(scope, norm.kind, ("rms", "layer")) == "layer"
     wrong = {t.key for t in tensors if not any(p.space.name == stream for axis in t.axes for p in axis.parts)}
     named = (read if read.startswith("{base}") else scope.prefix + read for read in norm.reads)
     reads = tuple(read for read in named if read not in wrong and f"{read}.weight" not in wrong)
-    return Norm(stream, f"{scope.prefix}{path}{dot}", f"{scope.prefix}{path}.bias", reads, kind == "layer", norm.offset)
+    return [*gain, *shift], Norm(stream, scope.prefix + weight, scope.prefix + bias, reads, layer, norm.offset)
 
 
-def _tensor(scope: Scope, path: str, spec: TensorSpec | None) -> list[TensorInfo]:
-    if spec is None:
-        return []
+def _tensor(scope: Scope, path: str, spec: TensorSpec) -> list[TensorInfo]:
     axes = tuple(_axis(scope, path, label) for label in spec.axes)
     key = scope.prefix + path
     real = key.replace("{i}", str(scope.config.get("i", "")))
@@ -285,17 +267,15 @@ def _rename(block: Block, base: str, spelling: list[tuple[str, str]]) -> Block:
     return replace(block, name=rename(block.name), tensors=tensors)
 
 
-def stream_groups(
-    spec: ArchitectureSpec, config: Mapping[str, Any], stream: str, blocks: Sequence[Block]
-) -> tuple[str, ...]:
+def stream_groups(root: Scope, stream: str, blocks: Sequence[Block]) -> tuple[str, ...]:
     """The residual groups, smallest first: none, permutation, signed_permutation, rotation (DESIGN section 2).
 
     A bare model gives out its stream, which therefore keeps its coordinates. Subtracting a mean forbids signs. A
     rotation needs every gain folded into its readers; with means subtracted, nothing may read the stream before its
     norm.
     """
-    classes = config.get("architectures") or []
-    if not classes or set(classes) & set(spec.bare):
+    classes = root.config.get("architectures") or []
+    if not classes or set(classes) & set(root.spec.bare):
         return ("none",)
     norms = [norm for block in blocks for norm in block.norms if norm.stream == stream]
     layer = any(norm.layer for norm in norms)
@@ -304,7 +284,7 @@ def stream_groups(
     normed = {stem_of(key) for norm in norms for key in norm.reads}
     if folds and (not layer or _readers(stream, blocks) <= normed):
         groups.append("rotation")
-    limit = word(spec.streams[stream].limit, config, ("none", "permutation", "signed_permutation"))
+    limit = word(root, root.spec.streams[stream].limit, tuple(STREAM_GROUPS))
     return tuple(groups[: groups.index(limit) + 1] if limit in groups else groups)
 
 
@@ -389,6 +369,20 @@ def integer(scope: Scope, expression: Expression, role: str) -> int:
     return value
 
 
+def word(scope: Scope, expression: Expression, words: tuple[str, ...]) -> str | None:
+    """The word itself, or the one that an expression gives; None without.
+
+    Raises:
+        ArchitectureError: it is not known; names it.
+    """
+    text = str(expression)
+    bare = text in words or (text.isidentifier() and not iskeyword(text) and text not in scope.config)
+    value = text if bare else evaluate(expression, scope.config) or None
+    if value is not None and value not in words:
+        raise scope.error(f"'{value}' is not a known word", nearest(str(value), words))
+    return value
+
+
 def space_of(scope: Scope, name: str, spec: LocalSpace) -> Space:
     """Build a local space; None if the config lacks its sizes."""
     if isinstance(spec, AttentionSpec):
@@ -404,12 +398,9 @@ def space_of(scope: Scope, name: str, spec: LocalSpace) -> Space:
         raise scope.error(f"{name}: {sizes['count']} experts do not divide into groups", "check config.json")
     gated = bool(evaluate(spec.gated, scope.config))
     degree = 1 if gated else DEGREES.get(evaluate(spec.activation, scope.config), 0)
-    scales = word(spec.scale, scope.config, ("free", "fixed")) != "fixed"
+    scales = word(scope, spec.scale, ("free", "fixed")) != "fixed"
     return Space(name, spec.kind, sizes, gated=gated, degree=degree if scales else 0)
 
-
-LAYOUTS = ("half", "interleaved")
-"""RoPE pairs: (i, i + d/2), or neighbours (2i, 2i + 1)."""
 
 _SIZES = ("size", "count", "groups", "per_group", "shared", "own")
 
@@ -421,26 +412,24 @@ def _attention(scope: Scope, name: str, spec: AttentionSpec) -> Space:
     value_dim = head_dim if spec.value_dim is None else integer(scope, spec.value_dim, f"value size of {name}")
     if groups == 0 or heads % groups:
         raise scope.error(f"{name}: {heads} heads do not divide into {groups} KV groups", "check config.json")
-    rotary = 0
-    if spec.rotary and (spec.rotary.when is None or evaluate(spec.rotary.when, scope.config)):
-        rotary = head_dim if spec.rotary.dims is None else int(evaluate(spec.rotary.dims, scope.config))
-    parts = spec.rotary.parts if rotary and spec.rotary else 1
+    turned = spec.rotary if spec.rotary and holds(scope, spec.rotary.when) else RotarySpec(dims=0)
+    rotary = head_dim if turned.dims is None else int(evaluate(turned.dims, scope.config))
+    parts = turned.parts if rotary else 1
     if parts > 1 and (rotary != head_dim or head_dim % (2 * parts)):
         raise scope.error(
             f"{name}: {rotary} of {head_dim} dimensions do not divide into {parts} parts", "check config.json"
         )
-    order = word(spec.order, scope.config, ("free", "fixed"))
     shares = bool(evaluate(spec.span, scope.config))
     return Space(
         name,
         "attention",
         {"groups": groups, "per_group": heads // groups, "head_dim": head_dim, "value_dim": value_dim},
         rotary=rotary,
-        interleaved=bool(rotary and spec.rotary and word(spec.rotary.layout, scope.config, LAYOUTS) == LAYOUTS[1]),
+        interleaved=bool(rotary) and word(scope, turned.layout, ("half", "interleaved")) == "interleaved",
         rotary_parts=parts,
-        norm="shared" if shares else word(spec.norm, scope.config, tuple(filter(None, QUERIES))),
-        values="fixed" if shares else word(spec.values, scope.config, tuple(VALUES)) or "free",
+        norm="shared" if shares else word(scope, spec.norm, tuple(filter(None, QUERIES))),
+        values="fixed" if shares else word(scope, spec.values, tuple(VALUES)) or "free",
         visible_bias=spec.visible_bias,
-        free_order=order != "fixed",
+        free_order=word(scope, spec.order, ("free", "fixed")) != "fixed",
         free_groups=not shares,
     )

@@ -11,10 +11,9 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 from functools import cache
-from keyword import iskeyword
 from typing import Any
 
-from rotation_merge.errors import ArchitectureError, nearest
+from rotation_merge.errors import ArchitectureError
 
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -61,20 +60,6 @@ def _parsed(expression: str) -> ast.expr:
     return ast.parse(expression, mode="eval").body
 
 
-def word(expression: Any, config: Mapping[str, Any], words: tuple[str, ...]) -> str | None:
-    """The word itself, or the value of an expression.
-
-    Raises:
-        ArchitectureError: a single word that is neither known nor a key of the config; names it.
-    """
-    if expression in words:
-        return str(expression)
-    text = str(expression)
-    if text.isidentifier() and not iskeyword(text) and text not in config:
-        raise ArchitectureError(f"'{text}' is not a known word", remedy=nearest(text, words))
-    return evaluate(expression, config) or None
-
-
 def _value(node: ast.AST, config: Mapping[str, Any]) -> Any:
     match node:
         case ast.Constant():
@@ -103,7 +88,8 @@ def _value(node: ast.AST, config: Mapping[str, Any]) -> Any:
         case ast.BoolOp():
             return _boolean(node, config)
         case ast.Compare():
-            return _comparison(node, config)
+            values = [_value(item, config) for item in (node.left, *node.comparators)]
+            return all(_COMPARE[type(op)](a, b) for op, a, b in zip(node.ops, values, values[1:], strict=False))
     raise SyntaxError(f"{type(node).__name__} is not allowed")
 
 
@@ -115,13 +101,3 @@ def _boolean(node: ast.BoolOp, config: Mapping[str, Any]) -> Any:
         if bool(value) == stop_at:
             break
     return value
-
-
-def _comparison(node: ast.Compare, config: Mapping[str, Any]) -> bool:
-    operand = _value(node.left, config)
-    for op, item in zip(node.ops, node.comparators, strict=True):
-        right = _value(item, config)
-        if not _COMPARE[type(op)](operand, right):
-            return False
-        operand = right
-    return True

@@ -8,82 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from rotation_merge import symmetry
-from rotation_merge.symmetry.admitted import STREAM_GROUPS, SpaceGroup, stream_group, widest
-
-
-@dataclass(frozen=True)
-class Space:
-    """A coordinate system.
-
-    Attributes:
-        name: unique in the model: `residual`, or `model.layers.3.attn`.
-        kind: stream, attention, ffn, experts, latent or translation; those of `STILL` are never transformed.
-        sizes: by kind: size; groups, per_group, head_dim, value_dim; count; shared, own.
-        rotary: number of leading query/key dimensions that rotary embedding turns (0: none).
-        interleaved: whether RoPE pairs are neighbours.
-        rotary_parts: number of equal parts of a head that rotary embedding turns separately.
-        norm: norm between query/key projection and product, as in the architecture file.
-        values: constraint on values and outputs, as in the architecture file.
-        free_order: whether heads may change places.
-        free_groups: whether KV groups may, too.
-        visible_bias: whether softmax sees a key's bias although there is no rotary.
-        gated: whether the neurons' activations are multiplied by a second, linear map.
-        degree: a neuron scaled by c on its way in is scaled by 1 / c^degree on its way out; 0: it cannot be scaled.
-        head: of a translation: that of a head's rows, which changes logits.
-    """
-
-    name: str
-    kind: str
-    sizes: dict[str, int]
-    rotary: int = 0
-    interleaved: bool = False
-    rotary_parts: int = 1
-    norm: str | None = None
-    values: str = "free"
-    free_order: bool = True
-    free_groups: bool = True
-    visible_bias: bool = False
-    gated: bool = False
-    degree: int = 0
-    head: bool = False
-
-    def factors(self, role: str) -> tuple[int, ...]:
-        """Dimensions an axis of this role splits into."""
-        return tuple(self.sizes[size] for size in _FACTORS.get(self.kind, {}).get(role, ("size",)))
-
-
-_HEADS = ("groups", "per_group")
-
-_FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
-    "attention": {
-        "q": (*_HEADS, "head_dim"),
-        "q_gain": (*_HEADS, "head_dim"),
-        "k": ("groups", "head_dim"),
-        "k_gain": ("groups", "head_dim"),
-        "q_norm": ("head_dim",),
-        "k_norm": ("head_dim",),
-        "v": ("groups", "value_dim"),
-        "o": (*_HEADS, "value_dim"),
-        "gate": (*_HEADS, "value_dim"),
-        "head": _HEADS,
-        "kv_head": ("groups",),
-    },
-    "experts": {"index": ("count",)},
-    "mixer": {"group": ("groups",), "head": _HEADS, "shared": ("groups", "shared"), "own": (*_HEADS, "own")},
-}
-"""Sizes that an axis of each role is the product of, where it is not the space's one size."""
-
-STILL = {
-    "fixed": ("fixed",),
-    "mixer": tuple(_FACTORS["mixer"]),
-    "convolution": ("first", "second", "third", "filter", "shift", "out"),
-}
-"""Roles in spaces that nothing moves: numbers of coordinates, state-space mixers, gated convolutions. No block lists
-them; their axes say which tensors are linear maps, and how fused ones are split."""
-
-ROLES = {**STILL, **{kind: tuple(roles) for kind, roles in symmetry.ROLES.items()}}
-"""Roles an axis may play, by the kind of its space."""
+from rotation_merge.symmetry import Space, Transform
+from rotation_merge.symmetry.admitted import STREAM_GROUPS, WIDEST, SpaceGroup, admitted, stream_group
 
 
 @dataclass(frozen=True)
@@ -269,11 +195,13 @@ class Architecture:
         """The group of a residual stream that is called `kind` in recipes."""
         return stream_group(kind, self.streams[stream].sizes["size"], self.layer_normed(stream))
 
-    def widest_group(self, space: Space, transform: symmetry.Transform) -> SpaceGroup:
-        """The widest group of a stream or a local space that a transform may be of."""
-        if space.kind != "stream":
-            return widest(space, transform)
-        return self.stream_group(space.name, "rotation" if transform.turns_stream else "signed_permutation")
+    def widest_group(self, space: Space, transform: Transform) -> SpaceGroup:
+        """The widest group that a transform of a space may be of, whatever recipe it comes from."""
+        turned = transform.turns_stream
+        if space.kind == "stream":
+            kinds = [kind for kind in self.stream_groups[space.name] if (kind == "rotation") == turned]
+            return self.stream_group(space.name, kinds[-1] if kinds else "none")
+        return admitted(space, replace(WIDEST, residual="rotation" if turned else "none"))
 
     def admitting(self, kind: str) -> list[str]:
         """The streams that admit a residual group."""

@@ -245,7 +245,8 @@ def _best_spelling(
     candidates = []
     for base, spelling in itertools.product(spec.bases, spec.spellings):
         candidate = _present_only(with_checkpoint_names(laid, base, spelling), present, untie)
-        candidates.append((candidate, _missing(candidate, present), unknown_names(candidate, spec, present)))
+        unknown = sorted(n for n in present - candidate.named().keys() if not n.endswith(tuple(spec.ignored)))
+        candidates.append((candidate, _missing(candidate, present), unknown))
         if not any(candidates[-1][1:]):
             break
     return min(candidates, key=lambda entry: (len(entry[1]), len(entry[2])))
@@ -324,12 +325,6 @@ def tied_head(
 def _missing(architecture: Architecture, present: set[str]) -> list[str]:
     needed = (t for t in architecture.tensors() if not t.optional and not present.intersection(t.tied))
     return [name for tensor in needed for name in tensor.names if name not in present]
-
-
-def unknown_names(architecture: Architecture, spec: ArchitectureSpec, present: Collection[str]) -> list[str]:
-    """Tensors of the checkpoint that the architecture neither knows nor ignores."""
-    known = architecture.named()
-    return sorted(n for n in present if n not in known and not any(n.endswith(end) for end in spec.ignored))
 
 
 def _present_only(architecture: Architecture, present: set[str], untie: bool) -> Architecture:

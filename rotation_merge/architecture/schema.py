@@ -11,9 +11,9 @@ depends on the config, it may be a list of entries, of which the first one whose
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from rotation_merge.errors import nearest
 
@@ -122,18 +122,32 @@ class ScaleSpec(StrictModel):
     when: Expression = None
 
 
-LinearSpec = list[AxisLabel] | TensorSpec | list[TensorSpec]
-"""[out, in]; stands for `NAME.weight` and, where the checkpoint has it, `NAME.bias`. conv1d: [in, out]."""
+def _entries(value: Any) -> Any:
+    """One entry as a list of entries; a list of labels is that of a tensor's axes."""
+    if not isinstance(value, list):
+        return [value]
+    axes = all(not isinstance(item, dict) or item.keys() & {"split", "interleave"} for item in value)
+    return [{"axes": value}] if axes and not any(isinstance(item, BaseModel) for item in value) else value
+
+
+Spec = TypeVar("Spec", TensorSpec, NormSpec, ScaleSpec)
+Entries = dict[str, Annotated[list[Spec], BeforeValidator(_entries)]]
+"""By name the entries of which the first one whose `when` holds is taken."""
 
 
 class Section(StrictModel):
-    """Tensors by name. `{base}` stands for the checkpoint's prefix; in a layer, names are relative to its path."""
+    """Tensors by name. `{base}` stands for the checkpoint's prefix; in a layer, names are relative to its path.
 
-    linear: dict[str, LinearSpec] = Field(default_factory=dict)
-    conv1d: dict[str, LinearSpec] = Field(default_factory=dict)
-    norms: dict[str, NormSpec | list[NormSpec]] = Field(default_factory=dict)
-    scales: dict[str, ScaleSpec | list[ScaleSpec]] = Field(default_factory=dict)
-    tensors: dict[str, LinearSpec] = Field(default_factory=dict)
+    Attributes:
+        linear: [out, in]; stands for `NAME.weight` and, where the checkpoint has it, `NAME.bias`.
+        conv1d: the same of [in, out].
+    """
+
+    linear: Entries[TensorSpec] = Field(default_factory=dict)
+    conv1d: Entries[TensorSpec] = Field(default_factory=dict)
+    norms: Entries[NormSpec] = Field(default_factory=dict)
+    scales: Entries[ScaleSpec] = Field(default_factory=dict)
+    tensors: Entries[TensorSpec] = Field(default_factory=dict)
 
 
 class RotarySpec(StrictModel):
@@ -212,20 +226,13 @@ class LatentSpec(StrictModel):
 
 
 class MixerSpec(StrictModel):
-    """Heads in groups, with coordinates that may only change places: `shared` ones of a group, `own` ones of a head."""
+    """Heads in groups that nothing moves, with coordinates that are `shared` in a group and `own` ones of a head."""
 
     kind: Literal["mixer"]
     groups: Expression
     per_group: Expression = 1
     shared: Expression = 1
     own: Expression = 1
-
-
-class ConvolutionSpec(StrictModel):
-    """Channels of a gated convolution, ``out @ (third * filter(first * second))``, depthwise, with a `shift` or not."""
-
-    kind: Literal["convolution"]
-    size: Expression
 
 
 class TranslationSpec(StrictModel):
@@ -241,7 +248,7 @@ class TranslationSpec(StrictModel):
 
 
 LocalSpace = Annotated[
-    AttentionSpec | FfnSpec | ExpertsSpec | LatentSpec | MixerSpec | ConvolutionSpec | TranslationSpec,
+    AttentionSpec | FfnSpec | ExpertsSpec | LatentSpec | MixerSpec | TranslationSpec,
     Field(discriminator="kind"),
 ]
 
@@ -351,9 +358,9 @@ def explain(error: ValidationError) -> tuple[str, str, str]:
     plain = ("value_error", "extra_forbidden", "union_tag_invalid", "missing", "literal_error")
     faults = sorted(error.errors(), key=lambda e: plain.index(e["type"]) if e["type"] in plain else len(plain))
     fault = faults[0]
-    every: list[type[BaseModel]] = [*StrictModel.__subclasses__(), *Section.__subclasses__()]
-    models = {model.__name__: model for model in every}
-    steps = [str(step) for step in fault["loc"] if "[" not in str(step) and str(step) not in models]
+    models = {model.__name__: model for model in (*StrictModel.__subclasses__(), *Section.__subclasses__())}
+    names = [step for step in fault["loc"] if isinstance(step, str)]
+    steps = [name for name in names if "[" not in name and name not in models]
     if fault["type"] != "extra_forbidden":
         return ".".join(steps), fault["msg"].removeprefix("Value error, "), "see docs/add-architecture.md"
     known = {name for model in models.values() for name in model.model_fields}

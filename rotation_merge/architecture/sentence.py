@@ -20,8 +20,6 @@ KEY = "sentence_modules"
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 """Ways of pooling, in the order in which sentence-transformers puts their results side by side."""
 
-PREFIX = "sentence_"
-
 
 def dense(modules: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [module for module in modules if module["type"] == "Dense"]
@@ -51,7 +49,7 @@ def with_modules(spec: ArchitectureSpec, config: Mapping[str, Any]) -> Architect
     read = read if len(pooled) == 1 else {"split": [read] * len(pooled)}
     maps = dense(modules)
     for number, entry in enumerate(maps):
-        last, inner = number == len(maps) - 1, f"{PREFIX}{number}"
+        last, inner = number == len(maps) - 1, f"sentence_{number}"
         rows = "fixed" if last else f"{inner}.in"
         after[f"{entry['path']}.linear"] = [rows, read]
         read = f"{inner}.out"

@@ -1,45 +1,12 @@
-"""The page docs/architectures.md, from the architecture files: `python -m rotation_merge.architecture.table`."""
+"""Small models of every family, as their configs describe them: for proofs, tests and the page of the documentation."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rotation_merge.architecture.build import build
-from rotation_merge.architecture.model import Architecture, Space
-from rotation_merge.architecture.registry import shipped
+from rotation_merge.architecture.model import Architecture
 from rotation_merge.architecture.schema import ArchitectureSpec
-from rotation_merge.symmetry.admitted import STREAM_GROUPS, heads
-
-INTRO = """\
-# Architectures
-
-Models that can be aligned, and the groups that each admits. The page is generated from the architecture files by
-`python -m rotation_merge.architecture.table > docs/architectures.md`. The tests prove for each family, on transformers
-models, that every group listed leaves the outputs unchanged. [Add an architecture](add-architecture.md) says how to
-add one.
-
-Listed is the largest group of each space; the notes name configs that make it smaller. A model without a head
-(`...Model`) returns its residual stream, so its stream stays where it is. The delegate merges task heads like any other
-tensor.
-
-| word | meaning |
-|---|---|
-| planar | a rotation and a scale for each RoPE pair |
-| O(d) | an orthogonal map and one scale |
-| sign | plus or minus one |
-| gain exchange | what the query norm gains, the key norm loses |
-| scaled | a positive scale for each neuron; of either sign in a gated FFN |
-| free, fixed | heads may change places (query heads within their KV group, and KV groups), or may not |
-| rows shifted | one vector is added to all rows of a router |
-
-"""
-
-GROUPS = """
-## Groups of each family
-
-| Family | Residual stream | Queries and keys | Values and outputs | Order of heads | Neurons, latents, channels |
-|---|---|---|---|---|---|
-"""
 
 SIZES: dict[str, float] = {
     "head_dim d_kv": 16,
@@ -68,71 +35,3 @@ def config_of(spec: ArchitectureSpec) -> dict[str, Any]:
 def sample(spec: ArchitectureSpec) -> Architecture:
     """The family's architecture at small sizes."""
     return build(spec, config_of(spec), spec.bases[0], [])
-
-
-def page() -> str:
-    """The whole page."""
-    specs = sorted(shipped().values(), key=lambda spec: spec.title.lower())
-    rows = "".join(_row(spec) for spec in specs)
-    return (
-        f"{INTRO}{_models(specs)}{GROUPS}{rows}\n## What is not aligned, and why\n\n{''.join(map(_notes, specs))}"
-        "## Classes\n\n"
-        + "".join(f"- {spec.title}: {', '.join(f'`{name}`' for name in spec.classes)}\n" for spec in specs)
-    )
-
-
-def _models(specs: list[ArchitectureSpec]) -> str:
-    """The names of known models and their families."""
-    models = sorted(
-        ((name, spec) for spec in specs for name in spec.models or [spec.title]), key=lambda x: x[0].lower()
-    )
-    return "## Models\n\n| Model | Family |\n|---|---|\n" + "".join(f"| {n} | {spec.title} |\n" for n, spec in models)
-
-
-def _row(spec: ArchitectureSpec) -> str:
-    architecture = sample(spec)
-    spaces: dict[str, Space] = {}
-    for block in architecture.blocks:
-        module = f"{block.module} " if len(architecture.layers_key) > 1 else ""
-        spaces.update({module + name: space for name, space in block.spaces.items()})
-    attention = {name: space for name, space in spaces.items() if space.kind == "attention"}
-    neurons = {name: space for name, space in spaces.items() if space.kind != "attention" and not space.head}
-    cells = [
-        _joined({name: STREAM_GROUPS[groups[-1]] for name, groups in architecture.stream_groups.items()}),
-        _joined({name: _queries(space) for name, space in attention.items()}),
-        _joined({name: heads(space).groups["vo"][0].symbol for name, space in attention.items()}),
-        _joined({name: "free" if space.free_order else "fixed" for name, space in attention.items()}),
-        _joined({name: _neurons(space) for name, space in neurons.items()}),
-    ]
-    return f"| {spec.title} | {' | '.join(cells)} |\n"
-
-
-def _queries(space: Space) -> str:
-    groups = {name: group.symbol for name, (group, *_) in heads(space).groups.items()}
-    return groups["qk"] if groups.get("gains", "none") == "none" else f"{groups['qk']}, {groups['gains']}"
-
-
-def _neurons(space: Space) -> str:
-    if space.kind == "latent":
-        return "signed permutations; O(d) with residual: rotation"
-    if space.kind == "translation":
-        return "rows shifted"
-    if space.gated and space.degree == 0:
-        return "experts permuted, neurons of each permuted" if space.kind == "experts" else "permuted"
-    group = "permuted, scaled" if space.gated else "permuted; scaled with ReLU"
-    return f"experts permuted, neurons of each {group}" if space.kind == "experts" else group
-
-
-def _joined(words: dict[str, str]) -> str:
-    """One word for all, or each with the name of its space."""
-    if len(set(words.values())) == 1:
-        return next(iter(words.values()))
-    return "; ".join(f"{name}: {word}" for name, word in words.items())
-
-
-def _notes(spec: ArchitectureSpec) -> str:
-    return "".join([f"**{spec.title}**\n\n", *(f"- {limit}\n" for limit in spec.limits), "\n"]) if spec.limits else ""
-
-
-if __name__ == "__main__":
-    print(page(), end="")

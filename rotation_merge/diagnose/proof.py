@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rotation_merge.architecture import Architecture, registry, resolve
-from rotation_merge.architecture.model import STILL
 from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.architecture.table import config_of
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError
@@ -28,6 +27,7 @@ from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.run.inputs import random_batch
+from rotation_merge.symmetry.space import STILL
 
 TOLERANCE = 1e-9
 """Largest difference of float64 outputs that rounding explains."""

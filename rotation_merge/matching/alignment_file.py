@@ -22,8 +22,6 @@ from rotation_merge.matching.serialisation import packed, unpacked
 from rotation_merge.matching.stream import Transforms
 from rotation_merge.model.biases import holders
 from rotation_merge.run.statistics import has_format
-from rotation_merge.symmetry import Transform
-from rotation_merge.symmetry.admitted import refuses
 
 FORMAT = "rotation_merge.alignment.6"
 BIASES = "bias of the anchor|", "bias of the donor|"
@@ -213,11 +211,10 @@ def _check_spaces(transforms: Transforms, header: _Header, architecture: Archite
     if len(space_names) != len(set(space_names)):
         raise AlignmentError("names a space twice")
     for name, transform in transforms.items():
-        space = known[name]
-        stream = space.kind == "stream"
-        refused = _refused_stream(transform, name, architecture) if stream else refuses(space, transform)
-        if refused is not None:
-            raise AlignmentError(f"would change the models' outputs: space '{name}': {refused}")
+        group = architecture.widest_group(known[name], transform)
+        if not group.admits(transform):
+            problem = f"the transform of space '{name}' does not belong to the group: {group.words}"
+            raise AlignmentError(f"would change the models' outputs: {problem}")
     turned = {name for name, transform in transforms.items() if transform.turns_stream}
     spare = {name for name in set(header.folded) - turned if name not in known or known[name].kind != "latent"}
     if spare or not turned <= set(header.folded):
@@ -237,19 +234,6 @@ def needed_folds(transforms: Transforms, architecture: Architecture, folded: Seq
 def _asked(architecture: Architecture) -> set[str]:
     """The spaces that a file must cover: all except those that only a recipe enables."""
     return {name for name, space in architecture.spaces().items() if not space.head}
-
-
-def _refused_stream(transform: Transform, name: str, architecture: Architecture) -> str | None:
-    """The reason why no group of a stream admits a transform, or None.
-
-    The reason is the largest group's.
-    """
-    refused: str | None = "it has to keep its coordinates"
-    for kind in architecture.stream_groups[name]:
-        refused = architecture.stream_group(name, kind).refuses(transform)
-        if refused is None:
-            return None
-    return refused
 
 
 def check_fingerprints(file: AlignmentFile, path: str, anchor: str, donor: str, names: tuple[str, str]) -> None:

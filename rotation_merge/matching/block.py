@@ -23,7 +23,7 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.symmetry import Monomial, Stats, Transform
-from rotation_merge.symmetry.admitted import admitted, asks, latent, translation
+from rotation_merge.symmetry.admitted import admitted, asks
 
 _BLOCK = 1 << 20  # entries widened at a time
 
@@ -188,7 +188,7 @@ class _Matching:
         if gained is None:
             gained = before - self._distance([space], {space.name: transform})[0]
         if self._blurred(space, gained, anchor):
-            transform, gained, notes = transform.still(), 0.0, [STILL]
+            transform, gained, notes = admitted(space, self.options).identity(), 0.0, [STILL]
         self.local[space.name] = transform
         self.records[space.name] = SpaceMatch(
             space=space.name,
@@ -226,7 +226,7 @@ class _Matching:
         best = dict(self.local), dict(self.records), distance
         if before and distance > _SETTLED * before:
             for space in spaces:
-                self.local[space.name] = self.local[space.name].still()
+                self.local[space.name] = admitted(space, self.options).identity()
             for space in spaces:
                 self.match(space)
             distance = self._rounds(spaces)
@@ -276,9 +276,8 @@ class _Matching:
         if space.kind == "ffn":
             neurons = match_ffn(space, axes, self.options)
             distances = neurons.before, neurons.anchor
-            return Best(
-                group.made({"neurons": neurons.element}, ()), neurons.before - neurons.after, distances=distances
-            )
+            transform = Transform("ffn", {"neurons": neurons.element})
+            return Best(transform, neurons.before - neurons.after, distances=distances)
         return Best(match_latent(space, axes, self.options))
 
 
@@ -342,13 +341,13 @@ def check_finite(block: Block, tensors: Tensors, model: str) -> None:
 
 def match_latent(space: Space, sides: list[Side], options: AlignConfig) -> Transform:
     """The best element: a signed assignment of coordinates, or Procrustes if gains are folded."""
-    group = latent(space, options)
+    group = admitted(space, options).groups["map"][0]
     size = space.sizes["size"]
     products, gains = (torch.zeros(1, size, size, dtype=torch.float64) for _ in range(2))
     for side in sides:
         product = side.anchor.double() @ side.donor.to(side.anchor.device).double().T
         (gains if side.role == "gain" else products)[0].add_(product.cpu())
-    return group.made({"map": group.groups["map"][0].solve(Stats.of_products(products, gains))}, ())
+    return Transform("latent", {"map": group.solve(Stats.of_products(products, gains))})
 
 
 def match_translation(
@@ -360,12 +359,12 @@ def match_translation(
     options: AlignConfig,
 ) -> Transform:
     """The nearest translation, which brings the donor's mean row to the anchor's, whatever the order of the rows."""
-    group = translation(space, options)
+    group = admitted(space, options)
     other_spaces = {name: transform for name, transform in transforms.items() if name != space.name}
     for info in block.tensors:
-        if group.shift and info.common == space and info.key in anchor and info.key in donor:
+        if info.common == space and group.shift and info.key in anchor and info.key in donor:
             pair = anchor[info.key], transform_tensor(donor[info.key], info, other_spaces)
             if not torch.equal(pair[0], pair[1].to(pair[0])):
                 first, second = (x.cpu().double().reshape(-1, group.shift).mean(0) for x in pair)
-                return group.made({}, (), first - second)
+                return replace(group.identity(), shift=first - second)
     return group.identity()

@@ -17,7 +17,7 @@ from rotation_merge.linalg.assignment import assign
 from rotation_merge.matching.matrix_pairs import Tensors, views
 from rotation_merge.matching.neurons import Matched, Neurons, Pairs, match_neurons
 from rotation_merge.symmetry import Monomial, Transform
-from rotation_merge.symmetry.admitted import GroupOptions, experts
+from rotation_merge.symmetry.admitted import GroupOptions, admitted
 
 WIDTH = 32
 """Random directions along which a sketch looks at the inputs and the outputs of an expert."""
@@ -33,11 +33,11 @@ def match_experts(
 ) -> Transform:
     """Order of a layer's experts and of their neurons."""
     layer = _Layer(space, options, *_collect(block, space, anchor, donor, transforms))
-    group = experts(space, options)
+    group = admitted(space, options)
     order = layer.order() if group.reorders else group.orders[0]
     chosen = [layer.match(i, j).element for i, j in enumerate(order.tolist())]
     index, factor = (torch.cat([getattr(element, name) for element in chosen]) for name in ("index", "factor"))
-    return group.made({"neurons": Monomial(index, factor, space.degree or 1)}, (order,))
+    return Transform("experts", {"neurons": Monomial(index, factor, space.degree or 1)}, (order,))
 
 
 def _collect(

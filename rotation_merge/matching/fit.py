@@ -25,8 +25,8 @@ from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.basis import Basis
 from rotation_merge.matching.between import LARGEST_KEPT, Mixture, mixed_model, renamed, same_tensors
 from rotation_merge.matching.fit_records import LOOKS, FitConfig, FitReport
-from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.learned import LearnedTransforms, identities
+from rotation_merge.matching.gauge import space_groups
+from rotation_merge.matching.learned import LearnedTransforms
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.match_on import activation_matcher
 from rotation_merge.matching.objective import choose, distillation, labels_loss, mix, taught_output
@@ -308,8 +308,8 @@ class _Fit:
         """Return the starting points of the fit: all donors unmoved, or as matching moves them."""
         starts: dict[str, list[Transforms]] = {}
         if self.options.start != "matched":
-            gauge = random_gauge(self.architecture, self.match, torch.Generator().manual_seed(0))
-            starts["identity"] = [identities(gauge) for _ in self.states[1:]]
+            groups = space_groups(self.architecture, self.match)
+            starts["identity"] = [{name: group.identity() for name, group in groups.items()} for _ in self.states[1:]]
         if self.options.start != "identity":
             anchor, *donors = (as_tensors(state).on(self.device) for state in self.states)
             starts["matched"] = [

@@ -25,11 +25,11 @@ from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.polar import FLOAT32_RANK_TOLERANCE, RANK_TOLERANCE, nuclear_norm
 from rotation_merge.linalg.scaling import best_scale, cost
 from rotation_merge.matching.matrix_pairs import Side
-from rotation_merge.symmetry import Monomial, Stats, Transform
-from rotation_merge.symmetry.admitted import GroupOptions, SpaceGroup, heads
-from rotation_merge.symmetry.element import Element, in_order
-from rotation_merge.symmetry.group import Fixed, Group, Permutations
-from rotation_merge.symmetry.transform import PAIRED
+from rotation_merge.symmetry import Linear, Monomial, Stats, Transform
+from rotation_merge.symmetry.admitted import GroupOptions, SpaceGroup, admitted
+from rotation_merge.symmetry.element import in_order
+from rotation_merge.symmetry.group import Group, Monomials
+from rotation_merge.symmetry.space import PAIRED
 
 TURNS = 6
 """Maps and the order of query heads take turns at most so often."""
@@ -52,11 +52,11 @@ def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> t
     Returns:
         The transform, by how much it lowers the squared distance, and notes.
     """
-    group = heads(space, options)
+    group = admitted(space, options)
     parts = [part for name in PAIRED if (part := _part(space, sides, group, name)) is not None]
     orders, notes = _best_order(group, parts)
     pairing = Pairing(torch.arange(len(orders[0])), *orders)
-    elements: dict[str, Element] = {name: entry[0].identity(entry[1], entry[2]) for name, entry in group.groups.items()}
+    elements = dict(group.identity().elements)
     gained = 0.0
     for part in parts:
         element, gain = part.solved(pairing)
@@ -67,7 +67,7 @@ def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> t
     if shared is not None:
         elements["gains"], gain = shared.solved(Pairing.own(1, 1))
         gained += gain
-    return group.made(elements, orders), gained, notes
+    return Transform("attention", elements, orders), gained, notes
 
 
 @dataclass(frozen=True)
@@ -249,18 +249,18 @@ class HeadPart:
         norms: all that can be gained.
         """
         follow = self._norms(self.follow, 0).sum(1)[:, None]
-        if not self.every or (isinstance(self.group, Permutations) and self.group.scaled):
+        if not self.every or (self.group.permutes and self.group.scaled):
             return ((self.norms[2] + self.norms[3]).sum(1)[:, None] + follow).expand(-1, self.shape[0]).cpu()
         total = follow.repeat(1, self.shape[0])
         for blocks, primal, dual in zip(self.blocks, *self.tables, strict=True):
             root = blocks.shape[1] ** 0.5 * (1 + self.rounding)
             p, q = (root * torch.linalg.matrix_norm(table).double().amax(3).sum(1) for table in (primal, dual))
             first, second = (x[:, blocks.to(self.device)].sum(-1)[None] for x in self.norms[:2])
-            scale = torch.ones_like(p) if isinstance(self.group, Fixed) else best_scale(first, second, p, q)
+            scale = best_scale(first, second, p, q) if self.group.scaled else torch.ones_like(p)
             total -= cost(scale, first, second, p, q).sum(-1)
         return total.cpu()
 
-    def solved(self, pairing: Pairing) -> tuple[Element, float]:
+    def solved(self, pairing: Pairing) -> tuple[Monomial | Linear, float]:
         """The best element of each pair, the identity where both models are equal, and by how much it gains."""
         stats = self.stats(pairing)
         element = self.group.solve(stats.of_equals(self._equal(pairing)))
@@ -301,7 +301,7 @@ def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def _part(space: Space, sides: Sequence[Side], group: SpaceGroup, name: str | None) -> HeadPart | None:
     """The part of an element's tensors; None if there are none. Without a group of their own they stay."""
     roles, sizes = PAIRED[name], space.sizes
-    element_group = group.groups[name][0] if name in group.groups else Fixed()
+    element_group = group.groups[name][0] if name in group.groups else Monomials()
     size = {"vo": sizes["value_dim"], None: 1}.get(name, sizes["head_dim"])
     shape = (sizes["groups"], sizes["per_group"], size)
     primal, dual = (_pairs(sides, role, shape) for role in roles)
@@ -452,20 +452,13 @@ def _agreement(parts: list[HeadPart], pairing: Pairing) -> Tensor:
     for part in parts:
         for chunk in part.chunks(len(total)):
             pairs = _picked(pairing, chunk)
-            maps = _dual(part.group.solve(replace(part.stats(pairs), turns=1))).to(part.device)
+            element = part.group.solve(replace(part.stats(pairs), turns=1))
+            maps = element.matrices(dual=True).to(part.device)
             for blocks, table in zip(part.blocks, part.inner(pairs.anchor, pairs.donor), strict=True):
                 index = blocks.to(part.device)
                 inside = maps[:, index[:, :, None], index[:, None, :]]
                 total[chunk] += torch.einsum("nkxy,nabkxy->nab", inside, table).cpu()
     return total
-
-
-def _dual(element: Element) -> Tensor:
-    """The inverse transposes of an element's maps, (N, d, d)."""
-    if not isinstance(element, Monomial):
-        return element.dual
-    eye = torch.eye(element.shape[1], dtype=torch.float64).repeat(element.shape[0], 1, 1)
-    return element.act(eye, 0, 1, dual=True)
 
 
 def _spectral(group: SpaceGroup, parts: list[HeadPart]) -> tuple[Tensor, Tensor]:

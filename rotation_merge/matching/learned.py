@@ -1,8 +1,8 @@
 """Transforms as trainable modules.
 
-Every element is a fixed start times a learned element of its group that begins at the identity (`Group.steps`):
-``exp(A)`` with A skew-symmetric for orthogonal maps (in the complement of the all-ones vector for LayerNorm streams),
-an added angle for RoPE pairs, ``exp(s)`` for positive scales. Orders of heads and experts, and signs, do not change.
+Every element is a fixed start times a learned element of its group that begins at the identity (`group.moved`):
+``exp(A)`` with A skew-symmetric for orthogonal maps (among vectors without a mean for LayerNorm streams), an added
+angle for RoPE pairs, ``exp(s)`` for positive scales. Orders of heads and experts, and signs, do not change.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.alignment import Transforms
 from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.element import Element
+from rotation_merge.symmetry.group import Group, learnable, moved
 
 
 class LearnedTransforms(nn.Module):
@@ -37,34 +38,30 @@ class LearnedTransforms(nn.Module):
         permutations: bool = False,
     ) -> None:
         super().__init__()
-        self.start = dict(start)
+        self.start, self.scaling = dict(start), scaling
         spaces = architecture.spaces()
         self.groups = {name: architecture.widest_group(spaces[name], transform) for name, transform in start.items()}
         self.steps = nn.ModuleDict()
-        for name, part, element in self._elements():
-            group = self.groups[name].groups[part][0]
-            if steps := group.steps(element, scaling, permutations and spaces[name].kind in ("ffn", "experts")):
+        for name, part, group, element in self._elements():
+            if steps := learnable(group, element, scaling, permutations and spaces[name].kind in ("ffn", "experts")):
                 self.steps[_key(name, part)] = nn.ParameterDict(steps)
 
-    def _elements(self) -> Iterator[tuple[str, str, Element]]:
-        """Space, part and start of every element whose form is that of its group's."""
+    def _elements(self) -> Iterator[tuple[str, str, Group, Element]]:
+        """Space, part, group and start of every element whose form is that of its group's."""
         for name, transform in self.start.items():
             for part, (group, *_) in self.groups[name].groups.items():
                 element = transform.elements[part]
                 if type(element) is type(group.identity(1, 1)):
-                    yield name, part, element
+                    yield name, part, group, element
 
     def forward(self, exact: bool = False) -> Transforms:
         """All transforms by space name, differentiable; with `exact` in float64 and projected onto their groups."""
-        return {name: self._moved(name, transform, exact) for name, transform in self.start.items()}
-
-    def _moved(self, name: str, start: Transform, exact: bool) -> Transform:
-        elements = dict(start.elements)
-        for part, (group, *_) in self.groups[name].groups.items():
+        elements = {name: dict(transform.elements) for name, transform in self.start.items()}
+        for name, part, group, element in self._elements():
             if (key := _key(name, part)) in self.steps:
                 steps: dict[str, Tensor] = dict(self.steps[key].items())  # type: ignore[operator]
-                elements[part] = group.moved(elements[part], steps, exact)  # type: ignore[arg-type]
-        return replace(start, elements=elements)
+                elements[name][part] = moved(group, element, steps, self.scaling, exact)
+        return {name: replace(transform, elements=elements[name]) for name, transform in self.start.items()}
 
     @torch.no_grad()
     def final_transforms(self) -> Transforms:
@@ -79,8 +76,3 @@ class LearnedTransforms(nn.Module):
 def _key(space: str, part: str) -> str:
     """The name of an element's parameters; those of modules must not hold dots."""
     return f"{space}|{part}".replace(".", "/")
-
-
-def identities(transforms: Mapping[str, Transform]) -> Transforms:
-    """Identity elements of the same groups, as the start for models that share their coordinates."""
-    return {name: transform.still() for name, transform in transforms.items()}

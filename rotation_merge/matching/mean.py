@@ -23,7 +23,6 @@ from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource, weighted_mean
 from rotation_merge.run.ledger import NOWHERE, Ledger
-from rotation_merge.symmetry import Transform, Translation
 from rotation_merge.workers import Progress, Spread, in_threads
 
 MOST_ROUNDS = 10
@@ -116,11 +115,10 @@ def _relative(architecture: Architecture, base: Transforms, frame: Transforms) -
     }
     for info in architecture.tensors() if back else ():
         name = info.common.name if info.common is not None else ""
-        shift = relative[name].elements.get("shift") if name in relative else None
-        if isinstance(shift, Translation) and not shift.is_identity():  # added in the common frame, and goes back
+        shift = relative[name].shift if name in relative else None
+        if shift is not None and bool(shift.any()):  # added in the common frame, and goes back
             row = replace(info, axes=info.axes[1:], common=None)
-            vector = transform_tensor(shift.vector, row, back)
-            relative[name] = Transform("translation", {"shift": Translation(vector)})
+            relative[name] = replace(relative[name], shift=transform_tensor(shift, row, back))
     return relative
 
 

@@ -81,9 +81,8 @@ class Neurons:
     def of(cls, space: Space, by_role: dict[str, Pairs], options: GroupOptions) -> Neurons:
         """The sides of an FFN or of one expert, with what its activation and the options admit."""
         group = admitted(space, options).groups["neurons"][0]
-        degree = space.degree if getattr(group, "scaled", False) else 0
-        permute = bool(getattr(group, "permute", False))
-        return cls(by_role["in"], by_role["gate"], by_role["out"], space.gated and degree > 0, degree, permute)
+        degree = space.degree if group.scaled else 0
+        return cls(by_role["in"], by_role["gate"], by_role["out"], space.gated and degree > 0, degree, group.permutes)
 
     @property
     def pairs(self) -> Pairs:

@@ -206,12 +206,12 @@ class StreamSums:
     def _solved(self, architecture: Architecture, stream: str, group: str) -> Transform | None:
         if stream not in self.products and stream not in self.gains:
             return None
-        space_group = architecture.stream_group(stream, group)
+        free = architecture.stream_group(stream, group).groups["map"][0]
         size = architecture.streams[stream].sizes["size"]
         nothing = torch.zeros(size, size, dtype=torch.float64)
         products, gains = (x.get(stream, nothing)[None] for x in (self.products, self.gains))
         stats = Stats.of_products(products, gains.to(products.device))
-        return space_group.made({"map": space_group.groups["map"][0].solve(stats)}, ())
+        return Transform("stream", {"map": free.solve(stats)})
 
     def promise(self, current: Mapping[str, Transform], solved: Mapping[str, Transform]) -> float:
         """Share of the weighted squared distance that better stream elements would remove."""

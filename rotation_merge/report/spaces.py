@@ -10,7 +10,7 @@ from rotation_merge.architecture.model import Architecture, Block, Space, Tensor
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import residual_groups
-from rotation_merge.symmetry.admitted import admitted, heads
+from rotation_merge.symmetry.admitted import admitted
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -147,7 +147,7 @@ def _unaligned(
     spaces = [space for block in architecture.blocks for space in block.spaces.values()]
     for name, space in {s.name.rsplit(".", 1)[-1]: s for s in spaces if s.kind == "attention"}.items():
         if space.norm is not None:
-            words = heads(space).groups["qk"][0].words
+            words = admitted(space).groups["qk"][0].words
             reasons.append(f"'{name}' normalises queries and keys; maps that commute with the norm: {words}")
         elif space.rotary:
             reasons.append(f"'{name}' uses rotary positions: query/key maps turn each RoPE pair in its plane")

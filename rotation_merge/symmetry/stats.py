@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.linalg.polar import RANK_TOLERANCE
-from rotation_merge.symmetry.element import Element, Monomial
+from rotation_merge.symmetry.element import Linear, Monomial
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Stats:
         nothing = torch.zeros_like(products[:, 0])
         return cls(products, torch.zeros_like(products), (nothing, nothing), (nothing, nothing), gains, nothing)
 
-    def balanced(self, groups: Tensor | None = None) -> Tensor:
+    def balanced(self, groups: Tensor) -> Tensor:
         """The scales that give the donor the anchor's ratio of primal to dual norm, 1 where a side is zero.
 
         Args:
-            groups: numbers, (d,), of the coordinates that share a scale; None: all do.
+            groups: numbers, (d,), of the coordinates that share a scale.
 
         Returns:
             (N, number of groups).
@@ -67,33 +67,20 @@ class Stats:
             self, primal=self.primal[:, dims, dims], dual=self.dual[:, dims, dims], donor=donor, anchor=anchor
         )
 
-    def gain(self, element: Element) -> Tensor:
+    def gain(self, element: Monomial | Linear) -> Tensor:
         """The gain of one element for each pair, (N,)."""
-        if isinstance(element, Monomial):
-            return self._gain_of_order(element)
-        maps = (element.matrix, element.dual)
         total = torch.zeros_like(self.primal[:, 0, 0])
-        for g, m, norms in zip(maps, (self.primal, self.dual), self.donor, strict=True):
-            g = g.to(m)
-            total = total + 2 * (g * m).sum((1, 2)) - (g.square().sum(1) * norms).sum(1)
-        return total if self.follow is None else total - self._followed(None)
-
-    def _gain_of_order(self, element: Monomial) -> Tensor:
-        index = element.index.to(self.primal.device)
-        total = torch.zeros_like(self.primal[:, 0, 0])
-        for m, norms, power in ((self.primal, self.donor[0], 1), (self.dual, self.donor[1], -element.degree)):
-            factor = element.factor.to(m) ** power
-            picked = m.gather(2, index[..., None])[..., 0]
-            total = total + (2 * factor * picked - factor.square() * norms.gather(1, index)).sum(1)
-        return total if self.follow is None else total - self._followed(index)
-
-    def _followed(self, index: Tensor | None) -> Tensor:
-        """What is lost on the tensors that only follow an order, (N,)."""
-        assert self.follow is not None
-        assert self.follow_norms is not None
-        order = torch.arange(self.follow.shape[1]).to(self.follow.device) if index is None else index
-        picked = self.follow.gather(2, order.expand(len(self.follow), -1)[..., None])[..., 0]
-        return self.follow_norms.sum(1) - 2 * picked.sum(1)
+        sides = (element.matrices(), self.primal), (element.powered().matrices(dual=True), self.dual)
+        for (maps, products), norms in zip(sides, self.donor, strict=True):
+            maps = maps.to(products)
+            total = total + 2 * (maps * products).sum((1, 2)) - (maps.square().sum(1) * norms).sum(1)
+        if self.follow is None or self.follow_norms is None:
+            return total
+        return (
+            total
+            + 2 * (element.order().matrices().to(self.follow) * self.follow).sum((1, 2))
+            - self.follow_norms.sum(1)
+        )
 
     def of_equals(self, equal: Tensor) -> Stats:
         """The same with exact statistics where both models are equal, (N,): nothing moves there."""
@@ -107,9 +94,6 @@ class Stats:
         return replace(self, primal=primal, dual=dual, donor=(donor[0], donor[1]))
 
 
-def summed(x: Tensor, groups: Tensor | None) -> Tensor:
-    """Sums of (N, d) over the coordinates of each group, (N, k); None: over all, (N, 1)."""
-    if groups is None:
-        return x.sum(-1, keepdim=True)
-    count = int(groups.max()) + 1
-    return x.new_zeros(*x.shape[:-1], count).index_add_(-1, groups.to(x.device), x)
+def summed(x: Tensor, groups: Tensor) -> Tensor:
+    """Sums of (N, d) over the coordinates of each group, (N, k)."""
+    return x.new_zeros(*x.shape[:-1], int(groups.max()) + 1).index_add_(-1, groups.to(x.device), x)

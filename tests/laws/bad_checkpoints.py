@@ -311,27 +311,36 @@ EVERY_READER: dict[str, tuple[Callable[[Bench], object], str]] = {
 }
 """What the gate in front of all models refuses, by every command; `doctor` and `check` tell of more than one thing."""
 
+NO_ORDER = "space 'layers.0.ffn' does not belong to the group: permutation"
+NO_MAP = "space 'residual' does not belong to the group: orthogonal maps"
+
 ALIGNMENTS: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], object], str]] = {
-    "permutation of zeros": (lambda x, _: x["layers.0.ffn|neurons.index"].zero_(), "is not a permutation"),
-    "index beyond the neurons": (lambda x, _: x["layers.0.ffn|neurons.index"].add_(99999), "is not a permutation"),
+    "permutation of zeros": (
+        lambda x, _: x["layers.0.ffn|neurons.index"].zero_(),
+        NO_ORDER,
+    ),
+    "index beyond the neurons": (lambda x, _: x["layers.0.ffn|neurons.index"].add_(99999), NO_ORDER),
     "index of another shape": (
         lambda x, _: x.update({"layers.0.ffn|neurons.index": x["layers.0.ffn|neurons.index"][None]}),
-        "neurons",
+        NO_ORDER,
     ),
     "shorter index": (
         lambda x, _: x.update({"layers.0.ffn|neurons.index": x["layers.0.ffn|neurons.index"][:, :-1]}),
-        "neurons",
+        NO_ORDER,
     ),
-    "factor of zero": (lambda x, _: x["layers.0.ffn|neurons.factor"].zero_(), "a factor is zero"),
-    "factor that is no number": (lambda x, _: x["layers.0.ffn|neurons.factor"].fill_(torch.nan), "a factor is zero"),
-    "map of ones": (lambda x, _: x["residual|map.matrix"].fill_(1), "does not belong to the group: orthogonal maps"),
+    "factor of zero": (lambda x, _: x["layers.0.ffn|neurons.factor"].zero_(), NO_ORDER),
+    "factor that is no number": (
+        lambda x, _: x["layers.0.ffn|neurons.factor"].fill_(torch.nan),
+        "not belong to the group",
+    ),
+    "map of ones": (lambda x, _: x["residual|map.matrix"].fill_(1), NO_MAP),
     "map of no numbers": (
         lambda x, _: x["residual|map.matrix"].fill_(torch.nan),
-        "a map is zero, infinite or out of range",
+        NO_MAP,
     ),
     "smaller map": (
         lambda x, _: x.update({"residual|map.matrix": torch.eye(31)[None]}),
-        "does not have 1 maps of size 32",
+        NO_MAP,
     ),
     "nothing folded": (lambda _, header: header.update(folded=[]), "folded"),
     "unknown stream folded": (lambda _, header: header["folded"].append("other"), "folded"),
@@ -346,7 +355,10 @@ ALIGNMENTS: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], object
     ),
     "no tensor of a transform": (lambda x, _: x.pop("layers.0.ffn|neurons.index"), "no group element"),
     "moved and unmoved": (lambda _, header: header["still"].append("layers.0.ffn"), "twice"),
-    "another kind": (lambda _, header: header["kinds"].update({"layers.0.ffn": "attention"}), "of kind attention"),
+    "another kind": (
+        lambda _, header: header["kinds"].update({"layers.0.ffn": "attention"}),
+        NO_ORDER,
+    ),
     "kinds that are no JSON": (lambda _, header: header.update(kinds="{"), "damaged"),
     "kinds that are a list": (lambda _, header: header.update(kinds=[1]), "damaged"),
     "no anchor": (lambda _, header: header.pop("anchor"), "damaged ('anchor' is missing)"),

@@ -141,8 +141,10 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     save_file({}, path, {**meta, "format": "rotation_merge.alignment.1"})
     with pytest.raises(rm.RotationMergeError, match="another version"):
         rm.Alignment.load(path)
-    save_file({"residual|map.matrix": torch.eye(3)[None]}, path, {**meta, "kinds": '{"residual": "stream"}'})
-    with pytest.raises(rm.RotationMergeError, match="does not have 1 maps of size"):
+    rest = json.dumps([space for space in json.loads(meta["still"]) if space != "residual"])
+    header = {**meta, "kinds": '{"residual": "stream"}', "still": rest}
+    save_file({"residual|map.matrix": torch.eye(3)[None]}, path, header)
+    with pytest.raises(rm.RotationMergeError, match="space 'residual' does not belong to the group"):
         rm.Alignment.load(path)
     save_file({"residual|odd:matrix": torch.eye(3)[None]}, path, {**meta, "kinds": '{"residual": "stream"}'})
     with pytest.raises(rm.RotationMergeError, match="no group element"):

@@ -11,7 +11,7 @@ from tiny_models import ALL, outputs, planted, reload
 
 from rotation_merge import AlignConfig
 from rotation_merge.architecture import families, table
-from rotation_merge.architecture.build import stream_groups
+from rotation_merge.architecture.build import Scope, stream_groups
 from rotation_merge.architecture.model import Axis, Block, Norm, Part, Space, TensorInfo
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.matching.block import squared_distances
@@ -100,7 +100,7 @@ def test_what_reads_a_layer_normed_stream_raw_forbids_rotations(layer: bool, raw
     norm = Norm("residual", "norm.weight", None, ("up",) if raw else ("up", "probe"), layer, 0.0)
     block = Block("b", "m", None, "before", tuple(tensors), {}, (norm,))
     spec, config = families()["gpt2"], {"architectures": ["GPT2LMHeadModel"]}
-    groups = stream_groups(spec, config, "residual", [block])
+    groups = stream_groups(Scope(spec, config, "", {}), "residual", [block])
     assert ("rotation" in groups) == (not (layer and raw))
     assert ("signed_permutation" in groups) == (not layer)
 

@@ -29,7 +29,7 @@ from rotation_merge.matching.heads import Pairing, _part, match_heads
 from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.admitted import admitted
-from rotation_merge.symmetry.transform import PAIRED
+from rotation_merge.symmetry.space import PAIRED
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -56,7 +56,7 @@ Tensors = dict[str, Tensor]
 def match(space: Space, anchor: Tensors, donor: Tensors, **options: Any) -> Transform:
     config = AlignConfig(**{"heads": "permutation", **options})
     transform, gain, _ = match_heads(space, sides_of(anchor, donor), config)
-    assert admitted(space, config).refuses(transform) is None
+    assert admitted(space, config).admits(transform)
     before = distance(anchor, donor)
     assert before - gain == pytest.approx(left(anchor, donor, transform), rel=1e-5, abs=1e-5 * before + 1e-9)
     return transform

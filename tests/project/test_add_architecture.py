@@ -1,4 +1,4 @@
-"""docs/add-architecture.md, followed to the letter with a made-up architecture; docs/architectures.md, up to date."""
+"""docs/add-architecture.md, followed to the letter with a made-up architecture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiny_models import Case, cases
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from rotation_merge.architecture import find, table
+from rotation_merge.architecture import find
 from rotation_merge.architecture.registry import FOLDERS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -125,13 +125,8 @@ def test_quokka_got_wrong_is_found_out(case: Case, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_page_names_every_word_and_role() -> None:
-    from rotation_merge.architecture.model import ROLES
     from rotation_merge.architecture.schema import OUTSIDE
+    from rotation_merge.symmetry import ROLES
 
     for word in (*OUTSIDE, *(role for roles in ROLES.values() for role in roles)):
         assert f"`{word}`" in ADDING, word
-
-
-def test_architectures_page_is_up_to_date() -> None:
-    written = (DOCS / "architectures.md").read_text(encoding="utf-8")
-    assert written == table.page(), "run: python -m rotation_merge.architecture.table > docs/architectures.md"
