@@ -244,6 +244,4 @@ def test_what_was_given_up_is_said_and_ranks_last(tmp_path: Path, monkeypatch: p
     tried = json.loads(done.stdout)["tried"]
     assert [(one["name"], one["figures"]["unfinished"]) for one in tried] == [("plain", False), ("bad", True)]
     assert "estimated from its first samples, stopped early" in done.stderr
-    assert re.search(
-        r"\| bad \(stopped early\) \| [\d.]+ \|", (tmp_path / "out" / "README.md").read_text()
-    )
+    assert re.search(r"\| bad \(stopped early\) \| [\d.]+ \|", (tmp_path / "out" / "README.md").read_text())
