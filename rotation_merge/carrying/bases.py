@@ -15,7 +15,7 @@ from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.judge import parted
 from rotation_merge.carrying.vocabulary import check_no_added_tokens, check_same_set
 from rotation_merge.errors import RecipeError
-from rotation_merge.matching.aligned_output import pair_report, read_file
+from rotation_merge.matching.aligned_output import pair_report, read_alignment
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import NOTHING, WEIGHTS
@@ -146,10 +146,10 @@ class Bases:
         run, (new, old) = Run(), self.names
         if isinstance(config.alignment, str):
             run.note(f"The bases were aligned by the file {config.alignment}; nothing was matched.")
-            file = read_file(self.pair, config.alignment, untie=True, donor=self.compared)
-            run.moved_by(old, AppliedAlignment(config.alignment, old, file.metadata))
-            return Alignment.of(file), pair_report(self.pair, run, base=new)
-        options = check_pair(self.pair.described, self.compared, config.match, untie=self.pair.untie).options
+            alignment = read_alignment(self.pair, config.alignment, self.compared)
+            run.alignment_files[old] = AppliedAlignment(config.alignment, old, alignment.metadata)
+            return alignment, pair_report(self.pair, run, base=new)
+        options = check_pair(self.pair.view(self.new), self.compared, config.match, untie=self.pair.untie).options
         sources = self.sources
         if self.rows is not None:
             pairs = zip(sources, self.rows, strict=True)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from mergekit.common import ModelReference
 from torch import Tensor
 
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.fields import differences
-from rotation_merge.architecture.model import Architecture, Block, Space, TensorInfo
+from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.architecture.registry import find, shipped
 from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, short
 from rotation_merge.matching.basis import Basis, Identity, hidden_biases
@@ -25,7 +24,6 @@ from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.model.blocks import with_tied
-from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.labels import LabelRows, in_class_order, label_rows, rows_note, watched
@@ -71,59 +69,17 @@ WORDS = {
     "degree": "degree of the activation",
     "free_order": "heads that may change places",
     "free_groups": "KV heads that may change places",
-    "span": "keys and values of",
+    "layer": "LayerNorm",
+    "offset": "offset of the gain",
+    "reads": "readers",
 }
-"""Facts on a space as messages call them."""
+"""Facts on a space or norm as messages call them."""
 
 Layers = Mapping[str, Sequence[tuple[int, int]]]
 """By module, which layer of the anchor meets which layer of the donor."""
 
 Excluded = Callable[[str], bool]
 """Says of a tensor, by name, that it is copied from the anchor."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What decides the groups of one part of a model: a stream, a local space, a norm.
-
-    Attributes:
-        name: of the part, in messages.
-        values: by word; those of two models have to agree.
-    """
-
-    name: str
-    values: Mapping[str, Any]
-
-    @staticmethod
-    def of_sizes(space: Space) -> Facts:
-        """The sizes of a space alone."""
-        return Facts(space.name, {WORDS.get(name, name): size for name, size in space.sizes.items()})
-
-    @staticmethod
-    def of_space(space: Space) -> Facts:
-        """All properties of a space."""
-        properties = {f.name: getattr(space, f.name) for f in fields(space) if f.name not in ("name", "sizes")}
-        values = {**space.sizes, **properties}
-        return Facts(space.name, {WORDS.get(name, name): value for name, value in values.items()})
-
-    @staticmethod
-    def of_block(block: Block) -> dict[str, Facts]:
-        """The facts on a block's spaces and norms, by key."""
-        facts = {local: Facts.of_space(space) for local, space in block.spaces.items()}
-        for norm in block.norms:
-            kind = "layer" if norm.layer else "rms"
-            values = {"kind": kind, "offset of the gain": norm.offset, "readers": norm.reads}
-            facts[f"norm {norm.gain}"] = Facts(f"{block.name}, norm {norm.gain}", values)
-        return facts
-
-    @staticmethod
-    def of_model(architecture: Architecture) -> dict[str, Facts]:
-        """The sizes of all streams, and of the first local space of each name."""
-        spaces = dict(architecture.streams)
-        for block in architecture.blocks:
-            for local, space in block.spaces.items():
-                spaces.setdefault(f"{block.module}.{local}", space)
-        return {key: Facts.of_sizes(space) for key, space in spaces.items()}
 
 
 @dataclass(frozen=True)
@@ -141,7 +97,6 @@ class Pair:
         untie: whether heads that share an embedding's tensor are given one of their own.
         device: where their tensors are put as they are read.
         watched: whether every tensor that is read counts for their fingerprints, which a report or a file will hold.
-        marks: what is known of the fingerprints.
     """
 
     anchor: View
@@ -156,16 +111,22 @@ class Pair:
     untie: bool = False
     device: str = "cpu"
     watched: bool = True
-    marks: tuple[Fingerprint, Fingerprint] = field(default_factory=lambda: (Fingerprint(), Fingerprint()))
 
     @property
     def sources(self) -> tuple[Tensors, Tensors]:
         """The tensors of both models by the anchor's names; what is read counts for the fingerprints."""
-        return self._source(self.anchor, self.marks[0]), self._source(self.donor, self.marks[1])
+        return self._source(self.anchor), self._source(self.donor)
 
-    def _source(self, model: View, mark: Fingerprint) -> Tensors:
-        tensors = with_tied(self.architecture, watched(model, mark.add) if self.watched else model.tensors)
+    def _source(self, model: View) -> Tensors:
+        read = watched(model, model.as_filed.mark.add) if self.watched else model.tensors
+        return with_tied(self.architecture, self._placed(read))
+
+    def _placed(self, tensors: Tensors) -> Tensors:
         return tensors if self.device == "cpu" else tensors.to(self.device)
+
+    def view(self, model: View) -> View:
+        """One of the models as it is compared: with heads of its own where they are untied, on the device."""
+        return replace(model, tensors=self._placed(model.tensors), architecture=self.architecture, untie=self.untie)
 
     @cached_property
     def shared(self) -> tuple[Tensor, Tensor] | None:
@@ -178,38 +139,21 @@ class Pair:
     @property
     def matched(self) -> tuple[Tensors, Tensors]:
         """The tensors of both models to compare: rows of shared tokens in embeddings and heads."""
-        anchor, donor = self.sources
         if self.shared is None:
-            return anchor, donor
-        subsets = zip((anchor, donor), self.shared, strict=True)
-        first, second = (vocabulary_subset(self.architecture, source, rows) for source, rows in subsets)
-        return first, second
-
-    @property
-    def described(self) -> View:
-        """The anchor as it was compared: with heads of their own where they are untied."""
-        return replace(self.anchor, architecture=self.architecture)
+            return self.sources
+        subsets = zip(self.sources, self.shared, strict=True)
+        anchor, donor = (vocabulary_subset(self.architecture, source, rows) for source, rows in subsets)
+        return anchor, donor
 
     def token_notes(self) -> list[str]:
         """A note on the tokens that streams are matched on, where they are not all."""
         return [] if self.shared is None else [matched_on(self.anchor, self.donor, len(self.shared[0]))]
 
-    def fingerprints(self) -> tuple[str, str]:
-        """Fingerprints of anchor and donor; reads only tensors not read yet."""
-        for model, mark in zip((self.anchor, self.donor), self.marks, strict=True):
-            mark.complete(model.architecture.named(), model.as_filed.tensors)
-        anchor, donor = self.anchor.as_filed, self.donor.as_filed
-        return self.marks[0].hexdigest(anchor.config), self.marks[1].hexdigest(donor.config)
-
     def basis(self, streams: Sequence[str]) -> Basis:
         """Return the facts on both models that an alignment stores. Biases of folded streams are folded."""
-        if self.watched:
-            marks = zip((self.anchor, self.donor), self.fingerprints(), self.marks, strict=True)
-            anchor, donor = (Identity(model.name, mark, known.sums()) for model, mark, known in marks)
-        else:
-            anchor, donor = Identity.of(self.anchor), Identity.of(self.donor)
-        biases, donor_biases = (hidden_biases(self.architecture, source, streams) for source in self.sources)
-        return Basis(self.anchor.config, self.anchor.shapes, self.untie, anchor, donor, biases, self.rows, donor_biases)
+        anchor, donor = (hidden_biases(self.architecture, source, streams) for source in self.sources)
+        models = Identity.of(self.anchor), Identity.of(self.donor)
+        return Basis(self.anchor.config, self.anchor.shapes, self.untie, *models, anchor, donor, self.rows)
 
 
 def check_pair(
@@ -234,11 +178,7 @@ def check_pair(
     Raises:
         RotationMergeError: it cannot; says what stands against it, with both models' values.
     """
-    family, donor_family = anchor.architecture.family, donor.architecture.family
-    if family != donor_family:
-        problem = f"architecture is {donor_family}, that of {anchor.name} is {family}"
-        raise ArchitectureError(problem, where=donor.name, remedy="only models of one architecture can be aligned")
-    _check_facts(anchor, donor, Facts.of_model(anchor.architecture), Facts.of_model(donor.architecture))
+    check_same_kind(anchor, donor)
     warnings = tuple(_config_warnings(anchor, donor, averaged))
     rows = label_rows(anchor, donor, excluded)
     options.check_layers(anchor.architecture)
@@ -247,31 +187,54 @@ def check_pair(
         check_depth(anchor, donor)
     blocks = paired_blocks(anchor.architecture, donor.architecture, None if streams else layers)
     for anchor_block, donor_block in blocks:
-        _check_facts(anchor, donor, Facts.of_block(anchor_block), Facts.of_block(donor_block))
+        _check_alike(anchor, donor, _facts(anchor_block), _facts(donor_block), f"{donor_block.name}, ")
     folded = anchor.architecture.folds(streams)
     for member in (anchor, donor):
         _check_head(member, folded, options.shift_head, untie)
     pair = Pair(anchor, donor, anchor.architecture, options, streams, folded, warnings, rows=rows, untie=untie)
     _check_missing(pair, blocks, excluded)
-    notes = [
-        *_remarks(anchor),
-        *_remarks(donor),
-        *rows_note(anchor.name, donor.name, rows),
-        *_unaligned(pair, excluded),
-    ]
+    known = [*_remarks(anchor), *_remarks(donor), *rows_note(anchor.name, donor.name, rows)]
     if options.residual != "none":
         options = options.with_residual(_as_option(streams, anchor.architecture.streams))
-    return replace(pair, options=options, notes=tuple(dict.fromkeys(notes)))
+    return replace(pair, options=options, notes=tuple(dict.fromkeys([*known, *_unaligned(pair, excluded)])))
 
 
-def _check_facts(anchor: View, donor: View, anchor_facts: Mapping[str, Facts], facts: Mapping[str, Facts]) -> None:
+def check_same_kind(anchor: View, donor: View, remedy: str = UNLIKE) -> None:
+    """Refuse models of different architectures, or with spaces of different sizes.
+
+    Raises:
+        CheckpointError, ArchitectureError: says what differs, with both models' values.
+    """
+    family, donor_family = anchor.architecture.family, donor.architecture.family
+    if family != donor_family:
+        problem = f"architecture is {donor_family}, that of {anchor.name} is {family}"
+        raise ArchitectureError(problem, where=donor.name, remedy="only models of one architecture can be aligned")
+    sizes, donor_sizes = (
+        {name: space.sizes for name, space in member.architecture.spaces().items()} for member in (anchor, donor)
+    )
+    _check_alike(anchor, donor, sizes, donor_sizes, remedy=remedy)
+
+
+Facts = Mapping[str, Mapping[str, object]]
+"""By the name of a space or norm, what decides its group; two models have to agree in it."""
+
+
+def _facts(block: Block) -> Facts:
+    spaces = {local: {**space.sizes, **vars(space), "name": "", "sizes": ""} for local, space in block.spaces.items()}
+    norms = {f"norm {n.gain}": {"layer": n.layer, "offset": n.offset, "reads": n.reads} for n in block.norms}
+    return {**spaces, **norms}
+
+
+def _check_alike(
+    anchor: View, donor: View, anchor_facts: Facts, facts: Facts, place: str = "", remedy: str = UNLIKE
+) -> None:
     """Refuse parts of both models whose facts differ."""
-    for key in (key for key in facts if key in anchor_facts):
-        ours = anchor_facts[key].values
-        differing = {word: value for word, value in facts[key].values.items() if value != ours.get(word)}
+    for name in (name for name in facts if name in anchor_facts):
+        ours = anchor_facts[name]
+        differing = {word: value for word, value in facts[name].items() if value != ours.get(word)}
         if differing:
-            words = ", ".join(f"{word} {value}, against {ours.get(word)}" for word, value in differing.items())
-            raise CheckpointError(f"'{facts[key].name}' has {words} in {anchor.name}", where=donor.name, remedy=UNLIKE)
+            words = ", ".join(f"{WORDS.get(word, word)} {x}, against {ours.get(word)}" for word, x in differing.items())
+            raise CheckpointError(f"'{place}{name}' has {words} in {anchor.name}", where=donor.name, remedy=remedy)
 
 
 def check_depth(anchor: View, donor: View, remedy: str = SLICES) -> None:
@@ -363,29 +326,24 @@ def _check_missing(pair: Pair, blocks: Iterable[tuple[Block, Block]], excluded: 
     anchor, donor, fold = pair.anchor, pair.donor, Fold(pair.architecture, pair.folded)
     copies = {anchor.tied[0]} if anchor.tied and donor.tied and anchor.tied[0] == donor.tied[0] else set()
     for anchor_block, donor_block in blocks:
-        spaces = wanted_spaces(anchor_block, pair.options.at(pair.architecture, anchor_block))
-        matched = {space.name for space in spaces}
-        counterparts = (donor_block.spaces.get(k) for k, space in anchor_block.spaces.items() if space.name in matched)
-        moved = {space.name for space in counterparts if space is not None} | set(pair.streams)
-        for info in donor_block.tensors:
-            if anchor_block.tensor(info.key) is None and info.name not in copies and not excluded(info.name):
-                _check_still(info, donor, anchor, moved.intersection(space.name for space in info.spaces()))
-        for info in anchor_block.tensors:
-            if donor_block.tensor(info.key) is None and info.name not in copies and not excluded(info.name):
-                moving = matched.intersection(space.name for space in info.spaces())
-                needed = fold.streams if fold.touches(anchor_block, info) else ()
-                _check_still(info, anchor, donor, moving.union(needed))
-
-
-def _check_still(info: TensorInfo, holder: View, lacking: View, moving: Collection[str]) -> None:
-    """Refuse a tensor that one model lacks, if spaces of it move."""
-    if moving:
-        remedy = "set 'untie: true'" if info.tied else "align models with the same biases and heads"
-        raise CheckpointError(
-            f"tensor '{info.name}' is missing, {holder.name} has it: '{min(moving)}' would move without it",
-            where=lacking.name,
-            remedy=f"{remedy}, or name the tensor under 'exclude' of a recipe",
-        )
+        wanted = wanted_spaces(anchor_block, pair.options.at(pair.architecture, anchor_block))
+        keys = [key for key, space in anchor_block.spaces.items() if space in wanted]
+        for holder, block, lacking, other in (
+            (donor, donor_block, anchor, anchor_block),
+            (anchor, anchor_block, donor, donor_block),
+        ):
+            moved = {*pair.streams, *(block.spaces[key].name for key in keys if key in block.spaces)}
+            for info in block.tensors:
+                if other.tensor(info.key) is not None or info.name in copies or excluded(info.name):
+                    continue
+                needed = fold.streams if fold.touches(block, info) else ()
+                if moving := moved.intersection(space.name for space in info.spaces()).union(needed):
+                    remedy = "set 'untie: true'" if info.tied else "align models with the same biases and heads"
+                    raise CheckpointError(
+                        f"tensor '{info.name}' is missing, {holder.name} has it: '{min(moving)}' would move without it",
+                        where=lacking.name,
+                        remedy=f"{remedy}, or name the tensor under 'exclude' of a recipe",
+                    )
 
 
 def _config_warnings(anchor: View, donor: View, averaged: bool) -> list[str]:

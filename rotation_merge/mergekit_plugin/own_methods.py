@@ -73,7 +73,7 @@ class ToldMethod:
         run, known = self.session.run, tuple(log.lines)
         for line in known:
             run.note(line)
-        run.add_notes_later(lambda: [*(line for line in log.lines if line not in known), *method.words(log)])
+        run.later.append(lambda: [*(line for line in log.lines if line not in known), *method.words(log)])
         return method
 
     def storage(self, name: str) -> torch.dtype | None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from rotation_merge.averaging.average import check_merged
 from rotation_merge.errors import AlignmentError
 from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked
-from rotation_merge.matching.aligned_output import read_alignment, write_aligned
+from rotation_merge.matching.aligned_output import aligned_view, read_alignment
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import open_pair
 from rotation_merge.mergekit_plugin.compile import compiled
@@ -46,7 +46,6 @@ from rotation_merge.model.origin import origins
 from rotation_merge.model.run_keys import mark_of, unchanged
 from rotation_merge.model.sentence import in_module, write_modules
 from rotation_merge.model.staging import staged
-from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.integrity import Defect
 from rotation_merge.run.ledger import kept_beside
@@ -201,7 +200,7 @@ def prove_files(session: Session, place: str) -> None:
         alignment = read_alignment(pair, file)
         with TemporaryFolder(place) as folder:
             moved = os.path.join(folder, "moved")
-            write_aligned(pair, alignment, moved, StorageOptions(untie=recipe.untie))
+            aligned_view(pair, alignment).save_pretrained(moved)
             spaces = pair.anchor.architecture.spaces()
             shifted = any(spaces[name].head for name in alignment.transforms if name in spaces)
             proof = prove(donor, moved, shifted)
@@ -213,17 +212,13 @@ def prove_files(session: Session, place: str) -> None:
 
 def fingerprints(session: Session) -> dict[str, str]:
     """Fingerprints of all models that were read, the base first, from the tensors as they were loaded."""
-    recipe, marks = session.recipe, session.run.marks
-    origins = [ModelReference.model_validate(name) for name in marks]
-    prints = {}
-    for reference in dict.fromkeys([recipe.base, *recipe.config.referenced_models(), *origins]):
-        mark = marks.get(str(reference))
-        if mark is not None:
-            model = session.models[reference]
-            whole = [name for name in model.architecture.named() if name in model]
-            part = sum(name in mark for name in whole)
+    recipe, prints = session.recipe, dict[str, str]()
+    for reference in dict.fromkeys([recipe.base, *recipe.config.referenced_models(), *session.models]):
+        model = session.models[reference]
+        whole = [name for name in model.architecture.named() if name in model]
+        if part := sum(name in model.mark for name in whole):
             words = "" if part == len(whole) else f" (of the {part} of {len(whole)} tensors that were read)"
-            prints[str(reference)] = mark.hexdigest(model.config) + words
+            prints[str(reference)] = model.mark.hexdigest(model.as_filed.config) + words
     return prints
 
 

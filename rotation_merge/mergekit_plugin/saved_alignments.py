@@ -6,20 +6,19 @@ import logging
 import os
 from dataclasses import asdict
 
-from mergekit.common import ModelReference
+import yaml
 
 from rotation_merge.architecture import resolve
 from rotation_merge.errors import RecipeError
-from rotation_merge.matching.aligned_output import alignment_metadata
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.alignment_file import needed_folds
 from rotation_merge.matching.basis import Basis, Identity, hidden_biases
-from rotation_merge.matching.report_rows import figures
+from rotation_merge.matching.options import NOTHING
+from rotation_merge.matching.serialisation import file_metadata
 from rotation_merge.mergekit_plugin.output import MergeOutput
 from rotation_merge.mergekit_plugin.recipe import ALIGNMENT, KEPT_BY, numbered, title
 from rotation_merge.mergekit_plugin.session import Session
-from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.forms import translated
+from rotation_merge.model.origin import origins
 
 LOG = logging.getLogger(__name__)
 
@@ -60,6 +59,7 @@ def keep_alignments(session: Session, folder: str) -> list[str]:
         return []
     base = session.models[session.recipe.base]
     architecture = resolve(base.config, base.names, str(base.reference), keep_unknown=True, untie=session.recipe.untie)
+    spaces = architecture.spaces()
     setting = session.recipe.value("save_alignment")
     path = os.path.join(folder, ALIGNMENT if setting is True else str(setting))
     if os.path.exists(path):
@@ -73,38 +73,24 @@ def keep_alignments(session: Session, folder: str) -> list[str]:
             continue
         files.append(numbered(path, len(files) + 1)[-1])
         matched = donor.origin or model
-        folded = needed_folds(transforms[name], architecture, donors.folded)
-        alignment_file = session.run.alignment_files.get(name)
-        options = asdict(donor.checked.options) if donor.checked is not None else {}
-        rows = [row for row in session.run.rows() if row.donor == name]
-        measured = {"figures": figures(rows, session.run.whole.get(name))}
-        metadata = (
-            alignment_file.metadata
-            if alignment_file
-            else {**alignment_metadata(base.reference, matched, options), **measured}
-        )
-        rows_of_classes = donor.checked.rows if donor.checked is not None else {}
-        source = session.models[matched]
+        maps = transforms[name]
+        folded = tuple(s for s in donors.folded if s in maps and (maps[s].turns_stream or spaces[s].kind == "latent"))
+        source, checked, known = session.models[matched], donor.checked, session.run.alignment_files.get(name)
+        recipe = yaml.safe_dump(asdict(NOTHING if checked is None else checked.options), sort_keys=False)
+        report = session.run.report(base.reference, "none", recipe, models=origins([base.reference, matched]))
+        metadata = known.metadata if known else file_metadata(report, str(matched), name)
+        tensors = translated(source.as_filed.tensors, source.architecture, architecture)
         basis = Basis(
             base.config,
             base.shapes,
             session.recipe.untie,
-            _identity(session, base.reference),
-            _identity(session, matched),
+            Identity.of(base),
+            Identity.of(source),
             hidden_biases(architecture, base.as_filed.tensors, folded),
-            rows_of_classes,
-            donor_biases=hidden_biases(
-                architecture, translated(source.as_filed.tensors, source.architecture, architecture), folded
-            ),
+            hidden_biases(architecture, tensors, folded),
+            {} if checked is None else checked.rows,
         )
-        Alignment(transforms[name], folded, basis=basis).save(files[-1], {**metadata, KEPT_BY: "save_alignment"})
+        alignment = Alignment(maps, folded, basis=basis, metadata=metadata)
+        alignment.save(files[-1], {KEPT_BY: "save_alignment"})
         LOG.info("transforms of %s kept in %s", name, files[-1])
     return files
-
-
-def _identity(session: Session, reference: ModelReference) -> Identity:
-    """Identity of a model. Tensors that the merge did not read are read now."""
-    model = session.models[reference]
-    mark = session.run.marks.setdefault(str(reference), Fingerprint())
-    mark.complete(model.architecture.named(), model.as_filed.tensors)
-    return Identity(str(reference), mark.hexdigest(model.as_filed.config), mark.sums())

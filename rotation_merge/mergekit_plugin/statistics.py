@@ -17,7 +17,7 @@ from rotation_merge.architecture.model import Block
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.errors import StatisticsError
 from rotation_merge.matching.basis import hidden_biases
-from rotation_merge.matching.statistics import StatisticsMover
+from rotation_merge.matching.statistics import moved_statistics
 from rotation_merge.mergekit_plugin.moved import MovedBlock
 from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.mergekit_plugin.session import Session
@@ -127,8 +127,9 @@ class MovedStatistics:
             hidden_biases(block, source, folded) if matched else {} for source in (self.part.anchor, self.part.tensors)
         )
         rows = {new: self.rows[old] for new, old in self.own_names.items() if old in self.rows}
-        mover = StatisticsMover(block, self.part.alignment.transforms, folded, anchor, donor, rows)
-        return mover.moved(self.stored.renamed(self.own_names), torch.float64).renamed(self.output_names)
+        maps, stored = self.part.alignment.transforms, self.stored.renamed(self.own_names)
+        moved = moved_statistics(stored, block, maps, folded, (anchor, donor), rows, torch.float64)
+        return moved.renamed(self.output_names)
 
 
 class OutputStatistics:
