@@ -335,7 +335,7 @@ UNFINISHED, MATCHING = ".unfinished", ".matching"
 MATCHING_UNFINISHED = f"{MATCHING}{UNFINISHED}"
 KEY, ENTRY = "run.txt", ".safetensors"
 """In such a folder, the file that says which run it belongs to, and the ending of the others."""
-STATE = "state.pt"
+STATE = f"state{ENTRY}"
 """The file with the state of training."""
 
 

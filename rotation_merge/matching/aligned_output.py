@@ -15,7 +15,7 @@ from rotation_merge.matching.block import named
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import Pair, check_pair, residual_of
-from rotation_merge.matching.report_rows import recorded
+from rotation_merge.matching.report_rows import file_metadata, recorded
 from rotation_merge.matching.run import Run
 from rotation_merge.model.card import metadata, notes, section, with_metadata
 from rotation_merge.model.checkpoint import Check, write_checkpoint
@@ -43,13 +43,14 @@ def match_pair(
 
 
 def reported(pair: Pair, alignment: Alignment) -> tuple[Alignment, MergeReport]:
-    """The alignment of a pair with its report and with what applying it needs of both models."""
-    run = Run()
-    if not alignment.records:
+    """The alignment of a pair with its report, with what applying it needs of both models, and what its file keeps."""
+    run, name = Run(), str(pair.donor.reference)
+    if alignment.transforms and not alignment.records:
         alignment = recorded(pair.architecture, *pair.sources, alignment)
-    run.aligned(str(pair.donor.reference), alignment)
+    run.aligned(name, alignment)
     report = pair_report(pair, run, yaml.safe_dump(asdict(pair.options), sort_keys=False))
-    return replace(alignment, report=report, basis=pair.basis(alignment.folded)), report
+    basis, facts = pair.basis(alignment.folded), file_metadata(report, name)
+    return replace(alignment, report=report, basis=basis, metadata=facts), report
 
 
 def pair_report(pair: Pair, run: Run, recipe: str = "", base: str | None = None) -> MergeReport:

@@ -24,7 +24,7 @@ from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.moving import Mover
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.pair import check_depth, check_pair, check_same_kind
-from rotation_merge.matching.serialisation import file_metadata, packed, unpacked
+from rotation_merge.matching.serialisation import packed, unpacked
 from rotation_merge.matching.statistics import moved_statistics
 from rotation_merge.matching.stream import Transforms
 from rotation_merge.model.biases import holders
@@ -322,7 +322,6 @@ class Alignment:
     def write(self, path: Path | str, half: bool = False) -> None:
         """Write the file, whatever is at its place; arguments as of `save`."""
         basis = self.known_basis
-        matched = {} if self.report is None else file_metadata(self.report, basis.donor.name)
         tensors, kinds = packed(self.transforms)
         dtype = torch.float16 if half else torch.float64
         tensors |= {key: x.to(dtype) for key, x in tensors.items() if x.is_floating_point() and x.ndim == 3}
@@ -344,7 +343,7 @@ class Alignment:
             "folded": json.dumps(self.folded),
             "kinds": json.dumps(kinds),
             "still": json.dumps(sorted(_asked(basis.architecture) - self.transforms.keys())),
-            "made": json.dumps({**matched, **self.metadata}, default=str),
+            "made": json.dumps(dict(self.metadata), default=str),
             "basis": json.dumps(models, default=str),
         }
         with replacing(path) as temporary:

@@ -91,7 +91,7 @@ class FitResult:
         for (file, donor), alignment in zip(donors.items(), self.alignments, strict=True):
             pair = open_pair(anchor, donor, self.match, untie)
             alignment, _ = reported(pair, self._named(alignment, pair))
-            replace(alignment, metadata=entries).write(file)
+            replace(alignment, metadata={**alignment.metadata, **entries}).write(file)
 
     def of_checkpoints(self, views: Sequence[View]) -> FitResult:
         """The same for models as they are stored, the anchor first, instead of for the modules that were fitted."""

@@ -26,6 +26,7 @@ from rotation_merge.matching.stream import residual_groups
 from rotation_merge.model.blocks import with_tied
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.folder import absent_parts
+from rotation_merge.model.forms import translated
 from rotation_merge.model.labels import LabelRows, in_class_order, label_rows, rows_note, watched
 from rotation_merge.model.language_half import within
 from rotation_merge.model.open import ModelLike, as_reference, check_names, check_present, open_model, parse_reference
@@ -119,7 +120,7 @@ class Pair:
 
     def _source(self, model: View) -> Tensors:
         read = watched(model, model.as_filed.mark.add) if self.watched else model.tensors
-        return with_tied(self.architecture, self._placed(read))
+        return with_tied(self.architecture, translated(self._placed(read), model.architecture, self.architecture))
 
     def _placed(self, tensors: Tensors) -> Tensors:
         return tensors if self.device == "cpu" else tensors.to(self.device)
@@ -272,15 +273,14 @@ def _streams(anchor: View, donor: View, residual: str, untie: bool) -> dict[str,
 
     `largest` excludes rotations if a head is tied to an embedding, because folding cannot serve both.
     """
-    groups = residual_groups(anchor.architecture, residual, anchor.name)
-    donor_groups = residual_groups(donor.architecture, residual, donor.name)
+    members = anchor, donor
+    groups, donor_groups = (residual_groups(member.architecture, residual, member.name) for member in members)
     choices = by_stream(residual) or dict.fromkeys(groups, residual)
     for name, group in groups.items():
         if choices.get(name) == "largest":
-            admitted = donor.architecture.stream_groups[name]
-            tied = not untie and any(member.tied and member.tied[1] == name for member in (anchor, donor))
-            admitted = tuple(g for g in admitted if not (tied and g == "rotation"))
-            groups[name] = [g for g in anchor.architecture.stream_groups[name] if g in admitted][-1]
+            ours, theirs = (member.architecture.stream_groups[name] for member in members)
+            tied = not untie and any(member.tied and member.tied[1] == name for member in members)
+            groups[name] = [g for g in ours if g in theirs and not (tied and g == "rotation")][-1]
         elif donor_groups.get(name) != group:
             raise RecipeError(f"'residual: {residual}': there is no stream '{name}'", where=donor.name)
     return {name: group for name, group in groups.items() if group != "none"}
@@ -308,11 +308,9 @@ def _check_head(member: View, folded: Sequence[str], shifted: bool, untie: bool)
     head, stream = ("", "") if untie or member.tied is None else member.tied
     if stream in folded:
         smaller = [group for group in member.architecture.stream_groups[stream] if group != "rotation"]
-        raise RecipeError(
-            f"'residual: rotation' needs an untied head, '{head}' is tied to the embedding",
-            where=member.name,
-            remedy=f"set 'untie: true' (the output then stores its head), or use 'residual: {smaller[-1]}'",
-        )
+        problem = f"'residual: rotation' needs an untied head, '{head}' is tied to the embedding"
+        remedy = f"set 'untie: true' (the output then stores its head), or use 'residual: {smaller[-1]}'"
+        raise RecipeError(problem, where=member.name, remedy=remedy)
     if shifted and head:
         problem = f"'shift_head: true' needs a head of its own, '{head}' is tied to the embedding"
         raise RecipeError(problem, where=member.name, remedy="set 'untie: true'")
@@ -328,22 +326,18 @@ def _check_missing(pair: Pair, blocks: Iterable[tuple[Block, Block]], excluded: 
     for anchor_block, donor_block in blocks:
         wanted = wanted_spaces(anchor_block, pair.options.at(pair.architecture, anchor_block))
         keys = [key for key, space in anchor_block.spaces.items() if space in wanted]
-        for holder, block, lacking, other in (
-            (donor, donor_block, anchor, anchor_block),
-            (anchor, anchor_block, donor, donor_block),
-        ):
+        sides = (donor, donor_block), (anchor, anchor_block)
+        for (holder, block), (lacking, other) in (sides, sides[::-1]):
             moved = {*pair.streams, *(block.spaces[key].name for key in keys if key in block.spaces)}
             for info in block.tensors:
                 if other.tensor(info.key) is not None or info.name in copies or excluded(info.name):
                     continue
                 needed = fold.streams if fold.touches(block, info) else ()
                 if moving := moved.intersection(space.name for space in info.spaces()).union(needed):
+                    problem = f"is missing, {holder.name} has it: '{min(moving)}' would move without it"
                     remedy = "set 'untie: true'" if info.tied else "align models with the same biases and heads"
-                    raise CheckpointError(
-                        f"tensor '{info.name}' is missing, {holder.name} has it: '{min(moving)}' would move without it",
-                        where=lacking.name,
-                        remedy=f"{remedy}, or name the tensor under 'exclude' of a recipe",
-                    )
+                    remedy += ", or name the tensor under 'exclude' of a recipe"
+                    raise CheckpointError(f"tensor '{info.name}' {problem}", where=lacking.name, remedy=remedy)
 
 
 def _config_warnings(anchor: View, donor: View, averaged: bool) -> list[str]:
@@ -381,11 +375,9 @@ def _unaligned(pair: Pair, excluded: Excluded) -> list[str]:
         for name in (info.name for block in strange for info in block.tensors if not excluded(info.name)):
             unknown[name] = None
             if stream := next((sizes[size] for size in member.shapes.get(name, ()) if size in sizes), None):
-                raise CheckpointError(
-                    f"tensor '{name}' is not part of the {family} architecture and would not move with '{stream}'",
-                    where=member.name,
-                    remedy="use 'residual: none', or name it under 'exclude' to copy it from base_model",
-                )
+                problem = f"tensor '{name}' is not part of the {family} architecture and would not move with '{stream}'"
+                remedy = "use 'residual: none', or name it under 'exclude' to copy it from base_model"
+                raise CheckpointError(problem, where=member.name, remedy=remedy)
     names = ", ".join(list(unknown)[:6]) + (", ..." if len(unknown) > 6 else "")
     words = f"Not aligned, because the architecture does not list them: {len(unknown)} tensors ({names})."
     return [words] if unknown else []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
+
+import yaml
 
 from rotation_merge.architecture.model import Architecture, Space
 from rotation_merge.errors import AlignmentError, short
@@ -14,7 +16,7 @@ from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource
-from rotation_merge.record import SpaceRow, read_as
+from rotation_merge.record import MergeReport, SpaceRow, read_as
 
 
 def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSource, alignment: Alignment) -> Alignment:
@@ -44,6 +46,23 @@ def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSour
 
 def _record(space: Space, transforms: Transforms, before: float, after: float, norm: float) -> SpaceMatch:
     return described(SpaceMatch(space.name, space.kind, "", before, after, norm, {}, 0.0), transforms[space.name])
+
+
+def file_metadata(report: MergeReport, donor: str, name: str | None = None) -> dict[str, Any]:
+    """The metadata of an alignment file, from the report of its match; `figures_in` reads the figures.
+
+    Args:
+        name: what the report calls the donor, if not the same.
+    """
+    rows = [asdict(row) for row in report.rows if row.donor == (name or donor)]
+    return {
+        "anchor": report.anchor,
+        "donor": donor,
+        "models": report.models,
+        "options": yaml.safe_load(report.recipe),
+        "versions": report.versions,
+        "figures": {"rows": rows, "whole": report.whole.get(name or donor, {})},
+    }
 
 
 def figures_in(metadata: Mapping[str, Any], path: str) -> tuple[list[SpaceRow], dict[str, object]]:

@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-import yaml
 from torch import Tensor
 
 from rotation_merge.files import Entry
 from rotation_merge.matching.block import BlockMatch, SpaceMatch
-from rotation_merge.record import MergeReport
 from rotation_merge.run.ledger import Ledger
 from rotation_merge.symmetry import Transform
 
@@ -35,23 +33,6 @@ def unpacked(tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[st
     if spaces.keys() != kinds.keys():
         raise ValueError("its header lists other spaces than it holds")
     return {space: Transform.from_tensors(kind, spaces[space]) for space, kind in kinds.items()}
-
-
-def file_metadata(report: MergeReport, donor: str, name: str | None = None) -> dict[str, Any]:
-    """The metadata of an alignment file, from the report of its match; `figures_in` reads the figures.
-
-    Args:
-        name: what the report calls the donor, if not the same.
-    """
-    rows = [asdict(row) for row in report.rows if row.donor == (name or donor)]
-    return {
-        "anchor": report.anchor,
-        "donor": donor,
-        "models": report.models,
-        "options": yaml.safe_load(report.recipe),
-        "versions": report.versions,
-        "figures": {"rows": rows, "whole": report.whole.get(name or donor, {})},
-    }
 
 
 def entry_of(match: BlockMatch, **facts: Any) -> Entry:
