@@ -133,7 +133,7 @@ def command(
         return 0
     for warning in pair.warnings:
         say(f"Warning: {warning}", "yellow")
-    for note in (*pair.notes, *pair.token_notes(), *alignment.notes, *left_out_notes):
+    for note in (*pair.notes, *alignment.notes, *left_out_notes):
         say(note)
     say(f"{report.verdict(name)[:1].upper()}{report.verdict(name)[1:]}.")
     if out is not None:

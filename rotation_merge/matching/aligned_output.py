@@ -57,7 +57,7 @@ def pair_report(pair: Pair, run: Run, recipe: str = "", base: str | None = None)
     """The report on the donor's alignment; the output counts as a fine-tune of the donor, or of `base`."""
     models = pair.anchor, pair.donor
     marks = {str(model.reference): model.fingerprint for model in models} if pair.watched else {}
-    for note in (*pair.warnings, *pair.notes, *pair.token_notes()):
+    for note in (*pair.warnings, *pair.notes):
         run.note(note)
     parts, base = origins(model.reference for model in models if model.files), base or str(pair.donor.reference)
     return run.report(pair.anchor.reference, "none", recipe, marks, parts, "finetune", base)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from mergekit.common import ModelReference
 from torch import Tensor
@@ -98,6 +97,8 @@ class Pair:
         untie: whether heads that share an embedding's tensor are given one of their own.
         device: where their tensors are put as they are read.
         watched: whether every tensor that is read counts for their fingerprints, which a report or a file will hold.
+        shared: rows of the shared tokens for matching streams, the anchor's first; None if all tokens are the same, or
+            no stream is matched.
     """
 
     anchor: View
@@ -112,6 +113,7 @@ class Pair:
     untie: bool = False
     device: str = "cpu"
     watched: bool = True
+    shared: tuple[Tensor, Tensor] | None = None
 
     @property
     def sources(self) -> tuple[Tensors, Tensors]:
@@ -129,14 +131,6 @@ class Pair:
         """One of the models as it is compared: with heads of its own where they are untied, on the device."""
         return replace(model, tensors=self._placed(model.tensors), architecture=self.architecture, untie=self.untie)
 
-    @cached_property
-    def shared(self) -> tuple[Tensor, Tensor] | None:
-        """Rows of the shared tokens for matching streams, the anchor's first.
-
-        None if all tokens are the same, or no stream is matched.
-        """
-        return None if self.options.residual == "none" else row_pair(self.anchor, self.donor)
-
     @property
     def matched(self) -> tuple[Tensors, Tensors]:
         """The tensors of both models to compare: rows of shared tokens in embeddings and heads."""
@@ -145,10 +139,6 @@ class Pair:
         subsets = zip(self.sources, self.shared, strict=True)
         anchor, donor = (vocabulary_subset(self.architecture, source, rows) for source, rows in subsets)
         return anchor, donor
-
-    def token_notes(self) -> list[str]:
-        """A note on the tokens that streams are matched on, where they are not all."""
-        return [] if self.shared is None else [matched_on(self.anchor, self.donor, len(self.shared[0]))]
 
     def basis(self, streams: Sequence[str]) -> Basis:
         """Return the facts on both models that an alignment stores. Biases of folded streams are folded."""
@@ -324,8 +314,8 @@ def _check_missing(pair: Pair, blocks: Iterable[tuple[Block, Block]], excluded: 
     anchor, donor, fold = pair.anchor, pair.donor, Fold(pair.architecture, pair.folded)
     copies = {anchor.tied[0]} if anchor.tied and donor.tied and anchor.tied[0] == donor.tied[0] else set()
     for anchor_block, donor_block in blocks:
-        wanted = wanted_spaces(anchor_block, pair.options.at(pair.architecture, anchor_block))
-        keys = [key for key, space in anchor_block.spaces.items() if space in wanted]
+        matched = wanted_spaces(anchor_block, pair.options.at(pair.architecture, anchor_block))
+        keys = [key for key, space in anchor_block.spaces.items() if space in matched]
         sides = (donor, donor_block), (anchor, anchor_block)
         for (holder, block), (lacking, other) in (sides, sides[::-1]):
             moved = {*pair.streams, *(block.spaces[key].name for key in keys if key in block.spaces)}
@@ -501,7 +491,10 @@ def open_pair(
         check_shapes(described, second, excluded, not words, OUTSIDE_RECIPES)
     if first.files is None and second.files is None:
         check_names(first, second)
-    return replace(pair, anchor=first, donor=in_class_order(second, pair.rows), device=device, watched=watched)
+    shared = None if pair.options.residual == "none" else row_pair(first, second)
+    notes = () if shared is None else (matched_on(first, second, len(shared[0])),)
+    pair = replace(pair, notes=(*pair.notes, *notes), shared=shared, device=device, watched=watched)
+    return replace(pair, anchor=first, donor=in_class_order(second, pair.rows))
 
 
 def are_here(*names: str) -> bool:

@@ -32,8 +32,8 @@ def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSour
         a, b = (without_hidden_biases(block, read_block(block, source), transforms) for source in (anchor, donor))
         matches = []
         for space in (space for space in block.spaces.values() if space.name in transforms):
-            others = {name: t for name, t in transforms.items() if name != space.name}
-            before, after = (squared_distances(block, space, a, b, maps) for maps in (others, transforms))
+            without = {name: t for name, t in transforms.items() if name != space.name}
+            before, after = (squared_distances(block, space, a, b, maps) for maps in (without, transforms))
             matches.append(_record(space, transforms, before[0], *after))
         records.append((block, matches))
         if moved:
