@@ -98,7 +98,7 @@ def align(
         further = not_written(second.unread)
         LOG.warning("%s", further)
         report = replace(report, notes=[*report.notes, further])
-    return replace(alignment, basis=pair.basis(alignment.folded), report=report)
+    return replace(alignment, report=report)
 
 
 def average(
@@ -568,7 +568,8 @@ def _with_given_alignment(config: TransferConfig, old: ModelLike) -> TransferCon
     if isinstance(alignment, os.PathLike):
         return replace(config, alignment=os.fspath(alignment))
     if isinstance(alignment, Alignment) and alignment.basis is not None:
-        alignment.check_donor(old)
+        for _ in alignment.opened_donor(old, strict=True).values():
+            pass  # every tensor is compared with its checksum when it is read
     elif alignment is not None and not isinstance(alignment, Alignment | str):
         problem = f"option 'alignment' is {short(repr(alignment))}"
         raise RecipeError(problem, remedy="it must be an Alignment of old to new, or its file")

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rotation_merge import AlignConfig, Alignment
 from rotation_merge.architecture.model import Architecture, Space
-from rotation_merge.matching.alignment_file import AlignmentFile, write_file
 from rotation_merge.matching.basis import Basis, Identity
 from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.symmetry import Transform
@@ -104,9 +103,8 @@ def save_for(
     anchor: str,
     donor: str,
     made: Mapping[str, Any] | None = None,
-    dtype: torch.dtype = torch.float64,
 ) -> None:
     """Write an alignment of two models of which only the architecture and the fingerprints are known."""
     basis = Basis({}, {}, False, Identity(anchor, anchor, {}), Identity(donor, donor, {}))
     vars(basis)["architecture"] = architecture  # instead of resolving it from the config
-    write_file(path, AlignmentFile(alignment.transforms, alignment.folded, basis, made or {}), dtype)
+    replace(alignment, basis=basis, metadata=made or {}).write(path)

@@ -23,7 +23,7 @@ from rotation_merge.carrying.tokens import (
     with_chat,
 )
 from rotation_merge.errors import DataError, RecipeError
-from rotation_merge.matching.aligned_output import pair_report, read_file
+from rotation_merge.matching.aligned_output import pair_report, read_alignment
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import NOTHING, WEIGHTS
@@ -153,13 +153,13 @@ class Bases:
         run, (new, old), known = Run(), self.names, config.alignment
         if isinstance(known, str):
             run.note(f"The bases were aligned by the file {known}; nothing was matched.")
-            file = read_file(self.pair, known, self.pair.untie, self.old_as_new)
-            run.moved_by(old, AppliedAlignment(known, old, file.metadata))
-            return Alignment.of(file), pair_report(self.pair, run, base=new)
+            alignment = read_alignment(self.pair, known, self.old_as_new)
+            run.alignment_files[old] = AppliedAlignment(known, old, alignment.metadata)
+            return alignment, pair_report(self.pair, run, base=new)
         options = config.match
         if known is not None:
             options = NOTHING.with_residual(residual_of(known.transforms, known.folded))
-        options = check_pair(self.pair.described, self.old_as_new, options, untie=self.pair.untie).options
+        options = check_pair(self.pair.view(self.new), self.old_as_new, options, untie=self.pair.untie).options
         pair, (anchor, donor) = replace(self.pair, options=options), self.sources
         if pair.shared is not None:
             subsets = zip((anchor, donor), pair.shared, strict=True)

@@ -73,7 +73,7 @@ def command(
     want --alignment. The outputs of OUT on random inputs are compared with the donor's; if they differ by more than
     rounding, OUT is kept as OUT.rejected. After an interruption, matching continues from OUT.matching.unfinished.
     """
-    from rotation_merge.matching.aligned_output import match_pair, write_aligned, write_alignment
+    from rotation_merge.matching.aligned_output import match_pair, write_aligned
     from rotation_merge.matching.pair import open_pair
     from rotation_merge.model.run_keys import mark_of, unchanged
     from rotation_merge.model.writing import StorageOptions, parse_size
@@ -110,10 +110,12 @@ def command(
                 return not proofs[0].failed, proofs[0].words
 
             storage = StorageOptions(shard_bytes, dtype, untie)
-            left_out_notes = write_aligned(pair, alignment, out, storage, progress, check if verify else None).notes
+            left_out_notes = write_aligned(
+                pair, alignment, report, out, storage, progress, check if verify else None
+            ).notes
             proof = proofs[0] if proofs else None
         if alignment_file is not None:
-            write_alignment(pair, alignment, alignment_file, options, half)
+            alignment.write(alignment_file, half)
     progress.close()
     name = str(pair.donor.reference)
     before, after = report.relative_distances(name)
@@ -131,7 +133,7 @@ def command(
         return 0
     for warning in pair.warnings:
         say(f"Warning: {warning}", "yellow")
-    for note in (*pair.notes, *pair.token_notes(), *alignment.notes, *left_out_notes):
+    for note in (*pair.notes, *alignment.notes, *left_out_notes):
         say(note)
     say(f"{report.verdict(name)[:1].upper()}{report.verdict(name)[1:]}.")
     if out is not None:

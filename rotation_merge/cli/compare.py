@@ -68,6 +68,6 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     table("", headers, rows, numbers=(2, 3, 4, 5))
     for warning in pair.warnings:
         say(f"Warning: {warning}", "yellow")
-    for note in (*pair.notes, *pair.token_notes()):
+    for note in pair.notes:
         say(note)
     return 0

@@ -188,7 +188,7 @@ def _inspected(donor: RecipeDonor) -> _InspectedDonor:
     if donor.matched != donor.name and are_here(donor.matched, donor.name):
         open_pair(donor.matched, donor.name, NOTHING, excluded=donor.excluded, any_base=True, **checks)
     pair = open_pair(donor.anchor, donor.anchor, options, donor.untie, **checks)
-    anchor, size = pair.described, itemsize_of(pair.described.config)
+    anchor, size = pair.anchor, itemsize_of(pair.anchor.config)
     options = pair.options if donor.file is None else NOTHING
     tied = pair.anchor.tied[1] if pair.anchor.tied is not None and not donor.untie else None
     spaces = matched_spaces(pair.architecture, anchor.shapes, options, tied)

@@ -8,8 +8,7 @@ from typing import Any
 
 from rotation_merge.diagnose.donors import RecipeDonor, carried_recipe
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.aligned_output import aligned_model, match_pair, read_alignment
-from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.aligned_output import aligned_view, loaded, match_pair, read_alignment
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.match_on import SampleMatcher
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, MATCH_ON, NOTHING, WEIGHTS, AlignConfig
@@ -156,10 +155,10 @@ def _aligned(pair: Pair, donor: RecipeDonor, anchor: Any, tick: Tick | None, led
         bodies = replace(pair, architecture=pair.architecture.without(donor.own_heads))
         alignment, _ = match_pair(bodies, tick, _finder(donor), ledger)
     else:
-        alignment = read_alignment(pair, donor.file, donor.untie)
+        alignment = read_alignment(pair, donor.file)
     if alignment.folded:
-        anchor = aligned_model(replace(pair, donor=pair.anchor), Alignment({}, alignment.folded), donor.untie)
-    return anchor, aligned_model(pair, alignment, donor.untie)
+        anchor = loaded(pair.anchor, alignment.apply_anchor(pair.view(pair.anchor), strict=False))
+    return anchor, loaded(pair.donor, aligned_view(pair, alignment))
 
 
 def _finder(donor: RecipeDonor) -> Match:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rotation_merge.config import FILE
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
 from rotation_merge.files import check_output
-from rotation_merge.matching.alignment_file import load_file
+from rotation_merge.matching.alignment import load_file
 from rotation_merge.matching.pair import shape_faults
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.mergekit_plugin.document import Document, Path

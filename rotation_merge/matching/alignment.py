@@ -1,28 +1,33 @@
-"""The alignment of a donor to an anchor, as a value that can be applied, inverted, saved and loaded."""
+"""The alignment of a donor to an anchor, as a value that can be applied, inverted, saved and loaded; and its file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 import torch
+from pydantic import Json
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.errors import AlignmentError, StatisticsError, not_written
-from rotation_merge.files import Output, check_output
-from rotation_merge.matching.alignment_file import AlignmentFile, holds_alignment, load_file, write_file
-from rotation_merge.matching.basis import Basis, Identity, verified
+from rotation_merge.errors import AlignmentError, RotationMergeError, StatisticsError, not_written, short
+from rotation_merge.files import Output, check_output, replacing
+from rotation_merge.linalg.finite import all_finite
+from rotation_merge.matching.basis import Basis, Identity
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.moving import Mover
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.pair import check_pair
-from rotation_merge.matching.serialisation import packed
-from rotation_merge.matching.statistics import StatisticsMover
+from rotation_merge.matching.pair import check_depth, check_pair, check_same_kind
+from rotation_merge.matching.serialisation import packed, unpacked
+from rotation_merge.matching.statistics import moved_statistics
 from rotation_merge.matching.stream import Transforms
+from rotation_merge.model.biases import holders
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.forms import names_in, translated
 from rotation_merge.model.hub import local_file
@@ -31,8 +36,15 @@ from rotation_merge.model.language_half import within
 from rotation_merge.model.open import ModelLike, open_model
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.view import View, check_storage
-from rotation_merge.record import MergeReport
-from rotation_merge.run.statistics import Statistics
+from rotation_merge.record import MergeReport, read_as
+from rotation_merge.run.statistics import Statistics, has_format
+
+FORMAT = "rotation_merge.alignment.6"
+BIASES = "bias of the anchor|", "bias of the donor|"
+"""What the names of the two models' biases begin with in a file."""
+
+WRITE, AGAIN = "write it with 'rotation-merge align'", "write it again with 'rotation-merge align'"
+"""Remedies for what is no alignment file, and for one that is of no use."""
 
 M = TypeVar("M", bound="Movable")
 
@@ -60,6 +72,7 @@ class Alignment:
         samples: where it was matched on samples: what they are called, and how many.
         report: what was done, where `rotation_merge.align` made it.
         basis: of the two models what applying it needs; None where only a merge that has both at hand uses it.
+        metadata: what its file keeps beside it, such as options and figures.
     """
 
     transforms: Transforms
@@ -70,6 +83,7 @@ class Alignment:
     samples: tuple[str, int] | None = None
     basis: Basis | None = field(default=None, compare=False)
     report: MergeReport | None = field(default=None, repr=False, compare=False)
+    metadata: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
         models = "" if self.basis is None else f"{self.basis.donor.name} to {self.basis.anchor.name}, "
@@ -103,11 +117,9 @@ class Alignment:
         if type(seed) is not int:
             raise AlignmentError(f"the seed {seed!r} is no whole number", remedy="give a whole number")
         opened = open_model(model, "model", untie=untie)
-        checked = check_pair(opened, opened, AlignConfig.of(config, options), untie=untie)
-        generator = torch.Generator().manual_seed(seed)
-        transforms = random_gauge(opened.architecture, checked.options, generator)
-        basis = Basis.of(opened, opened, checked.folded, {})
-        return cls(transforms, checked.folded, notes=checked.notes, basis=basis).without_biases()
+        pair = check_pair(opened, opened, AlignConfig.of(config, options), untie=untie)
+        transforms = random_gauge(opened.architecture, pair.options, torch.Generator().manual_seed(seed))
+        return cls(transforms, pair.folded, notes=pair.notes, basis=pair.basis(pair.folded)).without_biases()
 
     def moves_streams(self, architecture: Architecture) -> bool:
         """Whether a stream moves that is read by layers which are not moved.
@@ -140,37 +152,26 @@ class Alignment:
             the maps alone: its `applied()` is the moved fine-tune.
 
         Raises:
-            AlignmentError: the donor is another model, or the alignment has no basis.
+            AlignmentError, ArchitectureError: the donor is another model, or the alignment has no basis.
             CheckpointError: it cannot be read, or its sizes differ.
             StatisticsError: the statistics are of another model, or do not survive the maps (when they are read).
         """
         check_storage(dtype)
+        basis = self.known_basis
         if isinstance(donor, Statistics):
-            return self._statistics(donor, self._known().donor, dtype, strict)
+            return self._statistics(donor, basis.donor, dtype, strict)
         if isinstance(donor, Movable):
             return donor.moved_by(self, dtype, strict)
         opened = self.opened_donor(donor, strict)
-        basis = self._known()
         biases = translated(basis.biases, basis.architecture, opened.architecture) if basis.biases else None
-        return self.view_of(opened, biases, dtype, self._known().donor if strict else None)
+        return self.view_of(opened, biases, dtype, basis.donor if strict else None)
 
     def opened_donor(self, donor: ModelLike, strict: bool) -> View:
         """The donor in the anchor's sizes, its classes in the anchor's order. Errors as for `apply`."""
-        basis = self._known()
+        basis = self.known_basis
         opened = self._opened(donor, basis.donor, strict)
         names = names_in(basis.architecture, opened.architecture)
-        rows = {name: basis.rows[known] for name, known in names.items() if known in basis.rows}
-        return in_class_order(opened, rows)
-
-    def check_donor(self, donor: ModelLike) -> None:
-        """Refuse another model than the one the alignment was made for; every tensor is read once.
-
-        Raises:
-            AlignmentError: it is another; names a tensor.
-        """
-        opened = self._opened(donor, self._known().donor, strict=True)
-        for name in opened:
-            opened[name]
+        return in_class_order(opened, {name: basis.rows[k] for name, k in names.items() if k in basis.rows})
 
     @overload
     def apply_anchor(self, anchor: Statistics, dtype: torch.dtype | None = None, strict: bool = True) -> Statistics: ...
@@ -183,29 +184,30 @@ class Alignment:
         Also moves the anchor's statistics. Arguments and errors as for `apply`.
         """
         check_storage(dtype)
-        still, identity = replace(self, transforms={}).without_biases(), self._known().anchor
+        still, identity = replace(self, transforms={}).without_biases(), self.known_basis.anchor
         if isinstance(anchor, Statistics):
             return still._statistics(anchor, identity, dtype, strict)
         return still.view_of(self._opened(anchor, identity, strict), None, dtype, identity if strict else None)
 
     def without_biases(self) -> Alignment:
         """The same alignment without the anchor's biases: a moved donor keeps its own."""
-        return replace(self, basis=replace(self._known(), biases={}, donor_biases={}))
+        return replace(self, basis=replace(self.known_basis, biases={}, donor_biases={}))
 
     def _statistics(
         self, statistics: Statistics, identity: Identity, dtype: torch.dtype | None, strict: bool
     ) -> Statistics:
         """Statistics of a model, moved as the alignment moves the model."""
-        basis, fingerprint = self._known(), statistics.metadata.get("fingerprint")
+        basis, fingerprint = self.known_basis, statistics.metadata.get("fingerprint")
         if strict and identity.fingerprint and fingerprint != identity.fingerprint:
             raise StatisticsError(
                 f"are of other weights than {identity.name}, which the alignment was made for",
                 where=statistics.path,
                 remedy="measure that model, or apply(..., strict=False) to move those of a fine-tune by the same maps",
             )
-        rows = basis.rows if self.transforms else {}
-        mover = StatisticsMover(basis.with_head, self.transforms, self.folded, basis.biases, basis.donor_biases, rows)
-        moved = mover.moved(statistics, dtype)
+        maps, biases = (self.transforms, self.folded), (basis.biases, basis.donor_biases)
+        moved = moved_statistics(
+            statistics, basis.with_head, *maps, biases, basis.rows if self.transforms else {}, dtype
+        )
         mark = self._moved_fingerprint(str(fingerprint)) if strict else ""
         return replace(moved, metadata={**statistics.metadata, "fingerprint": mark})
 
@@ -216,18 +218,13 @@ class Alignment:
         """
         if not self.transforms and not self.folded:
             return fingerprint
-        tensors = {**packed(self.transforms)[0], **self._known().biases}
+        tensors = {**packed(self.transforms)[0], **self.known_basis.biases}
         mark = Fingerprint()
         mark.complete(tensors, tensors)
-        return mark.hexdigest({"of": fingerprint, "folded": self.folded, "rows": self._known().rows})
+        return mark.hexdigest({"of": fingerprint, "folded": self.folded, "rows": self.known_basis.rows})
 
     def view_of(
-        self,
-        model: View,
-        biases: TensorSource | None,
-        dtype: torch.dtype | None,
-        identity: Identity | None = None,
-        unread: Sequence[str] | None = None,
+        self, model: View, biases: TensorSource | None, dtype: torch.dtype | None, identity: Identity | None = None
     ) -> View:
         """A view of a checked model: folded, transformed, with the anchor's biases, rounded once.
 
@@ -236,17 +233,12 @@ class Alignment:
                 keeps its own.
             dtype: as of `apply`.
             identity: of the model that it is known to be.
-            unread: tensors that the model does not read, and that a moving stream invalidates; None: `model.unread`.
         """
         mover = Mover(model.architecture, model.tensors, self.transforms, self.folded, biases)
         whole = model.text or model
-        left_out = (whole.unread if unread is None else unread) if self.moves_streams(model.architecture) else ()
-        changes = {
-            "left_out": frozenset(left_out),
-            "notes": (not_written(left_out),) if left_out else (),
-            "report": self.report,
-            "folded": self.folded,
-        }
+        left_out = frozenset(whole.unread if self.moves_streams(model.architecture) else ())
+        notes = (not_written(sorted(left_out)),) if left_out else ()
+        changes = {"left_out": left_out, "notes": notes, "report": self.report, "folded": self.folded}
         if model.text is None:
 
             def moved() -> str | None:
@@ -268,14 +260,11 @@ class Alignment:
         Folded gains and the anchor's biases remain: `irreversible_notes` names them. The result is for the output of
         `apply`, so its basis has no fingerprint of a donor.
         """
-        basis = self._known()
+        basis = self.known_basis
         turned = {name: transform.inverse() for name, transform in self.transforms.items()}
-        orders = {
-            name: (dim, tuple(sorted(range(len(order)), key=order.__getitem__)))
-            for name, (dim, order) in basis.rows.items()
-        }
+        rows = {name: (dim, tuple(torch.tensor(row).argsort().tolist())) for name, (dim, row) in basis.rows.items()}
         unknown = Identity(basis.donor.name)
-        back = replace(basis, donor=unknown, anchor=unknown, biases={}, donor_biases={}, rows=orders)
+        back = replace(basis, donor=unknown, anchor=unknown, biases={}, donor_biases={}, rows=rows)
         return Alignment(turned, self.folded, notes=tuple(self.irreversible_notes()), basis=back)
 
     def irreversible_notes(self) -> list[str]:
@@ -284,6 +273,33 @@ class Alignment:
         if self.basis is not None and self.basis.biases:
             lines.append("Biases that have no effect under softmax are the anchor's.")
         return lines
+
+    @property
+    def known_basis(self) -> Basis:
+        """The basis.
+
+        Raises:
+            AlignmentError: there is none.
+        """
+        if self.basis is None:
+            remedy = "make it with rotation_merge.align, or load it from its file"
+            raise AlignmentError("the alignment has no facts on its models", remedy=remedy)
+        return self.basis
+
+    def _opened(self, model: ModelLike, identity: Identity, strict: bool) -> View:
+        """Open a model to move, and check its architecture; strict: also its weights."""
+        basis = self.known_basis
+        opened = open_model(model, identity.name, untie=basis.untie)
+        opened = within(opened, basis.described_anchor) or opened
+        remedy = f"give {identity.name}, which the alignment was made for"
+        check_same_kind(basis.described_anchor, opened, remedy)
+        check_depth(basis.described_anchor, opened, remedy)
+        if not strict or identity.any_model or identity.is_view(opened):
+            return opened
+        names = names_in(basis.architecture, opened.architecture)
+        return replace(opened, tensors=identity.verified(opened, names))
+
+    # The file.
 
     def save(self, path: Path | str, metadata: Mapping[str, Any] | None = None, half: bool = False) -> None:
         """Write the alignment to one safetensors file.
@@ -297,9 +313,39 @@ class Alignment:
             AlignmentError: the alignment has no basis.
             RotationMergeError: there is a file at that place that holds no alignment; it stays as it is.
         """
-        check_output(Output(str(path), "path", wrote=holds_alignment, remedy="name another file, or move it away"))
-        content = AlignmentFile(self.transforms, self.folded, self._known(), metadata or {})
-        write_file(path, content, torch.float16 if half else torch.float64)
+        remedy = "name another file, or move it away"
+        check_output(Output(str(path), "path", wrote=lambda file: has_format(file, FORMAT), remedy=remedy))
+        replace(self, metadata={**self.metadata, **(metadata or {})}).write(path, half)
+
+    def write(self, path: Path | str, half: bool = False) -> None:
+        """Write the file, whatever is at its place; arguments as of `save`."""
+        basis = self.known_basis
+        tensors, kinds = packed(self.transforms)
+        dtype = torch.float16 if half else torch.float64
+        tensors |= {key: x.to(dtype) for key, x in tensors.items() if x.is_floating_point() and x.ndim == 3}
+        for prefix, biases in zip(BIASES, (basis.biases, basis.donor_biases), strict=True):
+            tensors |= {f"{prefix}{name}": bias for name, bias in biases.items()}
+        models = {
+            "config": dict(basis.config),
+            "shapes": dict(basis.shapes),
+            "untie": basis.untie,
+            "rows": basis.rows,
+            "models": [basis.anchor.name, basis.donor.name],
+            "tensors": [dict(basis.anchor.tensors), dict(basis.donor.tensors)],
+        }
+        meta = {
+            "format": FORMAT,
+            "family": basis.architecture.family,
+            "anchor": basis.anchor.fingerprint,
+            "donor": basis.donor.fingerprint,
+            "folded": json.dumps(self.folded),
+            "kinds": json.dumps(kinds),
+            "still": json.dumps(sorted(_asked(basis.architecture) - self.transforms.keys())),
+            "made": json.dumps(dict(self.metadata), default=str),
+            "basis": json.dumps(models, default=str),
+        }
+        with replacing(path) as temporary:
+            save_file({key: x.cpu().contiguous().clone() for key, x in tensors.items()}, temporary, metadata=meta)
 
     @classmethod
     def load(cls, path: Path | str) -> Alignment:
@@ -311,41 +357,164 @@ class Alignment:
         Raises:
             AlignmentError: it cannot be read, is no alignment, or would change functions.
         """
-        return cls.of(load_file(local_file(str(path))))
+        return load_file(local_file(str(path)))
 
-    @classmethod
-    def of(cls, file: AlignmentFile) -> Alignment:
-        """The alignment in a file."""
-        return cls(file.transforms, file.folded, basis=file.basis)
 
-    def _known(self) -> Basis:
-        if self.basis is None:
-            remedy = "make it with rotation_merge.align, or load it from its file"
-            raise AlignmentError("the alignment has no facts on its models", remedy=remedy)
-        return self.basis
+@dataclass(frozen=True)
+class _Models:
+    """What a file's header says of its models; see `Basis`."""
 
-    def _opened(self, model: ModelLike, identity: Identity, strict: bool) -> View:
-        """Open a model to move, and check its architecture; strict: also its weights."""
-        basis = self._known()
-        opened = open_model(model, identity.name, untie=basis.untie)
-        opened = within(opened, basis.described_anchor) or opened
-        family = basis.architecture.family
-        if opened.architecture.family != family:
-            raise AlignmentError(
-                f"the alignment was made for {family} models, '{opened.name}' is {opened.architecture.family}",
-                where=opened.name,
-                remedy=f"give {identity.name}, which it was made for",
-            )
-        spaces, opened_spaces = basis.architecture.spaces(), opened.architecture.spaces()
-        for name in self.transforms:
-            if name not in opened_spaces or opened_spaces[name].sizes != spaces[name].sizes:
-                sizes = f"{opened_spaces[name].sizes}" if name in opened_spaces else "absent"
-                raise AlignmentError(
-                    f"space '{name}' is {sizes}, in the alignment {spaces[name].sizes}",
-                    where=opened.name,
-                    remedy=f"give {identity.name}, which it was made for",
-                )
-        if not strict or identity.any_model or identity.is_view(opened):
-            return opened
-        names = names_in(basis.architecture, opened.architecture)
-        return replace(opened, tensors=verified(opened, identity, names))
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    untie: bool
+    rows: dict[str, tuple[int, tuple[int, ...]]]
+    models: tuple[str, str]
+    tensors: tuple[dict[str, str], dict[str, str]]
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The metadata of an alignment file."""
+
+    family: str
+    anchor: str
+    donor: str
+    folded: Json[tuple[str, ...]]
+    kinds: Json[dict[str, str]]
+    still: Json[tuple[str, ...]]
+    made: Json[dict[str, Any]]
+    basis: Json[_Models]
+
+
+def load_file(path: Path | str, architecture: Architecture | None = None) -> Alignment:
+    """Read an alignment file and check that every transform is in its space's group.
+
+    Args:
+        architecture: of the anchor that it is wanted for; None: that of the anchor that it was made for.
+
+    Raises:
+        AlignmentError: it cannot be read, is no alignment, is for another architecture, or would change functions.
+    """
+    name = str(path)
+    meta, tensors = _stored(name)
+    try:
+        header = read_as(_Header, meta)
+        basis = _basis(header, tensors)
+        if architecture is None:  # nothing but the file says what its models are
+            architecture = basis.architecture
+            _check_basis(basis)
+        if header.family != architecture.family:
+            problem = f"was made for {header.family} models, not for {architecture.family}"
+            raise AlignmentError(problem, where=name, remedy="use another file")
+        transforms = _transforms(tensors, header, architecture)
+        _check_spaces(transforms, header, architecture)
+    except RotationMergeError as error:
+        if error.where == name:
+            raise
+        raise AlignmentError(error.what, where=name, remedy=AGAIN) from error
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise AlignmentError(f"is damaged ({short(error)})", where=name, remedy=AGAIN) from error
+    return Alignment(transforms, header.folded, basis=basis, metadata=header.made)
+
+
+def load_for(
+    path: str, anchor: View, donor: View, architecture: Architecture | None = None, cache: str | None = None
+) -> Alignment:
+    """Read the alignment of two models.
+
+    Args:
+        architecture: in which they meet; None: the anchor's.
+        cache: where files of the hub are kept, if not in the usual place.
+
+    Raises:
+        AlignmentError: it cannot be read (see `load_file`), or was made for other weights; names the model.
+    """
+    alignment = load_file(local_file(path, cache), architecture or anchor.architecture)
+    basis = alignment.known_basis
+    for identity, model in ((basis.anchor, anchor), (basis.donor, donor)):
+        if identity.fingerprint != model.fingerprint:
+            problem = f"was made for other weights than those of {model.reference}"
+            remedy = "write a new one with 'rotation-merge align', or use the models it was made for"
+            raise AlignmentError(problem, where=path, remedy=remedy)
+    return alignment
+
+
+def _stored(name: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and tensors of a file of this format."""
+    try:
+        with safe_open(name, framework="pt") as file:
+            meta = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise AlignmentError(f"cannot be read ({error})", where=name, remedy=WRITE) from error
+    if (kind := str(meta.get("format"))) != FORMAT:
+        older = kind.startswith(FORMAT[:-1])
+        problem = "was written by another version of rotation_merge" if older else "is not an alignment file"
+        raise AlignmentError(problem, where=name, remedy=AGAIN if older else WRITE)
+    return meta, tensors
+
+
+def _basis(header: _Header, tensors: dict[str, Tensor]) -> Basis:
+    """The file's facts on its models; their biases are taken out of the tensors."""
+    models = header.basis
+    anchor_biases, donor_biases = (
+        {key.removeprefix(prefix): tensors.pop(key) for key in list(tensors) if key.startswith(prefix)}
+        for prefix in BIASES
+    )
+    anchor, donor = map(Identity, models.models, (header.anchor, header.donor), models.tensors)
+    return Basis(models.config, models.shapes, models.untie, anchor, donor, anchor_biases, donor_biases, models.rows)
+
+
+def _check_basis(basis: Basis) -> None:
+    """Check the class order (a permutation) and the biases (the anchor's, finite)."""
+    for name, (_, order) in basis.rows.items():
+        if sorted(order) != list(range(len(order))):
+            raise AlignmentError(f"would change the models' outputs: '{name}' loses classes")
+    infos = (info for block in basis.architecture.blocks for info in holders(block))
+    known = {name for info in infos for name in info.names if name in basis.shapes}
+    if basis.biases and (odd := sorted(known ^ basis.biases.keys())):
+        raise AlignmentError(f"is damaged: the anchor's bias '{odd[0]}' is missing in its header or among its tensors")
+    if odd := sorted(basis.donor_biases.keys() - basis.biases.keys()):  # a language half has fewer than its anchor
+        raise AlignmentError(f"does not fit: it has a bias '{odd[0]}' of the donor, but none of the anchor")
+    for side, biases in (("anchor", basis.biases), ("donor", basis.donor_biases)):
+        for name, bias in biases.items():
+            if tuple(bias.shape) != basis.shapes[name] or not all_finite([bias]):
+                raise AlignmentError(f"would change the models' outputs: the {side}'s bias '{name}' is damaged")
+
+
+def _transforms(tensors: Mapping[str, Tensor], header: _Header, architecture: Architecture) -> Transforms:
+    """The transforms, those of rounded maps put back into their groups."""
+    transforms = unpacked(tensors, header.kinds)
+    small = (key for key, x in tensors.items() if x.is_floating_point() and x.dtype != torch.float64)
+    known = architecture.spaces()
+    for name in {key.partition("|")[0] for key in small} & known.keys():
+        transforms[name] = architecture.widest_group(known[name], transforms[name]).restored(transforms[name])
+    return transforms
+
+
+def _check_spaces(transforms: Transforms, header: _Header, architecture: Architecture) -> None:
+    """Check that each space has a transform of its group or is declared still, and that folding fits the rotations."""
+    known, space_names = architecture.spaces(), (*transforms, *header.still)
+    if odd := [name for name in space_names if name not in known]:
+        raise AlignmentError(f"does not fit: the models have no space '{odd[0]}'")
+    if absent := sorted(_asked(architecture) - set(space_names)):
+        raise AlignmentError(f"has no entry for space '{absent[0]}'")
+    if len(space_names) != len(set(space_names)):
+        raise AlignmentError("names a space twice")
+    for name, transform in transforms.items():
+        group = architecture.widest_group(known[name], transform)
+        if not group.admits(transform):
+            problem = f"the transform of space '{name}' does not belong to the group: {group.words}"
+            raise AlignmentError(f"would change the models' outputs: {problem}")
+    turned = {name for name, transform in transforms.items() if transform.turns_stream}
+    spare = {name for name in set(header.folded) - turned if name not in known or known[name].kind != "latent"}
+    if spare or not turned <= set(header.folded):
+        words = [", ".join(sorted(names)) or "none" for names in (header.folded, turned)]
+        raise AlignmentError(
+            f"would change the models' outputs: folded streams: {words[0]}; rotated streams: {words[1]}"
+        )
+
+
+def _asked(architecture: Architecture) -> set[str]:
+    """The spaces that a file must cover: all except those that only a recipe enables."""
+    return {name for name, space in architecture.spaces().items() if not space.head}

@@ -37,15 +37,16 @@ class Identity:
     def __init__(
         self, name: str, fingerprint: str = "", tensors: Mapping[str, str] | None = None, view: View | None = None
     ) -> None:
-        self.name, self._marks, self._view = name, (fingerprint, tensors or {}), view
+        self.name, self._view = name, view
+        self._marks = (fingerprint, tensors or {}) if view is None else None
         self._stamps = None if view is None else stamps_of(view)
 
     @staticmethod
     def of(model: View) -> Identity:
         """A model's identity; one that is not as it is stored is read once."""
-        if not model.as_filed.is_stored:
-            return Identity(model.name, model.fingerprint, model.mark)
-        return Identity(model.name, view=model)
+        if model.as_filed.is_stored:
+            return Identity(model.name, view=model)
+        return Identity(model.name, model.fingerprint, dict(model.mark))
 
     def is_view(self, model: View) -> bool:
         """Whether a model is surely this one: what is stored in the same files, which have not changed."""
@@ -64,24 +65,37 @@ class Identity:
     @property
     def any_model(self) -> bool:
         """Whether nothing is known of the model but its name."""
-        return self._view is None and not self._marks[1]
+        return self._marks is not None and not self._marks[1]
 
     def _taken(self) -> tuple[str, Mapping[str, str]]:
-        if self._view is not None:
+        if self._marks is None:
+            assert self._view is not None
             if stamps_of(self._view) != self._stamps:
                 problem = "was changed after it was aligned"
                 raise AlignmentError(problem, where=self.name, remedy="align it again")
-            self._marks, self._view = (self._view.fingerprint, self._view.mark), None
+            self._marks = self._view.fingerprint, dict(self._view.mark)
         return self._marks
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and (self.name, self._taken()) == (other.name, other._taken())
+    def verified(self, model: View, names: Mapping[str, str]) -> Tensors:
+        """A model's tensors, each compared with its checksum here when it is read for the first time.
 
-    def __hash__(self) -> int:
-        return hash(self.name)
+        Args:
+            names: what the alignment calls tensors that have other names here.
+        """
+        seen: set[str] = set()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "_marks": self._taken(), "_view": None, "_stamps": None}
+        def check(name: str, tensor: Tensor) -> Tensor:
+            known = self.tensors.get(names.get(name, name))
+            if known is not None and name not in seen and checksum(tensor) != known:
+                raise AlignmentError(
+                    f"tensor '{name}' is not that of {self.name}, which the alignment was made for",
+                    where="the given model" if model.name == self.name else model.name,
+                    remedy="give that model, or apply(..., strict=False) to move a fine-tune of it by the same maps",
+                )
+            seen.add(name)
+            return tensor
+
+        return model.tensors.map(check)
 
 
 @dataclass(frozen=True)
@@ -95,8 +109,8 @@ class Basis:
         anchor, donor: which models they are.
         biases: of the anchor by name, folded where the alignment folds: those that softmax cannot see, which a moved
             donor is given (`model/biases.py`); empty: it keeps its own.
-        rows: what puts the donor's classes into the anchor's order (`model/labels.py`).
         donor_biases: the donor's biases that `biases` replaces, by the same names; statistics are moved by both.
+        rows: what puts the donor's classes into the anchor's order (`model/labels.py`).
     """
 
     config: Mapping[str, Any] = field(repr=False)
@@ -105,8 +119,8 @@ class Basis:
     anchor: Identity
     donor: Identity
     biases: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    rows: LabelRows = field(default_factory=dict, repr=False)
     donor_biases: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    rows: LabelRows = field(default_factory=dict, repr=False)
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -122,46 +136,12 @@ class Basis:
         """The anchor without its tensors."""
         return described(self.anchor.name, self.config, self.architecture, self.shapes)
 
-    @staticmethod
-    def of(anchor: View, donor: View, streams: Sequence[str], rows: LabelRows) -> Basis:
-        """The basis of an alignment of one model to another; both are read once, for their checksums.
-
-        Args:
-            streams: that the alignment folds.
-        """
-        biases, donor_biases = (hidden_biases(anchor.architecture, model.tensors, streams) for model in (anchor, donor))
-        identities = Identity.of(anchor), Identity.of(donor)
-        return Basis(anchor.config, anchor.shapes, anchor.untie, *identities, biases, rows, donor_biases)
-
 
 def hidden_biases(architecture: Architecture, source: TensorSource, streams: Sequence[str]) -> dict[str, Tensor]:
     """A model's biases that softmax ignores, by name, with the gains of some streams folded."""
     source = folded_tensors(architecture, source, streams)
     biases: dict[str, Tensor] = {}
-    for block in architecture.blocks:
-        for info in holders(block):
-            if (bias := read_tensor(info, source)) is not None:
-                biases.update({name: piece.clone() for name, piece in unstack(info, bias).items()})
+    for info in (info for block in architecture.blocks for info in holders(block)):
+        if (bias := read_tensor(info, source)) is not None:
+            biases.update({name: piece.clone() for name, piece in unstack(info, bias).items()})
     return biases
-
-
-def verified(model: View, identity: Identity, names: Mapping[str, str]) -> Tensors:
-    """A model's tensors, each compared with its checksum in an alignment when it is read for the first time.
-
-    Args:
-        names: what the alignment calls tensors that have other names here.
-    """
-    seen: set[str] = set()
-
-    def check(name: str, tensor: Tensor) -> Tensor:
-        known = identity.tensors.get(names.get(name, name))
-        if known is not None and name not in seen and checksum(tensor) != known:
-            raise AlignmentError(
-                f"tensor '{name}' is not that of {identity.name}, which the alignment was made for",
-                where="the given model" if model.name == identity.name else model.name,
-                remedy="give that model, or apply(..., strict=False) to move a fine-tune of it by the same maps",
-            )
-        seen.add(name)
-        return tensor
-
-    return model.tensors.map(check)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.linalg.seeding import seeded
-from rotation_merge.matching.aligned_output import write_alignment
+from rotation_merge.matching.aligned_output import reported
 from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.basis import Basis
 from rotation_merge.matching.between import LARGEST_KEPT, Mixture, mixed_model, renamed, same_tensors
@@ -90,7 +90,8 @@ class FitResult:
         entries = {**(facts or {}), "learned": self.report.to_dict()}
         for (file, donor), alignment in zip(donors.items(), self.alignments, strict=True):
             pair = open_pair(anchor, donor, self.match, untie)
-            write_alignment(pair, self._named(alignment, pair), file, self.match, facts=entries)
+            alignment, _ = reported(pair, self._named(alignment, pair))
+            replace(alignment, metadata={**alignment.metadata, **entries}).write(file)
 
     def of_checkpoints(self, views: Sequence[View]) -> FitResult:
         """The same for models as they are stored, the anchor first, instead of for the modules that were fitted."""
@@ -362,7 +363,7 @@ class _Fit:
         untie = bool(self.folded) and any(info.tied for info in self.architecture.tensors())
         names = ((0, "anchor"), (number, f"donor {number}"))
         anchor, donor = (open_model(self.models[i], name, untie=untie) for i, name in names)
-        return Basis.of(anchor, donor, self.folded, self.rows[number - 1])
+        return check_pair(anchor, donor, self.match, untie=untie).basis(self.folded)
 
     def _optimise(self, learned: nn.ModuleList, report: FitReport, began: float) -> dict[str, Tensor]:
         """Take the steps and return the parameters with the lowest held-out loss."""

@@ -6,20 +6,20 @@ model gets one transform into one common frame, maps between any two of them com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from rotation_merge.architecture.model import Architecture, Block
+from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.alignment import Alignment, Transforms
-from rotation_merge.matching.block import SpaceMatch, described, named, squared_distances, wanted_spaces
+from rotation_merge.matching.block import named, wanted_spaces
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.report_rows import recorded
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import in_coordinates, without_biases
-from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource, weighted_mean
 from rotation_merge.run.ledger import NOWHERE, Ledger
@@ -51,32 +51,29 @@ def match_to_mean(
     Returns:
         An alignment for every model but the base.
     """
-    matching = partial(match_model, architecture, sources[base], options=options, progress=progress, over=over)
+    matching = partial(match_model, architecture, options=options, progress=progress, over=over)
     alignments = {}
     for name in (name for name in sources if name != base):
         with named(base, name):
-            alignments[name] = matching(sources[name], ledger=ledger.under(f"to the base/{name}"))
+            alignments[name] = matching(sources[base], sources[name], ledger=ledger.under(f"to the base/{name}"))
     folded = next((a.folded for a in alignments.values()), ())
     matched = {s.name for b in architecture.blocks for s in wanted_spaces(b, options.at(architecture, b))}
-    renamed_sources: dict[str, TensorSource] = {
+    stored = {
         name: without_biases(architecture, folded_tensors(architecture, source, folded), matched).cached()
         for name, source in sources.items()
     }
     frames: dict[str, Transforms] = {base: {}, **{name: a.transforms for name, a in alignments.items()}}
-    spread = [_spread(architecture, renamed_sources, frames)]
+    spread = [_spread(architecture, stored, frames)]
     for turn in range(MOST_ROUNDS if len(sources) > 2 else 0):
         proposed = dict(frames)
-        for name in sources:
-            others: list[TensorSource] = [
-                in_coordinates(architecture, renamed_sources[name_of_other], proposed[name_of_other])
-                for name_of_other in sources
-                if name_of_other != name
-            ]
-            match = partial(match_model, over=over, ledger=ledger.under(f"round {turn}/{name}"))
-            proposed[name] = _towards(
-                architecture, weighted_mean(others), renamed_sources[name], options, proposed[name], progress, match
-            )
-        now = _spread(architecture, renamed_sources, proposed)
+        for name, source in stored.items():
+            others = [in_coordinates(architecture, stored[n], proposed[n]) for n in stored if n != name]
+            streams = {stream: t for stream, t in proposed[name].items() if stream in architecture.streams}
+            starts = {"where it stands": streams} if streams else None
+            within = ledger.under(f"round {turn}/{name}")
+            match = matching(weighted_mean(others), source, starts=starts, fold=False, ledger=within)
+            proposed[name] = match.transforms
+        now = _spread(architecture, stored, proposed)
         if now < spread[-1]:
             frames = proposed
         spread.append(min(now, spread[-1]))
@@ -84,26 +81,10 @@ def match_to_mean(
             break
     result = {}
     for name, alone in alignments.items():
-        transforms = _relative(architecture, frames[base], frames[name])
-        records = _records(architecture, alone, transforms, renamed_sources[base], renamed_sources[name])
         summary = {**alone.summary, "rounds": len(spread) - 1, "spread": spread}
-        result[name] = Alignment(transforms, folded, records, summary)
+        alignment = Alignment(_relative(architecture, frames[base], frames[name]), summary=summary)
+        result[name] = replace(recorded(architecture, stored[base], stored[name], alignment), folded=folded)
     return result
-
-
-def _towards(
-    architecture: Architecture,
-    target: TensorSource,
-    source: TensorSource,
-    options: AlignConfig,
-    current: Transforms,
-    progress: Progress | None,
-    match: Callable[..., Alignment],
-) -> Transforms:
-    """Match one model to the mean of the others from its current transforms. Both are folded already."""
-    streams = {name: current[name] for name in architecture.streams if name in current}
-    starts = {"where it stands": streams} if streams and options.residual != "none" else None
-    return match(architecture, target, source, options, progress, starts=starts, fold=False).transforms
 
 
 def _relative(architecture: Architecture, base: Transforms, frame: Transforms) -> Transforms:
@@ -120,33 +101,6 @@ def _relative(architecture: Architecture, base: Transforms, frame: Transforms) -
             row = replace(info, axes=info.axes[1:], common=None)
             relative[name] = replace(relative[name], shift=transform_tensor(shift, row, back))
     return relative
-
-
-def _records(
-    architecture: Architecture, alone: Alignment, transforms: Transforms, base: TensorSource, source: TensorSource
-) -> list[tuple[Block, list[SpaceMatch]]]:
-    """Report records of each space, with distances of the current transforms.
-
-    Distances found when the model was matched to the base alone are replaced.
-    """
-    result = []
-    for block, matches in alone.records:
-        anchor, donor = read_block(block, base), read_block(block, source)
-        spaces = {space.name: space for space in block.spaces.values()}
-        block_records = []
-        for match in matches:
-            if match.space in spaces:
-                other_transforms = {name: t for name, t in transforms.items() if name != match.space}
-                before, after = (
-                    squared_distances(block, spaces[match.space], anchor, donor, maps)[0]
-                    for maps in (other_transforms, transforms)
-                )
-            else:
-                blocks = ((b, read_block(b, base), read_block(b, source)) for b in architecture.blocks)
-                before, after = match.before, sum(squared_distances(b, None, x, y, transforms)[0] for b, x, y in blocks)
-            block_records.append(replace(described(match, transforms[match.space]), before=before, after=after))
-        result.append((block, block_records))
-    return result
 
 
 def _spread(architecture: Architecture, sources: Mapping[str, TensorSource], frames: Mapping[str, Transforms]) -> float:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.matching.stream import Transforms
-from rotation_merge.model.biases import in_coordinates
-from rotation_merge.model.blocks import read_tensor
-from rotation_merge.model.fold import folded_tensors
+from rotation_merge.model.biases import in_coordinates, with_biases
+from rotation_merge.model.blocks import moved_reader, read_tensor, reader
+from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.model.rows import in_slices
-from rotation_merge.model.tensors import Names, Tensors, TensorSource, as_tensors
+from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import stored_dtype
+
+EVERYTHING = 1 << 62
+"""Bytes of what is kept while one tensor is computed, so that each is read once."""
 
 
 def moved_tensors(
@@ -23,79 +27,58 @@ def moved_tensors(
     transforms: Transforms,
     folded: Sequence[str] = (),
     biases: TensorSource | None = None,
-    dtype: torch.dtype | None = None,
 ) -> Tensors:
-    """A model in other coordinates, in float32 at least.
-
-    Args:
-        folded: streams whose norm gains are folded first.
-        biases: of the anchor, folded, which the model is given where softmax cannot see them; None: it keeps its own.
-        dtype: that results are rounded to in the end, which folding has to survive.
-    """
-    return in_coordinates(architecture, folded_tensors(architecture, source, folded, dtype), transforms, biases)
+    """A model in other coordinates, in float32 at least; arguments as the attributes of `Mover`."""
+    return in_coordinates(architecture, folded_tensors(architecture, source, folded), transforms, biases)
 
 
+@dataclass(frozen=True, eq=False)
 class Mover:
-    """Moves a model's tensors one by one: folds, transforms, gives the anchor's biases, and rounds once.
+    """Moves a model's tensors one by one, each rounded once.
 
-    Args:
+    Attributes:
         architecture: by whose names the source's tensors are known.
-        folded: streams whose norm gains are folded.
+        folded: streams whose norm gains are folded first.
         biases: gives the anchor's biases that softmax cannot see, folded where the alignment folds; None: the model
             keeps its own.
         least: the least precise type that results are rounded to in the end, which folding has to survive; None: that
             of each tensor.
     """
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        source: TensorSource,
-        transforms: Transforms,
-        folded: Sequence[str] = (),
-        biases: TensorSource | None = None,
-        least: torch.dtype | None = None,
-    ) -> None:
-        stored, self._read = as_tensors(source), dict[Names, Tensor]()
-        self.architecture, self.transforms, self.folded = architecture, transforms, folded
-        self.biases, self.least = biases, least
-        self.source = Tensors(
-            stored.shapes, stored.dtypes, lambda n: self._read[n] if n in self._read else stored.read(n)
-        )
-        self._whole: dict[torch.dtype | None, Tensors] = {}
+    architecture: Architecture
+    source: TensorSource
+    transforms: Transforms
+    folded: Sequence[str] = ()
+    biases: TensorSource | None = None
+    least: torch.dtype | None = None
 
     def tensor(self, block: Block, info: TensorInfo, dtype: torch.dtype | None = None) -> Tensor | None:
         """A tensor in the anchor's coordinates, long vocabularies in slices; None if the source lacks it.
 
         Args:
-            dtype: that it is rounded to, which folding has to survive, too; None: what it is stored in.
+            dtype: that it is rounded to; None: what it is stored in.
         """
-        stored = read_tensor(info, self.source)
+        source = as_tensors(self.source).cached(EVERYTHING)
+        stored = read_tensor(info, source)
         if stored is None:
             return None
-        key: Names = info.names if info.stacked else info.names[0]
-        self._read[key] = stored  # which is read once
-        try:
-            return self._moved(block, info, stored, dtype)
-        finally:
-            self._read.pop(key, None)
-
-    def _moved(self, block: Block, info: TensorInfo, stored: Tensor, dtype: torch.dtype | None) -> Tensor:
-        rounded = stored_dtype(stored, dtype)
+        fold, rounded = Fold(self.architecture, self.folded, self.least or dtype), stored_dtype(stored, dtype)
 
         def moved(parts: Sequence[Tensors] | None) -> Tensor:
-            aligned = self._aligned(dtype) if parts is None else self._of(parts[0], None, dtype)
-            tensor = read_tensor(info, aligned)
+            tensor = self._moved(block, info, source if parts is None else parts[0], fold)
             assert tensor is not None
             return tensor
 
-        return in_slices(block, info, [self.source], rounded, moved).to(rounded).contiguous()
+        return in_slices(block, info, [source], rounded, moved).to(rounded).contiguous()
 
-    def _aligned(self, dtype: torch.dtype | None) -> Tensors:
-        """The whole aligned source, cached for each dtype."""
-        if dtype not in self._whole:
-            self._whole[dtype] = self._of(self.source, self.biases, dtype)
-        return self._whole[dtype]
+    def _moved(self, block: Block, info: TensorInfo, source: Tensors, fold: Fold) -> Tensor | None:
+        stored = reader(block, source)
 
-    def _of(self, source: TensorSource, biases: TensorSource | None, dtype: torch.dtype | None) -> Tensors:
-        return moved_tensors(self.architecture, source, self.transforms, self.folded, biases, self.least or dtype)
+        def folded(key: str) -> Tensor | None:
+            known = block.tensor(key)
+            return None if known is None or stored(key) is None else fold.tensor(block, known, stored)
+
+        moved = moved_reader(block, folded, self.transforms)
+        if self.biases is None:
+            return moved(info.key)
+        return with_biases(block, info, moved, reader(block, self.biases), self.transforms)

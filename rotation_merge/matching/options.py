@@ -104,11 +104,11 @@ NOTHING = AlignConfig(attention="none", heads="none", ffn="none", scaling=False)
 class VaryingOptions(AlignConfig):
     """Options that differ from block to block; its own fields hold for the whole model."""
 
-    def __init__(self, whole: AlignConfig, of: Callable[[str, float], AlignConfig]) -> None:
+    def __init__(self, whole: AlignConfig, of: Callable[[str, float], AlignConfig] | Mapping[str, AlignConfig]) -> None:
         """Set options that differ from block to block.
 
         Args:
-            of: options by a block's module path and its place among the layers, from 0 to 1.
+            of: options by a block's module path and its place among the layers, from 0 to 1; or by the path alone.
         """
         super().__init__(**asdict(whole))
         object.__setattr__(self, "_of", of)
@@ -118,21 +118,11 @@ class VaryingOptions(AlignConfig):
         return VaryingOptions(whole, self._of)  # type: ignore[attr-defined]
 
     def at(self, architecture: Architecture, block: Block) -> AlignConfig:
+        of: Any = self._of  # type: ignore[attr-defined]
         last = len(architecture.layers(block.module)) - 1
         place = 0.0 if block.index is None else block.index / last if last else 1.0
-        options: AlignConfig = self._of(block.name, place)  # type: ignore[attr-defined]
+        options: AlignConfig = of[block.name] if isinstance(of, Mapping) else of(block.name, place)
         return options
 
     def resolved(self, architecture: Architecture) -> AlignConfig:
-        blocks = {block.name: self.at(architecture, block) for block in architecture.blocks}
-        return VaryingOptions(self, ByBlock(blocks))
-
-
-@dataclass(frozen=True)
-class ByBlock:
-    """Options by a block's module path."""
-
-    by_block: Mapping[str, AlignConfig]
-
-    def __call__(self, name: str, place: float) -> AlignConfig:
-        return self.by_block[name]
+        return VaryingOptions(self, {block.name: self.at(architecture, block) for block in architecture.blocks})

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from mergekit.common import ModelReference
 from torch import Tensor
 
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.fields import differences
-from rotation_merge.architecture.model import Architecture, Block, Space, TensorInfo
+from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.architecture.registry import find, shipped
 from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, short
 from rotation_merge.matching.basis import Basis, Identity, hidden_biases
@@ -25,9 +23,9 @@ from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.model.blocks import with_tied
-from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.folder import absent_parts
+from rotation_merge.model.forms import translated
 from rotation_merge.model.labels import LabelRows, in_class_order, label_rows, rows_note, watched
 from rotation_merge.model.language_half import within
 from rotation_merge.model.open import ModelLike, as_reference, check_names, check_present, open_model, parse_reference
@@ -71,59 +69,17 @@ WORDS = {
     "degree": "degree of the activation",
     "free_order": "heads that may change places",
     "free_groups": "KV heads that may change places",
-    "span": "keys and values of",
+    "layer": "LayerNorm",
+    "offset": "offset of the gain",
+    "reads": "readers",
 }
-"""Facts on a space as messages call them."""
+"""Facts on a space or norm as messages call them."""
 
 Layers = Mapping[str, Sequence[tuple[int, int]]]
 """By module, which layer of the anchor meets which layer of the donor."""
 
 Excluded = Callable[[str], bool]
 """Says of a tensor, by name, that it is copied from the anchor."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What decides the groups of one part of a model: a stream, a local space, a norm.
-
-    Attributes:
-        name: of the part, in messages.
-        values: by word; those of two models have to agree.
-    """
-
-    name: str
-    values: Mapping[str, Any]
-
-    @staticmethod
-    def of_sizes(space: Space) -> Facts:
-        """The sizes of a space alone."""
-        return Facts(space.name, {WORDS.get(name, name): size for name, size in space.sizes.items()})
-
-    @staticmethod
-    def of_space(space: Space) -> Facts:
-        """All properties of a space."""
-        properties = {f.name: getattr(space, f.name) for f in fields(space) if f.name not in ("name", "sizes")}
-        values = {**space.sizes, **properties}
-        return Facts(space.name, {WORDS.get(name, name): value for name, value in values.items()})
-
-    @staticmethod
-    def of_block(block: Block) -> dict[str, Facts]:
-        """The facts on a block's spaces and norms, by key."""
-        facts = {local: Facts.of_space(space) for local, space in block.spaces.items()}
-        for norm in block.norms:
-            kind = "layer" if norm.layer else "rms"
-            values = {"kind": kind, "offset of the gain": norm.offset, "readers": norm.reads}
-            facts[f"norm {norm.gain}"] = Facts(f"{block.name}, norm {norm.gain}", values)
-        return facts
-
-    @staticmethod
-    def of_model(architecture: Architecture) -> dict[str, Facts]:
-        """The sizes of all streams, and of the first local space of each name."""
-        spaces = dict(architecture.streams)
-        for block in architecture.blocks:
-            for local, space in block.spaces.items():
-                spaces.setdefault(f"{block.module}.{local}", space)
-        return {key: Facts.of_sizes(space) for key, space in spaces.items()}
 
 
 @dataclass(frozen=True)
@@ -141,7 +97,8 @@ class Pair:
         untie: whether heads that share an embedding's tensor are given one of their own.
         device: where their tensors are put as they are read.
         watched: whether every tensor that is read counts for their fingerprints, which a report or a file will hold.
-        marks: what is known of the fingerprints.
+        shared: rows of the shared tokens for matching streams, the anchor's first; None if all tokens are the same, or
+            no stream is matched.
     """
 
     anchor: View
@@ -156,60 +113,38 @@ class Pair:
     untie: bool = False
     device: str = "cpu"
     watched: bool = True
-    marks: tuple[Fingerprint, Fingerprint] = field(default_factory=lambda: (Fingerprint(), Fingerprint()))
+    shared: tuple[Tensor, Tensor] | None = None
 
     @property
     def sources(self) -> tuple[Tensors, Tensors]:
         """The tensors of both models by the anchor's names; what is read counts for the fingerprints."""
-        return self._source(self.anchor, self.marks[0]), self._source(self.donor, self.marks[1])
+        return self._source(self.anchor), self._source(self.donor)
 
-    def _source(self, model: View, mark: Fingerprint) -> Tensors:
-        tensors = with_tied(self.architecture, watched(model, mark.add) if self.watched else model.tensors)
+    def _source(self, model: View) -> Tensors:
+        read = watched(model, model.as_filed.mark.add) if self.watched else model.tensors
+        return with_tied(self.architecture, translated(self._placed(read), model.architecture, self.architecture))
+
+    def _placed(self, tensors: Tensors) -> Tensors:
         return tensors if self.device == "cpu" else tensors.on(self.device)
 
-    @cached_property
-    def shared(self) -> tuple[Tensor, Tensor] | None:
-        """Rows of the shared tokens for matching streams, the anchor's first.
-
-        None if all tokens are the same, or no stream is matched.
-        """
-        return None if self.options.residual == "none" else row_pair(self.anchor, self.donor)
+    def view(self, model: View) -> View:
+        """One of the models as it is compared: with heads of its own where they are untied, on the device."""
+        return replace(model, tensors=self._placed(model.tensors), architecture=self.architecture, untie=self.untie)
 
     @property
     def matched(self) -> tuple[Tensors, Tensors]:
         """The tensors of both models to compare: rows of shared tokens in embeddings and heads."""
-        anchor, donor = self.sources
         if self.shared is None:
-            return anchor, donor
-        subsets = zip((anchor, donor), self.shared, strict=True)
-        first, second = (vocabulary_subset(self.architecture, source, rows) for source, rows in subsets)
-        return first, second
-
-    @property
-    def described(self) -> View:
-        """The anchor as it was compared: with heads of their own where they are untied."""
-        return replace(self.anchor, architecture=self.architecture)
-
-    def token_notes(self) -> list[str]:
-        """A note on the tokens that streams are matched on, where they are not all."""
-        return [] if self.shared is None else [matched_on(self.anchor, self.donor, len(self.shared[0]))]
-
-    def fingerprints(self) -> tuple[str, str]:
-        """Fingerprints of anchor and donor; reads only tensors not read yet."""
-        for model, mark in zip((self.anchor, self.donor), self.marks, strict=True):
-            mark.complete(model.architecture.named(), model.as_filed.tensors)
-        anchor, donor = self.anchor.as_filed, self.donor.as_filed
-        return self.marks[0].hexdigest(anchor.config), self.marks[1].hexdigest(donor.config)
+            return self.sources
+        subsets = zip(self.sources, self.shared, strict=True)
+        anchor, donor = (vocabulary_subset(self.architecture, source, rows) for source, rows in subsets)
+        return anchor, donor
 
     def basis(self, streams: Sequence[str]) -> Basis:
         """Return the facts on both models that an alignment stores. Biases of folded streams are folded."""
-        if self.watched:
-            marks = zip((self.anchor, self.donor), self.fingerprints(), self.marks, strict=True)
-            anchor, donor = (Identity(model.name, mark, dict(known)) for model, mark, known in marks)
-        else:
-            anchor, donor = Identity.of(self.anchor), Identity.of(self.donor)
-        biases, donor_biases = (hidden_biases(self.architecture, source, streams) for source in self.sources)
-        return Basis(self.anchor.config, self.anchor.shapes, self.untie, anchor, donor, biases, self.rows, donor_biases)
+        anchor, donor = (hidden_biases(self.architecture, source, streams) for source in self.sources)
+        models = Identity.of(self.anchor), Identity.of(self.donor)
+        return Basis(self.anchor.config, self.anchor.shapes, self.untie, *models, anchor, donor, self.rows)
 
 
 def check_pair(
@@ -234,11 +169,7 @@ def check_pair(
     Raises:
         RotationMergeError: it cannot; says what stands against it, with both models' values.
     """
-    family, donor_family = anchor.architecture.family, donor.architecture.family
-    if family != donor_family:
-        problem = f"architecture is {donor_family}, that of {anchor.name} is {family}"
-        raise ArchitectureError(problem, where=donor.name, remedy="only models of one architecture can be aligned")
-    _check_facts(anchor, donor, Facts.of_model(anchor.architecture), Facts.of_model(donor.architecture))
+    check_same_kind(anchor, donor)
     warnings = tuple(_config_warnings(anchor, donor, averaged))
     rows = label_rows(anchor, donor, excluded)
     options.check_layers(anchor.architecture)
@@ -247,31 +178,54 @@ def check_pair(
         check_depth(anchor, donor)
     blocks = paired_blocks(anchor.architecture, donor.architecture, None if streams else layers)
     for anchor_block, donor_block in blocks:
-        _check_facts(anchor, donor, Facts.of_block(anchor_block), Facts.of_block(donor_block))
+        _check_alike(anchor, donor, _facts(anchor_block), _facts(donor_block), f"{donor_block.name}, ")
     folded = anchor.architecture.folds(streams)
     for member in (anchor, donor):
         _check_head(member, folded, options.shift_head, untie)
     pair = Pair(anchor, donor, anchor.architecture, options, streams, folded, warnings, rows=rows, untie=untie)
     _check_missing(pair, blocks, excluded)
-    notes = [
-        *_remarks(anchor),
-        *_remarks(donor),
-        *rows_note(anchor.name, donor.name, rows),
-        *_unaligned(pair, excluded),
-    ]
+    known = [*_remarks(anchor), *_remarks(donor), *rows_note(anchor.name, donor.name, rows)]
     if options.residual != "none":
         options = options.with_residual(_as_option(streams, anchor.architecture.streams))
-    return replace(pair, options=options, notes=tuple(dict.fromkeys(notes)))
+    return replace(pair, options=options, notes=tuple(dict.fromkeys([*known, *_unaligned(pair, excluded)])))
 
 
-def _check_facts(anchor: View, donor: View, anchor_facts: Mapping[str, Facts], facts: Mapping[str, Facts]) -> None:
+def check_same_kind(anchor: View, donor: View, remedy: str = UNLIKE) -> None:
+    """Refuse models of different architectures, or with spaces of different sizes.
+
+    Raises:
+        CheckpointError, ArchitectureError: says what differs, with both models' values.
+    """
+    family, donor_family = anchor.architecture.family, donor.architecture.family
+    if family != donor_family:
+        problem = f"architecture is {donor_family}, that of {anchor.name} is {family}"
+        raise ArchitectureError(problem, where=donor.name, remedy="only models of one architecture can be aligned")
+    sizes, donor_sizes = (
+        {name: space.sizes for name, space in member.architecture.spaces().items()} for member in (anchor, donor)
+    )
+    _check_alike(anchor, donor, sizes, donor_sizes, remedy=remedy)
+
+
+Facts = Mapping[str, Mapping[str, object]]
+"""By the name of a space or norm, what decides its group; two models have to agree in it."""
+
+
+def _facts(block: Block) -> Facts:
+    spaces = {local: {**space.sizes, **vars(space), "name": "", "sizes": ""} for local, space in block.spaces.items()}
+    norms = {f"norm {n.gain}": {"layer": n.layer, "offset": n.offset, "reads": n.reads} for n in block.norms}
+    return {**spaces, **norms}
+
+
+def _check_alike(
+    anchor: View, donor: View, anchor_facts: Facts, facts: Facts, place: str = "", remedy: str = UNLIKE
+) -> None:
     """Refuse parts of both models whose facts differ."""
-    for key in (key for key in facts if key in anchor_facts):
-        ours = anchor_facts[key].values
-        differing = {word: value for word, value in facts[key].values.items() if value != ours.get(word)}
+    for name in (name for name in facts if name in anchor_facts):
+        ours = anchor_facts[name]
+        differing = {word: value for word, value in facts[name].items() if value != ours.get(word)}
         if differing:
-            words = ", ".join(f"{word} {value}, against {ours.get(word)}" for word, value in differing.items())
-            raise CheckpointError(f"'{facts[key].name}' has {words} in {anchor.name}", where=donor.name, remedy=UNLIKE)
+            words = ", ".join(f"{WORDS.get(word, word)} {x}, against {ours.get(word)}" for word, x in differing.items())
+            raise CheckpointError(f"'{place}{name}' has {words} in {anchor.name}", where=donor.name, remedy=remedy)
 
 
 def check_depth(anchor: View, donor: View, remedy: str = SLICES) -> None:
@@ -309,15 +263,14 @@ def _streams(anchor: View, donor: View, residual: str, untie: bool) -> dict[str,
 
     `largest` excludes rotations if a head is tied to an embedding, because folding cannot serve both.
     """
-    groups = residual_groups(anchor.architecture, residual, anchor.name)
-    donor_groups = residual_groups(donor.architecture, residual, donor.name)
+    members = anchor, donor
+    groups, donor_groups = (residual_groups(member.architecture, residual, member.name) for member in members)
     choices = by_stream(residual) or dict.fromkeys(groups, residual)
     for name, group in groups.items():
         if choices.get(name) == "largest":
-            admitted = donor.architecture.stream_groups[name]
-            tied = not untie and any(member.tied and member.tied[1] == name for member in (anchor, donor))
-            admitted = tuple(g for g in admitted if not (tied and g == "rotation"))
-            groups[name] = [g for g in anchor.architecture.stream_groups[name] if g in admitted][-1]
+            ours, theirs = (member.architecture.stream_groups[name] for member in members)
+            tied = not untie and any(member.tied and member.tied[1] == name for member in members)
+            groups[name] = [g for g in ours if g in theirs and not (tied and g == "rotation")][-1]
         elif donor_groups.get(name) != group:
             raise RecipeError(f"'residual: {residual}': there is no stream '{name}'", where=donor.name)
     return {name: group for name, group in groups.items() if group != "none"}
@@ -345,11 +298,9 @@ def _check_head(member: View, folded: Sequence[str], shifted: bool, untie: bool)
     head, stream = ("", "") if untie or member.tied is None else member.tied
     if stream in folded:
         smaller = [group for group in member.architecture.stream_groups[stream] if group != "rotation"]
-        raise RecipeError(
-            f"'residual: rotation' needs an untied head, '{head}' is tied to the embedding",
-            where=member.name,
-            remedy=f"set 'untie: true' (the output then stores its head), or use 'residual: {smaller[-1]}'",
-        )
+        problem = f"'residual: rotation' needs an untied head, '{head}' is tied to the embedding"
+        remedy = f"set 'untie: true' (the output then stores its head), or use 'residual: {smaller[-1]}'"
+        raise RecipeError(problem, where=member.name, remedy=remedy)
     if shifted and head:
         problem = f"'shift_head: true' needs a head of its own, '{head}' is tied to the embedding"
         raise RecipeError(problem, where=member.name, remedy="set 'untie: true'")
@@ -363,29 +314,20 @@ def _check_missing(pair: Pair, blocks: Iterable[tuple[Block, Block]], excluded: 
     anchor, donor, fold = pair.anchor, pair.donor, Fold(pair.architecture, pair.folded)
     copies = {anchor.tied[0]} if anchor.tied and donor.tied and anchor.tied[0] == donor.tied[0] else set()
     for anchor_block, donor_block in blocks:
-        spaces = wanted_spaces(anchor_block, pair.options.at(pair.architecture, anchor_block))
-        matched = {space.name for space in spaces}
-        counterparts = (donor_block.spaces.get(k) for k, space in anchor_block.spaces.items() if space.name in matched)
-        moved = {space.name for space in counterparts if space is not None} | set(pair.streams)
-        for info in donor_block.tensors:
-            if anchor_block.tensor(info.key) is None and info.name not in copies and not excluded(info.name):
-                _check_still(info, donor, anchor, moved.intersection(space.name for space in info.spaces()))
-        for info in anchor_block.tensors:
-            if donor_block.tensor(info.key) is None and info.name not in copies and not excluded(info.name):
-                moving = matched.intersection(space.name for space in info.spaces())
-                needed = fold.streams if fold.touches(anchor_block, info) else ()
-                _check_still(info, anchor, donor, moving.union(needed))
-
-
-def _check_still(info: TensorInfo, holder: View, lacking: View, moving: Collection[str]) -> None:
-    """Refuse a tensor that one model lacks, if spaces of it move."""
-    if moving:
-        remedy = "set 'untie: true'" if info.tied else "align models with the same biases and heads"
-        raise CheckpointError(
-            f"tensor '{info.name}' is missing, {holder.name} has it: '{min(moving)}' would move without it",
-            where=lacking.name,
-            remedy=f"{remedy}, or name the tensor under 'exclude' of a recipe",
-        )
+        matched = wanted_spaces(anchor_block, pair.options.at(pair.architecture, anchor_block))
+        keys = [key for key, space in anchor_block.spaces.items() if space in matched]
+        sides = (donor, donor_block), (anchor, anchor_block)
+        for (holder, block), (lacking, other) in (sides, sides[::-1]):
+            moved = {*pair.streams, *(block.spaces[key].name for key in keys if key in block.spaces)}
+            for info in block.tensors:
+                if other.tensor(info.key) is not None or info.name in copies or excluded(info.name):
+                    continue
+                needed = fold.streams if fold.touches(block, info) else ()
+                if moving := moved.intersection(space.name for space in info.spaces()).union(needed):
+                    problem = f"is missing, {holder.name} has it: '{min(moving)}' would move without it"
+                    remedy = "set 'untie: true'" if info.tied else "align models with the same biases and heads"
+                    remedy += ", or name the tensor under 'exclude' of a recipe"
+                    raise CheckpointError(f"tensor '{info.name}' {problem}", where=lacking.name, remedy=remedy)
 
 
 def _config_warnings(anchor: View, donor: View, averaged: bool) -> list[str]:
@@ -423,11 +365,9 @@ def _unaligned(pair: Pair, excluded: Excluded) -> list[str]:
         for name in (info.name for block in strange for info in block.tensors if not excluded(info.name)):
             unknown[name] = None
             if stream := next((sizes[size] for size in member.shapes.get(name, ()) if size in sizes), None):
-                raise CheckpointError(
-                    f"tensor '{name}' is not part of the {family} architecture and would not move with '{stream}'",
-                    where=member.name,
-                    remedy="use 'residual: none', or name it under 'exclude' to copy it from base_model",
-                )
+                problem = f"tensor '{name}' is not part of the {family} architecture and would not move with '{stream}'"
+                remedy = "use 'residual: none', or name it under 'exclude' to copy it from base_model"
+                raise CheckpointError(problem, where=member.name, remedy=remedy)
     names = ", ".join(list(unknown)[:6]) + (", ..." if len(unknown) > 6 else "")
     words = f"Not aligned, because the architecture does not list them: {len(unknown)} tensors ({names})."
     return [words] if unknown else []
@@ -551,7 +491,10 @@ def open_pair(
         check_shapes(described, second, excluded, not words, OUTSIDE_RECIPES)
     if first.files is None and second.files is None:
         check_names(first, second)
-    return replace(pair, anchor=first, donor=in_class_order(second, pair.rows), device=device, watched=watched)
+    shared = None if pair.options.residual == "none" else row_pair(first, second)
+    notes = () if shared is None else (matched_on(first, second, len(shared[0])),)
+    pair = replace(pair, notes=(*pair.notes, *notes), shared=shared, device=device, watched=watched)
+    return replace(pair, anchor=first, donor=in_class_order(second, pair.rows))
 
 
 def are_here(*names: str) -> bool:

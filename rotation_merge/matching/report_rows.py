@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from rotation_merge.architecture.model import Architecture
+import yaml
+
+from rotation_merge.architecture.model import Architecture, Space
 from rotation_merge.errors import AlignmentError, short
-from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.block import SpaceMatch, described, squared_distances
 from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource
-from rotation_merge.record import SpaceRow, read_as
-from rotation_merge.symmetry import Transform
+from rotation_merge.record import MergeReport, SpaceRow, read_as
 
 
 def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSource, alignment: Alignment) -> Alignment:
@@ -23,35 +24,45 @@ def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSour
 
     Each record has the distance over the space before and after, with the other transforms applied.
     """
-    if alignment.folded:
-        anchor, donor = (folded_tensors(architecture, source, alignment.folded) for source in (anchor, donor))
-    transforms, records = alignment.transforms, []
-    sums = {name: [0.0, 0.0, 0.0] for name in architecture.streams if name in transforms}
+    anchor, donor = (folded_tensors(architecture, source, alignment.folded) for source in (anchor, donor))
+    transforms = alignment.transforms
+    moved = [space for name, space in architecture.streams.items() if name in transforms]
+    records, whole = [], [0.0, 0.0, 0.0]
     for block in architecture.blocks:
         a, b = (without_hidden_biases(block, read_block(block, source), transforms) for source in (anchor, donor))
-        block_records = []
-        for space in block.spaces.values():
-            if space.name in transforms:
-                other_transforms = {name: t for name, t in transforms.items() if name != space.name}
-                before = squared_distances(block, space, a, b, other_transforms)[0]
-                after, norm = squared_distances(block, space, a, b, transforms)
-                block_records.append(_record(space.name, space.kind, transforms[space.name], before, after, norm))
-        records.append((block, block_records))
-        for total in sums.values():
-            moved, norm = squared_distances(block, None, a, b, transforms)
-            for i, value in enumerate((squared_distances(block, None, a, b, {})[0], moved, norm)):
-                total[i] += value
-    streams = [_record(name, "stream", transforms[name], *total) for name, total in sums.items()]
-    return replace(alignment, records=[*records, *([(architecture.blocks[0], streams)] if streams else [])])
+        matches = []
+        for space in (space for space in block.spaces.values() if space.name in transforms):
+            without = {name: t for name, t in transforms.items() if name != space.name}
+            before, after = (squared_distances(block, space, a, b, maps) for maps in (without, transforms))
+            matches.append(_record(space, transforms, before[0], *after))
+        records.append((block, matches))
+        if moved:
+            before, after = (squared_distances(block, None, a, b, maps) for maps in ({}, transforms))
+            whole = [total + part for total, part in zip(whole, (before[0], *after), strict=True)]
+    if moved:
+        records.append((architecture.blocks[0], [_record(space, transforms, *whole) for space in moved]))
+    return replace(alignment, records=records)
 
 
-def _record(name: str, kind: str, transform: Transform, before: float, after: float, norm: float) -> SpaceMatch:
-    return described(SpaceMatch(name, kind, "", before, after, norm, {}, 0.0), transform)
+def _record(space: Space, transforms: Transforms, before: float, after: float, norm: float) -> SpaceMatch:
+    return described(SpaceMatch(space.name, space.kind, "", before, after, norm, {}, 0.0), transforms[space.name])
 
 
-def figures(rows: Sequence[SpaceRow], whole: Mapping[str, object] | None = None) -> dict[str, Any]:
-    """Figures of one donor's match or fit, for the metadata of its alignment file; `figures_in` reads them."""
-    return {"rows": [asdict(row) for row in rows], "whole": dict(whole or {})}
+def file_metadata(report: MergeReport, donor: str, name: str | None = None) -> dict[str, Any]:
+    """The metadata of an alignment file, from the report of its match; `figures_in` reads the figures.
+
+    Args:
+        name: what the report calls the donor, if not the same.
+    """
+    rows = [asdict(row) for row in report.rows if row.donor == (name or donor)]
+    return {
+        "anchor": report.anchor,
+        "donor": donor,
+        "models": report.models,
+        "options": yaml.safe_load(report.recipe),
+        "versions": report.versions,
+        "figures": {"rows": rows, "whole": report.whole.get(name or donor, {})},
+    }
 
 
 def figures_in(metadata: Mapping[str, Any], path: str) -> tuple[list[SpaceRow], dict[str, object]]:

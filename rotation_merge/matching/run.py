@@ -16,7 +16,6 @@ from rotation_merge.architecture.model import Block
 from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.report_rows import figures_in
-from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.record import MergeReport, SpaceRow, versions
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.symmetry import Transform
@@ -47,7 +46,7 @@ class Run:
         heads: by donor, tensors of its own head that were solved.
         data: samples that were used, each with `of` (what for), `source` and `samples`.
         lifts: facts of the recovered lift of each donor that samples judged.
-        shown: tensors that the merge itself has loaded, by model and name; `marks` may know others, too.
+        later: give notes that are known only after all tensors are written.
         ledger: where what matching finds is kept, so that another run can go on.
     """
 
@@ -58,9 +57,7 @@ class Run:
     transforms: dict[str, Transforms] = field(default_factory=dict)
     folded: tuple[str, ...] = ()
     carried: dict[str, tuple[float, float]] = field(default_factory=dict)
-    marks: dict[str, Fingerprint] = field(default_factory=dict)
     data: list[dict[str, Any]] = field(default_factory=list)
-    shown: set[tuple[str, str]] = field(default_factory=set, repr=False)
     heads: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False)
     lifts: dict[str, dict[str, Any]] = field(default_factory=dict)
     watched: bool = True
@@ -97,11 +94,6 @@ class Run:
             with self._lock:
                 self.kept_transforms.setdefault(donor, {}).update(transforms)
 
-    def moved_by(self, donor: str, file: AppliedAlignment) -> None:
-        """Record that an alignment file moves a donor; its metadata has the figures of the match."""
-        with self._lock:
-            self.alignment_files[donor] = file
-
     def used(self, of: str, source: str, samples: int, file: str | None = None) -> None:
         """Record samples that a result was computed from, each once.
 
@@ -118,29 +110,11 @@ class Run:
         names = (name for name in self.transforms if name == model or name.startswith(f"{model} (carried over"))
         return self.transforms.get(next(names, ""), {})
 
-    def add_fingerprint(self, model: str, name: str, tensor: Tensor) -> bool:
-        """Add a stored tensor to a model's fingerprint; returns whether it is new."""
-        with self._lock:
-            mark, first = self.marks.setdefault(model, Fingerprint()), (model, name) not in self.shown
-            self.shown.add((model, name))
-        mark.add(name, tensor)
-        return first
-
     def transport(self, donor: str, change: float, origin: float) -> None:
         """Add a tensor's squared change by fine-tuning and its squared norm before it."""
         with self._lock:
             so_far = self.carried.get(donor, (0.0, 0.0))
             self.carried[donor] = (so_far[0] + change, so_far[1] + origin)
-
-    def transport_notes(self) -> list[str]:
-        """Notes on the carried task vectors."""
-        words = [change_note(f"The task vector of `{donor}`", *norms) for donor, norms in sorted(self.carried.items())]
-        return [*filter(None, words), *(line for lines in self.later for line in lines())]
-
-    def add_notes_later(self, words: Callable[[], list[str]]) -> None:
-        """Add notes that are known only after all tensors are written."""
-        with self._lock:
-            self.later.append(words)
 
     def note(self, text: str) -> None:
         """Add a note for the report, each text once."""
@@ -160,6 +134,10 @@ class Run:
         own_method: bool = False,
     ) -> MergeReport:
         """The report on the merge so far; arguments as the fields of `MergeReport`."""
+        changed = [
+            change_note(f"The task vector of `{donor}`", *norms) for donor, norms in sorted(self.carried.items())
+        ]
+        notes = [*self.notes, *filter(None, changed), *(line for lines in self.later for line in lines())]
         of_files = {name: figures_in(file.metadata, file.file)[1] for name, file in self.alignment_files.items()}
         return MergeReport(
             str(anchor),
@@ -167,7 +145,7 @@ class Run:
             recipe,
             self.rows(),
             {**self.whole, **{name: whole for name, whole in of_files.items() if whole}},
-            [*self.notes, *self.transport_notes()],
+            notes,
             time.perf_counter() - self.began,
             versions(),
             dict(fingerprints or {}),
@@ -220,16 +198,10 @@ def _log(donor: str, block: Block, matches: list[SpaceMatch]) -> None:
     """Log the decision for a donor's block: one line, and one per space at debug level."""
     if not LOG.isEnabledFor(logging.INFO):
         return
-    words = [
-        f"{m.space.split('.')[-1]} by {m.group}: {_share(m.before, m.anchor)} -> {_share(m.after, m.anchor)}"
-        for m in matches
-    ]
+    words = []
+    for m in matches:
+        before, after = (math.sqrt(max(x, 0.0) / m.anchor) if m.anchor > 0 else 0.0 for x in (m.before, m.after))
+        words.append(f"{m.space.split('.')[-1]} by {m.group}: {before:.3g} -> {after:.3g}")
+        parts = [f"{name} {value:.3g} from the identity" for name, value in m.distances.items()]
+        LOG.debug("%s, %s: %s", donor, m.space, ", ".join([*parts, f"{m.seconds:.2f} s", *m.notes]))
     LOG.info("%s, %s: %s", donor, block.name, "; ".join(words) or "nothing to match")
-    for match in matches:
-        parts = [f"{name} {value:.3g} from the identity" for name, value in match.distances.items()]
-        LOG.debug("%s, %s: %s", donor, match.space, ", ".join([*parts, f"{match.seconds:.2f} s", *match.notes]))
-
-
-def _share(squared: float, of: float) -> str:
-    """A distance relative to the anchor's norm, both given squared."""
-    return f"{math.sqrt(max(squared, 0.0) / of) if of > 0 else 0.0:.3g}"

@@ -23,7 +23,7 @@ from rotation_merge.averaging.models import MergedModels, MergeLog
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest, not_written, short
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import as_donor, check_pair, check_shapes
-from rotation_merge.matching.statistics import StatisticsMover
+from rotation_merge.matching.statistics import moved_statistics
 from rotation_merge.mergekit_plugin import delegates
 from rotation_merge.mergekit_plugin.document import METHOD, Document
 from rotation_merge.mergekit_plugin.keys import BY_NAME, MERGING, OPTIONS, RELATIONS, UNMOVED
@@ -232,8 +232,10 @@ def average_views(
     together, rows, notes = _brought_together(views, recipe)
     first, method, log = together[0], recipe.delegate, MergeLog()
     if isinstance(method, OwnMethod):
-        movers = [StatisticsMover(first.architecture, {}, rows=order) for order in rows]
-        measured = [mover.moved(part) if mover.rows else part for mover, part in zip(movers, statistics, strict=False)]
+        measured = [
+            moved_statistics(part, first.architecture, {}, rows=order) if order else part
+            for part, order in zip(statistics, rows, strict=False)
+        ]
         pool = (lambda: unpadded(samples, "samples")) if samples else None
         models = MergedModels.of(together, statistics=dict(enumerate(measured)), samples=pool)
         method, log = method.on(models), models.log

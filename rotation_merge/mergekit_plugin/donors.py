@@ -15,8 +15,7 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.carrying.delta import RowPair
 from rotation_merge.carrying.tokens import check_no_added_tokens, check_same_set
 from rotation_merge.errors import RecipeError
-from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.alignment_file import check_fingerprints, load_file
+from rotation_merge.matching.alignment import Alignment, load_for
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.pair import Pair, check_depth, check_pair, residual_of
@@ -31,7 +30,6 @@ from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.wholes import match_mean, match_whole
 from rotation_merge.model.forms import translated
 from rotation_merge.model.heads import compared
-from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import in_class_order, label_rows, rows_note
 from rotation_merge.model.rows import vocabulary_subset
 from rotation_merge.model.tensors import Tensors
@@ -246,20 +244,17 @@ class Donors:
     def _of_file(self, path: str, model: ModelReference, origin: ModelReference | None) -> Callable[[], Alignment]:
         """Gives the alignment of a file under 'alignment'."""
         donor, name = origin or model, title(model, origin)
-        file = load_file(local_file(path, self.options.transformers_cache), self.base.architecture)
-        marks = self.base.fingerprint, self.models[donor].fingerprint
-        check_fingerprints(file, path, *marks, (str(self.recipe.base), str(donor)))
-        residual = residual_of(file.transforms, file.folded)
+        alignment = load_for(path, self.base, self.models[donor], cache=self.options.transformers_cache)
+        residual = residual_of(alignment.transforms, alignment.folded)
         self._checked(donor, donor, NOTHING.with_residual(residual), whole=residual != "none")
-        self._fold(file.folded)
-        self.run.moved_by(name, AppliedAlignment(path, str(donor), file.metadata))
-        figures_in(file.metadata, path)
-        data, learned = file.metadata.get("data"), file.metadata.get("learned")
+        self._fold(alignment.folded)
+        self.run.alignment_files[name] = AppliedAlignment(path, str(donor), alignment.metadata)
+        figures_in(alignment.metadata, path)
+        data, learned = (alignment.metadata.get(key) for key in ("data", "learned"))
         if isinstance(data, str):
-            self.run.used(f"learning how {donor} is aligned", data, int(file.metadata.get("samples") or 0))
+            self.run.used(f"learning how {donor} is aligned", data, int(alignment.metadata.get("samples") or 0))
         words = f" It was learned: {learned['verdict']}." if isinstance(learned, dict) and "verdict" in learned else ""
         self.run.note(f"`{donor}` was aligned by the file {path}; nothing was matched.{words}")
-        alignment = Alignment.of(file)
         self.run.transforms[str(model)] = alignment.transforms
         self.run.keep(name, alignment.transforms)
         return lambda: alignment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
@@ -32,6 +32,9 @@ class Models:
                 reference, untie=self.untie, unsupported=self.unsupported, options=self.options, any_base=True
             )
         return self._opened[reference]
+
+    def __iter__(self) -> Iterator[ModelReference]:
+        return iter(self._opened)
 
     def __contains__(self, reference: object) -> bool:
         return reference in self._opened
@@ -64,9 +67,14 @@ class Models:
             CheckpointError: a tensor that is read holds NaN or infinity.
         """
 
+        mark, seen = self[reference].mark, set[str]()
+
         def look(name: str, tensor: Tensor) -> Tensor:
-            if not run.watched or run.add_fingerprint(str(reference), name, tensor):
+            if name not in seen:
                 check_finite(tensor, name, reference)
+                seen.add(name)
+                if run.watched:
+                    mark.add(name, tensor)
             return tensor
 
         return watched(self[reference], look)

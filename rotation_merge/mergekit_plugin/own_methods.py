@@ -58,7 +58,7 @@ def told(method: OwnMethod, views: RecipeViews, placed: Placed, dtype: torch.dty
     known = tuple(log.lines)
     for line in known:
         run.note(line)
-    run.add_notes_later(lambda: [*(line for line in log.lines if line not in known), *method.words()])
+    run.later.append(lambda: [*(line for line in log.lines if line not in known), *method.words()])
     return method
 
 

@@ -180,16 +180,13 @@ def prove_files(session: Session, place: str) -> None:
 
 def fingerprints(session: Session) -> dict[str, str]:
     """Fingerprints of all models that were read, the base first, from the tensors as they were loaded."""
-    recipe, marks = session.recipe, session.run.marks
-    prints = {}
-    for reference in dict.fromkeys([recipe.base, *_read(recipe.config)]):
-        mark = marks.get(str(reference))
-        if mark is not None:
-            model = session.models[reference]
-            whole = [name for name in model.architecture.named() if name in model]
-            part = sum(name in mark for name in whole)
+    recipe, prints = session.recipe, dict[str, str]()
+    for reference in dict.fromkeys([recipe.base, *recipe.config.referenced_models(), *session.models]):
+        model = session.models[reference]
+        whole = [name for name in model.architecture.named() if name in model]
+        if part := sum(name in model.mark for name in whole):
             words = "" if part == len(whole) else f" (of the {part} of {len(whole)} tensors that were read)"
-            prints[str(reference)] = mark.hexdigest(model.config) + words
+            prints[str(reference)] = model.mark.hexdigest(model.as_filed.config) + words
     return prints
 
 

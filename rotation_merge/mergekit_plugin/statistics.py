@@ -15,7 +15,7 @@ from torch import Tensor
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.errors import StatisticsError
 from rotation_merge.matching.basis import hidden_biases
-from rotation_merge.matching.statistics import StatisticsMover
+from rotation_merge.matching.statistics import moved_statistics
 from rotation_merge.mergekit_plugin.moved import MovedBlock
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.hub import HubFile, local_file
@@ -114,5 +114,5 @@ def _moved(part: MovedBlock, own_names: Mapping[str, str], stored: Statistics, r
     sources, block = (part.anchor, part.tensors), replace(part.architecture, blocks=(part.block,))
     anchor, donor = (hidden_biases(block, source, part.folded) if matched else {} for source in sources)
     rows = {new: rows[old] for new, old in own_names.items() if old in rows}
-    mover = StatisticsMover(block, part.alignment.transforms, part.folded, anchor, donor, rows)
-    return mover.moved(stored.renamed(own_names), torch.float64)
+    maps, stored = part.alignment.transforms, stored.renamed(own_names)
+    return moved_statistics(stored, block, maps, part.folded, (anchor, donor), rows, torch.float64)

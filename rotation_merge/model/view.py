@@ -224,16 +224,15 @@ class View(Tensors):
 
     @cached_property
     def mark(self) -> Fingerprint:
-        """Checksums of all tensors as they are stored; reads them, once."""
-        stored = self.as_filed
-        mark = Fingerprint()
-        mark.complete(stored.architecture.named(), stored.tensors)
-        return mark
+        """Checksums of the tensors as they are stored, of those that have been read for it."""
+        return Fingerprint() if self.filed is None else self.filed.mark
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of its config and tensors as they are stored; reads them, once."""
-        return self.mark.hexdigest(self.as_filed.config)
+        """The fingerprint of its config and tensors as they are stored; reads those that were not read for `mark`."""
+        stored = self.as_filed
+        stored.mark.complete(stored.architecture.named(), stored.tensors)
+        return stored.mark.hexdigest(stored.config)
 
     def blockwise(self, compute: TensorOf, dtype: torch.dtype | None = None, **changes: Any) -> View:
         """The same model with the tensors of its architecture computed, each when it is asked for.

@@ -17,7 +17,7 @@ from rotation_merge import Alignment
 from rotation_merge.architecture.build import build
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.architecture.registry import find
-from rotation_merge.matching.alignment_file import load_file
+from rotation_merge.matching.alignment import load_file
 from rotation_merge.matching.stream import Transforms
 from rotation_merge.symmetry import Linear, Monomial
 from rotation_merge.symmetry.admitted import WIDEST, GroupOptions, admitted, stream_group

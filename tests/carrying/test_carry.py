@@ -13,7 +13,7 @@ from torch import Tensor
 from rotation_merge import AlignConfig, MeasureConfig, RotationMergeError
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.statistics import StatisticsMover, moved_fisher
+from rotation_merge.matching.statistics import moved_fisher, moved_statistics
 from rotation_merge.model.biases import in_coordinates
 from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import Fold, folded_tensors
@@ -88,7 +88,7 @@ def test_carrying_equals_measuring_after_alignment(case: Case, tmp_path: Path):
     options = AlignConfig(residual=residual_of(case), **LOCAL)
     model, other, architecture, gauge, fold = pair(case, options)
     own, theirs = (measured(m, case, architecture, tmp_path / str(i), "gram") for i, m in enumerate((model, other)))
-    carried = StatisticsMover(architecture, gauge, fold.streams if fold else ()).moved(own)
+    carried = moved_statistics(own, architecture, gauge, fold.streams if fold else ())
     compared = 0
     for block in architecture.blocks:
         after = read_block(block, other.state_dict())

@@ -16,17 +16,20 @@ import pytest
 import torch
 from cli_support import run as command
 from mergekit import card, merge
+from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
-from plugin_support import recipe_for, state, write_recipe, write_state
+from plugin_support import make, recipe_for, state, write_recipe, write_state
+from safetensors.torch import load_file, save_file
 
 from rotation_merge.architecture import build, registry
+from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.run import Run
+from rotation_merge.mergekit_plugin.models import Models
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.run import replaced
 from rotation_merge.model import headers
-from rotation_merge.model.fingerprint import Fingerprint
 
 Pair = tuple[Path, Path]
 
@@ -122,13 +125,14 @@ def test_equal_results_of_equal_merges(pair: Pair, tmp_path: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_tensor_whose_mark_is_taken_elsewhere_is_new_to_the_merge() -> None:
+def test_a_tensor_whose_mark_is_taken_elsewhere_is_new_to_the_merge(tmp_path: Path) -> None:
     """Who loads it for the merge looks whether it holds numbers, whoever has read it for something else."""
-    run, tensor = Run(), torch.ones(2)
-    run.marks["model"] = Fingerprint()
-    run.marks["model"].add("weight", tensor)
-    assert run.add_fingerprint("model", "weight", tensor)
-    assert not run.add_fingerprint("model", "weight", tensor)
+    reference, models = ModelReference.parse(str(make("llama", tmp_path / "model"))), Models(MergeOptions())
+    file, name = tmp_path / "model" / "model.safetensors", "model.norm.weight"
+    save_file({**load_file(file), name: torch.full((32,), torch.nan)}, file, {"format": "pt"})
+    assert models[reference].fingerprint
+    with pytest.raises(RotationMergeError, match="NaN"):
+        models.watched(reference, Run())[name]
 
 
 def test_commands_leave_no_model_in_mergekits_cache(pair: Pair, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from rotation_merge import AlignConfig
 from rotation_merge.architecture import families
 from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.architecture.table import sample
-from rotation_merge.matching.alignment_file import load_file
+from rotation_merge.matching.alignment import load_file
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.learned import LearnedTransforms
 from rotation_merge.matching.match import match_model

@@ -15,13 +15,9 @@ import torch
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.transfer import carry
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.matching.aligned_output import write_aligned
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.matching.pair import open_pair
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
-from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import read_report
 from rotation_merge.run import demo as data
@@ -63,9 +59,7 @@ class Result:
 def twin(place: Path) -> Result:
     """The headline, through the stock command: the twin computes the same, every space moved by a random element."""
     parent, rotated = data.CHECKPOINTS / "vit-0", place / "vit-0-twin"
-    pair = open_pair(str(parent), str(parent), AlignConfig(heads="permutation", residual="rotation"))
-    moves = random_gauge(pair.architecture, pair.options, torch.Generator().manual_seed(0))
-    write_aligned(pair, Alignment(moves, pair.folded), str(rotated), StorageOptions(dtype="float32"))
+    Alignment.random(parent, heads="permutation", residual="rotation").apply(parent).save_pretrained(rotated)
     return _halves("ViT and its rotated twin", place / "twin", parent, rotated, _digits, {"whole": WHOLE}, stock=True)
 
 
