@@ -271,7 +271,7 @@ def _without_plugin(report: MergeReport) -> str:
         return f"It runs without the plugin. To make it again you need the plugin: {delegate} is a method of it."
     if not report.donors():
         return f"mergekit alone makes it, too, by {delegate}."
-    if any(row.kind == "stream" and row.group == "orthogonal" for row in report.rows):
+    if any(row.kind == "stream" and row.group == "rotation" for row in report.rows):
         return "It runs without the plugin. To make it again you need the plugin: it folds the norm gains."
     return (
         "To merge without the plugin, write each donor in the anchor's coordinates with `rotation-merge align`; "

@@ -141,10 +141,10 @@ class Monomial:
         return self if self.degree == 1 else replace(self, factor=self.factor**self.degree, degree=1)
 
     def distances(self) -> dict[str, float]:
-        """The share of coordinates that move; of factors the root mean square logarithm and the share below zero."""
+        """The share of coordinates that move; of factors the share below zero and the root mean square logarithm."""
         signs = float((self.factor < 0).double().mean())
         scale = float(self.factor.abs().log().square().mean(1).sqrt().mean())
-        return {"order": moved_share(self.index), "scale": scale + signs}
+        return {"permutation": moved_share(self.index), "signs": signs, "scales": scale}
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +207,7 @@ class Linear:
         sizes = self.matrix.square().sum(-1).sqrt()
         turn = self.matrix / sizes[..., None] - torch.eye(self.shape[1]).to(self.matrix)
         scale = float(sizes.log().square().mean(1).sqrt().mean())
-        return {"turn": float(turn.flatten(1).norm(dim=1).mean()) / (2 * self.shape[1] ** 0.5), "scale": scale}
+        return {"rotation": float(turn.flatten(1).norm(dim=1).mean()) / (2 * self.shape[1] ** 0.5), "scales": scale}
 
 
 Element = Monomial | Linear

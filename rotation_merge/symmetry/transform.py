@@ -27,6 +27,8 @@ from rotation_merge.symmetry.space import ROLES
 
 SEEN = 1e-9
 """Distances from the identity below it are rounding."""
+ORDERS = ("heads", "experts", "shift")
+"""Parts of a transform that are no elements."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,15 +153,19 @@ class Transform:
         for name, element in self.elements.items():
             parts = element.distances()
             if name == "neurons":
-                result |= {"neurons": parts["order"], "scale": parts["scale"]}
+                result |= {"neurons": parts["permutation"], "scale": parts["signs"] + parts["scales"]}
             else:
                 result["stream" if name == "map" else name] = sum(parts.values())
         return result
 
     @property
     def words(self) -> str:
-        """The parts that move, for reports."""
-        return ", ".join(part for part, distance in self.distances().items() if distance > SEEN) or "identity"
+        """What the transform consists of, for reports: `heads, qk: rotation, vo: rotation and scales`."""
+        words = [part for part, moved in self.distances().items() if part in ORDERS and moved > SEEN]
+        for name, element in self.elements.items():
+            kinds = " and ".join(kind for kind, moved in element.distances().items() if moved > SEEN)
+            words += [kinds if name in ("map", "neurons") else f"{name}: {kinds}"] if kinds else []
+        return ", ".join(words) or "identity"
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the transform, by name: `order0`, `order1`, `shift`, `qk.matrix`."""

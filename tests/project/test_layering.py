@@ -37,7 +37,7 @@ ORDER = (
 ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("errors", "config", "files", "workers"): (600, 1240),
     ("linalg",): (350, 350),
-    ("symmetry",): (1200, 1411),
+    ("symmetry",): (1200, 1417),
     ("architecture",): (1800, 1800),
     ("record",): (250, 240),
     ("model",): (4000, 6560),
