@@ -58,7 +58,6 @@ class Runner:
         block: the present one.
         batches: its inputs; `least` is the number of the smallest.
         stored: its tensors by the names of its checkpoint.
-        each_run: called after every batch that was run.
 
     Args:
         config: of the model; not modified.
@@ -108,7 +107,6 @@ class Runner:
         self.batches = [{k: self._input(v) for k, v in unlabelled(batch).items()} for batch in batches]
         sizes = [next(iter(batch.values())).numel() for batch in self.batches]
         self.least = sizes.index(min(sizes)) if sizes else 0
-        self.each_run: Callable[[], None] = lambda: None
         self.block: Block | None = None
         self.opened: set[str] = set()
         self._slots = _slots(self.model, self.architecture)
@@ -146,10 +144,6 @@ class Runner:
         Modules of another block that a layer enters (T5's first layers use the table of positions before them) are
         filled as well.
         """
-        self._run(batch)
-        self.each_run()
-
-    def _run(self, batch: int) -> None:
         arguments = self._given.get(self._first + batch, self.device)
         try:
             if arguments is None:
@@ -159,7 +153,7 @@ class Runner:
         except _Unfilled as stop:
             if self._inside:
                 self._fill(stop.block)
-                self._run(batch)
+                self.run(batch)
         except Halt:
             return
 
