@@ -55,7 +55,7 @@ def transfer_config(
     """
     keys = {name: option.name_in_recipes(name) for name, option in TransferConfig.options().items()}
     keys["alignment"] = "alignment"
-    values = {name: recipe.given_of_model(key, reader, model) for name, key in keys.items() if key in OF_MODEL}
+    values = {name: recipe.given(key, reader, model) for name, key in keys.items() if key in OF_MODEL}
     values = {name: value for name, value in values.items() if value is not None}
     config = TransferConfig(**values, match=match, seed=seed, untie=recipe.untie)
     try:

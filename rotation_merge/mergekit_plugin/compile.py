@@ -6,7 +6,6 @@ from the anchor. Config, tokenizer and small files are the anchor's.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,9 +32,10 @@ from torch import Tensor
 
 from rotation_merge.errors import not_written
 from rotation_merge.mergekit_plugin.definitions import describe, open_models
+from rotation_merge.mergekit_plugin.document import with_models
 from rotation_merge.mergekit_plugin.donor_checks import check_meaning
 from rotation_merge.mergekit_plugin.donors import Donors
-from rotation_merge.mergekit_plugin.loader import PlacedModel, ViewLoader
+from rotation_merge.mergekit_plugin.loader import PlacedModel, StandIn, ViewLoader, runs
 from rotation_merge.mergekit_plugin.output import MergeOutput
 from rotation_merge.mergekit_plugin.own_methods import ToldMethod
 from rotation_merge.mergekit_plugin.refit import RefittedModels
@@ -43,8 +43,6 @@ from rotation_merge.mergekit_plugin.saved_alignments import check_keepable
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.model.vocabulary import check_token_ids
-
-_runs = itertools.count(1)
 
 
 class CompiledRecipe(MergeConfiguration):
@@ -124,7 +122,7 @@ def compiled(session: Session) -> Compiled:
         RotationMergeError: the recipe or a model is at fault.
     """
     recipe, models, run = session.recipe, session.models, session.run
-    anchor, number = open_models(session), next(_runs)
+    anchor, number = open_models(session), next(runs)
     name, own_method = f"rotation_merge:{recipe.delegate.spec.name}:{number}", recipe.own_method
     whole = own_method is not None and own_method.whole_models
     inner = passthrough_merge_method if whole else recipe.delegate
@@ -140,8 +138,8 @@ def compiled(session: Session) -> Compiled:
     check_keepable(session, output)
     _check_tokens(session, output)
     parts = RecipeViews(session, donors, output)
-    placed = {model: PlacedModel.of(model, number) for model in parts.models}
-    stock = stock_recipe(config, name, placed, recipe.base)
+    placed = {model: PlacedModel.of(model, number, session.options.transformers_cache) for model in parts.models}
+    stock = stock_recipe(config, name, placed, recipe.base, session.options.transformers_cache)
     served = parts.served
     prepare: Callable[[], object] = donors.match_wholes
     if whole:
@@ -193,17 +191,29 @@ def _register(session: Session, name: str, method: MergeMethod) -> None:
 
 def normalised(session: Session, name: str, architecture: ModelArchitecture) -> MergeConfiguration:
     """The recipe as modules with slices, by mergekit; a delegate that merges models only without a base adds none."""
-    config: MergeConfiguration = session.recipe.config.model_copy(deep=True)
-    config.merge_method, config.base_model = name, None if session.recipe.plain else session.recipe.base
+    recipe, cache = session.recipe, session.options.transformers_cache
+    placed = {model: StandIn.of(model, cache=cache) for model in recipe.config.referenced_models()}
+    config: MergeConfiguration = with_models(recipe.config, lambda model: placed.get(model, model))
+    config.merge_method, config.base_model = name, None if recipe.plain else placed[recipe.base]
     MergePlanner(config, architecture, session.options, SimpleNamespace()).normalize_config()
-    config.base_model = session.recipe.base
+    originals = {stand_in: model for model, stand_in in placed.items()}
+    config = with_models(config, lambda model: originals.get(model, model))
+    config.base_model = recipe.base
     return config
 
 
 def stock_recipe(
-    config: MergeConfiguration, name: str, placed: Mapping[ModelReference, PlacedModel], base: ModelReference
+    config: MergeConfiguration,
+    name: str,
+    placed: Mapping[ModelReference, PlacedModel],
+    base: ModelReference,
+    cache: str | None,
 ) -> CompiledRecipe:
     """The normalised recipe with the models of this run; layers are counted as in the output."""
+
+    def stand_in(model: ModelReference) -> ModelReference:
+        return placed[model] if model in placed else StandIn.of(model, cache=cache)
+
     modules = {}
     for module, definition in (config.modules or {}).items():
         pieces, first = [], 0
@@ -218,7 +228,8 @@ def stock_recipe(
             pieces.append(piece.model_copy(update={"sources": sources, "base_model": None}))
             first += count
         modules[module] = definition.model_copy(update={"slices": pieces, "models": None})
-    values = {**dict(config), "modules": modules, "models": None, "slices": None}
+    tokens = {name: with_models(getattr(config, name), stand_in) for name in ("tokenizer", "tokenizer_source")}
+    values = {**dict(config), **tokens, "modules": modules, "models": None, "slices": None}
     return CompiledRecipe.model_construct(**{**values, "merge_method": name, "base_model": placed[base]})
 
 

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from rotation_merge.architecture import Architecture, find
 from rotation_merge.matching.pair import check_depth, check_shapes
 from rotation_merge.mergekit_plugin.recipe import carried_donors
-from rotation_merge.mergekit_plugin.rules import check_filters, check_words
+from rotation_merge.mergekit_plugin.rules import check_names
 from rotation_merge.mergekit_plugin.session import Session, settle_heads
 from rotation_merge.model.view import View
 
@@ -81,9 +81,8 @@ def open_models(session: Session) -> View:
     models.together(recipe.base, references)
     settle_heads(session, references)
     anchor = models[recipe.base]
-    check_filters(recipe.document, (block.name for block in anchor.architecture.blocks))
     names = (name for model in references for name in models[model].names)
-    check_words(recipe.document, anchor.architecture, names)
+    check_names(recipe.document, anchor.architecture, names)
     recipe.document.raise_first()
     for part in (config, *(config.modules or {}).values()):
         whole = [models[model.model] for model in part.models or []]

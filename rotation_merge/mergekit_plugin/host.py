@@ -7,15 +7,14 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.mergekit_plugin import state
+from rotation_merge.mergekit_plugin import hooks
 
 OLDEST = NEWEST = "0.1.5"
 """The mergekit releases that the tests run with. Older ones lack interfaces of the planner; newer ones may work, and
 otherwise end with one line."""
 
 BUILT_ON: dict[str, tuple[str, ...]] = {
-    "mergekit.common:ModelReference": ("config", "local_path", "lazy_loader", "merged"),
-    "mergekit.tokenizer.build": ("build_tokenizer",),
+    "mergekit.common:ModelReference": ("config",),
     "mergekit.merge": (
         *("run_merge", "_model_out_config", "_get_donor_model", "_set_chat_template", "generate_card"),
         *("MergePlanner", "MultiGPUExecutor"),
@@ -54,7 +53,7 @@ def check_host() -> None:
     Raises:
         MergekitError: something of mergekit's that we build on is not there.
     """
-    for name, error in state.failed.items():
+    for name, error in hooks.failed.items():
         raise unfit(f"{name}: {error}") from error
     _check_names()
 

@@ -12,7 +12,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
 from rotation_merge.errors import named, printable, short
-from rotation_merge.mergekit_plugin.parts import tokenizer_source
+from rotation_merge.mergekit_plugin.rules import tokenizer_source
 from rotation_merge.model.folder import folder_of
 from rotation_merge.report.integrity import Contents, Defect, check_folder
 from rotation_merge.report.integrity.mending import copy_companions
@@ -32,9 +32,7 @@ def complete(config: MergeConfiguration, folder: str, options: MergeOptions) -> 
         that no merge is lost.
     """
     parents = parent_folders(config, options)
-    without = (
-        () if options.copy_tokenizer or tokenizer_source(config.model_dump(exclude_none=True))[1] else OF_TOKENIZER
-    )
+    without = () if options.copy_tokenizer or tokenizer_source(config) else OF_TOKENIZER
     try:
         copied = copy_companions(folder, parents, without)
         return copied, [defect for defect in check_folder(folder, parents) if defect.kind not in without]

@@ -32,9 +32,10 @@ from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import open_pair
 from rotation_merge.mergekit_plugin.compile import compiled
 from rotation_merge.mergekit_plugin.delegates import OWN
+from rotation_merge.mergekit_plugin.loader import StandIn
 from rotation_merge.mergekit_plugin.output_check import complete, say, vocabulary_note
-from rotation_merge.mergekit_plugin.parts import tokenizer_source
-from rotation_merge.mergekit_plugin.recipe import Recipe, check_alignment_name, entries, recipe_inputs, recipe_outputs
+from rotation_merge.mergekit_plugin.recipe import Recipe, entries, recipe_inputs, recipe_outputs
+from rotation_merge.mergekit_plugin.rules import tokenizer_source
 from rotation_merge.mergekit_plugin.saved_alignments import keep_alignments
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.wholes import devices_of
@@ -72,7 +73,6 @@ def run(
     """
     keep_freed_memory()
     session = Session.of(Recipe.read(config), options)
-    check_alignment_name(config)
     outputs = recipe_outputs(config, out_path)
     inputs = recipe_inputs(config)
     for output in outputs:
@@ -95,7 +95,7 @@ def _run(
             base.modules, written=lambda count: tell("writing tensors", count, max(count, tensors))
         )
         ledger = kept_beside(out_path, lambda: _mark(session, options), devices_of(options)[0])
-        with ledger as done.ledger, staged(out_path) as staging, _as_it_is_here(apart, recipe):
+        with ledger as done.ledger, staged(out_path) as staging, _as_it_is_here(apart, recipe, options):
             with unchanged(session.models[model] for model in _read(config)):
                 result = compiled(session)
                 result.prepare()
@@ -170,7 +170,7 @@ def fetch_tokenizer(config: MergeConfiguration, options: MergeOptions) -> None:
     Raises:
         CheckpointError: they cannot be had.
     """
-    source = tokenizer_source(config.model_dump(exclude_none=True))[1]
+    source = tokenizer_source(config)
     if source is not None:
         fetched(ModelPath(path=source), options.transformers_cache)
 
@@ -248,7 +248,7 @@ _apart: ContextVar[SentenceModuleTensors | None] = ContextVar("rotation_merge_ap
 
 
 @contextmanager
-def _as_it_is_here(apart: SentenceModuleTensors, recipe: Recipe) -> Iterator[None]:
+def _as_it_is_here(apart: SentenceModuleTensors, recipe: Recipe, options: MergeOptions) -> Iterator[None]:
     """Patch mergekit's writing within the block.
 
     Config, card, chat template and small files are made from the recipe as the user wrote it, and its anchor, not from
@@ -257,7 +257,8 @@ def _as_it_is_here(apart: SentenceModuleTensors, recipe: Recipe) -> Iterator[Non
     device are awaited.
     """
     token = _apart.set(apart)
-    config = recipe.config.model_copy(update={"base_model": recipe.base})
+    base = StandIn.of(recipe.base, cache=options.transformers_cache)
+    config = recipe.config.model_copy(update={"base_model": base})
 
     def out_config(real: Callable[..., Any], _: Any, architecture: Any, **more: Any) -> Any:
         written = real(config, architecture, **more)
@@ -272,15 +273,19 @@ def _as_it_is_here(apart: SentenceModuleTensors, recipe: Recipe) -> Iterator[Non
         return _fenced(real, config_yaml=config_yaml, **{**more, "config": recipe.config})
 
     def base_folder(real: Callable[..., Any], _: Any, options: MergeOptions) -> tuple[ModelReference, str]:
-        folder = fetched(recipe.base.model, options.transformers_cache)
+        folder = fetched(base.model, options.transformers_cache)
         return ModelReference(model=ModelPath(path=folder)), folder
 
     cards = (card, "is_hf", _on_hub), (card, "maybe_link_hf", _linked), (merge, "generate_card", model_card)
+
+    def architecture(real: Callable[..., Any], config: Any, options: MergeOptions) -> Any:
+        return getattr(config, "_architecture", None) or real(config, options)
+
     ours = (merge, "_model_out_config", out_config), (merge, "_set_chat_template", template)
     writing = (merge, "_get_donor_model", base_folder), (TensorWriter, "save_tensor", _save)
-    devices = (merge, "MultiGPUExecutor", _with_all_results)
+    rest = (merge, "MultiGPUExecutor", _with_all_results), (merge, "get_architecture_info", architecture)
     try:
-        with replaced(*cards, *ours, *writing, devices):
+        with replaced(*cards, *ours, *writing, *rest):
             yield
     finally:
         _apart.reset(token)
