@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from rotation_merge.architecture import Architecture, find
 from rotation_merge.matching.pair import check_depth, check_shapes
-from rotation_merge.mergekit_plugin.recipe import carried_donors
+from rotation_merge.mergekit_plugin.recipe import entries
 from rotation_merge.mergekit_plugin.rules import check_names
 from rotation_merge.mergekit_plugin.session import Session, settle_heads
 from rotation_merge.model.view import View
@@ -89,7 +89,7 @@ def open_models(session: Session) -> View:
         for model in whole:
             check_depth(whole[0], model, "pair the layers under 'slices'")
     resized = bool(config.tokenizer or config.tokenizer_source or session.options.unsafe_truncate_embeddings)
-    carried = carried_donors(config)
+    carried = [model for model, settings in entries(config) if settings.get("finetuned_from") not in (None, "none")]
     for reference in references:
         check_shapes(anchor, models[reference], recipe.excluded, resized or reference in carried)
     return anchor

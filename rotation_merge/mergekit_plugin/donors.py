@@ -25,8 +25,7 @@ from rotation_merge.matching.report_rows import figures_in
 from rotation_merge.matching.run import AppliedAlignment, Run
 from rotation_merge.mergekit_plugin.carried import CarryPlan, added_as_it_is, carried, check_adapter
 from rotation_merge.mergekit_plugin.keys import UNMOVED
-from rotation_merge.mergekit_plugin.models import Models
-from rotation_merge.mergekit_plugin.presets import settle_presets
+from rotation_merge.mergekit_plugin.models import Models, settle_presets
 from rotation_merge.mergekit_plugin.recipe import Recipe, title
 from rotation_merge.mergekit_plugin.wholes import MeanMatch, Whole, WholeMatch, devices_of
 from rotation_merge.model.forms import translated

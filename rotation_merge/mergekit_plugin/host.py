@@ -83,14 +83,3 @@ def unfit(why: str) -> MergekitError:
         f"mergekit {installed} is installed, which is not supported ({' '.join(why.split())})",
         remedy=f"{supported()} is supported: pip install 'mergekit=={NEWEST}', or a newer rotation-merge",
     )
-
-
-def lacks(error: Exception) -> bool:
-    """Whether an error means that mergekit lacks a module or a name."""
-    if isinstance(error, ImportError):
-        return str(error.name).partition(".")[0] == "mergekit"
-    if not isinstance(error, AttributeError):
-        return False
-    owner = error.obj if isinstance(error.obj, type) else type(error.obj)
-    place = getattr(error.obj, "__name__", "") if owner.__name__ == "module" else owner.__module__
-    return str(place).partition(".")[0] == "mergekit"

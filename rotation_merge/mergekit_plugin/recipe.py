@@ -203,11 +203,6 @@ def entries(config: MergeConfiguration) -> Iterator[tuple[ModelReference, Mappin
     return ((part.model, part.parameters or {}) for _, part in scopes(config) if isinstance(part, MODELS))
 
 
-def carried_donors(config: MergeConfiguration) -> set[ModelReference]:
-    """Models whose task vector is carried over, into the anchor's vocabulary."""
-    return {model for model, settings in entries(config) if settings.get("finetuned_from") not in (None, "none")}
-
-
 # --- inputs and outputs ----------------------------------------------------------------------------------------------
 
 

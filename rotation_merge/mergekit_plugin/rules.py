@@ -33,7 +33,7 @@ from rotation_merge.averaging.parameters import checked as check_value
 from rotation_merge.config import DTYPES
 from rotation_merge.errors import RecipeError, nearest, nearest_path, nearest_three, removed, short
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.mergekit_plugin import delegates
+from rotation_merge.mergekit_plugin import delegates, keys
 from rotation_merge.mergekit_plugin.document import (
     METHOD,
     MULTI_KEYS,
@@ -45,29 +45,15 @@ from rotation_merge.mergekit_plugin.document import (
     items,
     walk,
 )
-from rotation_merge.mergekit_plugin.keys import (
-    BLOCK,
-    BY_NAME,
-    DONOR_ONLY,
-    EACH,
-    LEGACY,
-    MATCHING,
-    MERGING,
-    OF_MODEL,
-    OPTIONS,
-    RECIPE,
-    checked,
-    names,
-)
 
 MODELS = (InputModelDefinition, InputSliceDefinition)
 
 ALLOWED: dict[type, tuple[str, ...]] = {
-    MergeConfiguration: (*OPTIONS, *names(EACH, RECIPE)),
-    InputModelDefinition: (*OPTIONS, *OF_MODEL),
-    InputSliceDefinition: (*OPTIONS, *OF_MODEL),
-    OutputSliceDefinition: OPTIONS,
-    OutputModuleDefinition: OPTIONS,
+    MergeConfiguration: (*keys.OPTIONS, *keys.names(keys.EACH, keys.RECIPE)),
+    InputModelDefinition: (*keys.OPTIONS, *keys.OF_MODEL),
+    InputSliceDefinition: (*keys.OPTIONS, *keys.OF_MODEL),
+    OutputSliceDefinition: keys.OPTIONS,
+    OutputModuleDefinition: keys.OPTIONS,
 }
 """Parts of a recipe with parameters, and those of ours that are allowed there."""
 
@@ -189,27 +175,25 @@ def explain(error: Mapping[str, Any]) -> tuple[str, str]:
     """One of pydantic's errors: problem and remedy."""
     place, given = error["loc"], error.get("input")
     if error["type"] == "extra_forbidden":
-        placed = "it belongs under 'parameters'" if len(place) == 1 and place[0] in BY_NAME else ""
+        placed = "it belongs under 'parameters'" if len(place) == 1 and place[0] in keys.BY_NAME else ""
         return f"there is no key '{place[-1]}' here", placed or nearest(str(place[-1]), KEYS)
     if error["type"] == "missing":
         return f"'{place[-1]}' is missing", f"add '{place[-1]}: ...'"
     if "parameters" in place[:-1]:
         return "this is not a value", "write a number or a word, a list of them, or a list of {filter: ..., value: ...}"
-    words = {"list_type": "a list", "dict_type": "a mapping of keys to values", "string_type": "a word"}
-    if not error["type"].startswith("model") and error["type"] not in words:
-        return f"{error['msg'][:1].lower()}{error['msg'][1:]}", "see mergekit's documentation"
-    expected = words.get(error["type"], words["dict_type"])
+    problem = error["msg"].partition(" or instance of")[0]
     if place[-1:] in (("model",), ("base_model",)):
-        expected = "a directory or org/name"
+        problem = "a directory or org/name is expected here"
     listed = isinstance(given, str) and place[-2:-1] == ("models",)
-    return f"{expected} is expected here", f"write '- model: {given}'" if listed else f"it is {str(given)[:60]!r}"
+    remedy = f"write '- model: {given}'" if listed else f"it is {short(repr(given))}"
+    return f"{problem[:1].lower()}{problem[1:]}", remedy
 
 
 def delegate_name(config: MergeConfiguration) -> Any:
     """What a recipe of ours names as its delegate."""
     if config.merge_method != METHOD:
         return config.merge_method
-    return (config.parameters or {}).get("delegate", BY_NAME["delegate"].default)
+    return (config.parameters or {}).get("delegate", keys.BY_NAME["delegate"].default)
 
 
 def _delegate(config: MergeConfiguration) -> MergeMethod | None:
@@ -247,19 +231,19 @@ def _parameters(config: MergeConfiguration, delegate: MergeMethod | None) -> Ite
     """Every parameter: whether it exists, may stand there, and has an effect; then its values."""
     specs = {spec.name: spec for spec in delegate.spec.parameters} if delegate else {}
     for path, part in scopes(config):
-        allowed = [name for name in ALLOWED[type(part)] if name in MERGING or config.merge_method == METHOD]
+        allowed = [name for name in ALLOWED[type(part)] if name in keys.MERGING or config.merge_method == METHOD]
         for name, setting in (part.parameters or {}).items():
             place = (*path, name)
-            if name in BY_NAME and name not in (*allowed, *specs):
+            if name in keys.BY_NAME and name not in (*allowed, *specs):
                 yield place, *_misplaced(name, config.merge_method)
-            elif name in BY_NAME and _is_no_value(name, setting):
+            elif name in keys.BY_NAME and _is_no_value(name, setting):
                 if name != "delegate":  # of which it has been said that it is no method
                     problem = f"parameter '{name}' applies to the whole model and takes no lists or filters"
                     yield place, problem, "give one value; for 'layers' ranges such as '0-5,11' in one string"
-            elif name in BY_NAME or name in specs:
+            elif name in keys.BY_NAME or name in specs:
                 yield from _without_effect(config, place, part, delegate)
                 yield from _values(place, setting, specs.get(name))
-            elif delegate is not None and name not in LEGACY:
+            elif delegate is not None and name not in keys.LEGACY:
                 elsewhere = (spec.name for known in delegates.names() for spec in delegates.get(known).spec.parameters)
                 remedy = removed(name) or "leave it out" if name in elsewhere else nearest(name, [*specs, *allowed])
                 yield place, f"there is no parameter '{name}' (delegate {delegate.spec.name})", remedy
@@ -267,17 +251,17 @@ def _parameters(config: MergeConfiguration, delegate: MergeMethod | None) -> Ite
 
 def _misplaced(name: str, method: str) -> tuple[str, str]:
     """A parameter of ours that may not stand there: problem and remedy."""
-    if method != METHOD and name not in MERGING:
+    if method != METHOD and name not in keys.MERGING:
         problem = f"parameter '{name}' is not for 'merge_method: {method}', which merges models as they are"
         return problem, f"write 'merge_method: {METHOD}', and 'delegate: {method}' under parameters"
-    places = {RECIPE: "under the recipe's 'parameters'", DONOR_ONLY: "under one donor's 'parameters'"}
-    place = places.get(BY_NAME[name].option.scope, "under one model, or under the recipe")
+    places = {keys.RECIPE: "under the recipe's 'parameters'", keys.DONOR_ONLY: "under one donor's 'parameters'"}
+    place = places.get(keys.BY_NAME[name].option.scope, "under one model, or under the recipe")
     return f"parameter '{name}' does not belong here", f"move it {place}"
 
 
 def _is_no_value(name: str, setting: Any) -> bool:
     """Whether a parameter of the whole model has a list, or filters."""
-    return BY_NAME[name].option.scope != BLOCK and isinstance(setting, list | ConditionalParameter)
+    return keys.BY_NAME[name].option.scope != keys.BLOCK and isinstance(setting, list | ConditionalParameter)
 
 
 def _without_effect(
@@ -287,7 +271,7 @@ def _without_effect(
     if delegate is None:
         return
     name, method = str(place[-1]), delegate.spec.name
-    readers = BY_NAME[name].option.delegates if name in BY_NAME else ()
+    readers = keys.BY_NAME[name].option.delegates if name in keys.BY_NAME else ()
     settings = {name for _, scope in scopes(config) for name in scope.parameters or {}}
     sampled = name in ("data", "samples") and {"match_on", "finetuned_from"} & settings
     if readers and method not in readers and not sampled:
@@ -304,8 +288,8 @@ def _values(path: Path, setting: Any, spec: ParameterSpec | None) -> Iterator[Fi
     name = str(path[-1])
     for place, value in leaves(setting, path):
         try:
-            if name in BY_NAME and name != "delegate":
-                checked(name, value)
+            if name in keys.BY_NAME and name != "delegate":
+                keys.checked(name, value)
             if spec is not None:
                 check_value(spec, value)
         except RecipeError as error:
@@ -328,7 +312,7 @@ def _unused_options(config: MergeConfiguration) -> Iterator[Finding]:
         donors = [donor for donor in moved if donor[: len(path) - 1] == path[:-1]]
         if donors and all(moved[donor] for donor in donors):
             for name in part.parameters or {}:
-                if name in MATCHING:
+                if name in keys.MATCHING:
                     problem = f"'{name}' has no effect: the file under 'alignment' moves the donor"
                     yield (*path, name), problem, "leave out one of the two"
 
@@ -364,16 +348,12 @@ def is_plain(config: MergeConfiguration, delegate: MergeMethod) -> bool:
     contract, base = delegate.spec.contract, config.base_model
     if contract.max_inputs == 1 or base is None or contract.base == BasePolicy.FORBIDDEN:
         return True
-
-    def admitted(base: ModelReference | None) -> bool:
-        try:
-            for group in groups(config):
-                contract.validate_ids(group.inputs(base, whole=True), base)
-        except ValueError:
-            return False
-        return True
-
-    return contract.base == BasePolicy.OPTIONAL and not admitted(base) and admitted(None)
+    try:
+        for group in groups(config):
+            contract.validate_ids(group.inputs(base, whole=True), base)
+    except ValueError:
+        return bool(contract.base == BasePolicy.OPTIONAL)
+    return False
 
 
 def _contract(config: MergeConfiguration, delegate: MergeMethod) -> Iterator[Finding]:
@@ -432,10 +412,10 @@ def check_names(document: Document, architecture: Architecture, tensors: Iterabl
         settings = part.parameters or {}
         if "layers" in settings:
             try:
-                AlignConfig(layers=checked("layers", settings["layers"])).check_layers(architecture)
+                AlignConfig(layers=keys.checked("layers", settings["layers"])).check_layers(architecture)
             except RecipeError as error:
                 document.fault((*path, "layers"), error.what, error.remedy or "")
-        for option in settings.keys() & set(OPTIONS):
+        for option in settings.keys() & set(keys.OPTIONS):
             for step, text in walk(settings[option]):
                 if step[-1:] == ("filter",) and text not in (None, "*") and not any(text in name for name in blocks):
                     document.fault((*path, option), f"the filter '{text}' of '{option}' matches no block", remedy)

@@ -143,11 +143,11 @@ STRUCTURE = [
     models(
         "models: [anchor, donor]",
         "models[0]",
-        "a mapping of keys to values is expected",
+        "input should be a valid dictionary",
         "write '- model: anchor'",
         faults=2,
     ),
-    models("models: {model: donor}", "models", "a list is expected here"),
+    models("models: {model: donor}", "models", "input should be a valid list"),
     in_recipe("number in the place of a model", "model: donor", "model: 3", "models[1]"),
     in_recipe("word for parameters", "parameters:\n  delegate: linear", "parameters: linear", "parameters"),
 ]
