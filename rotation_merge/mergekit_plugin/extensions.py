@@ -104,9 +104,8 @@ def extend_command(module: Any) -> None:
     def callback(*args: Any, **kwargs: Any) -> Any:
         path = str(kwargs.get("config_file") or kwargs.get("config_path"))
         text, out = _text(path), str(kwargs.get("out_path"))
-        if not _is_ours(text) and not (text is None and _is_ours(_text(out))):
-            return stock(*args, **kwargs)
-        if kwargs.get("verbosity", 0) > 1:
+        ours = _is_ours(_text(out) if text is None else text)
+        if not ours or kwargs.get("verbosity", 0) > 1:
             return stock(*args, **kwargs)
         with one_line():
             check_host()

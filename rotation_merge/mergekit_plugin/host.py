@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pkgutil import resolve_name
 
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.mergekit_plugin import hooks
@@ -17,10 +17,9 @@ BUILT_ON: dict[str, tuple[str, ...]] = {
     "mergekit.common:ModelReference": ("config",),
     "mergekit.merge": (
         *("run_merge", "_model_out_config", "_get_donor_model", "_set_chat_template", "generate_card"),
-        *("MergePlanner", "MultiGPUExecutor"),
+        *("MergePlanner", "MultiGPUExecutor", "get_architecture_info"),
     ),
     "mergekit.card": ("is_hf", "generate_card"),
-    "mergekit.architecture": ("get_architecture_info",),
     "mergekit.parameter_resolver": ("resolve_parameters",),
     "mergekit.config:MergeConfiguration": ("referenced_models", "to_yaml"),
     "mergekit.config:ConfigReader": ("parameter_sources", "for_out_slice", "with_t", "base_model"),
@@ -61,10 +60,8 @@ def check_host() -> None:
 @cache
 def _check_names() -> None:
     for place, names in BUILT_ON.items():
-        module, _, owner = place.partition(":")
         try:
-            imported = import_module(module)
-            namespace = getattr(imported, owner) if owner else imported
+            namespace = resolve_name(place)
         except (ImportError, AttributeError) as error:
             raise unfit(str(error)) from error
         fields = {**getattr(namespace, "__annotations__", {}), **getattr(namespace, "model_fields", {})}

@@ -21,26 +21,20 @@ from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 
 
-class Models:
-    """The models of one recipe by reference, each opened once."""
+class Models(dict[ModelReference, View]):
+    """The models of one recipe by reference, each opened once, when it is asked for."""
 
     def __init__(self, options: MergeOptions, unsupported: str = "error", untie: bool = False) -> None:
+        super().__init__()
         self.options, self.unsupported, self.untie = options, unsupported, untie
-        self._opened: dict[ModelReference, View] = {}
         LoaderCache().setup(options=options)
 
-    def __getitem__(self, reference: ModelReference) -> View:
-        if reference not in self._opened:
-            self._opened[reference] = open_model(
-                reference, untie=self.untie, unsupported=self.unsupported, options=self.options, any_base=True
-            )
-        return self._opened[reference]
-
-    def __contains__(self, reference: object) -> bool:
-        return reference in self._opened
-
-    def __setitem__(self, reference: ModelReference, view: View) -> None:
-        self._opened[reference] = view
+    def __missing__(self, reference: ModelReference) -> View:
+        view = open_model(
+            reference, untie=self.untie, unsupported=self.unsupported, options=self.options, any_base=True
+        )
+        self[reference] = view
+        return view
 
     def together(self, anchor: ModelReference, donors: Iterable[ModelReference], averaged: bool = False) -> None:
         """Open an anchor and its donors, and check that these have its architecture and sizes.

@@ -33,7 +33,7 @@ from rotation_merge.mergekit_plugin.keys import (
     checked,
     names,
 )
-from rotation_merge.mergekit_plugin.rules import MODELS, check, is_plain, leaves, scopes
+from rotation_merge.mergekit_plugin.rules import MODELS, check, check_structure, is_plain, leaves, scopes
 
 ALIGNMENT = "alignment.safetensors"
 """File that `save_alignment: true` writes beside a merged model."""
@@ -222,7 +222,7 @@ def inputs_in(path: str) -> list[Input]:
     with suppress(OSError, UnicodeDecodeError, RecipeError), open(path, encoding="utf-8") as file:
         recipes = [document for document in documents(file.read()) if isinstance(document.value, dict)]
     for recipe in recipes:
-        check(recipe)
+        check_structure(recipe)
     configs = [recipe.config for recipe in recipes if recipe.config is not None]
     return list(dict.fromkeys(read for config in configs for read in recipe_inputs(config)))
 
@@ -239,7 +239,7 @@ def recipe_outputs(config: MergeConfiguration, out: str | None) -> list[Output]:
     if out is None:
         return outputs
     outputs += [Output(out, "OUT", FOLDER), Output(f"{out}{MATCHING_UNFINISHED}", "OUT", WORK)]
-    if name := settings.get("save_alignment"):
+    if (name := settings.get("save_alignment")) not in (None, False, "none"):
         donors = len({model for model, _ in entries(config)} - {config.base_model})
         remedy = "name another file, or move it away"
         for file in numbered(os.path.join(out, ALIGNMENT if name is True else name), donors):

@@ -254,9 +254,7 @@ def _misplaced(name: str, method: str) -> tuple[str, str]:
     if method != METHOD and name not in keys.MERGING:
         problem = f"parameter '{name}' is not for 'merge_method: {method}', which merges models as they are"
         return problem, f"write 'merge_method: {METHOD}', and 'delegate: {method}' under parameters"
-    places = {keys.RECIPE: "under the recipe's 'parameters'", keys.DONOR_ONLY: "under one donor's 'parameters'"}
-    place = places.get(keys.BY_NAME[name].option.scope, "under one model, or under the recipe")
-    return f"parameter '{name}' does not belong here", f"move it {place}"
+    return f"parameter '{name}' does not belong here", f"it stands {keys.PLACES[keys.BY_NAME[name].option.scope]}"
 
 
 def _is_no_value(name: str, setting: Any) -> bool:
