@@ -39,7 +39,6 @@ from rotation_merge.mergekit_plugin.loader import PlacedModel, StandIn, ViewLoad
 from rotation_merge.mergekit_plugin.output import MergeOutput
 from rotation_merge.mergekit_plugin.own_methods import ToldMethod
 from rotation_merge.mergekit_plugin.refit import RefittedModels
-from rotation_merge.mergekit_plugin.saved_alignments import check_keepable
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.model.vocabulary import check_token_ids
@@ -135,7 +134,6 @@ def compiled(session: Session) -> Compiled:
     if left_out := anchor.ignored:
         run.note(not_written(left_out))
     output = MergeOutput(config, recipe, models)
-    check_keepable(session, output)
     _check_tokens(session, output)
     parts = RecipeViews(session, donors, output)
     placed = {model: PlacedModel.of(model, number, session.options.transformers_cache) for model in parts.models}

@@ -13,7 +13,8 @@ from rotation_merge.architecture import Architecture, find
 from rotation_merge.matching.pair import check_depth, check_shapes
 from rotation_merge.mergekit_plugin.recipe import entries
 from rotation_merge.mergekit_plugin.rules import check_names
-from rotation_merge.mergekit_plugin.session import Session, settle_heads
+from rotation_merge.mergekit_plugin.session import Session
+from rotation_merge.model.heads import head_names
 from rotation_merge.model.view import View
 
 Names = Mapping[ModelReference, Mapping[str, str]]
@@ -79,7 +80,8 @@ def open_models(session: Session) -> View:
     recipe, models = session.recipe, session.models
     config, references = recipe.config, recipe.config.referenced_models()
     models.together(recipe.base, references)
-    settle_heads(session, references)
+    if recipe.value("heads_of") == "each":
+        recipe.own_heads.update(name for model in references for name in head_names(models[model].architecture))
     anchor = models[recipe.base]
     names = (name for model in references for name in models[model].names)
     check_names(recipe.document, anchor.architecture, names)

@@ -42,18 +42,6 @@ def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
             raise RecipeError(f"{name} {method.no_changes}", where=str(model), remedy=CARRY_FIRST.format("merge"))
 
 
-def check_pool(donors: Donors) -> None:
-    """Check that activations of whole models can be compared layer by layer.
-
-    Raises:
-        RecipeError: names the donor whose layers meet others.
-    """
-    for model, modules in donors.layers.items():
-        if any(layer != other for pairs in modules.values() for layer, other in pairs):
-            problem = "delegate ot_fusion compares activations of whole models, but the slices pair layers differently"
-            raise RecipeError(problem, where=str(model), remedy="leave 'data' out: plans then come from weights")
-
-
 def _check_layers(config: MergeConfiguration, donors: Donors) -> None:
     """Check that every model gives all of its layers in their order."""
     base = donors.models[donors.recipe.base].architecture

@@ -216,21 +216,10 @@ class Donors:
         return method is not None and method.whole_models
 
     def _match(self, model: ModelReference, origin: ModelReference | None, reader: ConfigReader) -> Match:
-        """The function that matches a donor: on weights, or on activations ('match_on').
-
-        Raises:
-            RecipeError: slices bring layers together that are not those of whole models.
-        """
+        """The function that matches a donor: on weights, or on activations ('match_on')."""
         how, data, count = (self.recipe.of_model(name, reader, model) for name in ("match_on", "data", "samples"))
         if how in (None, WEIGHTS):
             return match_model
-        if any(
-            anchor_layer != donor_layer
-            for pairs in self.layers.get(model, {}).values()
-            for anchor_layer, donor_layer in pairs
-        ):
-            problem = f"'match_on: {how}' matches whole models, but the slices pair this one's layers differently"
-            raise RecipeError(problem, where=str(model), remedy="leave it out")
         from rotation_merge.matching.match_on import SampleMatcher
 
         names, seed = (str(self.recipe.base), str(origin or model)), self.options.random_seed or 0
@@ -259,15 +248,6 @@ class Donors:
         options: AlignConfig | None = None
         settled: dict[ModelReference, Pair] = {}
         for model, reader in readers.items():
-            if self.recipe.of_model("match_on", reader, model) not in (None, WEIGHTS):
-                problem = "'anchor: mean' aligns all models together, on weights"
-                raise RecipeError(problem, where=str(model), remedy="leave out 'match_on', or 'anchor: mean'")
-            if self._origin(model, reader) or self.recipe.of_model("alignment", reader, model):
-                raise RecipeError(
-                    "'anchor: mean' aligns whole models and does not work with 'finetuned_from' or 'alignment'",
-                    where=str(model),
-                    remedy="use 'anchor: base'",
-                )
             check_adapter(self.models[model])
             checked = self._check(model, model, self.recipe.varying(reader, model), whole=True, averaged=True)
             settled[model], model_options = checked, checked.options

@@ -14,7 +14,6 @@ from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.averaging.models import MergedModels, MergeLog, ModelStatistics
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.average import check_heads
-from rotation_merge.mergekit_plugin.donor_checks import check_pool
 from rotation_merge.mergekit_plugin.donors import Donors
 from rotation_merge.mergekit_plugin.loader import PlacedModel
 from rotation_merge.mergekit_plugin.output import MergeOutput, OutputBlock
@@ -137,7 +136,6 @@ class ToldMethod:
         data = files.pop()
         if data is None:
             return None
-        check_pool(self.donors)
         self.session.run.used("matching of activations", str(data), SAMPLES)
         anchor, seed = str(self.recipe.base), self.session.options.random_seed or 0
 

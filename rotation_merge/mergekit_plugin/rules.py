@@ -138,7 +138,8 @@ def check(document: Document) -> MergeMethod | None:
             document.fault(("merge_method",), f"there is no merge method '{name}'", nearest(name, known))
         return None
     delegate = _delegate(config)
-    document.collect(_whole(config), _parameters(config, delegate), _slices(config), _unused_options(config))
+    document.collect(_whole(config), _parameters(config, delegate), _unused_options(config))
+    document.collect(_slices(config), _conflicts(config))
     if delegate is not None and not document.misspelt:
         document.collect(_contract(config, delegate))
     return delegate
@@ -335,6 +336,24 @@ def _slices(config: MergeConfiguration) -> Iterator[Finding]:
         if len(set(lengths)) != 1:
             problem = f"its sources have {', '.join(map(str, lengths))} layers" if lengths else "it has no sources"
             yield path, problem, "give every source of a slice the same number of layers"
+
+
+def _conflicts(config: MergeConfiguration) -> Iterator[Finding]:
+    """Parameters that other entries leave no place for."""
+    pieces = [part.sources for _, part in walk(config) if isinstance(part, OutputSliceDefinition)]
+    reasons = dict[str, str]()
+    if (config.parameters or {}).get("anchor") == "mean":
+        names = ("match_on", "finetuned_from", "alignment")
+        reasons |= dict.fromkeys(names, "'anchor: mean' aligns whole models together, on their weights")
+    if any(source.layer_range != sources[0].layer_range for sources in pieces for source in sources):
+        samples = ["data"] if delegate_name(config) == "ot_fusion" else []
+        reasons |= dict.fromkeys(["match_on", "save_alignment", *samples], "the slices pair layers differently")
+    if config.tokenizer or config.tokenizer_source:
+        reasons["heads_of"] = "'tokenizer' changes the vocabulary of all heads"
+    for path, part in scopes(config):
+        for name, value in (part.parameters or {}).items():
+            if name in reasons and value not in (None, False, "none", "weights", "base"):
+                yield (*path, name), f"'{name}' cannot be used: {reasons[name]}", "leave out one of the two"
 
 
 def is_plain(config: MergeConfiguration, delegate: MergeMethod) -> bool:

@@ -15,7 +15,6 @@ from rotation_merge.matching.basis import Basis, Identity, hidden_biases
 from rotation_merge.matching.pair import Pair
 from rotation_merge.matching.report_rows import figures
 from rotation_merge.matching.run import Run
-from rotation_merge.mergekit_plugin.output import MergeOutput
 from rotation_merge.mergekit_plugin.recipe import ALIGNMENT, KEPT_BY, numbered, title
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.fingerprint import Fingerprint
@@ -23,25 +22,6 @@ from rotation_merge.model.forms import translated
 from rotation_merge.model.view import View
 
 LOG = logging.getLogger(__name__)
-
-
-def check_keepable(session: Session, output: MergeOutput) -> None:
-    """Refuse `save_alignment` for alignments that no file can store.
-
-    Raises:
-        RecipeError: a donor's layer is moved to the coordinates of another layer of the anchor.
-    """
-    if session.run.kept_transforms is None:
-        return
-    for out in output.blocks:
-        for model, block in out.sources.items():
-            if block.index != out.anchor.index:
-                raise RecipeError(
-                    f"layer {block.index} of {model} meets layer {out.anchor.index} of {session.recipe.base}, but "
-                    "an alignment file cannot hold layers of different numbers",
-                    where="parameters.save_alignment",
-                    remedy="leave it out",
-                )
 
 
 def keep_alignments(session: Session, folder: str) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 
-from rotation_merge.errors import RecipeError
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.models import Models
 from rotation_merge.mergekit_plugin.recipe import Recipe
-from rotation_merge.model.heads import head_names
 
 if TYPE_CHECKING:
     from rotation_merge.mergekit_plugin.donors import Donors
@@ -38,22 +34,3 @@ class Session:
     def of(cls, recipe: Recipe, options: MergeOptions, watched: bool = True) -> Session:
         run = Run(watched=watched, kept_transforms={} if recipe.value("save_alignment") else None)
         return cls(recipe, Models(options, recipe.unsupported, recipe.untie), options, run)
-
-
-def settle_heads(session: Session, models: Iterable[ModelReference]) -> None:
-    """Find the tensors of heads that models keep (`heads_of: each`); the models must exist.
-
-    Raises:
-        RecipeError: the vocabulary changes, which the donors' configurations would not know.
-    """
-    recipe = session.recipe
-    if recipe.value("heads_of") != "each":
-        return
-    if recipe.config.tokenizer or recipe.config.tokenizer_source:
-        raise RecipeError(
-            "'heads_of: each' writes donors' checkpoints, whose vocabularies 'tokenizer' would change",
-            where="parameters",
-            remedy="leave out one of the two",
-        )
-    for model in models:
-        recipe.own_heads.update(head_names(session.models[model].architecture))
