@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import click
-import torch
 from safetensors import SafetensorError
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, no_space, printable
@@ -51,8 +50,9 @@ def line(error: Exception) -> str:
         return str(_file_error(error, text))
     if isinstance(error, ImportError) and str(error.name).partition(".")[0] == "mergekit":
         return str(unfit(text))
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in text:
-        return str(_out_of_memory(text, isinstance(error, torch.OutOfMemoryError)))
+    on_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported for a line
+    if isinstance(error, MemoryError) or on_gpu or "DefaultCPUAllocator" in text:
+        return str(_out_of_memory(text, on_gpu))
     if "inline_container" in text:  # how torch reports that a pickle could not be written to its end
         problem = "a weight file cannot be written to its end, the disk may be full"
         return str(RotationMergeError(problem, remedy="free some space"))
