@@ -205,8 +205,7 @@ def _compare(
         )
         if path[0] == "models" and averaged and not resizes and not carried:
             _token_ids(document, path, anchor, model)
-    if recipe is not None:
-        _residual(document, anchor)
+    _residual(document, anchor)
 
 
 def _token_ids(document: Document, path: Path, anchor: View, model: View) -> None:
@@ -224,7 +223,7 @@ def _carried(document: Document, path: Path) -> bool:
 
 def _residual(document: Document, anchor: View) -> None:
     for path, group in walk(document.value):
-        if path[-2:] == ("parameters", "residual") and isinstance(group, str):
+        if path[-2:] == ("parameters", "residual") and isinstance(group, str) and not document.refused(path):
             try:
                 residual_groups(anchor.architecture, group, str(anchor.reference))
             except RotationMergeError as error:
