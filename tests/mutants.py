@@ -135,7 +135,7 @@ TESTS: dict[str, tuple[str, ...]] = {
             "laws/test_bad_inputs.py",
             "mergekit_plugin/test_own_delegates.py",
         )
-        for name in ("document", "keys", "delegates", "parts", "rules", "recipe")
+        for name in ("document", "keys", "delegates", "rules", "recipe")
     },
     "rotation_merge/averaging": ("averaging/test_averaging.py", "carrying/test_carry.py"),
     "rotation_merge/matching/activations.py": ("averaging/test_ot_fusion.py",),

@@ -30,11 +30,10 @@ def command(recipe: str, offline: bool, as_json: bool) -> int:
     from rotation_merge.diagnose import absent_models, check_text
     from rotation_merge.diagnose.check import lengths_of_changes, needs_of, suggestions
     from rotation_merge.diagnose.sources import HUB_NOTE
-    from rotation_merge.mergekit_plugin.document import read_from
     from rotation_merge.model.remote import remote_headers
 
     text = read_recipe(Path(recipe))
-    with read_from(recipe), remote_headers(absent_models(text), offline) as remote:
+    with remote_headers(absent_models(text), offline) as remote:
         faults = check_text(text, remote.errors)
         needs = needs_of(recipe, remote.models.values(), remote.cache) if remote.models else None
     bad = [fault for fault in faults if fault.error]

@@ -14,8 +14,7 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 from rotation_merge.mergekit_plugin.document import METHOD, Document, documents, is_ours
 from rotation_merge.mergekit_plugin.keys import OF_MODEL, OPTIONS, RELATIONS
-from rotation_merge.mergekit_plugin.models import Models
-from rotation_merge.mergekit_plugin.presets import settle_presets
+from rotation_merge.mergekit_plugin.models import Models, settle_presets
 from rotation_merge.mergekit_plugin.recipe import Recipe, title
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.open import parse_reference

@@ -11,17 +11,16 @@ from mergekit.options import MergeOptions
 from pydantic import ValidationError
 
 from rotation_merge.config import FILE
-from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
+from rotation_merge.errors import RotationMergeError, nearest_path
 from rotation_merge.files import check_output
 from rotation_merge.matching.alignment import load_file
 from rotation_merge.matching.pair import shape_faults
 from rotation_merge.matching.stream import residual_groups
-from rotation_merge.mergekit_plugin.document import Document, Path
+from rotation_merge.mergekit_plugin.document import Document, Path, at, walk
 from rotation_merge.mergekit_plugin.donors import Donors
 from rotation_merge.mergekit_plugin.keys import BY_NAME
 from rotation_merge.mergekit_plugin.models import Models
-from rotation_merge.mergekit_plugin.parts import at, items, scopes
-from rotation_merge.mergekit_plugin.recipe import Recipe, check_alignment_name, recipe_inputs, recipe_outputs
+from rotation_merge.mergekit_plugin.recipe import Recipe, recipe_inputs, recipe_outputs
 from rotation_merge.mergekit_plugin.rules import explain
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.folder import absent_parts
@@ -118,10 +117,6 @@ def _written(document: Document, recipe: Recipe, options: MergeOptions) -> None:
             check_output(output, inputs, cache=options.transformers_cache)
         except RotationMergeError as error:
             document.raised(tuple(output.option.split(".")), error)
-    try:
-        check_alignment_name(recipe.config)
-    except RecipeError as error:
-        document.fault(tuple(str(error.where).split(".")), error.what, error.remedy or "")
 
 
 def _read(document: Document, path: Path, name: str, anchor: View) -> None:
@@ -132,31 +127,21 @@ def _read(document: Document, path: Path, name: str, anchor: View) -> None:
         document.raised(path, error)
 
 
-def references(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+def references(value: Mapping[str, Any]) -> list[tuple[Path, str]]:
     """Places that name models, and the names; the base first."""
-    if isinstance(value.get("base_model"), str):
-        yield ("base_model",), value["base_model"]
-    for path, _ in scopes(value):
-        if path[-1] == "parameters" and len(path) > 1:
-            entry: Any = value
-            for step in path[:-1]:
-                entry = entry[step]
-            if isinstance(entry, Mapping) and isinstance(entry.get("model"), str):
-                yield (*path[:-1], "model"), entry["model"]
-            settings = entry.get("parameters") if isinstance(entry, Mapping) else None
-            origin = settings.get("finetuned_from") if isinstance(settings, Mapping) else None
-            if isinstance(origin, str) and origin != "none":
-                yield (*path, "finetuned_from"), origin
+    keys = ("base_model", "model", "finetuned_from")
+    named = [(path, name) for path, name in walk(value) if path and path[-1] in keys and path[0] != "parameters"]
+    named = [(path, name) for path, name in named if isinstance(name, str) and name != "none"]
+    return sorted(named, key=lambda place: place[0] != ("base_model",))
 
 
 def files(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     """Places that name files to read, and the names."""
-    for path, _ in scopes(value):
-        for name, setting in items(at(value, path)):
-            key = BY_NAME.get(name)
-            words = () if key is None or key.option.kind is not FILE else (*key.option.words, "none")
-            if words and isinstance(setting, str) and setting not in words and not setting.startswith("demo:"):
-                yield (*path, name), setting
+    for path, setting in walk(value):
+        key = BY_NAME.get(str(path[-1])) if path[-2:-1] == ("parameters",) else None
+        words = () if key is None or key.option.kind is not FILE else (*key.option.words, "none")
+        if words and isinstance(setting, str) and setting not in words and not setting.startswith("demo:"):
+            yield path, setting
 
 
 def _open(document: Document, path: Path, name: str, models: Models) -> View | None:
@@ -237,15 +222,12 @@ def _carried(document: Document, path: Path) -> bool:
 
 
 def _residual(document: Document, anchor: View) -> None:
-    for path, _ in scopes(document.value):
-        settings = at(document.value, path)
-        group = settings.get("residual") if isinstance(settings, Mapping) else None
-        if not isinstance(group, str) or document.refused((*path, "residual")):
-            continue
-        try:
-            residual_groups(anchor.architecture, group, str(anchor.reference))
-        except RotationMergeError as error:
-            document.raised((*path, "residual"), error)
+    for path, group in walk(document.value):
+        if path[-2:] == ("parameters", "residual") and isinstance(group, str) and not document.refused(path):
+            try:
+                residual_groups(anchor.architecture, group, str(anchor.reference))
+            except RotationMergeError as error:
+                document.raised(path, error)
 
 
 def _plan(document: Document, session: Session) -> None:

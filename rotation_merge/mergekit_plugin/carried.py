@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import tqdm
 from mergekit.common import ModelReference
@@ -44,27 +44,6 @@ class CarryPlan:
     scale: float = 1.0
 
 
-def transfer_config(
-    recipe: Recipe, reader: ConfigReader, model: ModelReference, match: AlignConfig, seed: int
-) -> TransferConfig:
-    """The recipe's options for carrying a donor's change.
-
-    Args:
-        match: by which groups it is matched.
-        seed: of everything random.
-    """
-    keys = {name: option.name_in_recipes(name) for name, option in TransferConfig.options().items()}
-    keys["alignment"] = "alignment"
-    values = {name: recipe.given_of_model(key, reader, model) for name, key in keys.items() if key in OF_MODEL}
-    values = {name: value for name, value in values.items() if value is not None}
-    config = TransferConfig(**values, match=match, seed=seed, untie=recipe.untie)
-    try:
-        config.check_use()
-    except RecipeError as error:
-        raise RecipeError(error.what, where=str(model), remedy=error.remedy) from error
-    return config
-
-
 def carried(
     recipe: Recipe,
     reader: ConfigReader,
@@ -85,7 +64,15 @@ def carried(
     Raises:
         RecipeError: there is no change to carry, or samples are asked for and its base has tokens at other ids.
     """
-    config = transfer_config(recipe, reader, model, match, options.random_seed or 0)
+    keys = {name: option.name_in_recipes(name) for name, option in TransferConfig.options().items()}
+    keys["alignment"] = "alignment"
+    values = {name: recipe.given(key, reader, model) for name, key in keys.items() if key in OF_MODEL}
+    values = {name: value for name, value in values.items() if value is not None}
+    config = TransferConfig(**values, match=match, seed=options.random_seed or 0, untie=recipe.untie)
+    try:
+        config.check_use()
+    except RecipeError as error:
+        raise RecipeError(error.what, where=str(model), remedy=error.remedy) from error
     if origin is None:
         if config.method == "weights":
             return CarryPlan()
@@ -98,18 +85,12 @@ def carried(
         run.note(f"`{model}`: {note}.")
         return CarryPlan(scale=1.0 if config.factor is None else config.factor)
     if not shares_vocabulary:
-        raise RecipeError(
-            f"{origin} has tokens at other ids than the anchor, so samples cannot be shared",
-            where=str(model),
-            remedy="leave out 'carry' and 'carry_scale: auto': weights alone can be carried to other ids",
-        )
+        problem = f"{origin} has tokens at other ids than the anchor, so samples cannot be shared"
+        remedy = "leave out 'carry' and 'carry_scale: auto': weights alone can be carried to other ids"
+        raise RecipeError(problem, where=str(model), remedy=remedy)
     execution = Execution(str(options.device or "cpu"), "float32", near="carried")
-
-    @cache
-    def view() -> View:
-        return _with_samples(str(model), str(origin), str(recipe.base), config, execution, run, options.quiet)
-
-    return CarryPlan(view)
+    names = str(model), str(origin), str(recipe.base)
+    return CarryPlan(cache(partial(_with_samples, *names, config, execution, run, options.quiet)))
 
 
 def check_adapter(model: View, origin: View | None = None) -> None:
@@ -118,11 +99,8 @@ def check_adapter(model: View, origin: View | None = None) -> None:
     Raises:
         CheckpointError: names the bases.
     """
-    remedy = f"{OWN_BASE}; or run mergekit with --allow-crimes"
-    if origin is None:
-        check_own_base(model, remedy=remedy)
-    else:
-        check_own_base(model, [origin], "name its own base ('finetuned_from'), or run mergekit with --allow-crimes")
+    others, remedy = ([], OWN_BASE) if origin is None else ([origin], "name its own base ('finetuned_from')")
+    check_own_base(model, others, f"{remedy}, or run mergekit with --allow-crimes")
 
 
 def added_as_it_is(reader: ConfigReader, model: ModelReference, base: View, origin: View) -> tuple[bool, str]:

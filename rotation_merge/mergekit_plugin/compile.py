@@ -6,7 +6,6 @@ from the anchor. Config, tokenizer and small files are the anchor's.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,18 +32,16 @@ from torch import Tensor
 
 from rotation_merge.errors import not_written
 from rotation_merge.mergekit_plugin.definitions import describe, open_models
+from rotation_merge.mergekit_plugin.document import with_models
 from rotation_merge.mergekit_plugin.donor_checks import check_meaning
 from rotation_merge.mergekit_plugin.donors import Donors
-from rotation_merge.mergekit_plugin.loader import PlacedModel, ViewLoader
+from rotation_merge.mergekit_plugin.loader import PlacedModel, StandIn, ViewLoader, runs
 from rotation_merge.mergekit_plugin.output import OutputBlock, check_tensors, output_blocks
 from rotation_merge.mergekit_plugin.own_methods import told
 from rotation_merge.mergekit_plugin.refit import refitted_view
-from rotation_merge.mergekit_plugin.saved_alignments import check_keepable
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.model.vocabulary import check_token_ids
-
-_runs = itertools.count(1)
 
 
 class CompiledRecipe(MergeConfiguration):
@@ -121,7 +118,7 @@ def compiled(session: Session) -> CompiledRecipe:
         RotationMergeError: the recipe or a model is at fault.
     """
     recipe, run, own_method = session.recipe, session.run, session.recipe.own_method
-    anchor, number = open_models(session), next(_runs)
+    anchor, number, cache = open_models(session), next(runs), session.options.transformers_cache
     name, whole = f"rotation_merge:{recipe.delegate.spec.name}:{number}", recipe.on_whole_models
     inner = passthrough_merge_method if whole else recipe.delegate
     method = Delegated(name, inner, recipe.plain or whole, recipe.excluded)
@@ -136,10 +133,9 @@ def compiled(session: Session) -> CompiledRecipe:
         run.note(not_written(left_out))
     for out in blocks:
         check_tensors(recipe, session.models, out)
-    check_keepable(session, blocks)
     _check_tokens(session, donors, blocks)
     views = RecipeViews(donors)
-    placed = {model: PlacedModel.of(model, number) for model in views.parts}
+    placed = {model: PlacedModel.of(model, number, cache) for model in views.parts}
     served = {model: views.served(model) for model in views.parts}
     prepare: Callable[[], object] = donors.match_wholes
     if whole:
@@ -147,7 +143,7 @@ def compiled(session: Session) -> CompiledRecipe:
         base, others = InputModelDefinition(model=recipe.base), dict.fromkeys(("slices", "modules", "parameters"))
         alone = recipe.config.model_copy(update={**others, "models": [base]})
         config = normalised(session, alone, architecture, name)
-    stock = stock_recipe(config, name, placed, recipe.base)
+    stock = stock_recipe(config, name, placed, recipe.base, cache)
     if own_method is not None and not whole:
         stock = stock.model_copy(update={"dtype": None, "out_dtype": stock.out_dtype or stock.dtype})
         method.inner = told(own_method, views, placed, dtype_from_name(stock.out_dtype))
@@ -168,17 +164,29 @@ def normalised(
     session: Session, config: MergeConfiguration, architecture: ModelArchitecture, name: str
 ) -> MergeConfiguration:
     """A recipe as modules with slices, by mergekit; a delegate that merges models only without a base adds none."""
-    config = config.model_copy(deep=True)
-    config.merge_method, config.base_model = name, None if session.recipe.plain else session.recipe.base
+    recipe, cache = session.recipe, session.options.transformers_cache
+    placed = {model: StandIn.of(model, cache=cache) for model in recipe.config.referenced_models()}
+    config = with_models(config, lambda model: placed.get(model, model))
+    config.merge_method, config.base_model = name, None if recipe.plain else placed[recipe.base]
     MergePlanner(config, architecture, session.options, SimpleNamespace()).normalize_config()
-    config.base_model = session.recipe.base
+    originals = {stand_in: model for model, stand_in in placed.items()}
+    config = with_models(config, lambda model: originals.get(model, model))
+    config.base_model = recipe.base
     return config
 
 
 def stock_recipe(
-    config: MergeConfiguration, name: str, placed: Mapping[ModelReference, PlacedModel], base: ModelReference
+    config: MergeConfiguration,
+    name: str,
+    placed: Mapping[ModelReference, PlacedModel],
+    base: ModelReference,
+    cache: str | None,
 ) -> CompiledRecipe:
     """The normalised recipe with the models of this run; layers are counted as in the output."""
+
+    def stand_in(model: ModelReference) -> ModelReference:
+        return placed[model] if model in placed else StandIn.of(model, cache=cache)
+
     modules = {}
     for module, definition in (config.modules or {}).items():
         pieces, first = [], 0
@@ -193,7 +201,8 @@ def stock_recipe(
             pieces.append(piece.model_copy(update={"sources": sources, "base_model": None}))
             first = last
         modules[module] = definition.model_copy(update={"slices": pieces, "models": None})
-    values = {**dict(config), "modules": modules, "models": None, "slices": None}
+    tokens = {name: with_models(getattr(config, name), stand_in) for name in ("tokenizer", "tokenizer_source")}
+    values = {**dict(config), **tokens, "modules": modules, "models": None, "slices": None}
     return CompiledRecipe.model_construct(**{**values, "merge_method": name, "base_model": placed[base]})
 
 

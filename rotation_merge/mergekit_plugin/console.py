@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import click
-import yaml
-from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, no_space, printable
+from rotation_merge.errors import CheckpointError, RotationMergeError, no_space, printable
 from rotation_merge.files import name_when_whole
-from rotation_merge.mergekit_plugin.host import lacks, unfit
+from rotation_merge.mergekit_plugin.host import unfit
 
 BAD_INPUT = 2
 """Exit code for bad usage or input."""
@@ -31,37 +29,30 @@ class OneLineError(click.ClickException):
 def one_line() -> Iterator[None]:
     """Turn errors of a merge into one line; with debug logging (-vv) tracebacks stay.
 
-    Outside a command (from Python) errors pass unchanged, but for those that say that mergekit is not as we know it.
+    Outside a command (from Python) errors pass unchanged.
     """
     try:
         yield
     except (click.ClickException, click.exceptions.Exit, click.Abort):
         raise
-    except Exception as found:
-        error = unfit(str(found)) if lacks(found) else found
+    except Exception as error:
         if click.get_current_context(silent=True) is None or logging.getLogger().isEnabledFor(logging.DEBUG):
-            if error is found:
-                raise
-            raise error from found
+            raise
         raise OneLineError(printable(line(error))) from None
 
 
 def line(error: Exception) -> str:
     """An error as one line for the user."""
-    match error:
-        case RotationMergeError():
-            return str(error)
-        case ValidationError():
-            return str(_validation_error(error))
-        case yaml.MarkedYAMLError():
-            mark = error.problem_mark or error.context_mark
-            place = f"recipe, line {mark.line + 1}, column {mark.column + 1}" if mark else "recipe"
-            return str(RecipeError(f"not valid YAML ({error.problem})", where=place, remedy="correct the syntax"))
-        case SafetensorError() | OSError():
-            return str(_file_error(error))
     text = " ".join(f"{error}".split())
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text:
-        return str(_out_of_memory(text, "the GPU" if type(error).__name__ == "OutOfMemoryError" else "this machine"))
+    if isinstance(error, RotationMergeError):
+        return str(error)
+    if isinstance(error, SafetensorError | OSError):
+        return str(_file_error(error, text))
+    if isinstance(error, ImportError) and str(error.name).partition(".")[0] == "mergekit":
+        return str(unfit(text))
+    on_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported for a line
+    if isinstance(error, MemoryError) or on_gpu or "DefaultCPUAllocator" in text:
+        return str(_out_of_memory(text, on_gpu))
     if "inline_container" in text:  # how torch reports that a pickle could not be written to its end
         problem = "a weight file cannot be written to its end, the disk may be full"
         return str(RotationMergeError(problem, remedy="free some space"))
@@ -73,49 +64,30 @@ def line(error: Exception) -> str:
     return f"{type(error).__name__}: {text or 'no message'}; run again with -vv to see where"
 
 
-_LESS = {
-    "the GPU": "on another device (without --cuda or --device; merges: or with --low-cpu-memory)",
-    "this machine": "fewer blocks at once (OMP_NUM_THREADS=1; merges: --low-cpu-memory), or on another device",
-}
-
-
-def _out_of_memory(text: str, device: str) -> RotationMergeError:
+def _out_of_memory(text: str, on_gpu: bool) -> RotationMergeError:
     """Build the error for a device without enough memory from the message of torch or Python."""
     size = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", text)
+    less = "on another device (without --cuda or --device; merges: or with --low-cpu-memory)"
+    if not on_gpu:
+        less = "fewer blocks at once (OMP_NUM_THREADS=1; merges: --low-cpu-memory), or on another device"
     return RotationMergeError(
-        f"{device} ran out of memory" + (f" (tried to allocate {size[1]})" if size else ""),
-        remedy=f"match {_LESS[device]}, or run on fewer samples at once (--batch-size; fit: --checkpointing)",
+        f"{'the GPU' if on_gpu else 'this machine'} ran out of memory"
+        + (f" (tried to allocate {size[1]})" if size else ""),
+        remedy=f"match {less}, or run on fewer samples at once (--batch-size; fit: --checkpointing)",
     )
 
 
-def _file_error(error: Exception) -> RotationMergeError:
-    text = " ".join(f"{error}".split())
+def _file_error(error: Exception, text: str) -> RotationMergeError:
     number = error.errno if isinstance(error, OSError) else None
     if no_space(error):
         return RotationMergeError(f"the disk is full ({text})", remedy="free some space and run again")
-    if number == errno.EFBIG or _names(text, 27):
-        return RotationMergeError(
-            f"a file grew over the limit ({text})",
-            remedy="raise the limit, or write smaller shards (--out-shard-size, or --shard-size)",
-        )
+    if number == errno.EFBIG or "os error 27" in text or "Os { code: 27," in text:
+        remedy = "raise the limit, or write smaller shards (--out-shard-size, or --shard-size)"
+        return RotationMergeError(f"a file grew over the limit ({text})", remedy=remedy)
     if isinstance(error, SafetensorError) and not any(mark in text for mark in ("I/O", "IoError", "os error")):
         return CheckpointError(f"a safetensors file is corrupt ({text})", remedy="download it again")
+    remedy = "check the path and its permissions"
     if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
-        problem, path = f"cannot be read or written ({error.strerror.lower()})", name_when_whole(error.filename)
-        return RotationMergeError(problem, where=path, remedy="check the path and its permissions")
-    return RotationMergeError(text, remedy="check the path and its permissions")
-
-
-def _names(text: str, code: int) -> bool:
-    """Whether an error of safetensors names this code of the operating system, in its new form or its old."""
-    return f"os error {code}" in text or f"Os {{ code: {code}," in text
-
-
-def _validation_error(error: ValidationError) -> RecipeError:
-    """The first fault that mergekit's own schema finds."""
-    from rotation_merge.mergekit_plugin.document import dotted
-    from rotation_merge.mergekit_plugin.rules import explain
-
-    first = error.errors()[0]
-    problem, remedy = explain(first)
-    return RecipeError(problem, where=f"recipe, {dotted(first['loc'])}" if first["loc"] else "recipe", remedy=remedy)
+        problem = f"cannot be read or written ({error.strerror.lower()})"
+        return RotationMergeError(problem, where=name_when_whole(error.filename), remedy=remedy)
+    return RotationMergeError(text, remedy=remedy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mergekit import merge_methods
-from mergekit.merge_methods.base import MergeMethod, ParameterSpec
+from mergekit.merge_methods.base import MergeMethod
 
 from rotation_merge.averaging.registry import METHODS
 
@@ -24,8 +24,3 @@ def get(name: str) -> MergeMethod:
         RuntimeError: there is none.
     """
     return OWN[name] if name in OWN else merge_methods.get(name)
-
-
-def parameters(name: str) -> dict[str, ParameterSpec]:
-    """A delegate's parameters by name."""
-    return {spec.name: spec for spec in get(name).spec.parameters}

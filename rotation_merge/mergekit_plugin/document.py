@@ -1,19 +1,16 @@
-"""A recipe as YAML text: its documents, whether they are ours, and the line and column of every entry and fault.
-
-Asked of every recipe that mergekit reads, so nothing of mergekit's is imported.
-"""
+"""A recipe as YAML text: its documents, whether they are ours, and the line and column of every entry and fault."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import yaml
+from mergekit.common import ModelReference
+from pydantic import BaseModel
 
 from rotation_merge.errors import RecipeError, RotationMergeError
 
@@ -23,6 +20,9 @@ METHOD = "rotation_merge"
 Path = tuple[str | int, ...]
 """Keys and indices that lead from a document's root to a value."""
 
+Finding = tuple[Path, str, str]
+"""Where something is wrong, what, and the remedy."""
+
 Mark = tuple[int, int]
 """Line and column, from 1."""
 
@@ -31,6 +31,41 @@ MOST_VALUES = 100_000
 
 DEEPEST = 400
 """More levels than the parser reads: only an alias of itself has them."""
+
+MULTI_KEYS = ("name",)
+"""Keys that mergekit-multi adds to a document."""
+
+
+def items(value: Any) -> list[tuple[Any, Any]]:
+    """Keys, fields or indices, and their values."""
+    if isinstance(value, BaseModel | Mapping):
+        return list(dict(value).items())
+    return list(enumerate(value)) if isinstance(value, list | tuple) else []
+
+
+def at(value: Any, path: Path) -> Any:
+    """The value at a path; None if there is none."""
+    for step in path:
+        value = dict(items(value)).get(step)
+    return value
+
+
+def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """A value and everything in it, with paths: of a document, or of mergekit's form of one."""
+    yield path, value
+    for step, item in items(value):
+        yield from walk(item, (*path, step))
+
+
+def with_models(value: Any, stand_in: Callable[[ModelReference], ModelReference]) -> Any:
+    """mergekit's form of a recipe, or a part of it, with other models in their places."""
+    if isinstance(value, ModelReference):
+        return stand_in(value)
+    if isinstance(value, BaseModel):
+        return value.model_copy(update={name: with_models(item, stand_in) for name, item in value})
+    if isinstance(value, dict):
+        return {key: with_models(item, stand_in) for key, item in value.items()}
+    return [with_models(item, stand_in) for item in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -87,14 +122,20 @@ class Document:
         """Whether a fault has been recorded at a path."""
         return any(fault.error and fault.where == dotted(path) for fault in self.faults)
 
-    def misspelt(self, path: Path) -> bool:
-        """Whether a fault beside, or below, a missing key names it as the word that was meant."""
-        place, remedy = dotted(path[:-1]), f"did you mean '{path[-1]}'?"
-        return any(fault.remedy == remedy and fault.where.startswith(place) for fault in self.faults)
+    def collect(self, *rules: Iterable[Finding]) -> None:
+        """Note what rules find."""
+        for rule in rules:
+            for finding in rule:
+                self.fault(*finding)
+
+    @property
+    def misspelt(self) -> bool:
+        """Whether a word is misspelt, so that another may only seem to be missing."""
+        return any("did you mean" in fault.remedy for fault in self.faults)
 
     @property
     def first(self) -> Fault | None:
-        """The fault to report: a misspelt key before the missing key that it causes; else the first one."""
+        """The fault to report: a misspelt word before what it causes; else the first one."""
         errors = [fault for fault in self.faults if fault.error]
         return min(errors, key=lambda fault: "did you mean" not in fault.remedy, default=None)
 
@@ -160,32 +201,27 @@ def _entries(root: yaml.Node) -> list[tuple[Path, Mark, bool]]:
     Raises:
         RecipeError: aliases expand to more values than memory holds, or contain themselves.
     """
-    entries = list(islice(_walk(root, ()), MOST_VALUES + 1))
+    entries = list(islice(_walk(root), MOST_VALUES + 1))
     if len(entries) > MOST_VALUES or any(len(path) > DEEPEST for path, _, _ in entries):
-        raise RecipeError(
-            f"it holds more than {MOST_VALUES} values, or an alias of itself",
-            where="recipe",
-            remedy="write out what its aliases (&, *) repeat",
-        )
-    return [((), _mark(root), False), *entries]
+        problem = f"it holds more than {MOST_VALUES} values, or an alias of itself"
+        raise RecipeError(problem, where="recipe", remedy="write out what its aliases (&, *) repeat")
+    return entries
 
 
-def _walk(node: yaml.Node, path: Path) -> Iterator[tuple[Path, Mark, bool]]:
-    children: list[tuple[str | int, yaml.Node, yaml.Node]] = []
+def _walk(
+    node: yaml.Node, path: Path = (), key: yaml.Node | None = None, twice: bool = False
+) -> Iterator[tuple[Path, Mark, bool]]:
+    mark = (key or node).start_mark
+    yield path, (mark.line + 1, mark.column + 1), twice
+    children: list[tuple[str | int, yaml.Node | None, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
-        children = [(str(key.value), key, value) for key, value in node.value]
+        children = [(str(name.value), name, value) for name, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
-        children = [(index, item, item) for index, item in enumerate(node.value)]
+        children = [(index, None, item) for index, item in enumerate(node.value)]
     steps = set()
-    for step, marked, child in children:
-        yield (*path, step), _mark(marked), step in steps
+    for step, name, child in children if len(path) <= DEEPEST else ():
+        yield from _walk(child, (*path, step), name, step in steps)
         steps.add(step)
-        if len(path) < DEEPEST:
-            yield from _walk(child, (*path, step))
-
-
-def _mark(node: yaml.Node) -> Mark:
-    return node.start_mark.line + 1, node.start_mark.column + 1
 
 
 def is_ours(value: Any, misspelt: bool = True) -> bool:
@@ -199,41 +235,14 @@ def is_ours(value: Any, misspelt: bool = True) -> bool:
     if "merge_method" not in value:
         return misspelt and METHOD in [word for word in value.values() if isinstance(word, str)]
     method = value["merge_method"]
-    if method == METHOD or not isinstance(method, str):
+    if not isinstance(method, str) or method == METHOD:
         return bool(method == METHOD)
     if misspelt and difflib.get_close_matches(method.lower(), [METHOD], cutoff=0.8):
         return True
+    from mergekit.merge_methods import registry
+
+    if method in getattr(registry, "_METHODS", (method,)):  # recipes of mergekit's own need nothing of ours
+        return False
     from rotation_merge.mergekit_plugin.delegates import OWN
 
     return method in OWN
-
-
-def ours_in(text: str) -> list[bool]:
-    """Whether each document of a recipe file is ours.
-
-    Raises:
-        RecipeError: the text is not YAML.
-    """
-    return [is_ours(document.value) for document in documents(text)]
-
-
-_file: ContextVar[tuple[str, bool]] = ContextVar("rotation_merge_recipe_file", default=("", False))
-
-
-@contextmanager
-def read_from(path: str, checked: bool = False) -> Iterator[None]:
-    """Remember within the block which file recipes are read from.
-
-    Args:
-        checked: whether all of its documents have been checked.
-    """
-    token = _file.set((path, checked))
-    try:
-        yield
-    finally:
-        _file.reset(token)
-
-
-def recipe_file() -> tuple[str, bool]:
-    """The file that recipes are read from (empty: none is known), and whether all of it has been checked."""
-    return _file.get()

@@ -38,47 +38,28 @@ def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
             raise RecipeError(problem, where=str(model), remedy=CARRY_FIRST.format("measure and merge"))
         if by_row and rearranged:
             _one_vocabulary(donors, model, f"{name} weighs the row of every token", "use delegate regmean")
+        if method.on_samples and recipe.of_model("data", donors.readers[model], model) is not None:
+            remedy = "leave 'data' out: plans then come from weights"
+            _one_vocabulary(donors, model, f"{name} compares activations on the same tokens", remedy)
         if method.no_changes and donor.origin is not None:
             raise RecipeError(f"{name} {method.no_changes}", where=str(model), remedy=CARRY_FIRST.format("merge"))
 
 
-def check_pool(donors: Donors) -> None:
-    """Check that the donors' activations can be measured on one pool of samples.
-
-    Raises:
-        RecipeError: a donor's vocabulary differs, or its layers are combined differently.
-    """
-    for model in donors.found:
-        why = "delegate ot_fusion compares activations on the same tokens"
-        _one_vocabulary(donors, model, why, "leave 'data' out: plans then come from weights")
-        if any(
-            anchor_layer != donor_layer
-            for pairs in donors.layers.get(model, {}).values()
-            for anchor_layer, donor_layer in pairs
-        ):
-            problem = "delegate ot_fusion compares activations of whole models, but the slices pair layers differently"
-            raise RecipeError(problem, where=str(model), remedy="leave 'data' out: plans then come from weights")
+def _check_layers(config: MergeConfiguration, donors: Donors) -> None:
+    """Check that every model gives all of its layers in their order."""
+    base = donors.models[donors.recipe.base].architecture
+    for name, module in (config.modules or {}).items():
+        numbers: dict[ModelReference, list[int]] = {}
+        for source in (source for piece in module.slices or [] for source in piece.sources):
+            numbers.setdefault(source.model, []).extend(range(*source.layer_range))
+        for model, layers in numbers.items():
+            if layers != list(range(len(base.layers(name)))):
+                problem = f"delegate refit runs whole models, but the slices take layers {layers}"
+                remedy = "take all layers in their order ('models:'), or another delegate"
+                raise RecipeError(problem, where=str(model), remedy=remedy)
 
 
 def _one_vocabulary(donors: Donors, model: ModelReference, why: str, remedy: str) -> None:
     base = donors.models[donors.recipe.base]
     if shared_rows([base, donors.models[model]]) is not None:
         raise RecipeError(f"{why}, but its tokens are not those of {base.reference}", where=str(model), remedy=remedy)
-
-
-def _check_layers(config: MergeConfiguration, donors: Donors) -> None:
-    """Check that every model gives all of its layers in their order."""
-    base = donors.models[donors.recipe.base]
-    for name, module in (config.modules or {}).items():
-        count = len(base.architecture.layers(name))
-        layers_of: dict[ModelReference, list[int]] = {}
-        for piece in module.slices or []:
-            for source in piece.sources:
-                layers_of.setdefault(source.model, []).extend(range(*source.layer_range))
-        for model, layers in layers_of.items():
-            if count and layers != list(range(count)):
-                raise RecipeError(
-                    f"delegate refit runs whole models, but the slices take layers {layers} of {count}",
-                    where=str(model),
-                    remedy="take all layers in their order ('models:'), or another delegate",
-                )

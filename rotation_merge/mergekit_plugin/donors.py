@@ -23,8 +23,8 @@ from rotation_merge.matching.report_rows import figures_in
 from rotation_merge.matching.run import AppliedAlignment
 from rotation_merge.mergekit_plugin.carried import CarryPlan, added_as_it_is, carried, check_adapter
 from rotation_merge.mergekit_plugin.keys import UNMOVED
+from rotation_merge.mergekit_plugin.models import settle_presets
 from rotation_merge.mergekit_plugin.output import OutputBlock
-from rotation_merge.mergekit_plugin.presets import settle_presets
 from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.wholes import match_mean, match_whole
@@ -113,17 +113,10 @@ class Donors:
         dtypes = [dtype for name in named if (dtype := dtype_from_name(name)) is not None]
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
-    def shifted(self, model: ModelReference) -> bool:
-        """Whether slices pair a donor's layers with others than those of their number."""
-        return any(mine != its for pairs in self.layers.get(model, {}).values() for mine, its in pairs)
-
     def _settled(self, model: ModelReference, reader: ConfigReader) -> Donor:
         origin, path = self._origin(model, reader), self.recipe.of_model("alignment", reader, model)
         matched, words, mean = origin or model, "", self.recipe.mean
         match = match_model if path is not None else self._match(model, origin, reader)
-        if mean and (origin is not None or path is not None):
-            problem = "'anchor: mean' aligns whole models and does not work with 'finetuned_from' or 'alignment'"
-            raise RecipeError(problem, where=str(model), remedy="use 'anchor: base'")
         check_adapter(self.models[model], self.models[origin] if origin is not None else None)
         if origin is not None and path is None:
             unmoved, words = added_as_it_is(reader, model, self.base, self.models[origin])
@@ -166,20 +159,10 @@ class Donors:
         return compared(self.base, views, self.recipe.own_heads, self.recipe.excluded)
 
     def _match(self, model: ModelReference, origin: ModelReference | None, reader: ConfigReader) -> Match:
-        """The function that matches a donor: on weights, or on activations ('match_on').
-
-        Raises:
-            RecipeError: slices bring layers together that are not those of whole models.
-        """
+        """The function that matches a donor: on weights, or on activations ('match_on')."""
         how, data, count = (self.recipe.of_model(name, reader, model) for name in ("match_on", "data", "samples"))
         if how in (None, WEIGHTS):
             return match_model
-        if self.recipe.mean:
-            problem = "'anchor: mean' aligns all models together, on weights"
-            raise RecipeError(problem, where=str(model), remedy="leave out 'match_on', or 'anchor: mean'")
-        if self.shifted(model):
-            problem = f"'match_on: {how}' matches whole models, but the slices pair this one's layers differently"
-            raise RecipeError(problem, where=str(model), remedy="leave it out")
         from rotation_merge.matching.match_on import SampleMatcher
 
         names, seed = (str(self.recipe.base), str(origin or model)), self.options.random_seed or 0

@@ -7,20 +7,18 @@ cannot be extended stays unchanged; the error is kept and raised by the first ro
 
 import sys
 
-from rotation_merge.mergekit_plugin.state import failed, switched_off
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from importlib.abc import Loader
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-    from typing import Any
+
+SWITCH = "ROTATION_MERGE_PLUGIN"
+"""Environment variable that, set to 0, leaves mergekit alone."""
 
 HOOKS = {
-    "mergekit.common": "extend_common",
-    "mergekit.tokenizer.build": "extend_tokenizers",
     "mergekit.config": "extend_config",
-    "mergekit.architecture": "extend_architecture",
     "mergekit.merge_methods.registry": "extend_registry",
     "mergekit.merge": "extend_merge",
     "mergekit.scripts.run_yaml": "extend_command",
@@ -28,6 +26,16 @@ HOOKS = {
     "mergekit.scripts.merge_raw_pytorch": "extend_command",
 }
 """mergekit modules and the functions of `rotation_merge.mergekit_plugin.extensions` that extend them."""
+
+failed: "dict[str, Exception]" = {}
+"""Modules of mergekit that could not be extended, and why."""
+
+
+def switched_off() -> bool:
+    """Whether the user wants mergekit to be left alone."""
+    from os import environ
+
+    return environ.get(SWITCH) == "0"
 
 
 def install() -> None:
@@ -41,52 +49,61 @@ def install() -> None:
 
 
 def extend(module: "ModuleType", name: str) -> None:
-    """Extend one freshly imported mergekit module, or keep why that is impossible."""
+    """Extend one freshly imported mergekit module, once, or keep why that is impossible."""
+    if getattr(module, "_rotation_merge", False):
+        return
     try:
         from rotation_merge.mergekit_plugin import extensions
 
         getattr(extensions, HOOKS[name])(module)
+        module._rotation_merge = True  # type: ignore[attr-defined]
     except Exception as error:
         failed[name] = error
 
 
 class MergekitFinder:
-    """Finds nothing itself; lets the other finders find mergekit's modules and wraps their loaders."""
+    """Finds nothing itself; lets the other finders find mergekit's modules, whose loaders then extend them."""
 
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        if fullname not in HOOKS:
-            return None
-        for finder in sys.meta_path:
+        for finder in sys.meta_path if fullname in HOOKS else ():
             if finder is not self and hasattr(finder, "find_spec"):
                 spec = finder.find_spec(fullname, path, target)
                 if spec is not None and spec.loader is not None:
-                    spec.loader = ExtendingLoader(spec.loader)  # type: ignore[assignment]
+                    _extend_after(spec.loader, fullname)
                     return spec
         return None
 
 
-class ExtendingLoader:
-    """A loader that extends its module after executing it."""
+def _extend_after(loader: "Loader", name: str) -> None:
+    execute = loader.exec_module
 
-    def __init__(self, inner: "Any") -> None:
-        self.inner = inner
-
-    def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
-        module: ModuleType | None = self.inner.create_module(spec)
-        return module
-
-    def exec_module(self, module: "ModuleType") -> None:
-        name = module.__spec__.name if module.__spec__ else module.__name__
-        if HOOKS.get(name) == "extend_command":
-            from rotation_merge.mergekit_plugin.start import collector_held
-
-            with collector_held():
-                self.inner.exec_module(module)
+    def exec_module(module: "ModuleType") -> None:
+        if HOOKS[name] == "extend_command":
+            without_collector(execute, module)
         else:
-            self.inner.exec_module(module)
+            execute(module)
         extend(module, name)
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.inner, name)
+    loader.exec_module = exec_module  # type: ignore[method-assign]
+
+
+def without_collector(execute: "Callable[[ModuleType], None]", module: "ModuleType") -> None:
+    """Import a command of mergekit without Python's garbage collector, which is not run at its end either.
+
+    While mergekit imports torch and transformers nothing is there to be collected, and when the process ends everything
+    goes anyway; together it is more than a second of every merge.
+    """
+    import atexit
+    import gc
+
+    if not gc.isenabled() or "mergekit-" not in sys.argv[0]:
+        return execute(module)
+    gc.disable()
+    try:
+        execute(module)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.freeze)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pkgutil import resolve_name
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.mergekit_plugin import state
+from rotation_merge.mergekit_plugin import hooks
 
 OLDEST = NEWEST = "0.1.5"
 """The mergekit releases that the tests run with. Older ones lack interfaces of the planner; newer ones may work, and
 otherwise end with one line."""
 
 BUILT_ON: dict[str, tuple[str, ...]] = {
-    "mergekit.common:ModelReference": ("config", "local_path", "lazy_loader", "merged"),
-    "mergekit.tokenizer.build": ("build_tokenizer",),
+    "mergekit.common:ModelReference": ("config",),
     "mergekit.merge": (
-        *("run_merge", "_model_out_config", "_get_donor_model", "generate_card"),
-        *("MergePlanner", "MultiGPUExecutor"),
+        *("run_merge", "_model_out_config", "_get_donor_model", "_set_chat_template", "generate_card"),
+        *("MergePlanner", "MultiGPUExecutor", "get_architecture_info"),
     ),
     "mergekit.card": ("is_hf", "generate_card"),
-    "mergekit.architecture": ("get_architecture_info",),
     "mergekit.parameter_resolver": ("resolve_parameters",),
     "mergekit.config:MergeConfiguration": ("referenced_models", "to_yaml"),
     "mergekit.config:ConfigReader": ("parameter_sources", "for_out_slice", "with_t", "base_model"),
@@ -54,7 +52,7 @@ def check_host() -> None:
     Raises:
         MergekitError: something of mergekit's that we build on is not there.
     """
-    for name, error in state.failed.items():
+    for name, error in hooks.failed.items():
         raise unfit(f"{name}: {error}") from error
     _check_names()
 
@@ -62,10 +60,8 @@ def check_host() -> None:
 @cache
 def _check_names() -> None:
     for place, names in BUILT_ON.items():
-        module, _, owner = place.partition(":")
         try:
-            imported = import_module(module)
-            namespace = getattr(imported, owner) if owner else imported
+            namespace = resolve_name(place)
         except (ImportError, AttributeError) as error:
             raise unfit(str(error)) from error
         fields = {**getattr(namespace, "__annotations__", {}), **getattr(namespace, "model_fields", {})}
@@ -84,14 +80,3 @@ def unfit(why: str) -> MergekitError:
         f"mergekit {installed} is installed, which is not supported ({' '.join(why.split())})",
         remedy=f"{supported()} is supported: pip install 'mergekit=={NEWEST}', or a newer rotation-merge",
     )
-
-
-def lacks(error: Exception) -> bool:
-    """Whether an error means that mergekit lacks a module or a name."""
-    if isinstance(error, ImportError):
-        return str(error.name).partition(".")[0] == "mergekit"
-    if not isinstance(error, AttributeError):
-        return False
-    owner = error.obj if isinstance(error.obj, type) else type(error.obj)
-    place = getattr(error.obj, "__name__", "") if owner.__name__ == "module" else owner.__module__
-    return str(place).partition(".")[0] == "mergekit"

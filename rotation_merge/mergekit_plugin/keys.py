@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic.dataclasses import dataclass
@@ -22,6 +23,7 @@ from rotation_merge.config import (
     Option,
     option,
 )
+from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import AlignConfig, MatchConfig
 
 LEGACY = ("int8_mask",)
@@ -166,9 +168,21 @@ def checked(name: str, value: Any) -> Any:
         value = {"none": False, "joint": True, "true": True, "false": False}.get(str(value).lower(), value)
     elif name == "layers":
         value = str(value)
+    elif name == "save_alignment" and isinstance(value, str):
+        _check_inside(value)
     elif value is False and "none" in option.literals:
         value = "none"
     elif value is False and optional and False not in option.words:
         return None
     option.check(name, value, "parameter")
     return None if value == "none" and optional else value
+
+
+def _check_inside(name: str) -> None:
+    """
+    Raises:
+        RecipeError: a file's name leads out of the folder that it is to be written in.
+    """
+    if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] in (os.curdir, os.pardir):
+        problem = f"'{name}' is not a name inside the merged model's folder"
+        raise RecipeError(problem, remedy="write 'true', or a name such as 'maps.safetensors'")

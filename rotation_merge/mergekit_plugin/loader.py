@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mergekit.common import ModelReference
+from mergekit.common import ModelPath, ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.mergekit_plugin.definitions import read_as
+from rotation_merge.mergekit_plugin.document import walk, with_models
+from rotation_merge.model.folder import fetched
+from rotation_merge.model.gguf import is_gguf
+from rotation_merge.model.open import open_model
 from rotation_merge.model.view import View
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-class PlacedModel(ModelReference, frozen=True):  # type: ignore[call-arg]
-    """A model as one run of one recipe sees it.
+runs = itertools.count(1)
+"""Numbers of the runs of this process."""
 
-    mergekit's cache of loaders is one dictionary for the whole process. No other recipe has this reference, so all
-    others read the untouched weights.
+
+class StandIn(ModelReference, frozen=True):  # type: ignore[call-arg]
+    """A model under a reference that no other recipe has; for one in GGUF the folder that is made from it.
+
+    mergekit's cache of loaders is one dictionary for the whole process, so all others read the untouched weights.
 
     Attributes:
         run: number of the run.
@@ -26,18 +40,24 @@ class PlacedModel(ModelReference, frozen=True):  # type: ignore[call-arg]
     run: int
 
     @classmethod
-    def of(cls, reference: ModelReference, run: int) -> PlacedModel:
-        """A model's reference in a run."""
-        return cls.model_construct(**dict(reference), run=run)
+    def of(cls, reference: ModelReference, run: int = 0, cache: str | None = None) -> Self:
+        """A model's reference in a run.
 
-    @property
-    def original(self) -> ModelReference:
-        """The model's own reference."""
-        return ModelReference.model_construct(**{name: getattr(self, name) for name in ModelReference.model_fields})
+        Args:
+            cache: of the hub.
+        """
+        model = reference.model
+        if is_gguf(model.path):
+            model = ModelPath(path=fetched(model, cache))
+        return cls.model_construct(**{**dict(reference), "model": model, "run": run})
+
+
+class PlacedModel(StandIn, frozen=True):  # type: ignore[call-arg]
+    """A model as one run of one recipe of ours sees it."""
 
     def config(self, trust_remote_code: bool = False) -> Any:
         """Its config, which knows the reference (see `AlignedModule.layer_weights`)."""
-        config = self.original.config(trust_remote_code)
+        config = super().config(trust_remote_code)
         config.placed_model = self
         return config
 
@@ -67,3 +87,20 @@ class ViewLoader:
 
     def flush(self) -> None:
         """Do nothing: a view's files are closed by `folder.close_files`."""
+
+
+@contextmanager
+def decoded(config: MergeConfiguration, options: MergeOptions) -> Iterator[MergeConfiguration]:
+    """A recipe of mergekit's own in which folders stand for models in GGUF; adapters on them are merged when read."""
+    placed: dict[ModelReference, StandIn] = {}
+    for _, model in walk(config):
+        if isinstance(model, ModelReference) and is_gguf(model.model.path) and model not in placed:
+            bare = model.model_copy(update={"lora": None})
+            placed[model] = StandIn.of(bare, next(runs), options.transformers_cache)
+            if model.lora is not None:
+                LoaderCache.loaders[placed[model]] = ViewLoader(open_model(model, options=options, any_base=True))
+    try:
+        yield with_models(config, lambda model: placed.get(model, model))
+    finally:
+        for stand_in in placed.values():
+            LoaderCache.loaders.pop(stand_in, None)

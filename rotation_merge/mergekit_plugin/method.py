@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
 from mergekit.merge_methods.base import MergeMethod, MergeMethodSpec
 
 from rotation_merge.errors import RecipeError
-from rotation_merge.mergekit_plugin.console import one_line
 from rotation_merge.mergekit_plugin.document import METHOD
-
-_REFUSAL = "merge_method rotation_merge aligns whole models and cannot merge single tensors"
-_REMEDY = "use mergekit-yaml or mergekit-multi instead of mergekit-pytorch"
 
 
 class Methods(dict[str, MergeMethod]):
@@ -24,7 +19,7 @@ class Methods(dict[str, MergeMethod]):
 
     def __missing__(self, name: str) -> MergeMethod:
         if name == METHOD:
-            return OURS
+            return RotationMergeMethod()
         from rotation_merge.mergekit_plugin.delegates import OWN
 
         return OWN[name]
@@ -41,15 +36,10 @@ class RotationMergeMethod(MergeMethod):
 
     def validate_inputs(
         self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
-    ) -> None:
-        """Raise, because this is only reached when the planner was bypassed."""
-        with one_line():
-            raise RecipeError(_REFUSAL, remedy=_REMEDY)
+    ) -> NoReturn:
+        """Raise, because this is only reached where `run_merge` is bypassed."""
+        problem = "merge_method rotation_merge aligns whole models and cannot merge single tensors"
+        raise RecipeError(problem, remedy="use mergekit-yaml, mergekit-multi or mergekit.merge.run_merge")
 
-    def _execute(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        with one_line():
-            raise RecipeError(_REFUSAL, remedy=_REMEDY)
-        return ()
-
-
-OURS = RotationMergeMethod()
+    def _execute(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.validate_inputs(())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
@@ -12,35 +12,29 @@ from torch import Tensor
 from rotation_merge.averaging.average import check_finite
 from rotation_merge.matching.pair import as_donor
 from rotation_merge.matching.run import Run
+from rotation_merge.mergekit_plugin.keys import PRESETS
+from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.model.labels import watched
+from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.open import check_present, open_model
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 
 
-class Models:
-    """The models of one recipe by reference, each opened once."""
+class Models(dict[ModelReference, View]):
+    """The models of one recipe by reference, each opened once, when it is asked for."""
 
     def __init__(self, options: MergeOptions, unsupported: str = "error", untie: bool = False) -> None:
+        super().__init__()
         self.options, self.unsupported, self.untie = options, unsupported, untie
-        self._opened: dict[ModelReference, View] = {}
         LoaderCache().setup(options=options)
 
-    def __getitem__(self, reference: ModelReference) -> View:
-        if reference not in self._opened:
-            self._opened[reference] = open_model(
-                reference, untie=self.untie, unsupported=self.unsupported, options=self.options, any_base=True
-            )
-        return self._opened[reference]
-
-    def __iter__(self) -> Iterator[ModelReference]:
-        return iter(self._opened)
-
-    def __contains__(self, reference: object) -> bool:
-        return reference in self._opened
-
-    def __setitem__(self, reference: ModelReference, view: View) -> None:
-        self._opened[reference] = view
+    def __missing__(self, reference: ModelReference) -> View:
+        view = open_model(
+            reference, untie=self.untie, unsupported=self.unsupported, options=self.options, any_base=True
+        )
+        self[reference] = view
+        return view
 
     def together(self, anchor: ModelReference, donors: Iterable[ModelReference], averaged: bool = False) -> None:
         """Open an anchor and its donors, and check that these have its architecture and sizes.
@@ -78,3 +72,24 @@ class Models:
             return tensor
 
         return watched(self[reference], look)
+
+
+def settle_presets(recipe: Recipe, models: Models, donors: Iterable[ModelReference], run: Run | None = None) -> None:
+    """Fill `recipe.relations`, and note the options of each preset."""
+    preset = recipe.value("preset")
+    if preset is None:
+        return
+    for donor in donors:
+        if donor == recipe.base:
+            continue
+        preset_name = str(preset)
+        words = f"Preset {preset_name}"
+        if preset == "auto":
+            cosine = likeness(models[recipe.base], models[donor])
+            preset_name = "near" if cosine >= RELATED else "far"
+            measured = f"mean cosine of its matrices to the base's: {cosine_text(cosine)}"
+            words = f"Preset auto: {preset_name} for `{donor}` ({measured})"
+        recipe.relations[donor] = preset_name
+        options = ", ".join(f"{name}: {value}" for name, value in PRESETS[preset_name].items())
+        if run is not None:
+            run.note(f"{words}: {options}, unless the recipe says otherwise.")

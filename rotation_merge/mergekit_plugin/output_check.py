@@ -12,7 +12,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
 from rotation_merge.errors import named, printable, short
-from rotation_merge.mergekit_plugin.parts import tokenizer_source
+from rotation_merge.mergekit_plugin.rules import tokenizer_source
 from rotation_merge.model.folder import folder_of
 from rotation_merge.report.integrity import Contents, Defect, check_folder
 from rotation_merge.report.integrity.mending import copy_companions
@@ -32,7 +32,7 @@ def complete(config: MergeConfiguration, folder: str, options: MergeOptions) -> 
         so that no merge is lost.
     """
     parents, copied = parent_folders(config, options), list[str]()
-    with_tokenizer = options.copy_tokenizer or tokenizer_source(config.model_dump(exclude_none=True))[1]
+    with_tokenizer = options.copy_tokenizer or tokenizer_source(config)
     without = () if with_tokenizer else OF_TOKENIZER
     try:
         copied = copy_companions(folder, parents, without)

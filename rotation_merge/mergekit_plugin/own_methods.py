@@ -12,7 +12,6 @@ from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.averaging.models import MergedModels, MergeLog
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.average import check_parameters, resolved
-from rotation_merge.mergekit_plugin.donor_checks import check_pool
 from rotation_merge.mergekit_plugin.loader import PlacedModel
 from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.mergekit_plugin.statistics import opened_statistics, output_statistics
@@ -105,7 +104,6 @@ def _samples(method: OwnMethod, views: RecipeViews) -> Callable[[], Sequence[Bat
     data = files.pop()
     if data is None:
         return None
-    check_pool(views.donors)
     views.session.run.used("matching of activations", str(data), SAMPLES)
     anchor, seed = str(views.recipe.base), views.session.options.random_seed or 0
 

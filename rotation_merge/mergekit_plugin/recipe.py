@@ -5,31 +5,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from mergekit.common import ModelReference, dtype_from_name
-from mergekit.config import (
-    ConfigReader,
-    InputModelDefinition,
-    InputSliceDefinition,
-    MergeConfiguration,
-    evaluate_setting,
-)
+from mergekit.config import ConfigReader, MergeConfiguration, evaluate_setting
 from mergekit.merge_methods.base import MergeMethod
-from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 
 from rotation_merge.averaging.methods import OwnMethod
-from rotation_merge.config import MODEL, READ, WRITTEN, Kind
+from rotation_merge.config import MODEL, READ, Kind
 from rotation_merge.errors import RecipeError
 from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, ROOM, WORK, Input, Output
 from rotation_merge.matching.options import AlignConfig, VaryingOptions
 from rotation_merge.mergekit_plugin.delegates import OWN
-from rotation_merge.mergekit_plugin.document import Document, documents, is_ours, read_from, recipe_file
+from rotation_merge.mergekit_plugin.document import Document, documents, is_ours, walk
 from rotation_merge.mergekit_plugin.keys import (
     BY_NAME,
     EACH,
@@ -40,8 +33,7 @@ from rotation_merge.mergekit_plugin.keys import (
     checked,
     names,
 )
-from rotation_merge.mergekit_plugin.parts import items, leaves
-from rotation_merge.mergekit_plugin.rules import check, is_plain
+from rotation_merge.mergekit_plugin.rules import MODELS, check, check_structure, is_plain, leaves, scopes
 
 ALIGNMENT = "alignment.safetensors"
 """File that `save_alignment: true` writes beside a merged model."""
@@ -84,16 +76,16 @@ class Recipe:
         Raises:
             RecipeError: the first fault, its place and the remedy.
         """
-        return cls.of(Document(config.model_dump(exclude_none=True)), config)
+        return cls.of(Document({}, config=config))
 
     @classmethod
-    def of(cls, document: Document, config: MergeConfiguration | None = None) -> Recipe:
-        """Read a document, or a configuration and the document it amounts to.
+    def of(cls, document: Document) -> Recipe:
+        """Read a document.
 
         Raises:
             RecipeError: the first fault, its place and the remedy.
         """
-        recipe = read(document, config)
+        recipe = read(document)
         document.raise_first()
         assert recipe is not None
         return recipe
@@ -135,9 +127,9 @@ class Recipe:
         relation = UNMOVED if self.alone else self.relations.get(donor, "")
         values: dict[str, Any] = dict(RELATIONS.get(relation, {}))
         for name in OPTIONS:
-            value = _setting(name, reader.parameter_sources(donor), block, reader.t)
+            value = self.given(name, reader, donor, block)
             if value is not None:
-                values[name] = checked(name, value)
+                values[name] = value
         return AlignConfig.from_values(values)
 
     def varying(self, reader: ConfigReader, donor: ModelReference) -> AlignConfig:
@@ -149,104 +141,61 @@ class Recipe:
 
     def of_model(self, name: str, reader: ConfigReader, model: ModelReference) -> Any:
         """A parameter of one model; its default where it is not given."""
-        value = self.given_of_model(name, reader, model)
+        value = self.given(name, reader, model)
         return BY_NAME[name].default if value is None else value
 
-    def given_of_model(self, name: str, reader: ConfigReader, model: ModelReference) -> Any:
-        """A parameter of one model; None where it is not given."""
-        value = _setting(name, reader.parameter_sources(model), "", 0.0)
-        return None if value is None else checked(name, value)
+    def given(self, name: str, reader: ConfigReader, model: ModelReference, block: str = "") -> Any:
+        """A parameter of one model in one block; None where it is not given."""
+        for scope in reader.parameter_sources(model):
+            if scope is not None and name in scope:
+                value = evaluate_setting(block, scope[name], reader.t, validate=lambda v: v)
+                if value is not None:
+                    return checked(name, value)
+        return None
 
     def excluded(self, tensor: str) -> bool:
         return tensor in self.own_heads or any(part in tensor for part in self.exclude)
 
 
-def read(document: Document, config: MergeConfiguration | None = None) -> Recipe | None:
-    """Read a document, collecting its faults there; None where it has any, or is not ours.
-
-    Args:
-        config: mergekit's validated form of the document, if it exists.
-    """
+def read(document: Document) -> Recipe | None:
+    """Read a document, collecting its faults there; None where it has any, or is not ours."""
     delegate = check(document)
     if document.first is not None or delegate is None:
         return None
-    value, config = document.value, config or document.config
-    assert config is not None
-    settings = value.get("parameters") or {}
+    config: MergeConfiguration = document.config
+    settings = config.parameters or {}
     values = {name: checked(name, settings[name]) for name in names(RECIPE, EACH) if name in settings}
     words = [word.strip() for word in (values.get("exclude") or "").split(",")]
-    base = config.base_model or next(model for model, _ in entries(config))
     return Recipe(
         config=config,
         document=document,
-        base=base,
+        base=config.base_model or next(model for model, _ in entries(config)),
         delegate=delegate,
-        alone=value["merge_method"] in OWN,
-        plain=is_plain(value, delegate),
+        alone=config.merge_method in OWN,
+        plain=is_plain(config, delegate),
         exclude=tuple(word for word in words if word),
         values={**values, "delegate": delegate.spec.name},
     )
 
 
-def _setting(name: str, scopes: Iterable[Mapping[str, Any] | None], block: str, t: float) -> Any:
-    for scope in scopes:
-        if scope is not None and name in scope:
-            value = evaluate_setting(block, scope[name], t, validate=lambda v: v)
-            if value is not None:
-                return value
-    return None
-
-
-def restore_paths(document: Any, below_parameters: bool = False) -> Any:
-    """Undo mergekit-multi's change of parameters: a model reference written as a mapping becomes a path again.
-
-    (It replaces every string equal to the name of a merge, also where only a string may stand.)
-    """
-    if isinstance(document, dict):
-        if below_parameters and set(document) == set(ModelReference.model_fields):
-            return document["model"]["path"]
-        return {key: restore_paths(item, below_parameters or key == "parameters") for key, item in document.items()}
-    return [restore_paths(item, below_parameters) for item in document] if isinstance(document, list) else document
-
-
-def check_document(content: dict[str, Any]) -> None:
-    """Check a recipe without opening a model, unless its file has been checked already.
-
-    Raises:
-        RecipeError: the first fault.
-    """
-    _, all_checked = recipe_file()
-    if not all_checked:
-        document = Document(content)
-        check(document)
-        document.raise_first()
-
-
-@contextmanager
-def checked_file(path: str) -> Iterator[None]:
-    """Check every document of ours in a recipe file, once for all that is read from it meanwhile.
+def check_file(path: str, text: str) -> None:
+    """Check every document of ours in a recipe file.
 
     Raises:
         RecipeError: the first fault, with line and column, and the number of others.
     """
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
     try:
-        recipes = documents(text)
+        ours = [document for document in documents(text) if is_ours(document.value)]
     except RecipeError as error:
         raise RecipeError(error.what, where=f"{path}, {error.where}", remedy=error.remedy) from error
-    ours = [document for document in recipes if is_ours(document.value)]
     for document in ours:
         check(document)
     first = next((document.first for document in ours if document.first), None)
     if first is not None:
-        position = f"line {first.line}, column {first.column}" if first.line else ""
         more = sum(fault.error for document in ours for fault in document.faults) - 1
         others = f" ({more} more: rotation-merge check {path})" if more else ""
-        place = ", ".join(part for part in (path, position, first.where) if part)
+        place = ", ".join(part for part in (path, f"line {first.line}, column {first.column}", first.where) if part)
         raise RecipeError(first.what, where=place, remedy=f"{first.remedy}{others}")
-    with read_from(path, checked=True):
-        yield
 
 
 def title(model: object, origin: object | None) -> str:
@@ -256,13 +205,7 @@ def title(model: object, origin: object | None) -> str:
 
 def entries(config: MergeConfiguration) -> Iterator[tuple[ModelReference, Mapping[str, Any]]]:
     """Every model that a recipe merges, with its parameters."""
-    listed = (part for part in _parts(config) if isinstance(part, InputModelDefinition | InputSliceDefinition))
-    return ((entry.model, entry.parameters or {}) for entry in listed)
-
-
-def carried_donors(config: MergeConfiguration) -> set[ModelReference]:
-    """Models whose task vector is carried over, into the anchor's vocabulary."""
-    return {model for model, settings in entries(config) if settings.get("finetuned_from") not in (None, "none")}
+    return ((part.model, part.parameters or {}) for _, part in scopes(config) if isinstance(part, MODELS))
 
 
 # --- inputs and outputs ----------------------------------------------------------------------------------------------
@@ -270,23 +213,21 @@ def carried_donors(config: MergeConfiguration) -> set[ModelReference]:
 
 def recipe_inputs(config: MergeConfiguration) -> list[Input]:
     """Everything that a recipe reads, wherever it names it: models, adapters, sources of tokenizers, files."""
-    inputs = [Input(str(reference), "model") for reference in _references(config)]
+    inputs = [Input(str(part), "model") for _, part in walk(config) if isinstance(part, ModelReference)]
     for name, value in _parameters(config):
-        if _names(name, value, READ):
-            inputs.append(Input(value, "model" if BY_NAME[name].option.kind is MODEL else name))
+        option = BY_NAME[name].option
+        if isinstance(option.kind, Kind) and option.kind.role == READ and value not in (*option.words, "none"):
+            inputs.append(Input(value, "model" if option.kind is MODEL else name))
     return list(dict.fromkeys(inputs))
 
 
 def inputs_in(path: str) -> list[Input]:
     """All inputs of the recipes in a file, as far as they can be read."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            recipes = documents(file.read())
-    except (OSError, UnicodeDecodeError, RecipeError):
-        return []
+    recipes: list[Document] = []
+    with suppress(OSError, UnicodeDecodeError, RecipeError), open(path, encoding="utf-8") as file:
+        recipes = [document for document in documents(file.read()) if isinstance(document.value, dict)]
     for recipe in recipes:
-        if isinstance(recipe.value, dict):
-            check(recipe)
+        check_structure(recipe)
     configs = [recipe.config for recipe in recipes if recipe.config is not None]
     return list(dict.fromkeys(read for config in configs for read in recipe_inputs(config)))
 
@@ -297,38 +238,18 @@ def recipe_outputs(config: MergeConfiguration, out: str | None) -> list[Output]:
     Args:
         out: the merged model's folder; None: it is not known yet.
     """
-    outputs = [] if out is None else [Output(out, "OUT", FOLDER), Output(f"{out}{MATCHING_UNFINISHED}", "OUT", WORK)]
-    donors = len({model for model, _ in entries(config)} - {config.base_model})
-    for name, value in _parameters(config):
-        parameter = f"parameters.{name}"
-        if name == "save_alignment" and value and out is not None:
-            outputs += [
-                Output(
-                    file,
-                    parameter,
-                    wrote=lambda file: _is_saved_alignment(file, config),
-                    remedy="name another file, or move it away",
-                )
-                for file in numbered(os.path.join(out, ALIGNMENT if value is True else value), donors)
-            ]
-        elif name != "save_alignment" and _names(name, value, WRITTEN):
-            outputs.append(Output(value, parameter, ROOM, remedy="name another folder"))
+    settings = config.parameters or {}
+    spill = settings.get("spill") or "none"
+    outputs = [] if spill == "none" else [Output(spill, "parameters.spill", ROOM, remedy="name another folder")]
+    if out is None:
+        return outputs
+    outputs += [Output(out, "OUT", FOLDER), Output(f"{out}{MATCHING_UNFINISHED}", "OUT", WORK)]
+    if (name := settings.get("save_alignment")) not in (None, False, "none"):
+        donors = len({model for model, _ in entries(config)} - {config.base_model})
+        remedy = "name another file, or move it away"
+        for file in numbered(os.path.join(out, ALIGNMENT if name is True else name), donors):
+            outputs.append(Output(file, "parameters.save_alignment", wrote=_is_saved_alignment, remedy=remedy))
     return outputs
-
-
-def check_alignment_name(config: MergeConfiguration) -> None:
-    """Refuse a `save_alignment` that names no place inside the merged model's folder.
-
-    Raises:
-        RecipeError: names the value.
-    """
-    for name, value in _parameters(config):
-        if name == "save_alignment" and isinstance(value, str):
-            steps = os.path.normpath(value).split(os.sep)
-            if os.path.isabs(value) or steps[0] in (os.curdir, os.pardir):
-                problem = f"'{value}' is not a name inside the merged model's folder"
-                remedy = "write 'true', or a name such as 'maps.safetensors'"
-                raise RecipeError(problem, where=f"parameters.{name}", remedy=remedy)
 
 
 def numbered(path: str, count: int) -> list[str]:
@@ -337,44 +258,18 @@ def numbered(path: str, count: int) -> list[str]:
     return [f"{stem}{'' if number == 1 else f'-{number}'}{ending}" for number in range(1, max(count, 1) + 1)]
 
 
-def _is_saved_alignment(path: str, config: MergeConfiguration) -> bool:
-    """Whether `save_alignment` wrote a file, for models of this recipe."""
+def _is_saved_alignment(path: str) -> bool:
+    """Whether `save_alignment` wrote a file."""
     try:
         with safe_open(path, framework="pt") as file:
-            facts = json.loads((file.metadata() or {})["made"])
-        origins = {str(value) for name, value in _parameters(config) if name == "finetuned_from"}
-        models = origins | {str(reference) for reference in _references(config)}
-        return facts[KEPT_BY] == "save_alignment" and {facts["anchor"], facts["donor"]} <= models
+            return bool(json.loads((file.metadata() or {})["made"])[KEPT_BY] == "save_alignment")
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):
         return False
 
 
-def _names(name: str, value: Any, role: str) -> bool:
-    """Whether a value of one of our parameters is the name of something that is read, or written."""
-    if name not in BY_NAME or not isinstance(value, str):
-        return False
-    option = BY_NAME[name].option
-    return isinstance(option.kind, Kind) and option.kind.role == role and value not in (*option.words, "none")
-
-
-def _references(config: MergeConfiguration) -> Iterator[ModelReference]:
-    """All models that a configuration names."""
-    return (part for part in _parts(config) if isinstance(part, ModelReference))
-
-
-def _parameters(config: MergeConfiguration) -> Iterator[tuple[str, Any]]:
-    """Names and values of all parameters in a recipe; each value of lists and filters."""
-    for part in _parts(config):
-        for name, setting in items(getattr(part, "parameters", None)):
-            yield from ((name, leaf) for leaf, _ in leaves(setting))
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    """Everything that a configuration is made of, the inner parts first."""
-    if isinstance(value, BaseModel) and not isinstance(value, ModelReference):
-        children = [getattr(value, name) for name in type(value).model_fields]
-    else:
-        children = [item for _, item in items(value)]
-    for child in children:
-        yield from _parts(child)
-    yield value
+def _parameters(config: MergeConfiguration) -> Iterator[tuple[str, str]]:
+    """Names of our parameters in a recipe with every text that they are set to, also in lists and filters."""
+    for _, part in scopes(config):
+        for name, setting in (part.parameters or {}).items():
+            if name in BY_NAME:
+                yield from ((name, value) for _, value in leaves(setting) if isinstance(value, str))

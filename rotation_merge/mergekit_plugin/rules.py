@@ -1,28 +1,31 @@
 """Rules of recipes: every fault of a document that can be seen without a model.
 
-A rule yields what is wrong, each with its path, the problem and the remedy.
+mergekit's own classes judge keys and types, `ParameterSpec` the delegate's parameters, its contract the models; a rule
+here yields what else is wrong, with its path, the problem and the remedy.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
-from importlib import resources
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
-from mergekit import merge_methods
-from mergekit._data import chat_templates
-from mergekit.common import ModelReference, dtype_from_name
+from mergekit import merge
+from mergekit.common import ModelReference
 from mergekit.config import (
     ConditionalParameter,
     InputModelDefinition,
     InputSliceDefinition,
     MergeConfiguration,
+    OutputModuleDefinition,
     OutputSliceDefinition,
 )
 from mergekit.merge_methods.base import BasePolicy, MergeMethod, ParameterScope, ParameterSpec
+from mergekit.tokenizer.config import TokenEmbeddingConfig, TokenizerConfig
 from pydantic import ValidationError
 
 from rotation_merge.architecture.model import Architecture
@@ -30,38 +33,87 @@ from rotation_merge.averaging.parameters import checked as check_value
 from rotation_merge.config import DTYPES
 from rotation_merge.errors import RecipeError, nearest, nearest_path, removed, short
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.mergekit_plugin import delegates
-from rotation_merge.mergekit_plugin.document import METHOD, Document, Path, is_ours
-from rotation_merge.mergekit_plugin.keys import (
-    BLOCK,
-    BY_NAME,
-    DONOR_ONLY,
-    LEGACY,
-    MATCHING,
-    MERGING,
-    OPTIONS,
-    RECIPE,
-    checked,
-)
-from rotation_merge.mergekit_plugin.parts import (
-    ALLOWED,
-    MergeInputs,
-    RecipePart,
+from rotation_merge.mergekit_plugin import delegates, keys
+from rotation_merge.mergekit_plugin.document import (
+    METHOD,
+    MULTI_KEYS,
+    Document,
+    Finding,
+    Path,
     at,
-    groups,
+    is_ours,
     items,
-    leaves,
-    parts,
-    reference,
-    scopes,
-    tokenizer_source,
+    walk,
 )
 
-Finding = tuple[Path, str, str]
-"""Where something is wrong, what, and the remedy."""
+MODELS = (InputModelDefinition, InputSliceDefinition)
 
-MULTI_KEYS = ("name",)
-"""Keys that mergekit-multi adds to a document."""
+ALLOWED: dict[type, tuple[str, ...]] = {
+    MergeConfiguration: (*keys.OPTIONS, *keys.names(keys.EACH, keys.RECIPE)),
+    InputModelDefinition: (*keys.OPTIONS, *keys.OF_MODEL),
+    InputSliceDefinition: (*keys.OPTIONS, *keys.OF_MODEL),
+    OutputSliceDefinition: keys.OPTIONS,
+    OutputModuleDefinition: keys.OPTIONS,
+}
+"""Parts of a recipe with parameters, and those of ours that are allowed there."""
+
+KEYS = {
+    key for kind in (*ALLOWED, TokenizerConfig, TokenEmbeddingConfig, ConditionalParameter) for key in kind.model_fields
+}
+"""Every key of mergekit's recipes."""
+
+
+# --- parts of a recipe -----------------------------------------------------------------------------------------------
+
+
+def scopes(config: MergeConfiguration) -> Iterator[tuple[Path, Any]]:
+    """Every place for parameters in a recipe, and the part that it belongs to."""
+    return (((*path, "parameters"), part) for path, part in walk(config) if type(part) in ALLOWED)
+
+
+def leaves(setting: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The scalars of a setting: itself, the entries of a per-layer list, the values behind filters."""
+    found = walk(setting, path)
+    return ((p, value) for p, value in found if isinstance(value, bool | int | float | str) and p[-1:] != ("filter",))
+
+
+@dataclass(frozen=True)
+class MergeInputs:
+    """Models that are merged together: those of a slice, a module or the whole recipe.
+
+    Attributes:
+        path: their place in the recipe.
+        entries: each model's part, and its place.
+        above: the parameters that hold for all of them.
+        whole: whether they are whole models, to which mergekit adds a base that is not listed.
+    """
+
+    path: Path
+    entries: list[tuple[Path, Any]]
+    above: list[Mapping[str, Any]]
+    whole: bool
+
+    def inputs(self, base: ModelReference | None, whole: bool = False) -> list[ModelReference]:
+        """The delegate's inputs if `base` is its base."""
+        models = [entry.model for _, entry in self.entries]
+        return [*models, base] if (self.whole or whole) and base and base not in models else models
+
+
+def groups(config: MergeConfiguration) -> Iterator[MergeInputs]:
+    """Every set of models for the delegate."""
+    every = list(scopes(config))
+    for path, part in every:
+        listed = "sources" if isinstance(part, OutputSliceDefinition) else "models"
+        if entries := getattr(part, listed, None):
+            place = (*path[:-1], listed)
+            above = [outer.parameters or {} for p, outer in every if path[: len(p) - 1] == p[:-1]]
+            yield MergeInputs(place, [((*place, i), e) for i, e in enumerate(entries)], above, listed == "models")
+
+
+def tokenizer_source(config: MergeConfiguration) -> str | None:
+    """The model that a recipe takes its tokenizer from, if it names one."""
+    source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
+    return source.model.path if isinstance(source, ModelReference) else None
 
 
 # --- a document ------------------------------------------------------------------------------------------------------
@@ -70,301 +122,265 @@ MULTI_KEYS = ("name",)
 def check(document: Document) -> MergeMethod | None:
     """Collect every fault of one document that can be seen without a model.
 
+    What may only seem to be missing is looked for once no word is misspelt.
+
     Returns:
         The delegate of a recipe of ours, or the nearest to what is none; None for other recipes, or where none is near.
     """
-    value = document.value
-    _collect(document, _keys(value), _types(document))
-    if not is_ours(value, misspelt=False):
-        _collect(document, _method(value.get("merge_method")))
+    if document.config is None:
+        check_structure(document)
+    config = document.config
+    if config is None:
         return None
-    delegate = _delegate(value)
-    _collect(document, _top(document), _parameters(value, delegate), _slices(value))
-    if delegate is not None:
-        _collect(document, _contract(document, delegate), _unused_options(value))
+    if not is_ours(dict(config), misspelt=False):
+        known = [METHOD, *delegates.names()]
+        if (name := config.merge_method) not in known:
+            document.fault(("merge_method",), f"there is no merge method '{name}'", nearest(name, known))
+        return None
+    delegate = _delegate(config)
+    document.collect(_whole(config), _parameters(config, delegate), _unused_options(config))
+    document.collect(_slices(config), _conflicts(config))
+    if delegate is not None and not document.misspelt:
+        document.collect(_contract(config, delegate))
     return delegate
 
 
-def _collect(document: Document, *rules: Iterator[Finding]) -> None:
-    for rule in rules:
-        for finding in rule:
-            document.fault(*finding)
-
-
-def _keys(value: Any) -> Iterator[Finding]:
-    for part in parts(value):
-        more = () if part.path else MULTI_KEYS
-        yield from _unknown(part.path, part.value, (*part.kind.model_fields, *more))
-
-
-def _unknown(path: Path, value: Any, known: Collection[str]) -> Iterator[Finding]:
-    for key in value if isinstance(value, Mapping) else ():
-        if key not in known:
-            remedy = "it belongs under 'parameters'" if not path and key in BY_NAME else nearest(str(key), known)
-            yield (*path, str(key)), f"there is no key '{key}' here", remedy
-
-
-def _types(document: Document) -> Iterator[Finding]:
-    """mergekit's own validation, every error at its place."""
+def check_structure(document: Document) -> None:
+    """mergekit's own validation, every error at its place; unknown keys do not keep the rest from being read."""
+    validate = MergeConfiguration.__pydantic_validator__.validate_python
     content = {key: value for key, value in document.value.items() if key not in MULTI_KEYS}
     try:
-        document.config = MergeConfiguration.__pydantic_validator__.validate_python(content)
+        document.config = validate(content, extra="forbid")
     except ValidationError as error:
-        reported: list[Path] = []
-        for problem in error.errors():
-            path = tuple(problem["loc"])
-            if problem["type"] == "missing" and document.misspelt(path):
-                continue
-            while path and path[-1] not in dict(items(at(document.value, path[:-1]))):
-                path = path[:-1]
-            if not any(place[: len(path)] == path for place in reported):
-                reported.append(path)
-                yield path, *explain(problem)
+        document.collect(findings(error, content))
+        with suppress(ValidationError, RuntimeError, ValueError):
+            document.config = validate(content)
     except (RuntimeError, TypeError, ValueError) as error:
-        yield (), str(error), "see mergekit's documentation"
+        document.fault((), str(error), "see mergekit's documentation")
+
+
+def findings(error: ValidationError, content: Any) -> Iterator[Finding]:
+    """pydantic's errors in words, one for each place: unknown keys first, for which others may be missing."""
+    reported: list[Path] = []
+    for problem in sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden"):
+        path: Path = ()
+        for step in problem["loc"]:  # members of unions are steps, too
+            path = (*path, step) if step in dict(items(at(content, path))) else path
+        place = path[: path.index("parameters") + 2] if "parameters" in path else path  # a setting is of many forms
+        if not any(known[: len(place)] == place for known in reported):
+            reported.append(path)
+            yield path, *explain(problem)
 
 
 def explain(error: Mapping[str, Any]) -> tuple[str, str]:
-    """One of pydantic's errors in words: problem and remedy."""
+    """One of pydantic's errors: problem and remedy."""
     place, given = error["loc"], error.get("input")
+    if error["type"] == "extra_forbidden":
+        placed = "it belongs under 'parameters'" if len(place) == 1 and place[0] in keys.BY_NAME else ""
+        return f"there is no key '{place[-1]}' here", placed or nearest(str(place[-1]), KEYS)
     if error["type"] == "missing":
         return f"'{place[-1]}' is missing", f"add '{place[-1]}: ...'"
     if "parameters" in place[:-1]:
         return "this is not a value", "write a number or a word, a list of them, or a list of {filter: ..., value: ...}"
-    words = {"list_type": "a list", "dict_type": "a mapping of keys to values", "string_type": "a word"}
-    if not error["type"].startswith("model") and error["type"] not in words:
-        return f"{error['msg'][:1].lower()}{error['msg'][1:]}", "see mergekit's documentation"
-    expected = words.get(error["type"], words["dict_type"])
-    if place[-1] in ("model", "base_model"):
-        expected = "a directory or org/name"
+    problem = error["msg"].partition(" or instance of")[0]
+    if place[-1:] in (("model",), ("base_model",)):
+        problem = "a directory or org/name is expected here"
     listed = isinstance(given, str) and place[-2:-1] == ("models",)
-    return f"{expected} is expected here", f"write '- model: {given}'" if listed else f"it is {str(given)[:60]!r}"
+    remedy = f"write '- model: {given}'" if listed else f"it is {short(repr(given))}"
+    return f"{problem[:1].lower()}{problem[1:]}", remedy
 
 
-def _method(name: object) -> Iterator[Finding]:
-    known = [METHOD, *delegates.OWN, *(method.spec.name for method in merge_methods.registered_methods())]
-    if isinstance(name, str) and name not in known:
-        yield ("merge_method",), f"there is no merge method '{name}'", nearest(name, known)
+def delegate_name(config: MergeConfiguration) -> Any:
+    """What a recipe of ours names as its delegate."""
+    if config.merge_method != METHOD:
+        return config.merge_method
+    return (config.parameters or {}).get("delegate", keys.BY_NAME["delegate"].default)
 
 
-def _delegate(value: Mapping[str, Any]) -> MergeMethod | None:
+def _delegate(config: MergeConfiguration) -> MergeMethod | None:
     """The delegate, or the one with the nearest name."""
-    method = value["merge_method"]
-    name, known = str(delegate_name(value) if method == METHOD else method), delegates.names()
+    name, known = str(delegate_name(config)), delegates.names()
     close = [name] if name in known else difflib.get_close_matches(name, known, n=1)
     return delegates.get(close[0]) if close else None
 
 
-def delegate_name(value: Mapping[str, Any]) -> Any:
-    """What a recipe of ours names as its delegate."""
-    name = at(value, ("parameters", "delegate"))
-    return BY_NAME["delegate"].default if name is None else name
-
-
-def _top(document: Document) -> Iterator[Finding]:
-    """Entries of the whole recipe."""
-    value, name, known = document.value, delegate_name(document.value), delegates.names()
-    alone = value["merge_method"] != METHOD
-    if value.get("base_model") is None and not alone and not document.misspelt(("base_model",)):
-        yield (), "base_model is missing", "name the model that donors are aligned to"
-    for key in ("dtype", "out_dtype"):
-        yield from _dtype(key, value.get(key))
-    yield from _chat_template(value.get("chat_template"))
-    path, source = tokenizer_source(value)  # refused before it is searched on the hub
+def _whole(config: MergeConfiguration) -> Iterator[Finding]:
+    """Entries of the whole recipe; mergekit reads the chat template when all weights have been merged."""
+    for key, dtype in (("dtype", config.dtype), ("out_dtype", config.out_dtype)):
+        if dtype is not None and dtype.removeprefix("torch.") not in DTYPES:
+            yield (key,), f"{key} is '{dtype}', which is no type of weights", nearest(dtype, DTYPES)
+    if config.chat_template != "auto":
+        try:
+            merge._set_chat_template(SimpleNamespace(), config)
+        except RuntimeError:
+            problem = f"there is no chat template '{short(config.chat_template)}'"
+            yield ("chat_template",), problem, "write auto, the name of one that mergekit has, or a template"
+    source = tokenizer_source(config)  # refused before it is searched on the hub
     if source and not os.path.exists(source) and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+        path = ("tokenizer", "source") if config.tokenizer else ("tokenizer_source",)
         remedy = nearest_path(source, "name a model with its tokenizer, or write base or union")
         yield path, f"{source}: no such directory", remedy
-    if not alone and not (isinstance(name, str) and name in known):
+    name, known = delegate_name(config), delegates.names()
+    if not isinstance(name, str) or name not in known:
         yield ("parameters", "delegate"), f"no merge method '{name}' to delegate to", nearest(str(name), known)
-
-
-def _dtype(key: str, value: Any) -> Iterator[Finding]:
-    try:
-        dtype = dtype_from_name(value)
-    except (RuntimeError, AttributeError):
-        yield (key,), f"{key} is {value!r}, which does not exist", nearest(str(value), DTYPES)
-        return
-    if dtype is not None and not dtype.is_floating_point:
-        problem = f"{key} is {value!r}, weights are floating-point numbers"
-        yield (key,), problem, f"choose one of: {', '.join(DTYPES)}"
-
-
-def _chat_template(value: Any) -> Iterator[Finding]:
-    """mergekit reads it when all weights have been merged: auto, the name of a template it ships, or a template."""
-    shipped = [file.name.removesuffix(".jinja") for file in resources.files(chat_templates).iterdir()]
-    known = sorted({"auto", *(name for name in shipped if not name.startswith("__"))})
-    if isinstance(value, str) and value not in known and (len(value) < 20 or "{" not in value):
-        yield ("chat_template",), f"there is no chat template '{short(value)}'", nearest(value, known)
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------
 
 
-def _parameters(value: Mapping[str, Any], delegate: MergeMethod | None) -> Iterator[Finding]:
+def _parameters(config: MergeConfiguration, delegate: MergeMethod | None) -> Iterator[Finding]:
     """Every parameter: whether it exists, may stand there, and has an effect; then its values."""
-    specs = delegates.parameters(delegate.spec.name) if delegate else {}
-    alone = value["merge_method"] != METHOD
-    for scope, part in scopes(value):
-        allowed = [name for name in ALLOWED[part.kind] if name in MERGING or not alone]
-        for name, setting in part.parameters.items():
-            path = (*scope, str(name))
-            if name in allowed or name in specs:
-                yield from ((path, *finding) for finding in _without_effect(value, part, name, delegate))
-                yield from _values(path, name, setting, specs.get(name))
-            elif name in BY_NAME:
-                yield path, *_misplaced(name, value["merge_method"])
-            elif delegate is not None and name not in LEGACY:
-                remedy = nearest(str(name), [*specs, *allowed])
-                if any(
-                    spec.name == name for known in delegates.names() for spec in delegates.get(known).spec.parameters
-                ):
-                    remedy = removed(str(name)) or "leave it out"
-                yield path, f"there is no parameter '{name}' (delegate {delegate.spec.name})", remedy
+    specs = {spec.name: spec for spec in delegate.spec.parameters} if delegate else {}
+    for path, part in scopes(config):
+        allowed = [name for name in ALLOWED[type(part)] if name in keys.MERGING or config.merge_method == METHOD]
+        for name, setting in (part.parameters or {}).items():
+            place = (*path, name)
+            if name in keys.BY_NAME and name not in (*allowed, *specs):
+                yield place, *_misplaced(name, config.merge_method)
+            elif name in keys.BY_NAME and _is_no_value(name, setting):
+                if name != "delegate":  # of which it has been said that it is no method
+                    problem = f"parameter '{name}' applies to the whole model and takes no lists or filters"
+                    yield place, problem, "give one value; for 'layers' ranges such as '0-5,11' in one string"
+            elif name in keys.BY_NAME or name in specs:
+                yield from _without_effect(config, place, part, delegate)
+                yield from _values(place, setting, specs.get(name))
+            elif delegate is not None and name not in keys.LEGACY:
+                elsewhere = (spec.name for known in delegates.names() for spec in delegates.get(known).spec.parameters)
+                remedy = removed(name) or "leave it out" if name in elsewhere else nearest(name, [*specs, *allowed])
+                yield place, f"there is no parameter '{name}' (delegate {delegate.spec.name})", remedy
 
 
 def _misplaced(name: str, method: str) -> tuple[str, str]:
     """A parameter of ours that may not stand there: problem and remedy."""
-    if method != METHOD and name not in MERGING:
+    if method != METHOD and name not in keys.MERGING:
         problem = f"parameter '{name}' is not for 'merge_method: {method}', which merges models as they are"
         return problem, f"write 'merge_method: {METHOD}', and 'delegate: {method}' under parameters"
-    places = {RECIPE: "under the recipe's 'parameters'", DONOR_ONLY: "under one donor's 'parameters'"}
-    place = places.get(BY_NAME[name].option.scope, "under one model, or under the recipe")
-    return f"parameter '{name}' does not belong here", f"move it {place}"
-
-
-def _without_effect(
-    value: Mapping[str, Any], part: RecipePart, name: str, delegate: MergeMethod | None
-) -> Iterator[tuple[str, str]]:
-    """A parameter that the delegate does not read, or not under one model."""
-    if delegate is None or _is_no_value(name, part.parameters[name]):
-        return
-    method, readers = delegate.spec.name, BY_NAME[name].option.delegates if name in BY_NAME else ()
-    if readers and method not in readers and not (name in ("data", "samples") and _takes_samples(value, part)):
-        problem = f"parameter '{name}' has no effect with delegate {method}"
-        yield problem, f"leave it out; it is read by delegate {', '.join(readers)}"
-    shared = [spec.name for spec in delegate.spec.parameters if spec.scope == ParameterScope.SHARED]
-    if name in shared and part.kind in (InputModelDefinition, InputSliceDefinition):
-        problem = f"parameter '{name}' of delegate {method} has no effect under one model"
-        yield problem, "move it under the recipe's 'parameters'"
-
-
-def _takes_samples(value: Mapping[str, Any], part: RecipePart) -> bool:
-    """Whether samples carry or match donors: those of a part, or all of them where it is the recipe."""
-    every = [other.parameters for _, other in scopes(value)]
-    carried = [part.parameters] if part.path else every
-    return any("match_on" in settings for settings in every) or any("finetuned_from" in each for each in carried)
+    return f"parameter '{name}' does not belong here", f"it stands {keys.PLACES[keys.BY_NAME[name].option.scope]}"
 
 
 def _is_no_value(name: str, setting: Any) -> bool:
     """Whether a parameter of the whole model has a list, or filters."""
-    return name in BY_NAME and BY_NAME[name].option.scope != BLOCK and isinstance(setting, list | tuple | Mapping)
+    return keys.BY_NAME[name].option.scope != keys.BLOCK and isinstance(setting, list | ConditionalParameter)
 
 
-def _values(path: Path, name: str, setting: Any, spec: ParameterSpec | None) -> Iterator[Finding]:
-    """The form of a parameter's setting, and its values."""
-    if _is_no_value(name, setting):
-        if name != "delegate":  # of which it has been said that it is no method
-            problem = f"parameter '{name}' applies to the whole model and takes no lists or filters"
-            yield path, problem, "write ranges such as '0-5,11' in one string" if name == "layers" else "give one value"
+def _without_effect(
+    config: MergeConfiguration, place: Path, part: Any, delegate: MergeMethod | None
+) -> Iterator[Finding]:
+    """A parameter that the delegate does not read, or not under one model."""
+    if delegate is None:
         return
-    listed = [((*path, i), item) for i, item in enumerate(setting)] if isinstance(setting, list) else []
-    for place, item in [(path, setting), *listed]:
-        yield from _unknown(place, item, tuple(ConditionalParameter.model_fields))
-    for leaf, place in leaves(setting, path):
+    name, method = str(place[-1]), delegate.spec.name
+    readers = keys.BY_NAME[name].option.delegates if name in keys.BY_NAME else ()
+    settings = {name for _, scope in scopes(config) for name in scope.parameters or {}}
+    sampled = name in ("data", "samples") and {"match_on", "finetuned_from"} & settings
+    if readers and method not in readers and not sampled:
+        problem = f"parameter '{name}' has no effect with delegate {method}"
+        yield place, problem, f"leave it out; it is read by delegate {', '.join(readers)}"
+    shared = [spec.name for spec in delegate.spec.parameters if spec.scope == ParameterScope.SHARED]
+    if name in shared and isinstance(part, MODELS):
+        problem = f"parameter '{name}' of delegate {method} has no effect under one model"
+        yield place, problem, "move it under the recipe's 'parameters'"
+
+
+def _values(path: Path, setting: Any, spec: ParameterSpec | None) -> Iterator[Finding]:
+    """Values that a parameter cannot have: one of ours, or of the delegate."""
+    name = str(path[-1])
+    for place, value in leaves(setting, path):
         try:
-            if name in BY_NAME and name != "delegate":
-                checked(name, leaf)
+            if name in keys.BY_NAME and name != "delegate":
+                keys.checked(name, value)
             if spec is not None:
-                check_value(spec, leaf)
+                check_value(spec, value)
         except RecipeError as error:
             yield place, error.what, error.remedy or ""
 
 
-def _unused_options(value: Mapping[str, Any]) -> Iterator[Finding]:
+def _unused_options(config: MergeConfiguration) -> Iterator[Finding]:
     """Matching options without effect: the donors are moved by files under `alignment`.
 
     Where slices bring together layers of different places, what a file does not hold is matched: options count there.
     """
-    base, moved = reference(value.get("base_model")), dict[Path, bool]()
-    for group in groups(value):
-        spans = [at(entry.value, ("layer_range",)) for entry in group.entries]
-        for entry in group.entries:
-            if entry.model != base:
-                file = entry.parameters.get("alignment")
-                moved[entry.path] = file not in (None, False, "none") and all(span == spans[0] for span in spans)
-    for path, part in scopes(value):
-        donors = [donor for donor in moved if donor[: len(part.path)] == part.path]
+    moved = dict[Path, bool]()
+    for group in groups(config):
+        meeting = len({getattr(entry, "layer_range", None) for _, entry in group.entries}) == 1
+        for path, entry in group.entries:
+            if entry.model != config.base_model:
+                file = (entry.parameters or {}).get("alignment")
+                moved[path] = file not in (None, False, "none") and meeting
+    for path, part in scopes(config):
+        donors = [donor for donor in moved if donor[: len(path) - 1] == path[:-1]]
         if donors and all(moved[donor] for donor in donors):
-            one = part.path in moved
-            why = "the file under 'alignment' moves this donor" if one else "files under 'alignment' move every donor"
-            for name in part.parameters:
-                if name in MATCHING:
-                    yield (*path, str(name)), f"'{name}' has no effect: {why}", "leave out one of the two"
+            for name in part.parameters or {}:
+                if name in keys.MATCHING:
+                    problem = f"'{name}' has no effect: the file under 'alignment' moves the donor"
+                    yield (*path, name), problem, "leave out one of the two"
 
 
 # --- slices, and the delegate's contract -----------------------------------------------------------------------------
 
 
-def _slices(value: Mapping[str, Any]) -> Iterator[Finding]:
+def _slices(config: MergeConfiguration) -> Iterator[Finding]:
     """Sources of a slice have equally long ranges of layers, from a first to a later one, and the recipe's anchor."""
-    anchor = reference(value.get("base_model"))
-    for part in parts(value):
-        if part.kind is OutputSliceDefinition:
-            named = reference(at(part.value, ("base_model",)))
-            if named is not None and named != anchor:
-                problem = f"base_model is {named}, that of the recipe is {anchor}"
-                yield part.path, problem, "all slices share one anchor; remove the slice's own base_model"
-            yield from _lengths(part)
+    for path, part in walk(config):
+        if not isinstance(part, OutputSliceDefinition):
+            continue
+        if part.base_model not in (None, config.base_model):
+            problem = f"base_model is {part.base_model}, that of the recipe is {config.base_model}"
+            yield path, problem, "all slices share one anchor; remove the slice's own base_model"
+        lengths = []
+        for step, source in enumerate(part.sources):
+            lengths.append(source.layer_range[1] - source.layer_range[0])
+            if not 0 <= source.layer_range[0] < source.layer_range[1]:
+                place = (*path, "sources", step, "layer_range")
+                yield place, f"layer_range is {list(source.layer_range)}", "write [first layer, one after the last]"
+        if len(set(lengths)) != 1:
+            problem = f"its sources have {', '.join(map(str, lengths))} layers" if lengths else "it has no sources"
+            yield path, problem, "give every source of a slice the same number of layers"
 
 
-def _lengths(piece: RecipePart) -> Iterator[Finding]:
-    lengths = []
-    for step, source in items(at(piece.value, ("sources",))):
-        span = at(source, ("layer_range",))
-        if not isinstance(span, list | tuple) or [type(end) for end in span] != [int, int]:
-            return
-        if not 0 <= span[0] < span[1]:
-            place = (*piece.path, "sources", step, "layer_range")
-            yield place, f"layer_range is {list(span)}", "write [first layer, one after the last]"
-            return
-        lengths.append(span[1] - span[0])
-    if len(set(lengths)) != 1:
-        problem = f"its sources have {', '.join(map(str, lengths))} layers" if lengths else "it has no sources"
-        yield piece.path, problem, "give every source of a slice the same number of layers"
+def _conflicts(config: MergeConfiguration) -> Iterator[Finding]:
+    """Parameters that other entries leave no place for."""
+    pieces = [part.sources for _, part in walk(config) if isinstance(part, OutputSliceDefinition)]
+    reasons = dict[str, str]()
+    if (config.parameters or {}).get("anchor") == "mean":
+        names = ("match_on", "finetuned_from", "alignment")
+        reasons |= dict.fromkeys(names, "'anchor: mean' aligns whole models together, on their weights")
+    if any(source.layer_range != sources[0].layer_range for sources in pieces for source in sources):
+        samples = ["data"] if delegate_name(config) == "ot_fusion" else []
+        reasons |= dict.fromkeys(["match_on", "save_alignment", *samples], "the slices pair layers differently")
+    if config.tokenizer or config.tokenizer_source:
+        reasons["heads_of"] = "'tokenizer' changes the vocabulary of all heads"
+    for path, part in scopes(config):
+        for name, value in (part.parameters or {}).items():
+            if name in reasons and value not in (None, False, "none", "weights", "base"):
+                yield (*path, name), f"'{name}' cannot be used: {reasons[name]}", "leave out one of the two"
 
 
-def is_plain(value: Mapping[str, Any], delegate: MergeMethod) -> bool:
+def is_plain(config: MergeConfiguration, delegate: MergeMethod) -> bool:
     """Whether the delegate receives the anchor as an ordinary model, not as its base.
 
     True where the delegate's contract admits these models only without a base: passthrough then gets the donor alone,
     nuslerp the anchor and a donor as two ordinary models.
     """
-    contract, base = delegate.spec.contract, reference(value.get("base_model"))
+    contract, base = delegate.spec.contract, config.base_model
     if contract.max_inputs == 1 or base is None or contract.base == BasePolicy.FORBIDDEN:
         return True
-
-    def admitted(base: ModelReference | None) -> bool:
-        try:
-            for group in groups(value):
-                models = replace(group, whole=True).inputs(base)
-                contract.validate_ids(models, base)
-        except ValueError:
-            return False
-        return True
-
-    return contract.base == BasePolicy.OPTIONAL and not admitted(base) and admitted(None)
+    try:
+        for group in groups(config):
+            contract.validate_ids(group.inputs(base, whole=True), base)
+    except ValueError:
+        return bool(contract.base == BasePolicy.OPTIONAL)
+    return False
 
 
-def _contract(document: Document, delegate: MergeMethod) -> Iterator[Finding]:
-    """Violations of the delegate's contract, and missing parameters."""
-    value, spec = document.value, delegate.spec
-    base = reference(value.get("base_model"))
-    if value["merge_method"] != METHOD and base is None and spec.contract.base == BasePolicy.REQUIRED:
-        if not document.refused(("base_model",)) and not document.misspelt(("base_model",)):
-            yield (), "base_model is missing", "name the model that the others were fine-tuned from"
+def _contract(config: MergeConfiguration, delegate: MergeMethod) -> Iterator[Finding]:
+    """A missing base, violations of the delegate's contract, and missing parameters."""
+    spec, base = delegate.spec, config.base_model
+    if base is None and (config.merge_method == METHOD or spec.contract.base == BasePolicy.REQUIRED):
+        yield (), "base_model is missing", "name the model that the others are aligned to, or were fine-tuned from"
         return
-    base = None if is_plain(value, delegate) else base
-    for group in groups(value):
+    base = None if is_plain(config, delegate) else base
+    for group in groups(config):
         inputs = group.inputs(base)
         try:
             delegate.validate_inputs(inputs, base)
@@ -373,78 +389,56 @@ def _contract(document: Document, delegate: MergeMethod) -> Iterator[Finding]:
             count = f"{len(inputs)} models, the base among them" if base in inputs else f"{len(inputs)} models"
             remedy = f"it is given {count}; add or remove models, or choose another delegate"
             yield group.path, f"delegate {spec.name}: {text[:1].lower()}{text[1:]}", remedy
-        for path, name, of, remedy in _missing(document, delegate, group, base):
-            yield path, f"delegate {spec.name} needs the parameter '{name}'{of}", remedy
+        yield from _missing(delegate, group, base)
 
 
-def _missing(
-    document: Document, delegate: MergeMethod, group: MergeInputs, base: ModelReference | None
-) -> Iterator[tuple[Path, str, str, str]]:
-    """Parameters that a delegate needs: the place, the name, whose it is, and the remedy."""
-    needed = [spec for spec in delegate.spec.parameters if spec.required]
-    for spec in needed:
-        name = spec.name
-        if any(name in part.parameters for part in group.above):
+def _missing(delegate: MergeMethod, group: MergeInputs, base: ModelReference | None) -> Iterator[Finding]:
+    """Parameters that a delegate needs and is not given."""
+    for spec in delegate.spec.parameters:
+        name, problem = spec.name, f"delegate {delegate.spec.name} needs the parameter '{spec.name}'"
+        if not spec.required or any(name in settings for settings in group.above):
             continue
         if spec.scope == ParameterScope.SHARED:
-            if not document.misspelt(("parameters", name)):
-                yield ("parameters",), name, "", f"add '{name}' to the parameters"
+            yield ("parameters",), problem, f"add '{name}' to the parameters"
             continue
         takes_base = spec.scope != ParameterScope.NON_BASE
-        for entry in group.entries:
-            given = name in entry.parameters or document.misspelt((*entry.path, name))
-            if not given and (takes_base or entry.model != base):
-                yield entry.path, name, f" for {entry.model}", f"add 'parameters: {{{name}: ...}}'"
+        for path, entry in group.entries:
+            if name not in (entry.parameters or {}) and (takes_base or entry.model != base):
+                yield path, f"{problem} for {entry.model}", f"add 'parameters: {{{name}: ...}}'"
         if takes_base and len(group.inputs(base)) > len(group.entries):
             remedy = f"list {base} under 'models' with its own '{name}' (0 leaves it out)"
-            yield ("base_model",), name, f" for {base}, the base", remedy
+            yield ("base_model",), f"{problem} for {base}, the base", remedy
 
 
 # --- names in models -------------------------------------------------------------------------------------------------
 
 
-def check_words(document: Document, architecture: Architecture, tensors: Iterable[str]) -> None:
-    """Check that layers and parts of names in a recipe exist in the models.
+def check_names(document: Document, architecture: Architecture, tensors: Iterable[str]) -> None:
+    """Check that layers, parts of names and filters in a recipe exist in the models.
+
+    Filters of alignment options see blocks, not tensors.
 
     Args:
         architecture: of the anchor.
         tensors: names of all models' tensors.
     """
-    known = sorted(set(tensors))
-    for path, part in scopes(document.value):
-        for leaf, place in leaves(part.parameters.get("layers"), (*path, "layers")):
-            try:
-                AlignConfig(layers=checked("layers", leaf)).check_layers(architecture)
-            except RecipeError as error:
-                document.fault(place, error.what, error.remedy or "")
-    option_path = ("parameters", "exclude")
-    for word in str(at(document.value, option_path) or "").split(","):
-        if word.strip() and not any(word.strip() in name for name in known):
-            document.fault(option_path, f"no tensor name contains '{word.strip()}'", _like(word.strip(), known))
-
-
-def _like(word: str, names: list[str]) -> str:
-    """Parts of names that resemble a word."""
-    steps = {step for name in names for step in name.split(".") if not step.isdigit()}
-    close = difflib.get_close_matches(word.rpartition(".")[2], sorted(steps), n=3, cutoff=0.4)
-    if close:
-        return f"names contain {', '.join(close)}"
-    return f"names are like '{names[0]}'" if names else "none is known"
-
-
-def check_filters(document: Document, blocks: Iterable[str]) -> None:
-    """Collect filters of alignment options that match no block: they see blocks, not tensors.
-
-    Args:
-        blocks: module paths of the anchor's blocks.
-    """
-    known = list(blocks)
-    example = next((name for name in known if name.endswith(".0")), known[0])
+    blocks, known = [block.name for block in architecture.blocks], sorted(set(tensors))
+    example = next((name for name in blocks if name.endswith(".0")), blocks[0])
     remedy = f"alignment options apply to whole blocks, with names such as '{example}'"
-    for path, part in scopes(document.value):
-        for option in part.parameters.keys() & set(OPTIONS):
-            setting = part.parameters[option]
-            for condition in setting if isinstance(setting, list) else [setting]:
-                text = at(condition, ("filter",))
-                if text not in (None, "*") and not any(text in name for name in known):
+    for path, part in scopes(document.config):
+        settings = part.parameters or {}
+        if "layers" in settings:
+            try:
+                AlignConfig(layers=keys.checked("layers", settings["layers"])).check_layers(architecture)
+            except RecipeError as error:
+                document.fault((*path, "layers"), error.what, error.remedy or "")
+        for option in settings.keys() & set(keys.OPTIONS):
+            for step, text in walk(settings[option]):
+                if step[-1:] == ("filter",) and text not in (None, "*") and not any(text in name for name in blocks):
                     document.fault((*path, option), f"the filter '{text}' of '{option}' matches no block", remedy)
+    for word in map(str.strip, str((document.config.parameters or {}).get("exclude") or "").split(",")):
+        if word and not any(word in name for name in known):
+            steps = {step for name in known for step in name.split(".") if not step.isdigit()}
+            close = difflib.get_close_matches(word.rpartition(".")[2], sorted(steps), n=3, cutoff=0.0)
+            advice = f"the nearest are {', '.join(map(repr, close))}"
+            document.fault(("parameters", "exclude"), f"no tensor name contains '{word}'", advice)

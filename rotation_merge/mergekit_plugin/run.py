@@ -27,16 +27,10 @@ from rotation_merge.errors import AlignmentError
 from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked
 from rotation_merge.mergekit_plugin.compile import compiled
 from rotation_merge.mergekit_plugin.delegates import OWN
+from rotation_merge.mergekit_plugin.loader import StandIn
 from rotation_merge.mergekit_plugin.output_check import complete, say
-from rotation_merge.mergekit_plugin.parts import tokenizer_source
-from rotation_merge.mergekit_plugin.recipe import (
-    Recipe,
-    check_alignment_name,
-    entries,
-    recipe_inputs,
-    recipe_outputs,
-    title,
-)
+from rotation_merge.mergekit_plugin.recipe import Recipe, entries, recipe_inputs, recipe_outputs, title
+from rotation_merge.mergekit_plugin.rules import tokenizer_source
 from rotation_merge.mergekit_plugin.saved_alignments import keep_alignments
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.card import add_section
@@ -70,7 +64,6 @@ def run(
     """
     keep_freed_memory()
     session = Session.of(Recipe.read(config), options)
-    check_alignment_name(config)
     outputs, inputs = recipe_outputs(config, out_path), recipe_inputs(config)
     for output in outputs:
         check_output(output, inputs, output.kind == FOLDER, cache=options.transformers_cache)
@@ -145,7 +138,7 @@ def fetch_tokenizer(config: MergeConfiguration, options: MergeOptions) -> None:
     Raises:
         CheckpointError: they cannot be had.
     """
-    source = tokenizer_source(config.model_dump(exclude_none=True))[1]
+    source = tokenizer_source(config)
     if source is not None:
         fetched(ModelPath(path=source), options.transformers_cache)
 
@@ -202,7 +195,8 @@ def _as_it_is_here(session: Session, apart: dict[str, Tensor]) -> Iterator[None]
         apart: takes the tensors of sentence-transformers' modules, which have files of their own.
     """
     recipe, base, tell, count = session.recipe, session.models[session.recipe.base], listener(), itertools.count(1)
-    config = recipe.config.model_copy(update={"base_model": recipe.base})
+    stand_in = StandIn.of(recipe.base, cache=session.options.transformers_cache)
+    config = recipe.config.model_copy(update={"base_model": stand_in})
 
     def out_config(real: Callable[..., Any], _: Any, architecture: Any, **more: Any) -> Any:
         written = real(config, architecture, **more)
@@ -214,7 +208,7 @@ def _as_it_is_here(session: Session, apart: dict[str, Tensor]) -> Iterator[None]
         return _fenced(real(config_yaml=config_yaml, **{**more, "config": recipe.config}), config_yaml)
 
     def base_folder(real: Callable[..., Any], _: Any, options: MergeOptions) -> tuple[ModelReference, str]:
-        folder = fetched(recipe.base.model, options.transformers_cache)
+        folder = fetched(stand_in.model, options.transformers_cache)
         return ModelReference(model=ModelPath(path=folder)), folder
 
     def save_tensor(real: Callable[..., None], writer: TensorWriter, name: str, tensor: Tensor, **options: Any) -> None:
@@ -226,11 +220,15 @@ def _as_it_is_here(session: Session, apart: dict[str, Tensor]) -> Iterator[None]
         done = next(count)
         tell("writing tensors", done, max(done, len(base)))
 
+    def architecture(real: Callable[..., Any], config: Any, options: MergeOptions) -> Any:
+        return getattr(config, "_architecture", None) or real(config, options)
+
     of_merge: Replacements = {
         "_model_out_config": out_config,
         "generate_card": model_card,
         "_get_donor_model": base_folder,
         "MultiGPUExecutor": _with_all_results,
+        "get_architecture_info": architecture,
     }
     of_card: Replacements = {
         "is_hf": lambda real, path: not os.path.exists(path) and real(path),

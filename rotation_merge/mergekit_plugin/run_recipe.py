@@ -11,7 +11,7 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.mergekit_plugin import state
+from rotation_merge.mergekit_plugin import hooks
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.folder import close_files
@@ -45,8 +45,8 @@ def _configuration(text: str) -> MergeConfiguration:
     Raises:
         RotationMergeError: the plugin is switched off, or the recipe is at fault.
     """
-    if state.switched_off():
-        raise RotationMergeError(f"the plugin is switched off ({state.SWITCH}=0)", remedy="unset it")
+    if hooks.switched_off():
+        raise RotationMergeError(f"the plugin is switched off ({hooks.SWITCH}=0)", remedy="unset it")
     config: MergeConfiguration = MergeConfiguration.model_validate(yaml.safe_load(text))
     return config
 

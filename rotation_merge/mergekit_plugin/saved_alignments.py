@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
 from dataclasses import asdict
 
 import yaml
@@ -12,31 +11,11 @@ import yaml
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.report_rows import file_metadata
-from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.mergekit_plugin.recipe import ALIGNMENT, KEPT_BY, numbered, title
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.origin import origins
 
 LOG = logging.getLogger(__name__)
-
-
-def check_keepable(session: Session, blocks: Iterable[OutputBlock]) -> None:
-    """Refuse `save_alignment` for alignments that no file can store.
-
-    Raises:
-        RecipeError: a donor's layer is moved to the coordinates of another layer of the anchor.
-    """
-    if session.run.kept_transforms is None:
-        return
-    for out in blocks:
-        for model, block in out.sources.items():
-            if block.index != out.anchor.index:
-                raise RecipeError(
-                    f"layer {block.index} of {model} meets layer {out.anchor.index} of {session.recipe.base}, but "
-                    "an alignment file cannot hold layers of different numbers",
-                    where="parameters.save_alignment",
-                    remedy="leave it out",
-                )
 
 
 def keep_alignments(session: Session, folder: str) -> None:
@@ -55,6 +34,7 @@ def keep_alignments(session: Session, folder: str) -> None:
     if os.path.exists(first):
         problem = f"'{setting}' is a file of the merged model"
         raise RecipeError(problem, where="parameters.save_alignment", remedy="name another file")
+    os.makedirs(os.path.dirname(first), exist_ok=True)
     moved = {title(model, donor.origin): donor.checked for model, donor in donors.found.items()}
     pairs = {name: pair for name, pair in moved.items() if name in run.kept_transforms and pair is not None}
     for number, (name, pair) in enumerate(pairs.items(), 1):

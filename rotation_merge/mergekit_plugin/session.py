@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from mergekit import common
-from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 
-from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.models import Models
 from rotation_merge.mergekit_plugin.recipe import Recipe
-from rotation_merge.model.heads import head_names
 
 if TYPE_CHECKING:
     from rotation_merge.mergekit_plugin.donors import Donors
@@ -69,19 +66,3 @@ class Session:
         if self.options.multi_gpu:
             return torch.empty(0).device
         return None if self.on_cpu else torch.device(self.options.device)
-
-
-def settle_heads(session: Session, models: Iterable[ModelReference]) -> None:
-    """Find the tensors of heads that models keep (`heads_of: each`); the models must exist.
-
-    Raises:
-        RecipeError: the vocabulary changes, which the donors' configurations would not know.
-    """
-    recipe = session.recipe
-    if recipe.value("heads_of") != "each":
-        return
-    if recipe.config.tokenizer or recipe.config.tokenizer_source:
-        problem = "'heads_of: each' writes donors' checkpoints, whose vocabularies 'tokenizer' would change"
-        raise RecipeError(problem, where="parameters", remedy="leave out one of the two")
-    for model in models:
-        recipe.own_heads.update(head_names(session.models[model].architecture))

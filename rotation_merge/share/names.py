@@ -12,8 +12,7 @@ import yaml
 
 from rotation_merge.diagnose.sources import files, references
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.mergekit_plugin.document import documents
-from rotation_merge.mergekit_plugin.parts import at, reference
+from rotation_merge.mergekit_plugin.document import at, documents
 from rotation_merge.model.hub import HubFile, is_hub_name
 
 TARGET = re.compile(r"(?:datasets/)?[\w.-]+/[\w.-]+(?:/[\w./-]+)?(?:@[\w./-]+)?")
@@ -199,8 +198,8 @@ def _entries(node: yaml.Node | None) -> Iterator[tuple[str, yaml.MappingNode]]:
     """The keys that name a model next to its parameters, if written as one word."""
     if isinstance(node, yaml.MappingNode):
         model_node = next((v for k, v in node.value if k.value == "model" and isinstance(v, yaml.ScalarNode)), None)
-        if model_node is not None and (model := reference(model_node.value)) is not None:
-            yield str(model), node
+        if model_node is not None:
+            yield model_node.value, node
         for _, value in node.value:
             yield from _entries(value)
     elif isinstance(node, yaml.SequenceNode):

@@ -119,7 +119,7 @@ def test_recipes_match_on_activations(pair: tuple[Path, Path], tmp_path: Path) -
     assert made["data"] == [{"of": f"matching {pair[1]}", "source": "self", "samples": 16}]
     mean = recipe_for("linear", *pair, match_on="both")
     mean["parameters"]["anchor"] = "mean"
-    assert "leave out 'match_on'" in one_error(mergekit_yaml(mean, tmp_path / "mean").output)
+    assert "'match_on' cannot be used: 'anchor: mean'" in one_error(mergekit_yaml(mean, tmp_path / "mean").output)
 
 
 @pytest.mark.slow

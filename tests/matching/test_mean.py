@@ -124,7 +124,7 @@ def test_mean_without_a_residual_group(tmp_path: Path) -> None:
 def test_mean_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     a, b, c = (checkpoint(KINDS[0], tmp_path / str(i), seed=i) for i in range(3))
     result = mergekit_yaml(transport(a, (c, b), residual="rotation", anchor="mean"), tmp_path / "out")
-    assert "anchor: base" in one_error(result.output)
+    assert "anchor: mean" in one_error(result.output)
     document = recipe(a, b, c, residual="rotation", anchor="mean")
     document["models"][2]["parameters"]["residual"] = "none"
     assert "same options" in one_error(mergekit_yaml(document, tmp_path / "out").output)

@@ -123,7 +123,7 @@ def test_layers_that_change_places_cannot_be_kept(pair: Pair, tmp_path: Path) ->
     recipe["slices"] = [{"sources": [{"model": entry["model"], "layer_range": span} for entry, span in ranges]}]
     result = mergekit_yaml(recipe, tmp_path / "out")
     assert result.exit_code == 2
-    assert "layer 1 of" in one_error(result.output)
+    assert "'save_alignment' cannot be used: the slices pair layers differently" in one_error(result.output)
     assert not (tmp_path / "out").exists()
 
 

@@ -111,14 +111,11 @@ def test_a_merge_from_python_in_a_fresh_process(pair: Pair, tmp_path: Path) -> N
     assert max(relative_distances(state(tmp_path / "out"), state(pair[0])).values()) <= 1e-5
 
 
-def test_planning_without_a_merge_is_refused(pair: Pair) -> None:
-    from mergekit.architecture import get_architecture_info
-    from mergekit.config import MergeConfiguration
-    from mergekit.options import MergeOptions
+def test_planning_without_a_merge_is_refused() -> None:
+    from mergekit import merge_methods
 
-    config = MergeConfiguration.model_validate(recipe_for("linear", *pair))
-    with pytest.raises(RotationMergeError, match="call run_merge"):
-        get_architecture_info(config, MergeOptions())
+    with pytest.raises(RotationMergeError, match=r"mergekit\.merge\.run_merge"):
+        merge_methods.get("rotation_merge").validate_inputs(["model"])
 
 
 @pytest.mark.slow

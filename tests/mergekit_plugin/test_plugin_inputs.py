@@ -261,6 +261,26 @@ def test_tokenizers(speakers: tuple[Path, Path, list[str], list[str]], tmp_path:
     assert_same(got, wanted)
 
 
+def test_a_token_has_the_row_of_the_model_that_is_named(
+    speakers: tuple[Path, Path, list[str], list[str]], tmp_path: Path
+) -> None:
+    anchor, donor, _, others = speakers
+    recipe = recipe_for("linear", anchor, donor)
+    recipe["tokenizer"] = {"source": "base", "tokens": {"w3": {"source": str(donor), "force": True}}}
+    vocabulary, name = {f"w{i}": i for i in range(40)}, "model.embed_tokens.weight"
+    row = merged(recipe, tmp_path / "out")[name][vocabulary["w3"]]
+    torch.testing.assert_close(row, state(donor)[name][others.index("w3")])
+
+
+def test_activations_are_compared_on_the_same_tokens(
+    speakers: tuple[Path, Path, list[str], list[str]], tmp_path: Path
+) -> None:
+    recipe = recipe_for("ot_fusion", *speakers[:2], data="synthetic")
+    recipe["tokenizer_source"] = "union"
+    assert "its tokens are not those of" in one_error(mergekit_yaml(recipe, tmp_path / "out").output)
+    assert not (tmp_path / "out").exists()
+
+
 def test_different_vocabularies_without_tokenizer(
     speakers: tuple[Path, Path, list[str], list[str]], tmp_path: Path
 ) -> None:

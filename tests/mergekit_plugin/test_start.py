@@ -1,53 +1,50 @@
-"""Python's collector is held while a command with a recipe of ours starts, and for no other."""
+"""Python's collector is held while a command of mergekit's starts, and works again afterwards."""
 
 from __future__ import annotations
 
 import atexit
 import gc
 import sys
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from rotation_merge.mergekit_plugin import start
-from rotation_merge.mergekit_plugin.document import METHOD
+from rotation_merge.mergekit_plugin.hooks import without_collector
+
+MODULE = ModuleType("mergekit.scripts.run_yaml")
 
 
 @pytest.fixture
-def done(monkeypatch):
+def done(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was frozen, and what is to be done when Python ends."""
-    found = []
+    found: list[Any] = []
     monkeypatch.setattr(gc, "freeze", lambda: found.append("frozen"))
     monkeypatch.setattr(atexit, "register", lambda work: found.append(("at exit", work)))
     assert gc.isenabled()
     return found
 
 
-def started(monkeypatch, *arguments):
-    """Whether the collector worked while a command with these arguments started."""
-    monkeypatch.setattr(sys, "argv", ["mergekit-yaml", *map(str, arguments)])
-    with start.collector_held():
-        return gc.isenabled()
+@pytest.mark.parametrize("error", [None, ImportError])
+def test_it_is_held_in_a_command_and_works_again_after_that(
+    error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch, done: list[Any]
+) -> None:
+    def execute(module: ModuleType) -> None:
+        done.append(gc.isenabled())
+        if error is not None:
+            raise error
 
-
-def test_it_is_held_for_a_recipe_of_ours_and_works_again_after_that(monkeypatch, tmp_path, done):
-    recipe = tmp_path / "recipe.yml"
-    recipe.write_text(f"merge_method: {METHOD}\n")
-    assert not started(monkeypatch, recipe, tmp_path / "out")
+    monkeypatch.setattr(sys, "argv", ["/bin/mergekit-yaml", "recipe.yml"])
+    if error is None:
+        without_collector(execute, MODULE)
+    else:
+        with pytest.raises(error):
+            without_collector(execute, MODULE)
     assert gc.isenabled()
-    assert done == ["frozen", ("at exit", gc.freeze)]
+    assert done == [False, "frozen", ("at exit", gc.freeze)]
 
 
-def test_other_merges_start_as_ever(monkeypatch, tmp_path, done):
-    recipe = tmp_path / "recipe.yml"
-    recipe.write_text("merge_method: linear\n")
-    assert started(monkeypatch, recipe, tmp_path, "--cuda", "\0")
-    assert not done
-
-
-def test_it_works_again_where_the_start_fails(monkeypatch, tmp_path, done):
-    recipe = tmp_path / "recipe.yml"
-    recipe.write_text(f"merge_method: {METHOD}\n")
-    monkeypatch.setattr(sys, "argv", ["mergekit-yaml", str(recipe)])
-    with pytest.raises(ImportError), start.collector_held():
-        raise ImportError
-    assert gc.isenabled()
+def test_other_programs_import_as_ever(monkeypatch: pytest.MonkeyPatch, done: list[Any]) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/python"])
+    without_collector(lambda module: done.append(gc.isenabled()), MODULE)
+    assert done == [True]

@@ -152,9 +152,7 @@ def test_no_circles() -> None:
     assert not left, f"in a circle, or behind one: {sorted(left)}"
 
 
-@pytest.mark.parametrize(
-    "name", ["__init__.py", "mergekit_plugin/__init__.py", "mergekit_plugin/hooks.py", "mergekit_plugin/state.py"]
-)
+@pytest.mark.parametrize("name", ["__init__.py", "mergekit_plugin/__init__.py", "mergekit_plugin/hooks.py"])
 def test_what_every_interpreter_start_imports_is_light(name: str) -> None:
     """rotation_merge.pth imports these whenever Python starts."""
     allowed = {"sys", "rotation_merge"}

@@ -268,9 +268,9 @@ def test_models_as_strings_or_a_mapping(tmp_path: Path):
     for models, said in (
         (
             f"models:\n  - {LLAMAS[1]}\n",
-            "4:5: models[0]: a mapping of keys to values is expected here; write '- model: /",
+            "4:5: models[0]: input should be a valid dictionary; write '- model: /",
         ),
-        (f"models:\n  model: {LLAMAS[1]}\n", "3:1: models: a list is expected here"),
+        (f"models:\n  model: {LLAMAS[1]}\n", "3:1: models: input should be a valid list"),
     ):
         recipe.write_text(head + models)
         done = run("check", recipe)
