@@ -219,7 +219,7 @@ class TestBadInput:
 
     def test_nothing_there(self, folder: Path, tmp_path: Path):
         (tmp_path / "empty").mkdir()
-        assert "there are no weights" in self.refused(folder, tmp_path / "out", tmp_path / "empty")
+        assert "config.json is missing" in self.refused(folder, tmp_path / "out", tmp_path / "empty")
 
     def test_missing_base(self, folder: Path, tmp_path: Path):
         assert "no such directory" in self.refused(folder, tmp_path / "out", old=tmp_path / "nothing")

@@ -361,7 +361,7 @@ ALIGNMENTS: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], object
     ),
     "kinds that are no JSON": (lambda _, header: header.update(kinds="{"), "damaged"),
     "kinds that are a list": (lambda _, header: header.update(kinds=[1]), "damaged"),
-    "no anchor": (lambda _, header: header.pop("anchor"), "damaged ('anchor' is missing)"),
+    "no anchor": (lambda _, header: header.pop("anchor"), "is damaged (it lacks 'anchor')"),
     "no family": (lambda _, header: header.pop("family"), "damaged"),
     "record that is no JSON": (lambda _, header: header.update(made="\x00"), "damaged"),
     "record without end": (lambda _, header: header.update(made="[" * 100000), "damaged"),

@@ -67,7 +67,7 @@ def test_what_is_not_there_is_one_line_in_every_command(name: str, tmp_path: Pat
 
 
 WRONG: dict[str, tuple[list[str], str]] = {
-    "a doctor's folder without a model": (["doctor", "empty"], "there are no weights"),
+    "a doctor's folder without a model": (["doctor", "empty"], "config.json is missing"),
     "a doctor's file that is no recipe": (["doctor", "file"], "names no merge_method"),
     "a doctor's list": (["doctor", "list.yml"], "names no merge_method"),
     "a doctor's recipe of nothing": (["doctor", "none.yml"], "none.yml"),
@@ -78,7 +78,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "weights, inspected": (["inspect", f"{LLAMAS[0]}/model.safetensors"], "neither an alignment nor statistics"),
     "junk, inspected": (["inspect", "junk.safetensors"], "cannot be read"),
     "a damaged report, inspected": (["inspect", "list/rotation_merge.json"], "is not a report"),
-    "the fingerprint of a folder": (["inspect", "empty", "--fingerprint"], "there are no weights"),
+    "the fingerprint of a folder": (["inspect", "empty", "--fingerprint"], "config.json is missing"),
     "the fingerprint of junk": (["inspect", "junk.safetensors", "--fingerprint"], "cannot be read"),
     "the fingerprint of a recipe": (["inspect", "half.yml", "--fingerprint"], "nor a report (.json)"),
     "the report of another version": (["inspect", "other", "--report"], "it lacks 'anchor'"),
