@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from types import TracebackType
 from typing import Any
 
@@ -417,7 +416,7 @@ class Store:
         return self.file(f"{words}-{zlib.crc32(name.encode()):08x}{PART}")
 
 
-UNREADABLE = (OSError, EOFError, UnpicklingError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
+UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
 """Exceptions of a damaged part."""
 
 
@@ -447,4 +446,8 @@ def read_part(path: Path, device: str = "cpu", mapped: bool = False) -> Any:
     """
     import torch
 
-    return torch.load(path, device, weights_only=True, mmap=mapped)
+    try:
+        with open(path, "rb") as file:  # a name that ends in .safetensors would be taken for that format
+            return torch.load(path if mapped else file, device, weights_only=True, mmap=mapped)
+    except Exception as error:  # torch has one of its own for every kind of damage
+        raise ValueError(short(error)) from error

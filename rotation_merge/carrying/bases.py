@@ -39,7 +39,7 @@ from rotation_merge.model.origin import origins
 from rotation_merge.model.rows import padded_as, vocabulary_axes, vocabulary_subset
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import check_token_ids, row_pair, vocabulary_size
+from rotation_merge.model.vocabulary import check_token_ids, matched_on, row_pair, vocabulary_size
 from rotation_merge.record import MergeReport
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers import Progress
@@ -161,9 +161,10 @@ class Bases:
             options = NOTHING.with_residual(residual_of(known.transforms, known.folded))
         options = check_pair(self.pair.view(self.new), self.old_as_new, options, untie=self.pair.untie).options
         pair, (anchor, donor) = replace(self.pair, options=options), self.sources
-        if pair.shared is not None:
-            subsets = zip((anchor, donor), pair.shared, strict=True)
+        if self.rows is not None:
+            subsets = zip((anchor, donor), self.rows, strict=True)
             anchor, donor = (vocabulary_subset(self.architecture, source, rows) for source, rows in subsets)
+            run.note(matched_on(self.new, self.old, len(self.rows[0])))
         match = execution.match or self._matcher(config, execution.device)
         alignment = match(self.architecture, anchor, donor, options, progress, ledger=execution.ledger)
         run.aligned(old, alignment)

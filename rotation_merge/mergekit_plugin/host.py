@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.mergekit_plugin import hooks
+from rotation_merge.mergekit_plugin.state import failed
 
 OLDEST = NEWEST = "0.1.5"
 """The mergekit releases that the tests run with. Older ones lack interfaces of the planner; newer ones may work, and
@@ -52,7 +52,7 @@ def check_host() -> None:
     Raises:
         MergekitError: something of mergekit's that we build on is not there.
     """
-    for name, error in hooks.failed.items():
+    for name, error in failed.items():
         raise unfit(f"{name}: {error}") from error
     _check_names()
 

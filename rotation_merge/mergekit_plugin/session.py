@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from mergekit import common
@@ -14,9 +14,6 @@ from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.models import Models
 from rotation_merge.mergekit_plugin.recipe import Recipe
 
-if TYPE_CHECKING:
-    from rotation_merge.mergekit_plugin.donors import Donors
-
 
 @dataclass
 class Session:
@@ -24,14 +21,14 @@ class Session:
 
     Attributes:
         run: record of the merge, kept if a report will be written.
-        donors: as they are settled when the recipe is compiled.
+        donors: `Donors`, as they are settled when the recipe is compiled.
     """
 
     recipe: Recipe
     models: Models
     options: MergeOptions
     run: Run = field(default_factory=Run)
-    donors: Donors | None = None
+    donors: Any = None
 
     @classmethod
     def of(cls, recipe: Recipe, options: MergeOptions, watched: bool = True) -> Session:

@@ -171,8 +171,8 @@ def test_a_full_disk_leaves_nothing(what: str, tmp_path: Path, monkeypatch: pyte
         Path(path).write_text("half")
         raise OSError(28, "No space left on device")
 
-    place = {"answers": "rotation_merge.matching.teachers", "state": "safetensors.torch"}[what]
-    monkeypatch.setattr(f"{place}.save_file", full)
+    place = {"answers": "rotation_merge.matching.teachers.save_file", "state": "torch.save"}[what]
+    monkeypatch.setattr(place, full)
     monkeypatch.setattr("rotation_merge.run.ledger.SECONDS", 0.0)
     done = run(
         "polish", models[2], tmp_path / "out", "--teachers", *models[:2], models[0], "--samples", 4, "--length", 8

@@ -109,7 +109,8 @@ def test_distilling_goes_on_where_it_was_stopped(
     assert distilled(tmp_path / "again", tuned, lessons, "--scale", 1).exit_code != 0
     assert (tmp_path / "again.unfinished" / "answers.safetensors").exists()
     assert " at 0x" not in (tmp_path / "again.unfinished" / "run.txt").read_text()  # another process knows it, too
-    assert distilled(tmp_path / "again", tuned, lessons, "--scale", 1).exit_code == 0
+    again = distilled(tmp_path / "again", tuned, lessons, "--scale", 1)
+    assert again.exit_code == 0, again.output
     assert len(seen) < 2 * STOPPED_AT
     assert not (tmp_path / "again.unfinished").exists()
     for name, tensor in state(tmp_path / "again").items():

@@ -269,7 +269,7 @@ def test_the_state_of_another_fit_is_refused(other: str, tmp_path: Path):
 def test_the_state_of_the_same_fit_is_taken(tmp_path: Path):
     """Another limit of time, or checkpointing, is the same fit."""
     models, data = [tiny_llama(i) for i in range(2)], token_batches()
-    options = FitConfig(steps=4, start="identity", state=tmp_path / "state")
+    options = FitConfig(steps=4, start="identity", state=tmp_path / "state.safetensors")
     with pytest.raises(KeyboardInterrupt):
         fit(models[0], models[1], data, options=options, watch=stop_at(2))
     seen: list[int] = []
